@@ -1,4 +1,4 @@
-"""Settings every test shares: one thread of arithmetic, shapes checked at every call, nothing fetched."""
+"""Settings of all tests: one CPU thread, shapes checked at every call, no downloads."""
 
 import gc
 import os
@@ -9,12 +9,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 from jaxtyping import install_import_hook
 
-# Everything imported below this line has its jaxtyping annotations enforced by beartype.
+# Only modules imported after this call have their jaxtyping annotations checked.
 install_import_hook(["models", "stages"], "shape_checking.check")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_imports():
-    """Every stage begins by collecting garbage: what is imported need not be searched each time."""
+    """Every stage starts with a garbage collection; frozen imports are not searched each time."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Twenty-five small healthy models of six kinds, each with a sample and a loss: no instrument may accuse them."""
+"""Twenty-five small healthy models of six kinds, each with a batch and a loss; instruments must not report problems."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ B, T, V = 4, 12, 61
 
 
 def convnet(norm: Callable[[int], nn.Module], act: type[nn.Module], widths: tuple[int, ...]) -> nn.Module:
-    """Convolutions, a mean over positions, a head."""
+    """Convolutions, a mean over positions, a classification head."""
     layers: list[nn.Module] = []
     for inputs, outputs in zip((3, *widths), widths, strict=False):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), norm(outputs), act()]
@@ -22,7 +22,7 @@ def convnet(norm: Callable[[int], nn.Module], act: type[nn.Module], widths: tupl
 
 
 class ResBlock(nn.Module):
-    """The last norm starts at zero, as is usual: at step 0 nothing inside gets a gradient."""
+    """The weight of the last norm starts at 0, as usual, so the convolutions get no gradient at step 0."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ResBlock(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Words in, the next word out."""
+    """Token numbers in, logits of the next token out."""
 
     def __init__(self, cell: type[nn.RNNBase], **kind: Any) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Recurrent(nn.Module):
 
 
 class PlainMoE(nn.Module):
-    """Experts in a loop, each called with the tokens that chose it, and not at all without any."""
+    """Experts in a loop, each called with its tokens; an expert without tokens is not called."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def from_config(kind: str, auto: Any = AutoModel, **changes: Any) -> nn.Module:
 
 decoder = partial(from_config, auto=AutoModelForCausalLM)
 GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}
-# Name, which begins with its kind → how it is made.
+# Name, which begins with the kind → constructor.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn batch norm": lambda: convnet(nn.BatchNorm2d, nn.ReLU, (8, 16)),
     "cnn group norm": lambda: convnet(lambda width: nn.GroupNorm(4, width), nn.SiLU, (8, 16, 16)),
@@ -144,13 +144,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
-    """The model, whose weights depend on the seed alone."""
+    """Build the model; its weights depend on the seed alone."""
     torch.manual_seed(seed)
     return MODELS[name]()
 
 
 def batch_of(name: str, step: int = 0) -> dict[str, Tensor] | tuple[Tensor]:
-    """What it reads: words, or pictures."""
+    """Arguments of the forward pass: token numbers or images."""
     draw = torch.Generator().manual_seed(step)
     if name.startswith(("cnn", "vit")):
         pixels = torch.randn(B, 3, 16, 16, generator=draw)
@@ -161,7 +161,7 @@ def batch_of(name: str, step: int = 0) -> dict[str, Tensor] | tuple[Tensor]:
 
 
 def loss_of(name: str, model: nn.Module, step: int = 0) -> Tensor:
-    """Cross entropy of the next word or of a class; of a bare encoder, a distance of all it gives."""
+    """Cross entropy of the next token or of a class; for a bare encoder, the squared distance of its outputs to 0.5."""
     batch = batch_of(name, step)
     made = model(**batch) if isinstance(batch, dict) else model(*batch)
     if name.startswith("cnn") or name == "vit plain":

@@ -1,4 +1,4 @@
-"""Megatron-core without a GPU: what it asks of CUDA is answered for the CPU, its own files are as installed."""
+"""Megatron-core on the CPU: three CUDA functions are replaced, the installed files are not changed."""
 
 import warnings
 from contextlib import ExitStack, contextmanager
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_sizes import GROUPS, HEADS, B, D, F, L, T, V
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about Apex and Transformer Engine, and its own deprecations
+    warnings.simplefilter("ignore")  # on Apex, Transformer Engine and Megatron's own deprecations
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 
 @contextmanager
 def megatron_group(rank=0, world=1, store=None):
-    """Initialise torch.distributed (gloo) and Megatron's groups, tensor parallelism over all processes."""
+    """Initialise torch.distributed (gloo) and Megatron's groups, with tensor parallelism over all processes."""
     answers = ExitStack()
     answers.enter_context(patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
     answers.enter_context(patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()))
@@ -36,7 +36,7 @@ def megatron_group(rank=0, world=1, store=None):
 
 
 def make_gpt(world=1, **settings):
-    """A GPT of the local layer specification, the same for every number of processes."""
+    """A GPT of Megatron's local layer specification, with the same weights for any number of processes."""
     torch.manual_seed(0)
     shape = dict(
         num_layers=L,

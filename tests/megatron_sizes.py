@@ -1,4 +1,4 @@
-"""Sizes of Megatron's model and batches in tests, apart from Megatron, which takes seconds to import."""
+"""Sizes of Megatron's model and batches in tests; a file of its own, since importing Megatron takes seconds."""
 
 L, D, F, V, HEADS, GROUPS = 2, 24, 40, 62, 4, 2
 B, T = 3, 8

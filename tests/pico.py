@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.source import EMBEDDED
 
-# Families whose heads are as wide as hidden / heads, in one of transformers' generations or in their MoE.
+# Families with head_dim = hidden / heads in transformers 4, in transformers 5 or in their MoE architecture.
 _DERIVED_HEAD_DIM = {"qwen2", "granite", "phi3"}
 
 
@@ -32,17 +32,17 @@ def write_pico(
     """Write a random checkpoint whose logits depend on every weight.
 
     Args:
-        folder: made if it is not there.
-        model_type: of a supported family; any causal model of transformers that takes these sizes.
+        folder: created if missing.
+        model_type: a supported family, or any causal model of transformers with these configuration keys.
         layers: L.
-        hidden: D, a multiple of 4 heads times 2.
+        hidden: D, a multiple of 8.
         intermediate: F.
-        vocab: V; with `tokenizer` it is that of the embedded model.
-        seed: of the weights.
-        tie: output embedding = input embedding.
+        vocab: V; ignored with `tokenizer`, which sets the embedded model's vocabulary size.
+        seed: seed of the weights.
+        tie: tie the output embedding to the input embedding.
         dtype: number format on disk.
-        tokenizer: copy the embedded model's tokenizer beside the weights.
-        max_shard_size: as `save_pretrained` takes it.
+        tokenizer: copy the embedded model's tokenizer into the folder.
+        max_shard_size: as in `save_pretrained`.
         config: further keys of config.json.
     Returns:
         The folder.
@@ -63,7 +63,7 @@ def write_pico(
         "pad_token_id": 0,
     }
     if model_type not in _DERIVED_HEAD_DIM:
-        # Wider than hidden / heads: whoever derives it instead of reading it fails.
+        # Larger than hidden / heads, so that code which derives the width instead of reading it fails.
         sizes["head_dim"] = 8
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def write_pico(
 
 @torch.no_grad()
 def _spread(parameter: nn.Parameter) -> None:
-    """Weights of neuron gain, norms near 1 and biases off 0, so that nothing cancels and nothing vanishes."""
+    """Matrices of unit gain, norms near 1 and nonzero biases, so that no term cancels or vanishes."""
     if parameter.ndim == 2:
         parameter.normal_(std=parameter.shape[1] ** -0.5)
     else:

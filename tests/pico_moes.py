@@ -1,4 +1,4 @@
-"""Sizes of tiny random Mixtures-of-Experts of every architecture: model type → what its configuration wants."""
+"""Tiny random Mixtures-of-Experts of every architecture: model type → its configuration keys."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,5 +21,5 @@ MOES = {
 
 
 def make_moe(model_type):
-    """5 experts of 8 in each of 2 layers, 2 per token, hidden size 24; random weights."""
+    """Random weights: 2 layers of 5 experts with 8 neurons each, top-2, hidden size 24."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **MOES[model_type]))

@@ -8,12 +8,12 @@ from beartype.roar import BeartypeDecorHintException
 
 Checked = TypeVar("Checked", bound=Callable)
 
-# An int may stand where a float is wanted.
+# An int is accepted as a float.
 ENFORCE = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def check(function: Checked) -> Checked:
-    """Enforce the annotations; a function whose hints beartype cannot check alone (Self, protocols) passes as is."""
+    """Enforce the annotations; functions whose hints beartype cannot check (Self, protocols) are returned unchanged."""
     try:
         return ENFORCE(function)
     except BeartypeDecorHintException:

@@ -1,8 +1,8 @@
-"""What training does to a checkpoint: held-out loss and routing after AdamW steps, an MoE next to its dense model.
+"""Effect of training on checkpoints: held-out loss and routing after AdamW steps, for a dense model and its MoEs.
 
     PYTHONPATH=.:tests python -m survival DENSE MOE ...
 
-trains all of them on the Python standard library as a plain loop would: one AdamW group of all parameters.
+trains all of them on the Python standard library in a plain loop: one AdamW group of all parameters.
 """
 
 import sys
@@ -20,38 +20,38 @@ from models.training import RouterWatch
 from stages.text.config import DataConfig
 from stages.text.sequences import Split, load_sequences
 
-ROWS, LENGTH = 4, 128  # of a training batch
+ROWS, LENGTH = 4, 128  # sequences of a training batch and their tokens
 
 
 class Trained(NamedTuple):
-    """A model after some steps."""
+    """Measurements of a model after some steps."""
 
-    loss: float  # held out
+    loss: float  # on held-out text
     kept: float  # share of (token, layer) pairs that keep all their experts; 1 for a dense model
 
 
 def load_fp32(folder: Path | str) -> PreTrainedModel:
-    """A checkpoint in fp32."""
+    """Load a checkpoint in fp32."""
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return loaded
 
 
 def read_batches(tokenizer_of: Path | str, split: Split, count: int) -> list[Tensor]:
-    """`count` batches of token numbers from the Python standard library, held out or not."""
+    """Read `count` batches of token numbers from the Python standard library."""
     tokens = 2 * count * ROWS * LENGTH
     settings = DataConfig(tokens=tokens, heldout_tokens=tokens, max_length=LENGTH)
     return batch_up(settings, tokenizer_of, split, count)
 
 
 def read_text_batches(tokenizer_of: Path | str, path: Path, count: int, length: int = 32) -> list[Tensor]:
-    """The same from a file, in short sequences."""
+    """Read `count` batches of short sequences from a text file."""
     tokens = 2 * count * ROWS * length
     settings = DataConfig(kind="text", path=str(path), tokens=tokens, max_length=length)
     return batch_up(settings, tokenizer_of, "calibration", count)
 
 
 def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count: int) -> list[Tensor]:
-    """Full sequences alone."""
+    """Batch the sequences of full length."""
     sequences = load_sequences(settings, AutoTokenizer.from_pretrained(tokenizer_of), split)
     rows = [sequence.ids for sequence in sequences if len(sequence.ids) == settings.max_length][: count * ROWS]
     assert len(rows) == count * ROWS, "not enough text"
@@ -60,7 +60,7 @@ def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count
 
 @torch.no_grad()
 def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor], autocast: torch.dtype | None = None) -> float:
-    """Mean nats a token."""
+    """Mean loss, in nats per token."""
     return measure(model, batches, autocast)[0]
 
 
@@ -68,7 +68,7 @@ def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor], autocast: to
 def measure(
     model: PreTrainedModel, batches: Sequence[Tensor], autocast: torch.dtype | None = None
 ) -> tuple[float, Tensor | None]:
-    """Mean nats a token, and the (L, T, K) chosen experts, sorted; None for a dense model."""
+    """Mean loss in nats per token, and the (L, T, K) chosen experts, sorted; None for a dense model."""
     sparse = any("experts" in name for name, _ in model.named_parameters())
     watch, losses, chosen = RouterWatch(model) if sparse else None, [], []
     for ids in batches:
@@ -100,18 +100,18 @@ def survive(
     weight_decay: float = 0.01,
     train: Callable[[PreTrainedModel, torch.optim.Optimizer, Tensor], None] = step,
 ) -> dict[int, Trained]:
-    """Train one AdamW group of all parameters; steps → what came of it, 0 being the start.
+    """Train one AdamW group of all parameters; return steps → measurements, with step 0 before training.
 
     Args:
-        model: is changed.
-        batches: one a step, read again where there are fewer.
-        heldout: what is measured on.
-        rate: of AdamW.
+        model: trained in place.
+        batches: one per step, repeated if there are fewer batches than steps.
+        heldout: batches for the measurements.
+        rate: learning rate of AdamW.
         looks: steps after which to measure.
         weight_decay: torch's default, or 0.
         train: does one step.
     """
-    model.eval()  # no dropout in these models; leaves the comparison free of chance
+    model.eval()  # no dropout, so the comparison is deterministic
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay)
     loss, first = measure(model, heldout)
     found = {0: Trained(loss, 1.0)}
@@ -125,12 +125,12 @@ def survive(
 
 
 def excess(moe: dict[int, Trained], dense: dict[int, Trained], steps: int) -> float:
-    """By how much the MoE's loss rose above its start, beyond what the dense model's did."""
+    """Rise of the MoE's loss minus the rise of the dense model's loss; a fall of the dense model's loss counts as 0."""
     return (moe[steps].loss - moe[0].loss) - max(0.0, dense[steps].loss - dense[0].loss)
 
 
 def main(dense: str, *moes: str, rates: Sequence[float] = (1e-5, 1e-4), looks: Sequence[int] = (1, 10, 100)) -> None:
-    """Print a table: losses at the start and after some steps, and what is kept of the choices."""
+    """Print a table: losses before training and after some steps, and the share of kept choices."""
     batches, heldout = read_batches(dense, "calibration", max(looks)), read_batches(dense, "heldout", 16)
     print("| rate | model | start |" + "".join(f" {look} |" for look in looks) + " kept |")  # noqa: T201
     for rate in rates:

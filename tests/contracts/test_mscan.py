@@ -1,4 +1,4 @@
-"""What a file promises: everything comes back, nothing torn or damaged is read, however its writer ended."""
+"""Guarantees of .mscan files: exact round trips; torn or damaged data is never read, however the writer ended."""
 
 import json
 import os
@@ -29,7 +29,7 @@ SIZES = [3, 1, 5, 2]  # sequences a record
 
 
 def write(path, sizes=SIZES, *, parameters=PARAMETERS, model="pico", width=WIDTH, per_token=False, **settings):
-    """A file of records of the given sizes, numbered through; gives the records."""
+    """Write records of the given sizes with consecutive sequence numbers; return them."""
     settings = {"encoding": "f32", "segment_sequences": 4, "created": "2026-01-02T03:04:05+00:00"} | settings
     ends = np.cumsum([0, *sizes])
     records = [record(range(a, b), per_token=per_token) for a, b in pairwise(ends)]
@@ -160,9 +160,6 @@ def test_the_writer_keeps_no_hold_of_the_scanners_buffers(path):
     assert np.array_equal(read_mscan(path).activation(), kept.activation_BP.numpy())
 
 
-# A file cut short or left unfinished.
-
-
 def test_a_cut_anywhere_in_the_last_segment_is_a_torn_tail(path):
     write(path, encoding="log16")
     whole = path.read_bytes()
@@ -241,7 +238,7 @@ def test_a_pipe_is_not_waited_for(path):
 
 
 def test_an_unsealed_segment_is_a_torn_tail(path):
-    """Its payload is whole, its header still zeros."""
+    """The payload is complete; the header still holds zeros."""
     write(path)
     last, closing = segment_starts(path)[-2:]
     edit(path, last, bytes(HEADER.size))
@@ -313,9 +310,6 @@ def test_after_an_error_what_was_added_is_kept(path):
         writer.add(record([0, 1]))
         raise KeyboardInterrupt
     assert len(read_mscan(path).sequences) == 2
-
-
-# A damaged file, or none.
 
 
 def message(path):
@@ -427,9 +421,6 @@ def test_unverified_reading_still_checks_headers(path):
     assert len(read_mscan(path, verify=False).sequences) == 11
 
 
-# Wrong use.
-
-
 def test_a_file_that_is_there_is_not_written_over(path):
     write(path, [2])
     before = path.read_bytes()
@@ -529,7 +520,7 @@ def test_an_unknown_sequence(path):
 
 
 def test_the_specification_is_what_is_written(path):
-    """Preamble and segment header, taken apart without the reader."""
+    """Parse preamble and segment headers without the reader."""
     write(path, [2])
     content = path.read_bytes()
     magic, version, flags, length, checksum = struct.unpack("<5sHBII", content[:16])
@@ -552,7 +543,7 @@ def test_the_specification_is_what_is_written(path):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_full_disk_costs_nothing_that_is_tried_again(path, tmp_path, monkeypatch, step):
-    """The first flush of a segment is that of its payload, the second that of its header."""
+    """A segment is flushed twice: after its payload and after its header."""
     calls, flush = [], segment_file._sync
     with MscanWriter(path, PARAMETERS, model="pico", block_width=WIDTH, created="2026") as writer:
         writer.add(record([0, 1]))

@@ -7,7 +7,7 @@ from stages.artifacts.carve import Partition, PoolPartition, load_partition
 
 L, E, N, F, S = 3, 5, 4, 20, 2
 UNITS = torch.stack([torch.arange(N) + start for start in (0, 4, 0, 3, 8)]).int()
-HOME = torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32)  # layer 1 gives none; in layer 2 neuron 3 has two copies
+HOME = torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32)  # no experts from layer 1; layer 2 has neuron 3 twice
 ALWAYS_ON = torch.tensor([[12, 13], [0, 14], [18, 19]], dtype=torch.int32)
 
 

@@ -39,7 +39,7 @@ def statistics():
 
 
 def rewrite(path, *, metadata=None, drop=None):
-    """The same file with other metadata, or without a tensor."""
+    """Write the file again with other metadata, or without one tensor."""
     with safe_open(path, framework="pt") as file:
         old = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys() if name != drop}  # noqa: SIM118
@@ -60,7 +60,7 @@ def test_round_trip_keeps_values_and_number_formats(tmp_path, statistics):
 
 
 def test_rows_of_a_larger_tensor_are_stored_as_they_are(tmp_path, statistics):
-    """Tensors that are not contiguous would be written wrong by some versions of safetensors."""
+    """Some versions of safetensors write wrong values for tensors that are not contiguous."""
     turned = torch.arange(2.0 * L * F, dtype=torch.float64).view(F, 2 * L).T[::2]
     replace(statistics, sum_abs=turned).save(tmp_path)
     assert torch.equal(NeuronStatistics.load(tmp_path).sum_abs, turned)

@@ -1,4 +1,4 @@
-"""Pico checkpoints of every family, emitted for a target that can say it, beside the dense model's logits."""
+"""A pico checkpoint of every family, its logits, and the MoE emitted for a target that can express it."""
 
 import json
 import os
@@ -32,7 +32,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 128}
-# A base other than any architecture's default: whoever does not read it fails.
+# No architecture has this base as its default, so code that does not read it fails.
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 3e3}
 LONG = [1.0, 1.5, 2.5]
 LONGROPE = {
@@ -48,7 +48,7 @@ MULTIPLIERS = {
     "residual_multiplier": 0.7,
     "attention_multiplier": 0.3,
 }
-# Windows shorter than the test's text, in one of two layers.
+# A window shorter than the test's text, in one of two layers.
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = WINDOWS | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}
 GEMMA3 = GEMMA | {
@@ -71,7 +71,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     pad_to: int = 8
     dense_layers: tuple[int, ...] = ()
-    warned: int = 0  # transformers 5 says something of the dense checkpoint, and says it of this one
+    warned: int = 0  # warnings of transformers 5, which the dense checkpoint also causes
     pico: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def width(self) -> int:
-        """F: with copies the last expert is made of the others' neurons."""
+        """F; with copies, the last expert has no neurons of its own."""
         return (self.experts - self.copies) * self.n + self.always_on
 
 
@@ -162,7 +162,7 @@ CASES = {
 
 
 def write_case(folder: Path, case: Case) -> None:
-    """Dense checkpoint, its logits, and the MoE emitted from it."""
+    """Write a dense checkpoint, its logits, and the MoE emitted from it."""
     pico = {"rope_parameters": PLAIN_ROPE} | case.pico
     dense = write_pico(
         folder / "dense", case.source, layers=LAYERS, hidden=HIDDEN, intermediate=case.width, dtype=case.dtype, **pico
@@ -194,7 +194,7 @@ def write_case(folder: Path, case: Case) -> None:
 
 
 def neurons_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(E, N) neurons and (S,) always-on neurons of a layer: shuffled, and another way in every layer."""
+    """(E, N) neurons and (S,) always-on neurons of a layer, in another random order for each layer."""
     order = torch.randperm(case.width, generator=torch.Generator().manual_seed(layer)).int()
     always_on, routed = order[: case.always_on], order[case.always_on :]
     if case.copies:
@@ -203,10 +203,10 @@ def neurons_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reload_all(folder: Path, *, path: Path | None = None) -> dict[str, dict[str, Any]]:
-    """What a fresh process says of every case in a folder, with the packages in `path` before the installed ones."""
+    """Load every case of a folder in a fresh process; packages in `path` precede the installed ones."""
     script = Path(__file__).with_name("reload_checkpoints.py")
     environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
-    # What other releases deprecate is their own affair.
+    # Deprecation warnings of another transformers release are no errors.
     strict = [] if path else ["-W", "error"]
     done = subprocess.run(
         [sys.executable, *strict, script, folder], capture_output=True, text=True, check=False, env=environment

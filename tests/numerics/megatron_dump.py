@@ -1,4 +1,4 @@
-"""One process of a Megatron job that dumps."""
+"""One process of a Megatron run with a tensor dump."""
 
 import torch
 from megatron_on_cpu import make_batches, make_gpt, megatron_group

@@ -1,4 +1,4 @@
-"""A training by Megatron's schedule, which knows of no dump but by its first import: python megatron_loop.py STORE."""
+"""Training with Megatron's schedule; one import alone enables the dump: python megatron_loop.py STORE."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ import instruments.tensor_dump.auto  # noqa: F401 - the one line
 
 
 class Float16Module(nn.Module):
-    """A wrapper of the kind that Megatron puts around a model."""
+    """A wrapper like those that Megatron puts around a model."""
 
     def __init__(self, module):
         super().__init__()
@@ -32,7 +32,7 @@ def forward_step(batches, model):
 
 
 def zeros(*sizes, device=None, **settings):
-    """The schedule asks for its count of tokens on a GPU."""
+    """Ignore `device`: Megatron's schedule allocates its token count on a GPU."""
     return ZEROS(*sizes, **settings)
 
 

@@ -1,4 +1,4 @@
-"""Two layers with sequence parallelism, one process of two."""
+"""One process of a run of two layers, with sequence parallelism if there are two processes."""
 
 import warnings
 
@@ -15,7 +15,7 @@ with warnings.catch_warnings():
 
 
 class Ffn(torch.nn.Module):
-    """Column-parallel into row-parallel, twice over, so that a gather buffer is used again."""
+    """Two pairs of column- and row-parallel layers, so that Megatron reuses its gather buffer."""
 
     def __init__(self, world):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What plain hooks and autograd see of a transformers model: the tensors that a dump must equal to the bit."""
+"""Tensors that plain hooks and autograd see in a transformers model; a dump must equal them bit for bit."""
 
 import sys
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ ATTENTION = ("query", "key", "value")
 
 
 def eager(module, *args, **kwargs):
-    """The eager kernel of the architecture itself."""
+    """The architecture's own eager attention."""
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
@@ -22,7 +22,7 @@ KERNELS = {"eager": eager, "sdpa": sdpa_attention_forward}
 
 @contextmanager
 def registered(name, kernel, like):
-    """Another attention implementation, with the masks of one that transformers has."""
+    """Register an attention kernel under `name`, with the masks of the implementation `like`."""
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[like])
     try:
@@ -32,7 +32,7 @@ def registered(name, kernel, like):
 
 
 def run_plainly(model, passes, kernel="sdpa"):
-    """{(pass, module, tensor): value} and the losses, of forward and backward passes with a spying kernel."""
+    """Run forward and backward passes; return {(pass, module, tensor): value} and the losses."""
     found, kept, losses, number = {}, [], [], 0
     names = {module: name for name, module in model.named_modules()}
 

@@ -1,4 +1,4 @@
-"""Checkpoints stored in 4 and 8 bits as transformers and bitsandbytes alone write them, and twins in plain numbers."""
+"""4- and 8-bit checkpoints, written by transformers and bitsandbytes alone, and fp32 twins of the models."""
 
 import torch
 from pico import write_pico
@@ -15,12 +15,12 @@ STORED = {
 
 
 def write_plain(folder, model_type, *, dtype=torch.bfloat16, **more):
-    """Weights of more than one block of 64, and not all of whole blocks (K and V hold 16 · 40)."""
+    """Write weights of several blocks of 64 elements; K and V of qwen2 (20 · 40) end in a partial block."""
     return write_pico(folder, model_type, dtype=dtype, hidden=40, intermediate=72, **more)
 
 
 def store_quantised(source, folder, stored, *, dtype=torch.bfloat16, max_shard_size="5GB"):
-    """What a user has who saved a quantised model."""
+    """Write the checkpoint that a user gets by saving a quantised model."""
     model = AutoModelForCausalLM.from_pretrained(
         source, quantization_config=BitsAndBytesConfig(**STORED[stored]), dtype=dtype, device_map={"": "cpu"}
     )
@@ -31,7 +31,7 @@ def store_quantised(source, folder, stored, *, dtype=torch.bfloat16, max_shard_s
 
 
 def decoded_weights(model):
-    """Names and plain weights of all Linear layers, decoded by transformers' own code."""
+    """Names and weights of all Linear layers, decoded by transformers."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             weight = module.weight
@@ -41,7 +41,7 @@ def decoded_weights(model):
 
 
 def plain_twin(model, plain_folder):
-    """A model of plain fp32 layers with the weights that `model`'s layers stand for; the others it has already."""
+    """An fp32 model with the decoded weights of `model`'s Linear layers; its other weights are from `plain_folder`."""
     twin = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32).eval()
     for name, weight in decoded_weights(model):
         twin.get_submodule(name).weight.data = weight.float().clone()

@@ -1,4 +1,4 @@
-"""Run in a fresh process: load every emitted checkpoint with transformers alone and say what it gave.
+"""Run in a fresh process: load every emitted checkpoint with transformers alone and report what it computes.
 
     python -W error reload_checkpoints.py <folder of cases>
 
@@ -51,7 +51,7 @@ def reload(case: Path) -> dict[str, object]:
 
 
 def load(folder: Path, **arguments: Any):
-    """As a user does: remote code only for the project's own class."""
+    """Load as a user does, with remote code only for the project's own class."""
     own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "tiny_onn"
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=own, **arguments)
 

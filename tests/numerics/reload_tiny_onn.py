@@ -1,9 +1,9 @@
-"""Run in a fresh process by test_tiny_onn_checkpoints: load every carve and say what it gave.
+"""Run in a fresh process: load the named TinyONN checkpoints and report what they compute.
 
     python -W error reload_tiny_onn.py <folder of cases> registered|remote <case>...
 
-`registered` imports the project; `remote` has only what lies beside the weights. Reads `<case>/moe` and the dense
-logits in `<case>/dense_logits.safetensors`, writes `report.json`. Runs with transformers 4.57 and 5.
+`registered` imports the project; `remote` uses only the code in the checkpoint's folder. Reads `<case>/moe` and
+`<case>/dense_logits.safetensors`, writes `report.json`. Runs with transformers 4.57 and 5.
 """
 
 import importlib
@@ -59,7 +59,7 @@ def reload(case: Path, *, trust_remote_code: bool) -> dict[str, object]:
 
 @torch.no_grad()
 def reload_decoder(case: Path, *, trust_remote_code: bool) -> float | None:
-    """Largest difference of AutoModel's hidden states; None where config.json names no such class."""
+    """Largest difference of AutoModel's last hidden states; None for a pool or without an AutoModel class."""
     config = json.loads((case / "moe" / "config.json").read_text())
     if config["topology"] == "global_pool" or (trust_remote_code and "AutoModel" not in config["auto_map"]):
         return None

@@ -1,4 +1,4 @@
-"""Two processes, each with a half of every parameter: the monitor sees what one process sees."""
+"""The monitor in two processes, each with half of every parameter, reports what it reports in one process."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from instruments.training_watch.model_watch import watch_model
 
 
 def report_of(model):
-    """A step on a batch that is the same everywhere."""
+    """Report of one step; all processes have the same batch."""
     with watch_model(model) as watch:
         loss = model(torch.randn(7, 6, generator=torch.Generator().manual_seed(1))).square().mean()
         loss.backward()
@@ -18,7 +18,7 @@ def report_of(model):
 
 
 def follow(model, wrapped, rank):
-    """A loop without calls, in which each process has another batch: norms are those of the mean gradient."""
+    """Train without `watch.step`; batches differ between processes, so the norm is that of the mean gradient."""
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with watch_model(model) as watch:
         for step in range(2):
@@ -33,7 +33,7 @@ def follow(model, wrapped, rank):
 
 
 def main(rank, port):
-    """Compare."""
+    """Compare the reports of the whole and of the sharded model, in one of two processes."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))

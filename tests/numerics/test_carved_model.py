@@ -1,4 +1,4 @@
-"""The gradient of the carved model's distance from the dense one, against the emitted checkpoint's by autograd."""
+"""Gradients of the KL divergence from the dense to the carved model, against autograd in the emitted checkpoint."""
 
 from dataclasses import fields
 
@@ -20,7 +20,6 @@ from stages.text.sequences import TokenSequence, batch_sequences
 
 E, N, K, F, D, L = 4, 8, 2, 40, 24, 3
 LENGTHS = (9, 5, 7)
-# The emitted parameter of each field: routed gate and up are one, and so are down projections of all experts.
 CASES = [("qwen3", "qwen3_moe", 0), ("qwen3", "glm4_moe", 4), ("qwen2", "qwen2_moe", 4), ("gemma2", "tiny_onn", 4)]
 
 
@@ -89,14 +88,14 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
 
 
 def gradients_of(layer, moe, shape):
-    """Of one emitted layer, in the order of the fields of ExpertWeights, without the scale that was folded in."""
+    """Gradients of one emitted layer in the order of ExpertWeights, with respect to unscaled down projections."""
     gate_scale = gate_scale_of(moe, shape)
     gate_up, down = layer.mlp.experts.gate_up_proj.grad, layer.mlp.experts.down_proj.grad
     yield from (*gate_up.chunk(2, dim=1), down * gate_scale.down_scale)
     if shape.always_on:
         shared = getattr(layer.mlp, "shared_expert", None) or layer.mlp.shared_experts
         down = shared.down_proj.weight.grad * gate_scale.shared_down_scale
-        # Widths that a target rounds up are filled with zero neurons.
+        # Targets may round the width up with zero neurons, which are cut off here.
         yield from (shared.gate_proj.weight.grad[: shape.always_on], shared.up_proj.weight.grad[: shape.always_on])
         yield down[:, : shape.always_on]
 

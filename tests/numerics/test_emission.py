@@ -1,4 +1,4 @@
-"""All experts on, constant gates: what is emitted gives the dense model's logits, read by transformers alone."""
+"""All experts on, constant gates: in transformers alone, an emitted checkpoint gives the dense model's logits."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def test_all_experts_on_equals_dense_in_a_fresh_process(report: dict[str, dict[s
 @pytest.mark.parametrize("name", ["qwen2-always-on", "llama", "qwen3-glm4", "qwen3-bfloat16", "qwen2-bfloat16"])
 def test_expert_tensors_are_the_dense_slices_up_to_the_fold(cases: Path, name: str) -> None:
     case, target = CASES[name], MOE_TARGETS[CASES[name].target]
-    # By hand: K is 5 (rounded once) or 4 (exact), glm4_moe scales nothing.
+    # The expected scale by hand: K is 5 (rounded once) or 4 (exact); glm4_moe does not scale.
     scale = 1 if case.target == "glm4_moe" else case.experts
     dense, moe = tensors_in(cases / name / "dense"), tensors_in(cases / name / "moe")
     for layer in range(LAYERS):
@@ -80,7 +80,7 @@ def test_tied_embeddings_are_written_twice(cases: Path) -> None:
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, read by safetensors itself."""
+    """All tensors of a checkpoint, read with safetensors alone."""
     tensors = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""The loop over experts against the dense FFN, against neuron space, and against transformers' own MoE."""
+"""The loop over experts against the dense FFN, the carve in neuron space, and transformers' MoE layers."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_all_experts_of_a_replicated_partition_are_the_dense_ffn(ffn):
 
 
 def test_the_loop_equals_the_carve_in_neuron_space(ffn):
-    # Neurons 3 and 8 stand in two experts; 15 and 16 are always on; 14 is dropped.
+    # Neurons 3 and 8 are in two experts; 15 and 16 are always on; the rest are dropped.
     neurons_EN, always_S = torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([15, 16])
     loop = make_loop(ffn, neurons_EN, always_S, K)
     member_EF = membership(neurons_EN, F)
@@ -114,7 +114,7 @@ CARVES = [
 
 
 def emit_routed(source, target, always_on, top_k, logit_std, tmp_path):
-    """A layer as a loop and as transformers has it."""
+    """Make one layer as an ExpertLoop and as a module of transformers."""
     folder = write_pico(tmp_path / "dense", source, layers=1, hidden=24, intermediate=40)
     shape = MoEShape(experts=4, n=8, top_k=top_k, always_on=always_on)
     neurons_EN, always_S = torch.arange(32).view(4, 8), torch.arange(40 - always_on, 40)
@@ -143,7 +143,7 @@ def native_output(mlp, x_TD):
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
 def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k, logit_std, tmp_path):
-    """Routed, not all on, with gates all but constant and with gates that tell the experts apart."""
+    """K < E; gates are nearly constant or differ between experts."""
     loop, mlp = emit_routed(source, target, always_on, top_k, logit_std, tmp_path)
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
 def test_a_router_learns_from_the_loss_where_its_architecture_lets_it(source, target, always_on, top_k, tmp_path):
-    """One gate renormalised over itself is 1 for any logits; where that can be left out, it is."""
+    """A renormalised top-1 gate is always 1 and trains no router; emission turns renormalisation off where it can."""
     _, mlp = emit_routed(source, target, always_on, top_k, 0.1, tmp_path)
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
     native_output(mlp, x_TD).square().sum().backward()

@@ -1,4 +1,4 @@
-"""The whole chain on a pico model of every family that does something in its own way: all experts on is dense."""
+"""The whole chain on a pico model of every family with special features: all experts on equals dense."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ WORDS = [
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_carve_with_all_experts_on_loses_nothing(model_type: str, tmp_path: Path) -> None:
-    # phi3's window is said by mixtral alone, which has no always-on neurons.
+    # Of transformers' MoEs, only mixtral supports phi3's window, and mixtral has no always-on neurons.
     own = ["assemble.target=tiny_onn"] if model_type == "phi3" else []
     dense = write_pico(tmp_path / "dense", model_type, intermediate=40, tokenizer=True, **FAMILIES[model_type])
     words = ["model=local", f"model.path={dense}", "model.label=pico", f"output_dir={tmp_path / 'out'}", *WORDS, *own]

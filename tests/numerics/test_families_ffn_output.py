@@ -1,4 +1,4 @@
-"""What is seen of the FFNs of a carved model, against the dense one it equals."""
+"""FFN inputs and outputs of a carved model with all experts on equal those of the dense model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every emitted checkpoint read by transformers 4.57, from packages of its own."""
+"""Every emitted checkpoint is read by transformers 4.57 from a separate folder of packages."""
 
 import os
 import subprocess
@@ -17,14 +17,14 @@ from models.targets.config import MOE_TARGETS
 pytestmark = pytest.mark.slow
 PACKAGES = (
     "transformers==4.57.6", "huggingface-hub>=0.34,<1", "tokenizers>=0.22,<=0.23",
-    # Of that hub; ours asks in another way.
+    # Dependencies of that huggingface-hub; newer ones use another HTTP client.
     "requests", "urllib3", "charset-normalizer", "idna", "certifi",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def transformers4(pytestconfig: pytest.Config) -> Path:
-    """A folder with transformers 4.57 and the packages it wants older than ours, or besides; kept in pytest's cache."""
+    """A folder with transformers 4.57 and dependencies that are missing or too new here; kept in pytest's cache."""
     assert pytestconfig.cache is not None
     folder = pytestconfig.cache.mkdir("transformers-4.57.6")
     complete = folder / "complete"

@@ -1,4 +1,4 @@
-"""Instruments accuse no healthy model: 25 of 6 kinds; one of each kind in the quick suite."""
+"""Instruments report no problem in 25 healthy models of 6 kinds; the quick suite has one of each kind."""
 
 import healthy_models
 import pytest

@@ -10,7 +10,7 @@ from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "phi3")
 LENGTHS = (9, 5, 7)
-WIDTH = 7  # of a block; divides neither 24 nor 40
+WIDTH = 7  # block width; divides neither 24 nor 40
 NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")
 
 
@@ -29,19 +29,19 @@ def load(folder, dtype=torch.float32):
 
 
 def draw_batch(side="right"):
-    """Three ragged samples padded on one side; the second has masked labels in front, as a prompt has.
+    """Three samples of different lengths, padded on one side; the second starts with masked labels, like a prompt.
 
-    Token 0 is the padding token and also stands in the text: nn.Embedding does not train its row.
+    Token 0 is the padding token and also occurs in the text: nn.Embedding does not train its row.
     """
     generator = torch.Generator().manual_seed(3)
     ids, mask, labels = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.long), []
     for row, length in enumerate(LENGTHS):
         first = 0 if side == "right" else 9 - length
-        tokens = torch.randint(1, 9, (length,), generator=generator)  # of few, so that they repeat
+        tokens = torch.randint(1, 9, (length,), generator=generator)  # few values, so that tokens repeat
         tokens[length // 2] = 0
         ids[row, first : first + length] = tokens
         mask[row, first : first + length] = 1
-        labels.append(first + (3 if row == 1 else 1))  # padding must not be asked for the first token
+        labels.append(first + (3 if row == 1 else 1))  # a padding position must not predict the first token
     positions = torch.arange(9)
     supervised = (mask == 1) & (positions >= torch.tensor(labels).unsqueeze(1))
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~supervised, -100)}
@@ -55,7 +55,7 @@ def one_sample(batch, row, side="right"):
 
 
 def backward(model, batch):
-    """The sum of every sample's mean loss, so that each gradient is that of the sample alone."""
+    """Backpropagate the sum of the samples' mean losses, which keeps each sample's gradient independent."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     losses = [cross_entropy(row[:-1].float(), own[1:]) for row, own in zip(logits, batch["labels"], strict=True)]
     torch.stack(losses).sum().backward()
@@ -78,7 +78,7 @@ def cut(matrix, width, dim):
 
 
 def expected_norms(parameters, gradients):
-    """gradient_BP, in_gradient_BI and out_gradient_BO of true gradients."""
+    """Compute gradient_BP, in_gradient_BI and out_gradient_BO from true gradients."""
     totals, inputs, outputs = [], [], []
     for sample in gradients:
         pairs = [(sample[parameter.name], parameter) for parameter in parameters]
@@ -105,7 +105,7 @@ def truth(folder):
 
 
 def enable_checkpointing(model, *, reentrant):
-    # transformers 5.23 has given the method a new name.
+    # transformers 5.23 renamed the method.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
 
@@ -113,7 +113,7 @@ def enable_checkpointing(model, *, reentrant):
 def prepare(folder, *, training, checkpointing):
     model = load(folder).requires_grad_(training)
     if checkpointing != "none":
-        # transformers checkpoints in training mode only; the pico models have no dropout.
+        # transformers recomputes in training mode only; the pico models have no dropout.
         model.train()
         enable_checkpointing(model, reentrant=checkpointing == "reentrant")
     return model
@@ -180,7 +180,7 @@ def test_activations_are_those_of_plain_hooks_without_padding(folder):
 
 @pytest.mark.parametrize("product", ["gram", "direct"])
 def test_per_token_norms_are_those_of_each_positions_contribution(folder, product):
-    """‖x_t‖·‖δ_t‖; for a tied embedding the norm of the sum of both uses of the weight."""
+    """‖x_t‖·‖δ_t‖; for a tied embedding, the norm of the sum over both uses of the weight."""
     batch, model = draw_batch("left"), load(folder).requires_grad_(False)
     with ParameterTensorScanner(model, block_width=WIDTH, per_token=True, product=product) as scanner:
         backward(model, batch)
@@ -227,9 +227,9 @@ def contributions(embedding, ids, delta, head):
 
 
 def half_errors(folder, dtype, *, autocast=False):
-    """Worst relative differences of whole-parameter norms from those in fp32: of the scanner, and of true gradients.
+    """Largest relative errors of whole-parameter norms against fp32: the scanner's, and those of true gradients.
 
-    Both in the same format, which each kind of processor rounds in its own places.
+    Both use the same number format; where a processor rounds depends on its type.
     """
     batch, worst = draw_batch(), torch.zeros(2, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""The scanner's defaults on models nobody prepared: every weight is exact, or named as left out."""
+"""The scanner with default settings on unprepared models: every weight is exact or reported as left out."""
 
 import logging
 
@@ -158,7 +158,7 @@ def test_every_fused_expert(family, kernel, caplog):
 
 
 def test_experts_that_get_some_of_the_tokens_are_left_out_or_refused():
-    """As in a layer that passes on what padding leaves; the rest of its output is zero."""
+    """The experts get 4 tokens only, as in a layer that removes padding; the other output rows are zero."""
     model = make_moe("qwen3_moe").eval()
     experts = model.model.layers[0].mlp.experts
     experts.register_forward_pre_hook(lambda _module, args: tuple(one[:4] for one in args))
@@ -179,9 +179,6 @@ def test_experts_without_gradients():
         (record,) = scanner.collect()
     torch.testing.assert_close(record.activation_BP, expected.activation_BP)
     assert record.gradient_BP.isnan().all()
-
-
-# Blocks of attention layers
 
 
 def test_blocks_of_attention_are_heads():
@@ -214,9 +211,6 @@ def test_a_file_remembers_the_heads(tmp_path):
         parameter.out_blocks for parameter in scanner.parameters
     ]
     assert torch.equal(torch.from_numpy(table.select(0).arrays["out_gradient"]), record.out_gradient_BO[:1])
-
-
-# What is left out
 
 
 def test_what_is_left_out_is_said_in_one_line(caplog):
@@ -258,7 +252,7 @@ def test_weights_with_a_gradient_that_is_not_finite_are_named():
             scanner.collect()
     what, where, _ = str(error.value).splitlines()
     assert what == "the gradient is not finite in 3 of 3 samples"
-    # The first layer behind the fault, as the backward pass goes; what comes before it is finite.
+    # The first layer with a NaN in the backward pass; the gradients computed before it are finite.
     assert where.endswith(
         "; of model.layers.0.mlp.fc2.weight, model.layers.0.mlp.fc1.weight, "
         "model.layers.0.self_attn.dense.weight and 4 more"

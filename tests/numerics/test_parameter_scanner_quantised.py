@@ -1,4 +1,4 @@
-"""The parameter-level scanner on bitsandbytes weights, which hold no gradient of their own."""
+"""The parameter-level scanner on bitsandbytes weights, which have no gradient."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    # 4-bit blocks are 64 numbers long.
+    # 4-bit blocks have 64 elements.
     return write_pico(tmp_path_factory.mktemp("dense"), "qwen3", hidden=64, intermediate=128, tie=True)
 
 
@@ -53,7 +53,7 @@ def test_four_bits_equal_an_fp32_twin_with_dequantised_weights(folder, kind, pro
 
 
 def test_eight_bits_equal_the_product_of_what_the_layers_saw(folder):
-    """The forward pass quantises activations, so no twin computes the same: GᵀX of the running model is the truth."""
+    """The forward pass quantises activations, so the reference is GᵀX of the model itself, not of a plain twin."""
     model = load(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear8bitLt)}
     parameters, record = scan(model)

@@ -1,4 +1,4 @@
-"""The parameter-level scanner around other people's models and loops: it changes nothing and leaves nothing."""
+"""The parameter-level scanner in users' models and loops: it changes no result and leaves no hooks or tensors."""
 
 import gc
 import tracemalloc
@@ -79,7 +79,7 @@ def test_generation_is_unchanged(model, gradients):
         found = model.generate(prompt, max_new_tokens=5, do_sample=False)
         records = scanner.collect()
     assert torch.equal(found, expected)
-    # Forward-only: the prompt, then one position a step, read through the cache.
+    # Forward only: the prompt, then one position per step with the KV cache.
     assert [record.sequences[0].tokens for record in records] == ([] if gradients else [7, 1, 1, 1, 1])
 
 
@@ -99,7 +99,7 @@ def test_no_hook_and_no_tensor_is_left(model):
     module = weakref.ref(model)
     del model
     gc.collect()
-    # pytest keeps the fixture's model; what matters is that the scanner does not.
+    # pytest keeps the fixture's model alive; the scanner must not refer to it.
     assert not any(value is module() for value in vars(scanner).values())
     assert weight() is not None
     assert not [value for value in vars(scanner).values() if isinstance(value, torch.Tensor)]
@@ -114,7 +114,7 @@ def test_a_model_dies_with_its_last_owner(folder):
     del model
     gc.collect()
     assert dead() is None
-    assert len(scanner.collect()) == 1  # what was measured is still to be had
+    assert len(scanner.collect()) == 1  # the record is still available
 
 
 def test_hooks_are_gone_after_an_error(model):
@@ -148,7 +148,7 @@ def test_memory_is_flat(model):
     finally:
         tracemalloc.stop()
     assert tensors_after <= tensors
-    assert allocated_after - allocated < 64 * 1024  # one step's buffers take more
+    assert allocated_after - allocated < 64 * 1024  # less than the buffers of one step
 
 
 def test_a_sink_gets_every_record_in_order(model):
@@ -156,7 +156,7 @@ def test_a_sink_gets_every_record_in_order(model):
     with ParameterTensorScanner(model.requires_grad_(False), sink=records.append) as scanner:
         for step in range(3):
             model(**draw(step)).loss.backward()
-            assert len(records) == step  # handed over when the next forward pass begins
+            assert len(records) == step  # the next forward pass passes the record to the sink
             scanner.name_samples([f"batch {step}a", f"batch {step}b"], source="text.jsonl")
     assert [sequence.name for record in records for sequence in record.sequences] == [
         "step 1, sample 1", "step 1, sample 2", "batch 0a", "batch 0b", "batch 1a", "batch 1b",
@@ -204,7 +204,7 @@ def test_forward_passes_before_the_backward_passes_keep_apart(model, together, c
 def test_the_whole_model_under_one_checkpoint(model, reentrant):
     expected = scan(model, draw(0))
     batch = draw(0)
-    switch = torch.zeros((), requires_grad=True)  # reentrant checkpointing wants an input with a gradient
+    switch = torch.zeros((), requires_grad=True)  # reentrant checkpointing needs an input with a gradient
 
     def run(ids, _switch):
         return model(input_ids=ids, labels=batch["labels"]).loss
@@ -242,7 +242,7 @@ def test_a_backward_pass_inside_autocast_measures_in_fp32(model):
 
 
 def test_embeddings_given_by_the_caller(model):
-    """The embedding has not run, and is not recorded; every layer is, also with frozen weights."""
+    """The embedding does not run, so its values are NaN; all layers are recorded, also with frozen weights."""
     expected = scan(model, draw(0))
     model.requires_grad_(False)
     batch = draw(0)
@@ -295,13 +295,10 @@ def test_trainer_with_accumulation(folder, tmp_path):
     assert all(record.gradient_BP.isfinite().all() and (record.gradient_BP > 0).all() for record in records)
 
 
-# What goes wrong
-
-
 def test_samples_without_a_supervised_token_are_named_and_left_out(model):
     batch = draw(0, samples=3)
     batch["labels"][1] = -100
-    batch["labels"][2, 1:] = -100  # one label, and that is shifted away
+    batch["labels"][2, 1:] = -100  # the shift removes the only label
     with ParameterTensorScanner(model) as scanner:
         scanner.name_samples(["good", "masked", "one label"])
         model(**batch).loss.backward()
@@ -324,7 +321,7 @@ def test_a_gradient_of_zero_is_an_error(model):
             "shifted away), and that gradients do not vanish in the number format: float32, or a scaled loss"
         )
         model(**draw(1)).loss.backward()
-        assert len(scanner.collect()) == 1  # the scanner goes on
+        assert len(scanner.collect()) == 1  # the scanner still works
 
 
 def test_a_gradient_that_is_not_finite_is_an_error(model):
@@ -392,7 +389,7 @@ def test_a_wrong_number_of_names(model):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_offloaded_to_disk(tmp_path, tied):
-    """Every module holds placeholders between its calls, also the tied output embedding."""
+    """All modules, also a tied output embedding, hold placeholders between calls."""
     folder = write_pico(tmp_path / "dense", "qwen3", tie=tied)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     expected = scan(model, draw(0))

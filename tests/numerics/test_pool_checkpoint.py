@@ -1,4 +1,4 @@
-"""An emitted global pool against an obvious loop over experts, and as others load, train and speak with it."""
+"""An emitted global pool: equal to a loop over experts, stored once, and loadable in a fresh process."""
 
 import json
 import os
@@ -32,7 +32,7 @@ IDS = torch.arange(39).view(3, 13)
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A pool to which layer 1 gives nothing; experts are padded from 7 to 8 neurons, always-on neurons from 3."""
+    """A pool without experts from layer 1; experts are padded from 7 to 8 neurons, always-on neurons from 3 to 8."""
     folder = tmp_path_factory.mktemp("pool")
     dense = write_pico(folder / "dense", "qwen3", layers=L, hidden=D, intermediate=F)
     orders = torch.stack(
@@ -82,7 +82,7 @@ def test_the_pool_stands_in_the_checkpoint_once(case):
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_every_layer_equals_the_loop_and_so_do_the_gradients(case, model, implementation):
-    """Of all layers together: experts learn from every layer that uses them."""
+    """An expert's gradient is the sum over all layers that use the expert."""
     model.set_experts_implementation(implementation)
     _folder, loops = case
     draw = torch.Generator().manual_seed(3)
@@ -127,7 +127,7 @@ def test_gradient_checkpointing_changes_no_gradient(model):
 
 @pytest.mark.parametrize("how", ["registered", "remote"])
 def test_it_loads_in_a_fresh_process_and_speaks(case, model, how):
-    """With this project imported, and with what lies beside the weights alone."""
+    """`registered` imports the project; `remote` uses only the code in the checkpoint's folder."""
     folder, _loops = case
     with torch.no_grad():
         save_file({"ids": IDS, "logits": model(IDS).logits}, folder / "dense_logits.safetensors")

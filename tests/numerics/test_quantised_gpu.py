@@ -1,4 +1,4 @@
-"""Quantised and spread-out models on a GPU, against the same model in plain numbers on the CPU."""
+"""Quantised models on a GPU against fp32 twins on the CPU; offloaded models against the whole model on the GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 
 def input_gradient(model):
-    """What arrives at the embeddings after every layer's backward pass."""
+    """Gradient at the embeddings, after the backward pass of every layer."""
     ids = IDS.to(input_device(model))
     inputs_BTD = model.get_input_embeddings()(ids).detach().requires_grad_(True)
     model(inputs_embeds=inputs_BTD, use_cache=False).logits.float().logsumexp(-1).sum().backward()

@@ -11,7 +11,7 @@ from models.ffn import ffn_modules
 from models.loading import load_dense
 
 IDS = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(5))
-# Largest error of a layer's norms, as a share of their own norm.
+# Bound of the relative error of a layer's norms.
 BOUNDS = {
     ("none", "float32"): 1e-5,
     ("nf4", "float32"): 1e-5,
@@ -20,7 +20,7 @@ BOUNDS = {
     ("nf4", "bfloat16"): 5e-2,
     ("none", "float16"): 1e-2,
     ("nf4", "float16"): 1e-2,
-    # The forward pass rounds activations to 8 bits, too.
+    # The forward pass also rounds activations to 8 bits.
     ("int8", "float32"): 1e-1,
 }
 
@@ -45,7 +45,7 @@ def backward(model, on_layer):
 
 
 def scanned_norms(model):
-    """(L, 3, B, F)."""
+    """(L, 3, B, F) norms of the scan."""
     norms = {}
     backward(model, lambda layer, record: norms.update({layer: torch.stack([*neuron_norms(record, "auto").values()])}))
     return torch.stack([norms[layer] for layer in sorted(norms)])
@@ -57,7 +57,7 @@ def weight_norms(mlp):
 
 
 def true_norms(twin):
-    """The same from plain per-sample weight gradients."""
+    """(L, 3, B, F) norms of plain per-sample weight gradients."""
     twin.requires_grad_(True)
     samples = []
     for ids_T in IDS:
@@ -79,7 +79,7 @@ def test_norms_equal_those_of_a_plain_twin(folder, quantization, dtype):
 
 
 def test_int8_norms_are_those_of_the_gradients_that_flow(folder):
-    """With the rounding of activations in them: GᵀX from tensors that plain hooks see."""
+    """The reference is GᵀX from tensors that plain hooks see, which includes the rounding of activations."""
     model = load(folder, "int8")
     seen = {}
 
@@ -126,7 +126,7 @@ def test_gradients_flow_after_passes_without_any(folder, quantization):
 
 @pytest.mark.parametrize("stored", ["nf4", "nf4-nested", "fp4", "int8"])
 def test_a_stored_checkpoint_computes_in_the_format_asked_for(folder, tmp_path, stored):
-    """transformers alone keeps its plain weights, and the products of its 4-bit layers, in what was stored."""
+    """transformers alone keeps plain weights and the products of 4-bit layers in the stored number format."""
     source = store_quantised(folder, tmp_path / "stored", stored)
     model = load(source)
     plain = [parameter for parameter in model.parameters() if parameter.is_floating_point()]

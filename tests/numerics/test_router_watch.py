@@ -1,4 +1,4 @@
-"""Routers are watched through every architecture, and through gradient checkpointing."""
+"""Routers are watched in every architecture and under gradient checkpointing."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def gradients_of_z(model, *, recompute):
         output = model(IDS, use_cache=False)
     model.zero_grad()
     (output.logits.square().mean() + z_loss(routings, torch.ones(14, dtype=torch.bool))).backward()
-    assert len(routings) == 2  # recomputation collects nothing
+    assert len(routings) == 2  # recomputation adds no entry
     watch.remove()
     return routings, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

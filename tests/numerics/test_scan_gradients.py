@@ -33,7 +33,7 @@ def load(folder):
 
 
 def draw_sequences(vocab=61):
-    """Ragged; the second has masked labels in front, as a prompt has."""
+    """Sequences of different lengths; the second starts with masked labels, like a prompt."""
     generator = torch.Generator().manual_seed(3)
     sequences = []
     for index, length in enumerate(LENGTHS):
@@ -51,10 +51,10 @@ SHAPES = sum_shapes(LAYERS, WIDTH, 11)
 
 
 class MemoryStore(LocalStore):
-    """Keeps nothing on disk."""
+    """A store without files."""
 
     def flush(self):
-        """Not needed here."""
+        """Write nothing."""
 
 
 def scan_model(model, batches, *, product="auto", gradients=True, store=None):
@@ -71,7 +71,7 @@ def scan(folder, batch_tokens, *, prepare=None, **options):
     model = load(folder)
     if prepare:
         prepare(model)
-    hooks = count_hooks(model)  # transformers adds one of its own for gradient checkpointing
+    hooks = count_hooks(model)  # transformers adds its own hook for gradient checkpointing
     sums = scan_model(model, batch_sequences(draw_sequences(), batch_tokens, 0), **options)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
     assert count_hooks(model) == hooks
@@ -195,7 +195,7 @@ def test_a_sample_without_a_usable_label_is_named(folder):
 
 def test_vanishing_gradients_are_an_error_with_their_cause(folder):
     model = load(folder)
-    # FFN outputs of exactly zero weight leave no path from the loss to any neuron.
+    # With zero up and down weights, no gradient of the loss reaches a neuron.
     for mlp in ffn_modules(model):
         mlp.down_proj.weight.zero_()
         mlp.up_proj.weight.zero_()
@@ -229,7 +229,7 @@ def test_half_precision_is_close_to_single(folder, truth, dtype, bound):
 
 
 def test_float16_gradients_that_would_vanish_are_scaled(folder):
-    """Losses so small that their gradients lie below what float16 can say."""
+    """Without scaling, these gradients are too small for float16."""
     model, batches = load(folder), batch_sequences(draw_sequences(), 64, 0)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2e-4, requires_grad=False)
     single = scan_model(model, batches).tensors["grad_norm_gate"]

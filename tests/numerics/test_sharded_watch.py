@@ -1,4 +1,4 @@
-"""The monitor on parameters that are spread over processes."""
+"""The monitor on parameters that are sharded over processes."""
 
 from integration.forked import free_port, run_ranks
 

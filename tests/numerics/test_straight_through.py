@@ -1,4 +1,4 @@
-"""Training with all experts computed: the checkpoint's values, the experts' gradients, and one for the choice."""
+"""Training with all experts computed: the checkpoint's outputs and expert gradients, plus a gradient for the choice."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def moe(request):
 
 
 def pass_through(model, implementation, recompute=False):
-    """Logits, gradients by name, and what the routers decided."""
+    """Run both passes; return logits, gradients by name, and routings."""
     model.set_experts_implementation(implementation)
     handles = show_scores(model) if implementation == IMPLEMENTATION else []
     watch = RouterWatch(model)
@@ -40,7 +40,7 @@ def test_values_and_the_experts_gradients_are_those_of_the_checkpoint(moe):
     wanted, plain, _ = pass_through(moe, "eager")
     found, gradients, _ = pass_through(moe, IMPLEMENTATION)
     torch.testing.assert_close(found, wanted)
-    # In the last layer: those before it also learn through the choices behind them.
+    # Only in the last layer: earlier experts also get gradients through the choices of later routers.
     last = [name for name in plain if ".layers.1." in name and part_of(name) == "experts"]
     assert last
     for name in last:
@@ -67,7 +67,7 @@ def test_the_scores_are_those_that_choose(moe):
 
 
 def test_a_token_wants_the_expert_that_would_help_it():
-    """Two experts, one chosen, constant gates: the gradient of the choice points to the one that comes nearer."""
+    """Five experts, top-2, constant gates: the choice's gradient favours the expert whose output is the target."""
     torch.manual_seed(0)
     model = make_moe("glm4_moe").model.layers[1].mlp
     model.experts.config._experts_implementation = IMPLEMENTATION

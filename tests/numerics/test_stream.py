@@ -1,4 +1,4 @@
-"""The layer stream against the whole model run by transformers."""
+"""The layer stream against the whole model in transformers."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def draw_batches(lengths=(9, 5, 7), batch_tokens=18):
     return batch_sequences(sequences, batch_tokens, 0)
 
 
-# What each family does in its own way: windows shorter than the text, layers of two kinds, scales, caps.
+# Features of single families: windows shorter than the text, layers of two kinds, scales, caps.
 KINDS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GEMMA = KINDS | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}
 TWO_ROTATIONS = {

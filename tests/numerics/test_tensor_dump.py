@@ -1,4 +1,4 @@
-"""A dump of a transformers model holds to the bit what plain hooks and autograd give, and changes nothing."""
+"""A dump of a transformers model equals plain hooks and autograd bit for bit and changes no result."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -48,14 +48,14 @@ def passes():
 
 @pytest.fixture
 def read():
-    """Open a dump; closed after the test."""
+    """Open dumps and close them after the test."""
     with ExitStack() as opened:
         yield lambda folder: opened.enter_context(DumpReader(folder))
 
 
 @pytest.fixture
 def dump(tmp_path, read):
-    """Dump passes, each a step; gives the reader, the losses and the manifest."""
+    """Dump passes, one per step; return the reader, the losses and the manifest."""
 
     def run(model, passes, **settings):
         losses = []
@@ -124,7 +124,7 @@ def test_two_models_are_dumped_at_a_time_and_end_in_any_order(load, passes, tmp_
         one.__enter__()
     for model in models:
         model(**passes[0]).loss.backward()
-    for one in dumps:  # the first one first
+    for one in dumps:  # in the order of opening, not reversed
         one.__exit__(None, None, None)
     assert AttentionInterface.__dict__["get_interface"] is untouched
     for number, family in enumerate(("qwen3", "llama")):
@@ -142,7 +142,7 @@ def test_recomputed_layers_are_dumped_once(load, passes, reentrant, dump):
     assert_same(contents(reader), expected)
     assert torch.equal(dumped_losses, losses)
     assert manifest.missing == {}
-    # The graph of the reentrant kind is that of the second forward pass, and its gradients say so.
+    # Reentrant checkpointing builds the graph in the second forward pass, so its gradients are marked as recomputed.
     inside = reader.select(module="model.layers.*", direction="backward")
     assert {record.source.recompute for record in inside} == {reentrant}
 
@@ -225,7 +225,7 @@ def test_microbatches_of_one_step_are_told_apart(recomputed, load, passes, tmp_p
         model.enable_input_require_grads()
     with TensorDump(model, tmp_path / "dump", DumpConfig(tensors=["input", "weight", "grad_output"])) as dumped:
         losses = [model(**inputs).loss for inputs in passes]
-        for loss in losses:  # as a pipeline does: backward passes after other forward passes
+        for loss in losses:  # as in pipeline parallelism, after later forward passes
             loss.backward()
         dumped.step()
     expected, _ = run_plainly(load(), passes)
@@ -278,7 +278,7 @@ def test_packed_weights_are_called_what_they_are(tmp_path, read, caplog, quantiz
 
 @pytest.mark.gpu
 def test_on_a_gpu_everything_is_what_plain_hooks_give(load, passes, dump):
-    """Copies run beside the kernels, through pinned memory that is too small for a step."""
+    """Copies overlap with kernels and use pinned memory that is too small for a step."""
     moved = [{name: tensor.cuda() for name, tensor in inputs.items()} for inputs in passes]
     expected, losses = run_plainly(load().cuda(), moved)
     reader, dumped_losses, _ = dump(load().cuda(), moved, memory_mib=1, shard_mib=1)

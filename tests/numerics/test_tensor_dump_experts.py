@@ -1,4 +1,4 @@
-"""Experts that are fused into 3-D parameters: a dump holds what goes into their products, and changes nothing."""
+"""Experts in fused 3-D parameters: a dump holds the operands of their products and changes no result."""
 
 from collections import defaultdict
 
@@ -59,7 +59,7 @@ def dump(model, folder, **settings):
 
 
 def by_call(reader):
-    """{(module, call): {tensor: value}}."""
+    """Tensors of a dump: {(module, call): {tensor: value}}."""
     found = defaultdict(dict)
     for record in reader.records:
         source = record.source
@@ -70,7 +70,7 @@ def by_call(reader):
 
 @pytest.fixture
 def spied(monkeypatch):
-    """What products of 3-D parameters are given, in the functions of transformers that do them."""
+    """Record the operands of products with 3-D parameters in the functions of transformers that compute them."""
 
     def run(model):
         kept = defaultdict(list)
@@ -141,7 +141,7 @@ def test_weight_gradients_follow_row_by_row(load, tmp_path, family, implementati
     for name, gradient in rebuilt.items():
         assert gradient.any()
         assert torch.equal(model.get_parameter(name).grad, plain.get_parameter(name).grad)
-        if implementation == "batched_mm":  # a product for each row, and their sum
+        if implementation == "batched_mm":  # sums one product per row
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-8)
         else:
             assert torch.equal(gradient, plain.get_parameter(name).grad)

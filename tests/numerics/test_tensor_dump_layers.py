@@ -1,4 +1,4 @@
-"""Layers of every kind in a dump: each equals what autograd says, and none is missing without a word."""
+"""Layers of every kind in a dump: tensors equal autograd's, and missing layers are reported."""
 
 import sys
 from contextlib import nullcontext
@@ -74,7 +74,7 @@ def test_outputs_and_weight_gradients_come_on_request_only(tmp_path):
     dump_steps(make("gpt2"), tmp_path / "dump", [batch()])
     with DumpReader(tmp_path / "dump") as reader:
         assert not reader.select(tensor={"output", "grad_weight"})
-        assert len(reader.select(tensor="weight", layer_type="linear")) == 9  # of four Conv1D a layer, and the head
+        assert len(reader.select(tensor="weight", layer_type="linear")) == 9  # 2 layers of 4 Conv1D, and the head
 
 
 def test_the_output_of_attention(tmp_path):
@@ -103,7 +103,7 @@ def test_convolutions(tmp_path):
     assert list(dump.manifest.complaints()) == []
     with DumpReader(tmp_path / "dump") as reader:
         assert {record.source.layer_type for record in reader.records} == {"convolution"}
-        assert torch.equal(reader.load(reader.select(module="first", tensor="input")[0]), x)  # it has no tokens to cut
+        assert torch.equal(reader.load(reader.select(module="first", tensor="input")[0]), x)  # no token axis to cut
         for name in ("first", "up"):
             (record,) = reader.select(module=name, tensor="grad_weight")
             assert torch.equal(reader.load(record), getattr(model, name).weight.grad)
@@ -125,8 +125,6 @@ def test_weight_gradients_of_microbatches_are_apart(tmp_path):
             (record,) = reader.select(module="transformer.h.1.mlp.c_fc", microbatch=microbatch)
             assert torch.equal(reader.load(record), expected)
 
-
-# torch.compile
 
 COMPILED = (
     "the model is compiled: fused kernels have no inputs and outputs of layers to dump\n"
@@ -167,9 +165,6 @@ def test_torch_compile_that_does_nothing_is_no_obstacle(tmp_path, monkeypatch):
     assert list(dump_steps(model, tmp_path / "dump", [batch()]).complaints()) == []
 
 
-# Evaluation
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, nullcontext])
 def test_evaluation_is_marked_and_no_microbatch(context, tmp_path):
     model = make("gpt2")
@@ -188,9 +183,6 @@ def test_evaluation_is_marked_and_no_microbatch(context, tmp_path):
             assert torch.equal(reader.load(record), batch(seed)["input_ids"])
 
 
-# Wrappers
-
-
 @pytest.fixture
 def process_group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -207,7 +199,7 @@ def test_a_wrapped_model_has_the_names_of_the_plain_one(tmp_path, capsys, proces
 
 
 def test_names_inside_of_a_wrapped_part(tmp_path):
-    class Wrapped(nn.Module):  # as FullyShardedDataParallel and checkpoint_wrapper name what they hold
+    class Wrapped(nn.Module):  # the attribute's name in FullyShardedDataParallel and checkpoint_wrapper
         def __init__(self, part):
             super().__init__()
             self._checkpoint_wrapped_module = part
@@ -221,9 +213,7 @@ def test_names_inside_of_a_wrapped_part(tmp_path):
     assert list(manifest.captured) == ["transformer.h.0.mlp.c_fc"]
 
 
-# TransformerEngine: stand-ins with the interface of its modules, which cannot be installed without a GPU
-
-
+# Stand-ins with the interface of TransformerEngine's modules, which cannot be installed without a GPU.
 class _Stand(nn.Module):
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -233,7 +223,7 @@ class _Stand(nn.Module):
 
 class Linear(_Stand):
     def forward(self, inp, is_first_microbatch=None, fp8_output=False):
-        return nn.functional.linear(inp, self.weight), None  # with the bias, as Megatron asks
+        return nn.functional.linear(inp, self.weight), None  # output and bias, as Megatron expects
 
 
 class LayerNormLinear(_Stand):

@@ -1,4 +1,4 @@
-"""A dump of real megatron-core, alone and with two processes of tensor parallelism over gloo."""
+"""A dump of megatron-core in one process, and in two with tensor parallelism over gloo."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from instruments.errors import ContractError
 from instruments.tensor_dump.reader import DumpReader
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = [  # of megatron-core
+pytestmark = [  # megatron-core's own warnings
     pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*set the environment variable CUDA_DEVICE_MAX_CONNECTIONS:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.* is deprecated:FutureWarning"),
@@ -26,7 +26,7 @@ ATTENTION = ("query", "key", "value")
 
 
 def run_plainly():
-    """{(step, module, tensor): value}, losses and gradients of one process, by plain hooks and autograd."""
+    """Run one process with plain hooks; return {(step, module, tensor): value}, losses and gradients."""
     from megatron_on_cpu import make_batches, make_gpt
 
     model, found, kept, losses = make_gpt(), {}, [], []
@@ -62,7 +62,7 @@ def run_plainly():
 
 @pytest.mark.slow
 def test_megatrons_own_loop_is_dumped_by_the_environment_alone(tmp_path):
-    """Its schedule, two microbatches a step, around an unchanged script."""
+    """Megatron's schedule with two microbatches per step, in a script that does not change."""
     script, found = Path(__file__).with_name("megatron_loop.py"), {}
     paths = ":".join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
     for enabled in ("", "1"):
@@ -90,13 +90,13 @@ def plain(tmp_path_factory):
         with megatron_group(store=folder / "store"):
             torch.save(run_plainly(), folder / "run.pt")
 
-    run_ranks(1, run)  # gloo's threads survive no fork: this process has no group
+    run_ranks(1, run)  # gloo's threads do not survive a fork, so this process must have no group
     return torch.load(folder / "run.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Run a case in so many processes of their own, once; gives the folder."""
+    """Run a case once in `world` new processes; return its folder."""
     from numerics import megatron_dump, megatron_sequence_parallel
 
     @cache
@@ -165,7 +165,7 @@ def test_each_process_holds_its_own_part(halves):
 
 
 def test_joined_parts_are_what_one_process_computes(plain, halves):
-    """Sums over two processes differ in their last bits; parts alone do not, given the same inputs."""
+    """Weights are equal bit for bit; sums over two processes differ in the last bits."""
     expected, losses, _ = plain
     run = torch.load(halves / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
     torch.testing.assert_close(run["losses"], losses, rtol=1e-6, atol=0)
@@ -189,7 +189,7 @@ def test_a_part_is_bit_for_bit_in_the_file_of_its_process(halves):
 
 
 def test_sequence_parallel_parts_are_joined_along_the_tokens(job):
-    """A gather buffer that Megatron uses again for the next layer leaves no trace in what was captured before."""
+    """Megatron reuses its gather buffer in the next layer; tensors captured before must not change."""
     folders = {world: job(world, "sequence") for world in (1, 2)}
     with DumpReader(folders[1] / "dump") as whole, DumpReader(folders[2] / "dump") as parts:
         assert {record.shape for record in parts.select(module="layers.2", tensor="input")} == {(T // 2, B, D)}

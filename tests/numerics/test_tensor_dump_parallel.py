@@ -1,4 +1,4 @@
-"""A dump of a transformers model that two processes share by its own plan, over gloo."""
+"""A dump of a transformers model with its own tensor-parallel plan, in two processes over gloo."""
 
 import pytest
 import torch

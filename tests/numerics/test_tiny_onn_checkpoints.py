@@ -1,6 +1,4 @@
-"""All experts on, router of zeros: TinyONN gives the dense model's logits in a fresh process, with the project and
-with nothing but what lies beside the weights.
-"""
+"""All experts on, zero routers: in a fresh process, TinyONN gives the dense logits with and without the project."""
 
 import json
 import os
@@ -82,7 +80,7 @@ def check(found: dict[str, object], name: str, *, module: str) -> None:
     assert found["module"] == module
     assert found["difference"] <= TOLERANCE
     assert found["again"] == 0.0, "save_pretrained, then from_pretrained"
-    without = module == "transformers_modules" and name.startswith("gemma")  # vLLM would take SiLU for its GELU
+    without = module == "transformers_modules" and name.startswith("gemma")  # vLLM would use SiLU, not GELU
     assert found["decoder"] == (None if without else 0.0), "AutoModel"
     assert found["loading"] == {}, "missing or unexpected keys"
     assert found["warnings"] == []

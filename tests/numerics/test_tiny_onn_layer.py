@@ -1,4 +1,4 @@
-"""The sparse FFN against a loop over tokens and experts: outputs and gradients, by every kernel."""
+"""The sparse FFN against a loop over tokens and experts: outputs and gradients, for every kernel."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 from models.tiny_onn.sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN
 
-# N and D suit the alignment of grouped kernels.
+# Grouped kernels need aligned N and D.
 T, D, E, N, K, S = 7, 24, 5, 8, 2, 3
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 ROUTINGS = {
@@ -38,7 +38,7 @@ def make_layer(config: TinyONNConfig, pool: TinyONNExperts | None = None) -> Tin
 
 
 def loop(layer: TinyONNSparseFFN, experts: TinyONNExperts, x_TD: Tensor, config: TinyONNConfig) -> Tensor:
-    """What it should give, token by token."""
+    """Reference output, token by token."""
     rows = []
     for x_D in x_TD:
         logits_E = layer.gate.weight @ x_D

@@ -1,4 +1,4 @@
-"""TinyONN as a model that people train, resize, checkpoint and take apart."""
+"""TinyONN in transformers: losses, gradient checkpointing, resizing, initialisation, placement and training."""
 
 import copy
 import warnings
@@ -31,7 +31,7 @@ def model(folder: Path) -> TinyONNForCausalLM:
 
 
 def route(model: TinyONNForCausalLM) -> TinyONNForCausalLM:
-    """With routers that tell tokens apart."""
+    """Set random router weights, so that experts depend on the token."""
     generator = torch.Generator().manual_seed(0)
     for layer in model.get_decoder().layers:
         nn.init.normal_(layer.mlp.gate.weight, std=0.3, generator=generator)
@@ -93,7 +93,7 @@ def test_reentrant_checkpointing_with_the_balance_loss_is_refused(model) -> None
 
 def test_the_balance_loss_is_that_of_transformers_for_one_layer(model) -> None:
     del model.get_decoder().layers[1:]
-    assert model.config.router_aux_loss_coef == 0  # what a carve says, so that no trainer adds the loss by itself
+    assert model.config.router_aux_loss_coef == 0  # a carve's value, so that no trainer adds the loss unasked
     model.config.router_aux_loss_coef = 0.001
     mask = torch.ones_like(IDS)
     mask[1, 7:] = 0
@@ -222,7 +222,7 @@ def test_a_trainer_trains_the_router_and_the_experts(model, tmp_path) -> None:
     )  # fmt: skip
     model.config.output_router_logits = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Trainer's own deprecations are not ours to mend
+        warnings.simplefilter("ignore")  # Trainer's own deprecations
         Trainer(model, arguments, train_dataset=Dataset.from_dict({"input_ids": IDS, "labels": IDS})).train()
     still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
     assert still == []

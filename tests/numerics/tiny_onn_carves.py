@@ -1,4 +1,4 @@
-"""TinyONN checkpoints of pico dense models, written by hand from what the class says it reads."""
+"""TinyONN checkpoints of pico dense models, with tensors written by hand as the class documents them."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ EXPERTS, N, ALWAYS_ON = 5, 8, 3
 def write_carve(
     folder: Path, source: str, *, always_on: int = ALWAYS_ON, top_k: int = EXPERTS, tie: bool = False, **pico: Any
 ) -> Path:
-    """`dense`, `moe` with a router of zeros, and the dense logits in `dense_logits.safetensors`; all in `folder`."""
+    """Write `dense`, `moe` with zero routers, and the dense logits (`dense_logits.safetensors`) into `folder`."""
     width = EXPERTS * N + always_on
     dense = write_pico(folder / "dense", source, layers=LAYERS, hidden=HIDDEN, intermediate=width, tie=tie, **pico)
     ids = torch.arange(39).view(3, 13)
@@ -41,7 +41,7 @@ def write_carve(
 
 
 def sparse_tensors(ffn: dict[str, Tensor], order_F: Tensor, always_on: int) -> dict[str, Tensor]:
-    """The tensors of a layer's sparse FFN."""
+    """Make the tensors of one layer's sparse FFN."""
     if "gate_up_proj.weight" in ffn:
         gate_FD, up_FD = ffn["gate_up_proj.weight"].chunk(2)
     else:
@@ -59,7 +59,7 @@ def sparse_tensors(ffn: dict[str, Tensor], order_F: Tensor, always_on: int) -> d
 
 
 def save(folder: Path, moe: dict[str, Tensor], dense: Path, *, always_on: int, top_k: int, tie: bool) -> None:
-    """Weights, config.json and code."""
+    """Write weights, config.json and code."""
     folder.mkdir()
     save_file(moe, folder / "model.safetensors", metadata={"format": "pt"})
     source = json.loads((dense / "config.json").read_text()) | {"tie_word_embeddings": tie}

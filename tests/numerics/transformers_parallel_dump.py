@@ -1,4 +1,4 @@
-"""One of two processes that share a model by its own `tp_plan`."""
+"""One of two processes that run a model with its own `tp_plan`."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ def run(folder, rank):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # how the plan is to be given from 5.18 on
+        warnings.simplefilter("ignore")  # on how to pass the plan from transformers 5.18 on
         model = AutoModelForCausalLM.from_pretrained(folder / "pico", dtype=torch.float32, tp_plan="auto").train()
     with TensorDump(model, folder / "dump", environment={}) as dumped:
         loss = model(input_ids=IDS, labels=IDS).loss

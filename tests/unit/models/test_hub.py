@@ -1,4 +1,4 @@
-"""Off line only: what a person without a connection, or with a wrong name, reads."""
+"""Messages without a connection or with a wrong model name; no test connects to the real hub."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ def test_no_connection_and_nothing_cached() -> None:
 
 @pytest.fixture
 def deaf_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A hub that takes connections and never answers."""
+    """A hub that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -58,7 +58,7 @@ def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server:
 
 
 def test_a_command_asks_such_a_hub_once(tmp_path: Path) -> None:
-    """In a process of its own: the hub's client sends requests of its own, once in a process, and waits 5 s."""
+    """Runs in a fresh process, since the hub's client sends its own request once per process and waits 5 s."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-m", "pipeline", "model=qwen1_5_4b", f"output_dir={tmp_path}"]
@@ -80,7 +80,7 @@ def test_what_counts_as_an_answer(status: int, answers: bool, monkeypatch: pytes
             self.end_headers()
 
         def log_message(self, *_words: object) -> None:
-            """Nothing to the console."""
+            """Print no log of requests."""
 
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         Thread(target=server.handle_request, daemon=True).start()
@@ -110,7 +110,7 @@ CONFIG = (
 
 @pytest.fixture
 def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub that gives config.json of some commit."""
+    """A hub that returns config.json of commit 0123abc; return its path."""
     config = tmp_path / "0123abc" / "config.json"
     config.parent.mkdir()
     config.write_text(CONFIG)

@@ -68,7 +68,7 @@ def test_no_tokenizer(folder: Path) -> None:
 
 
 def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
-    """Without tokenizer files transformers gives a Qwen model one that knows no token."""
+    """Without tokenizer files, transformers returns an empty tokenizer for Qwen models."""
     folder = write_pico(tmp_path, "qwen2")
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(folder)

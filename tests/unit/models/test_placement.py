@@ -15,7 +15,7 @@ CUDA = torch.device("cuda:0")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Several shards; the head is the embedding."""
+    """A checkpoint of several shards with a tied head."""
     return write_pico(tmp_path_factory.mktemp("pico"), "qwen3", layers=3, tie=True, max_shard_size="12KB")
 
 
@@ -44,7 +44,7 @@ def test_a_model_that_fits_is_not_offloaded(folder):
     assert not is_offloaded(load(folder, device_map="auto"))
 
 
-# Some layers on the CPU and the others on disk, everything on disk.
+# 60KB: some layers on the CPU, the others on disk; 1KB: everything on disk.
 @pytest.mark.parametrize("memory", ["60KB", "1KB"])
 @pytest.mark.parametrize("device_map", ["auto", "balanced", "sequential"])
 def test_what_does_not_fit_stays_on_disk(folder, device_map, memory):

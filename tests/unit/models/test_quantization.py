@@ -51,7 +51,7 @@ def test_dense_weights_are_those_that_transformers_decodes(plain, kind):
             assert torch.equal(weight, expected), name
             assert weight.dtype == torch.float32
             assert not weight.requires_grad
-        model(torch.arange(5)[None])  # int8 layers take the scales from their weights
+        model(torch.arange(5)[None])  # an int8 layer moves the scales out of its weight in its first pass
 
 
 def test_a_plain_weight_is_not_copied():
@@ -99,7 +99,7 @@ def test_other_errors_are_not_explained_away():
 
 
 def test_its_import_asks_the_hub_for_no_kernel():
-    """In a fresh process, where the processor is said to have AVX512-BF16 and a package `kernels` is installed."""
+    """Runs in a fresh process; a stand-in for `kernels` prints requests. Only CPUs with AVX512-BF16 would send one."""
     program = (
         "import sys, types\n"
         "import torch\n"

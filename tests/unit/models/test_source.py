@@ -222,7 +222,7 @@ def test_features_no_moe_can_say(folder: Path, changes: dict[str, object], text:
 
 
 def test_format_and_place_are_checked_with_the_source(folder: Path) -> None:
-    """All at once, and for the model in the repository as for any other."""
+    """All errors are reported at once; the embedded model passes the same checks."""
     edit_config(folder, mlp_bias=True, quantization_config={"quant_method": "awq"})
     model = ModelConfig(kind="local", path=str(folder), device_map="auto", cpu_memory="lots")
     assert [error.what for error in check_source(model)] == [
@@ -234,7 +234,7 @@ def test_format_and_place_are_checked_with_the_source(folder: Path) -> None:
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Edit the tensors of a checkpoint and write it as one shard."""
+    """Edit a checkpoint's tensors and write them as one shard."""
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)

@@ -103,7 +103,7 @@ def test_tensors_must_lie_side_by_side(tmp_path: Path, begin: int) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 41)])
 def test_json_larger_than_any_model_has(tmp_path: Path, name: str, size: int) -> None:
-    """Not a byte of it is read: Python would take forty times its size."""
+    """Too large files are not read at all: parsed JSON takes forty times the file's size in memory."""
     with (tmp_path / name).open("wb") as file:
         file.truncate(size * 2**20)
     with pytest.raises(CheckpointError) as caught:

@@ -1,4 +1,4 @@
-"""Weights stored in 4 and 8 bits, as one tensor each."""
+"""Each weight stored in 4 or 8 bits is read as one tensor."""
 
 import json
 
@@ -28,7 +28,7 @@ def stored(request, plain, tmp_path_factory):
 
 
 def test_names_shapes_and_formats_are_those_of_the_plain_checkpoint(plain, stored):
-    """Of a checkpoint whose weights lie in another shard than what decodes them."""
+    """Some packed weights are in another shard than the tensors that decode them."""
     kind, folder = stored
     packed = [entry for entry in read_checkpoint(folder).values() if isinstance(entry, PackedEntry)]
     assert len({part.path for entry in packed for part in entry.parts.values()}) > 1
@@ -71,7 +71,7 @@ def test_int8_becomes_what_the_config_names(plain, tmp_path, named, dtype):
 
 
 def test_bytes_under_the_name_of_another_format(plain, tmp_path):
-    """As models are stored for training that is spread over many GPUs."""
+    """Packed bytes stored as bfloat16, as in checkpoints for sharded training."""
     folder = store_quantised(plain, tmp_path, "nf4")
     with ShardReader(folder) as reader:
         expected = reader.tensor(UP)

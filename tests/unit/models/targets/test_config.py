@@ -1,4 +1,4 @@
-"""Configuration keys for both generations of transformers; what they do to logits is tested in numerics."""
+"""Configuration keys for transformers 4 and 5; tests/numerics compares the logits."""
 
 import json
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_keys_that_a_source_leaves_out_mean_its_own_defaults() -> None:
 
 
 def test_qwen2_moe_never_renormalises() -> None:
-    """llama.cpp does not either, for any config.json."""
+    """llama.cpp never renormalises gates of qwen2_moe, for any config.json."""
     source = {"model_type": "qwen2", **SIZES}
     for experts in (6, 8, 100):
         config = emit_config(source, MOE_TARGETS["qwen2_moe"], MoEShape(experts, 16, 2, 20), "float32")
@@ -120,7 +120,7 @@ def test_qwen2_moe_never_renormalises() -> None:
 
 def test_shared_experts_are_wide_enough_for_the_always_on_neurons() -> None:
     assert emitted("qwen2", "qwen2_moe")["shared_expert_intermediate_size"] == 24
-    # 20 neurons fill two shared experts as wide as a routed one.
+    # 20 always-on neurons need two shared experts of 16 neurons.
     assert emitted("qwen2", "glm4_moe")["n_shared_experts"] == 2
     none = MoEShape(experts=6, n=16, top_k=2, always_on=0)
     source = {"model_type": "qwen2", **SIZES}
@@ -212,7 +212,7 @@ def test_dots1_keeps_the_windows_that_qwen3_reads() -> None:
 def test_mistral_keeps_its_window() -> None:
     assert emitted("mistral", "mixtral", sliding_window=77)["sliding_window"] == 77
     assert emitted("mistral", "mixtral", sliding_window=None)["sliding_window"] is None
-    # transformers takes 4096 where config.json is silent.
+    # transformers defaults to 4096 if config.json has no key.
     assert emitted("mistral", "mixtral")["sliding_window"] == 4096
     assert emitted("llama", "mixtral")["sliding_window"] is None
 

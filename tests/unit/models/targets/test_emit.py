@@ -1,4 +1,4 @@
-"""What emission refuses, carries along and leaves behind; that it is exact is tested in numerics."""
+"""Emission: refused inputs, copied files, number formats and layouts; tests/numerics compares the logits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_selection_bias_stays_in_float32(dense: Path, tmp_path: Path) -> None:
 
 
 def test_mixed_formats_are_kept(dense: Path, tmp_path: Path) -> None:
-    """Experts in bfloat16 beside attention in float32."""
+    """Experts in bfloat16, attention and router in float32."""
     half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
     emit(dense, tmp_path, experts=lambda _layer: ExpertWeights(**half))
     with ShardReader(tmp_path) as reader:
@@ -94,7 +94,7 @@ def test_mixed_formats_are_kept(dense: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])
 def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: Path, dtype: str) -> None:
-    """3 is no power of two; down is more precise than its gate, whose number format it takes."""
+    """The scale 3 is no power of two; down is given in float32 and written in the gate's bfloat16."""
     half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
     half["down_EDN"] = random_experts(0).down_EDN
     odd = MoEShape(experts=3, n=8, top_k=3, always_on=5)
@@ -178,7 +178,7 @@ def test_the_source_is_never_overwritten(dense: Path) -> None:
     ],
 )
 def test_packed_layouts(source: str, target: str, names: tuple[str | None, ...], tmp_path: Path) -> None:
-    """Gate above up, each with its zero neurons; always-on neurons 5 → 16, experts 8 → 16."""
+    """Gate rows before up rows, each padded with zero neurons: always-on neurons 5 → 16, experts 8 → 16."""
     dense = write_pico(tmp_path / "dense", source, layers=1)
     given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
     emit_checkpoint(

@@ -1,4 +1,4 @@
-"""Projections stored in one tensor, and modules that hold them so."""
+"""Fused projections, in checkpoints and in modules."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_separate_ffns_are_views_that_compute_the_same(folder: Path) -> None:
 
 
 def test_probes_see_separate_ffns(folder: Path) -> None:
-    """Gradients at gate and up, against those of the fused weight by autograd."""
+    """Gradients of gate and up against autograd's gradient of the fused weight."""
     ids = torch.arange(7)[None]
     whole = load(folder).requires_grad_(True)
     whole(ids, labels=ids).loss.backward()

@@ -1,4 +1,4 @@
-"""Parameters counted from config.json alone are those that transformers builds."""
+"""Parameters counted from config.json alone equal those of the model that transformers builds."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def test_a_carved_model(source, name):
     model, count = carved(config, name, shape), count_carved(config, MOE_TARGETS[name], shape)
     assert (count.total, count.active) == count_parameters(model, shape)
     assert count.total == model.num_parameters()
-    assert count.total - count.active == 3 * 4 * 3 * 16 * 24  # layers, experts, matrices, N filled up to 16, D
+    assert count.total - count.active == 3 * 4 * 3 * 16 * 24  # layers, experts, matrices, N padded to 16, D
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "tiny_onn"])

@@ -79,7 +79,7 @@ def test_worker_0_takes_over_what_a_larger_team_left(tmp_path):
 
 
 def test_what_was_read_again_is_not_taken_over(tmp_path):
-    """A team on other machines did not see what worker 1 of an earlier one had left here."""
+    """Worker 0 has scanned batch 1 again, as workers on other machines do: they cannot see worker 1's file."""
     for worker in range(3):
         flushed(tmp_path, worker, worker=worker, workers=3)
     flushed(tmp_path, 1, worker=0, workers=3)

@@ -14,7 +14,7 @@ def test_torchrun_names_the_place():
 
 def test_without_torchrun_a_process_is_alone():
     assert find_workers({}) == ALONE
-    assert find_workers({"RANK": "1"}) == ALONE  # other launchers set it, too
+    assert find_workers({"RANK": "1"}) == ALONE  # other launchers set RANK, too
     assert find_workers({"RANK": "1", "MASTER_ADDR": "localhost"}) == ALONE
     assert ALONE.leads
 

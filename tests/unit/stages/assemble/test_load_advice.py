@@ -9,7 +9,7 @@ from stages.calibration.config import ROUTERS, TRAINED_ROUTERS
     ("settings", "advice"),
     [
         ({"router": "residual_ridge"}, "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
-        # What an untrained router is set to pay it does not pay.
+        # `balance` has no effect on a router without training.
         ({"router": "random", "balance": 5.0}, "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
         ({"router": "error"}, "assemble.router_steps=200 assemble.balance=0.01"),
         ({"router": "error", "router_steps": 9}, "assemble.balance=0.01"),

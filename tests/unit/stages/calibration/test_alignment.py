@@ -48,7 +48,7 @@ def test_nothing_to_gain_changes_nothing(ffn, inputs):
 
 
 def test_without_validation_the_best_penalty_is_applied_even_where_it_hurts(ffn, inputs):
-    # Fitted batches ask for noise that the validation batches do not hold.
+    # Targets of the fitted batches contain noise; those of the validation batches do not.
     _, validation = split_validation(len(inputs), 0.25)
     noise = torch.Generator().manual_seed(2)
 

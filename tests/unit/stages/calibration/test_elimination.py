@@ -1,4 +1,4 @@
-"""Elimination against exhaustive refits."""
+"""Elimination of neurons against exhaustive refits."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ D, F, T = 5, 14, 400
 
 @pytest.fixture
 def hidden_TF():
-    """Neurons 0 and 7 say nearly the same, neuron 3 says nothing."""
+    """Neuron 7 is nearly a copy of neuron 0; neuron 3 is always 0."""
     hidden_TF = torch.randn(T, F, generator=torch.Generator().manual_seed(0))
     hidden_TF[:, 7] = hidden_TF[:, 0] + 0.01 * hidden_TF[:, 7]
     hidden_TF[:, 3] = 0
@@ -49,7 +49,7 @@ def test_one_at_a_time_the_cheapest_neuron_goes(hidden_TF, down_DF, monkeypatch)
 
 
 def test_blocks_leave_the_exact_refit_of_what_stays(hidden_TF, down_DF):
-    """Four at once: the downdate must be that of the whole block."""
+    """Four neurons are dropped at once, as one block."""
     inverse_UU = elimination._inverse(hidden_TF.T @ hidden_TF)
     out_u, stay = torch.tensor([2, 5, 9, 11]), torch.ones(F, dtype=torch.bool)
     stay[out_u] = False

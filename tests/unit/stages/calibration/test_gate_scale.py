@@ -1,4 +1,4 @@
-"""Down columns scaled to what gates and copies weigh."""
+"""Scales of down columns that compensate for gates and copies."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def make_loop(gate, neurons_EN=APART, top_k=K, std=1.0):
 
 
 def gates_of(loop):
-    """(T, E) gates of the chosen, 0 elsewhere: written out."""
+    """(T, E) gates of the chosen experts, 0 elsewhere."""
     x_TD = torch.cat(INPUTS)
     logits_TE = x_TD @ loop.router.rows_ED.T
     chosen_TK = logits_TE.topk(loop.top_k).indices
@@ -49,7 +49,7 @@ def test_no_other_constant_is_nearer_to_one_on_the_tokens_an_expert_serves(kind)
 
 
 def test_copies_and_gates_are_made_up_for_together():
-    """The sum of a neuron's scaled, weighed copies is as near to 1 as any multiple of it."""
+    """For each neuron, no other multiple of the scaled, gated sum of its copies is nearer to 1."""
     loop = make_loop(GateKind.SOFTMAX_OF_ALL, COPIED)
     scale_EN, gates_TE = column_scale(loop, INPUTS), gates_of(loop)
     for neuron in range(9):
@@ -85,7 +85,7 @@ def test_scaled_slices_are_nearer_to_the_dense_ffn(kind):
 
 
 def test_usual_gates_undo_the_scale():
-    """For a router to be fitted to: what scaled experts give at their gates is what plain slices give at 1."""
+    """Routers are fitted to these experts: scaled experts at their usual gates equal plain slices at gate 1."""
     loop = make_loop(GateKind.SOFTMAX_OF_ALL)
     scaled = scale_columns(loop, column_scale(loop, INPUTS))
     usual = at_usual_gates(scaled, INPUTS)

@@ -4,7 +4,7 @@ from stages.calibration.batches import layer_seed
 
 
 def test_runs_and_layers_never_share_a_seed():
-    """Nor do the layers of a stage that keeps away from another's by an offset."""
+    """The second range of indices is that of a stage that adds an offset."""
     indices = [*range(80), *range(5_000, 5_080)]
     seeds = [layer_seed(seed, index) for seed, index in product(range(50), indices)]
     assert len(set(seeds)) == len(seeds)

@@ -25,7 +25,7 @@ def test_streamed_ridge_equals_the_textbook_solution():
     torch.testing.assert_close(moments.solve(0.1).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-# At token 7 blocks meet, in the second case also in input 2; input 0 is in no block of the first.
+# Blocks share token 7, and in the second case also input 2; in the first case no block has input 0.
 DISJOINT = [([4], range(T)), ([2], [3, 7, 20]), ([3, 1], [7, 8])]
 OVERLAPPING = [([4], range(T)), ([0, 2], [3, 7, 20]), ([2, 1], [7, 8]), ([3], [])]
 

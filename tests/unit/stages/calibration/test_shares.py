@@ -1,4 +1,4 @@
-"""Batches that several workers share: sums, solves and layers are those of one process."""
+"""Batches shared by several workers: sums, solutions and layers equal those of one process."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def shared(workers, batches=BATCHES):
     return Share(mine, [len(batch) for batch in batches], batches[0][:0], workers)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(6, marks=pytest.mark.slow)])  # more of them than batches, too
+@pytest.mark.parametrize("world", [2, pytest.param(6, marks=pytest.mark.slow)])  # 6: more workers than batches
 def test_workers_find_what_one_process_finds(world):
     def work(workers):
         share = shared(workers)

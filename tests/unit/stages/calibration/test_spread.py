@@ -1,4 +1,4 @@
-"""Some of many tokens."""
+"""Evenly spaced subsets of tokens."""
 
 import pytest
 import torch

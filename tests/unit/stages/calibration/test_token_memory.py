@@ -1,4 +1,4 @@
-"""Tensors of tokens on disk: the same numbers, nameless files, and a full disk in words."""
+"""Tensors of tokens on disk: equal values, unlinked files, and a clear message for a full disk."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
 
 
 def mapped_files():
-    """What this process has mapped, by path; a nameless file has none that exists."""
+    """Paths of the files that this process has mapped; an unlinked file's path no longer exists."""
     lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     return [line[5] for line in lines if len(line) > 5]
 
@@ -79,7 +79,7 @@ def test_rows_are_those_of_one_tensor():
 
 @pytest.fixture(scope="module")
 def passed(tmp_path_factory):
-    """Every FFN input and the loss of a pass, with some batches that leave early, by the room for hidden states."""
+    """Run a pass with a memory limit; return FFN inputs and outputs, the loss and the count of spilled tensors."""
     folder = write_pico(tmp_path_factory.mktemp("source"), "qwen3", layers=3)
     rows = [draw(size, seed=size).mul(20).abs().long().clamp(1, 60).tolist() for size in (9, 5, 7, 9)]
     batches = batch_sequences([TokenSequence(str(index), row, row) for index, row in enumerate(rows)], 18, 0)
@@ -108,7 +108,7 @@ def test_a_pass_is_the_same_to_the_last_bit(passed, tmp_path):
 
 
 def child(work):
-    """Exit code of a forked child, or minus its signal."""
+    """Run `work` in a forked child; return its exit code, or minus its signal."""
     pid = os.fork()
     if not pid:
         code = 1
@@ -171,7 +171,7 @@ def test_a_full_disk_is_an_error_in_words(small_disk):
 
 @pytest.mark.parametrize(("room", "code"), [(10**9, 9), (0, 7)])
 def test_with_a_disk_memory_does_not_grow_with_tokens(room, code, tmp_path):
-    """32,768 tokens of 512 numbers are 64 MiB in each of three tensors; the limit does not count mapped files."""
+    """Each of three tensors has 32,768 tokens of 512 values (64 MiB); the limit does not count mapped files."""
     folder = write_pico(tmp_path, "qwen3", layers=2, hidden=512, intermediate=40)
     sequence = TokenSequence("", [1 + index % 60 for index in range(64)], [-100] * 64)
     batches = batch_sequences([sequence] * 512, 512, 0)

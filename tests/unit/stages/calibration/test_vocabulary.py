@@ -1,4 +1,4 @@
-"""Random tokens beside the text: which are drawn, and how long they stay."""
+"""Random tokens in addition to the text: which tokens are drawn, and how many layers they pass."""
 
 import pytest
 import torch

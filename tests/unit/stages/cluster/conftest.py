@@ -10,7 +10,7 @@ from stages.artifacts.statistics import NeuronStatistics
 
 
 class Planted(NamedTuple):
-    """Statistics in which neurons of a group fire on the same tokens, and the group of each neuron."""
+    """Statistics in which the neurons of a group fire on the same tokens, and each neuron's group."""
 
     statistics: NeuronStatistics
     group_LF: Tensor
@@ -18,7 +18,7 @@ class Planted(NamedTuple):
 
 @pytest.fixture
 def plant() -> Callable[..., Planted]:
-    """Neurons of `groups` topics, shuffled: each fires on most tokens of its topic and on few others."""
+    """Make neurons of `groups` topics, shuffled: each fires on most tokens of its topic and on few others."""
 
     def make(*, layers: int = 2, width: int = 24, groups: int = 3, tokens: int = 90, dead: int = 0) -> Planted:
         rng = np.random.default_rng(5)

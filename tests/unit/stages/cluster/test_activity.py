@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def test_activities_are_those_of_the_model(folder):
-    """Inputs of down_proj, as transformers computes them, are the neuron activations."""
+    """The reference for neuron activations is the input of down_proj in transformers."""
     from models.stream import LayerStream
 
     batches = Batches()

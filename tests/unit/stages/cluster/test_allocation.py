@@ -1,4 +1,4 @@
-"""How many experts each layer gives to a pool."""
+"""Number of experts that each layer contributes to a pool."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ L, F = 3, 40
 
 @pytest.fixture
 def scores_LF():
-    """Layer 0 has a few outstanding neurons, layer 1 many, layer 2 none; S_p of layer 2 is on a far larger scale."""
+    """Layer 0 has 4 neurons of high S_p, layer 1 has 16, layer 2 none; layer 2 has a far larger scale."""
     noise_LF = 0.1 * torch.rand(L, F, generator=torch.Generator().manual_seed(0))
     s_p_LF = noise_LF.clone()
     s_p_LF[0, :4] += 1
@@ -40,7 +40,7 @@ def test_experts_are_dealt_in_proportion_and_within_bounds(weights, experts, lea
 
 
 def test_neurons_are_told_apart_within_their_own_layer(scores_LF):
-    """A layer whose scores are all large is not favoured; one with few outstanding neurons has the most outstanding."""
+    """Large scores in a whole layer are no advantage; the fewer high scores a layer has, the more they stand out."""
     assert count_best(scores_LF, 4).tolist() == [4, 0, 0]
     assert count_best(scores_LF, L * F).tolist() == [F] * L
     shifted_LF = scores_LF * torch.tensor([[2.0], [30.0], [0.1]]) + torch.tensor([[5.0], [-7.0], [0.0]])
@@ -70,7 +70,7 @@ def test_a_layer_chooses_among_its_own_as_a_part_of_them(scores_LF):
 
 
 def test_no_copies_where_the_model_has_neurons_enough(scores_LF):
-    """A layer has neurons for 8 experts of 5."""
+    """Each layer has 40 neurons, enough for 8 experts of 5."""
     outstanding_LF = scores_LF.clone()
     outstanding_LF[0, ::2] += 100
     shapes = layer_shapes(MoEShape(16, 5, 4, 0, "global_pool"), outstanding_LF)

@@ -7,7 +7,7 @@ from stages.cluster.router_aware import assign_balanced
 
 
 def best_total(affinity_UE, sizes_E):
-    """The optimum, by a solver of the full U × U assignment problem."""
+    """Optimal total affinity, from a solver of the full U × U assignment problem."""
     slots_US = affinity_UE.double().numpy().repeat(sizes_E.numpy(), axis=1)
     rows, columns = linear_sum_assignment(slots_US, maximize=True)
     return slots_US[rows, columns].sum()
@@ -59,7 +59,7 @@ def test_neurons_that_all_want_the_same_expert_still_fill_all():
 
 
 def test_many_neurons_without_preference():
-    """Zero rows, as dead neurons have them: moved in bulk, and they leave the others where they fit."""
+    """Dead neurons have zero rows; they are moved in bulk and do not displace the other neurons."""
     affinity_UE = torch.cat([torch.eye(4).repeat(10, 1), torch.zeros(3000, 4)])
     labels_U = assign_balanced(affinity_UE, torch.full((4,), 760))
     assert labels_U.bincount().tolist() == [760] * 4

@@ -20,7 +20,7 @@ def test_full_groups_stay_as_they_are():
 def test_room_goes_to_the_neurons_that_fit_best():
     labels_U = torch.tensor([0, 1, 2, 0, 1])
     affinity_UE = torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.2, 0.3], [0.7, 0.0, 0.0], [0.0, 0.8, 0.1], [0.6, 0.0, 0.3]])
-    # Own neurons first, however badly they fit; then 2 for expert 0, 0 for expert 1, and 1 before 4 for expert 2.
+    # An expert's own neurons come first, even with low affinity; then experts 0, 1 and 2 add 2, 0 and (1, 4).
     assert fill_experts(affinity_UE, labels_U, 3).tolist() == [[0, 2, 3], [0, 1, 4], [1, 2, 4]]
 
 

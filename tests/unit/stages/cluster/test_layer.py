@@ -32,8 +32,8 @@ def planted(plant):
     "shape",
     [
         MoEShape(experts=4, n=6, top_k=2, always_on=3),  # E·N = F − S
-        MoEShape(experts=4, n=5, top_k=2, always_on=3),  # below
-        MoEShape(experts=4, n=8, top_k=2, always_on=3),  # above
+        MoEShape(experts=4, n=5, top_k=2, always_on=3),  # E·N < F − S
+        MoEShape(experts=4, n=8, top_k=2, always_on=3),  # E·N > F − S
         MoEShape(experts=50, n=24, top_k=2, always_on=3),  # every neuron in every expert
         MoEShape(experts=40, n=7, top_k=2, always_on=0),  # more experts than neurons
         MoEShape(experts=1, n=20, top_k=1, always_on=7),

@@ -24,7 +24,7 @@ def neurons_of(home_U, experts, *, s_p=None, frequency=None):
 
 
 def colours_in(path, left, right):
-    """Colours (24-bit) between two shares of the picture's width."""
+    """24-bit colours between two positions, given as shares of the image's width."""
     pixels = (matplotlib.image.imread(path)[:, :, :3] * 255).round().astype(int)
     width = pixels.shape[1]
     part = pixels[:, int(left * width) : int(right * width)].reshape(-1, 3)

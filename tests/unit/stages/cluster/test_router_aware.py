@@ -1,4 +1,4 @@
-"""Partition and router in turn."""
+"""Router-aware clustering: alternate between partition and router."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ HOME_U = ROUTED_U % E
 
 @pytest.fixture
 def activity():
-    """Neuron j answers to direction j mod 4 of the input, at any place; the always-on ones to another."""
+    """Neuron j responds to input direction j mod 4; the always-on neurons respond to direction 5."""
     generator = torch.Generator().manual_seed(0)
     direction_F = torch.arange(F) % E
     direction_F[ALWAYS_S] = 5
@@ -59,7 +59,7 @@ def test_tokens_are_spread_over_the_text(activity):
 
 def test_copies_go_where_they_are_missed(activity):
     energy = energy_of(activity)
-    labels_U = torch.cat([torch.tensor([1, 0]), HOME_U[2:]])  # neurons 0 and 1 in each other's home
+    labels_U = torch.cat([torch.tensor([1, 0]), HOME_U[2:]])  # neurons 0 and 1 swapped
     member_EU = place_copies(energy, labels_U, E, 8)
     assert member_EU.sum(1).tolist() == [8.0] * E
     assert (member_EU >= members(labels_U, E, member_EU)).all()

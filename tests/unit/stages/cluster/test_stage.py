@@ -19,7 +19,7 @@ SHAPE = MoEShape(experts=3, n=6, top_k=2, always_on=5)
 
 
 def grouped(**changes):
-    """k-means on what the scan found: no pass of a model."""
+    """k-means on the scan's statistics, which needs no forward pass."""
     return ClusterConfig(**({"map": "none", "method": "balanced_kmeans"} | changes))
 
 
@@ -50,7 +50,7 @@ def planted(plant, job, scores):
 
 def cluster(job, config=NO_MAP, *, model=None, data=None, shape=SHAPE, seed=0):
     for kept in job.scratch.iterdir():
-        kept.unlink()  # another recipe has another scratch
+        kept.unlink()  # in a run, another recipe has its own scratch folder
     table = run(
         job,
         model=model or ModelConfig(),
@@ -79,7 +79,7 @@ def test_dropped_neurons_are_those_of_lowest_score(job, planted, scores, method)
 
 
 def test_alignment_ranks_without_a_score(job, plant, dense):
-    """What stage=score found is not there to be read."""
+    """The result of stage=score does not exist."""
     plant(layers=L, width=F).statistics.save(job.parents["scan"])
     data = DataConfig(tokens=96, max_length=32)
     aligned = grouped(always_on_by="alignment", map="tsne", map_layers=[0])
@@ -180,7 +180,7 @@ def test_maps_of_chosen_layers(job, planted):
 
 
 def test_gate_rows_group_neurons_that_listen_alike(job, planted, tmp_path):
-    """Two kinds of rows in layer 1 of a checkpoint; the bitmaps say nothing of them."""
+    """Layer 1 has two kinds of gate rows, which the activity bitmaps do not show."""
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "dense"

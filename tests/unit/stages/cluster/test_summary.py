@@ -18,7 +18,7 @@ def packed(bits_FR):
 
 
 def pair_by_pair(bits_FR, experts):
-    """The definition: every pair of slots, of one expert or of two, that holds different neurons."""
+    """Means over all pairs of different neurons, within one expert and between two, as defined."""
     within, between = [], []
     slots = [(e, neuron) for e, neurons in enumerate(experts) for neuron in neurons]
     for i, (e, neuron) in enumerate(slots):

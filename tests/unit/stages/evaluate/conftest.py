@@ -11,7 +11,7 @@ D, F, E, N, K, S = 6, 14, 4, 3, 2, 1
 
 @pytest.fixture
 def facts() -> LayerFacts:
-    """A layer cut into E experts of N and S always-on neurons; neuron 13 is dropped."""
+    """A layer cut into E experts of N neurons and S always-on neurons; neuron 13 is dropped."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):

@@ -71,7 +71,7 @@ def test_baselines_do_not_disturb_each_other(folder, text):
 
 
 def test_alignment_reads_calibration_text_only(folder, text):
-    """Other held-out text does not change what is fitted: sequences keep their losses in other company."""
+    """A held-out batch has the same loss with and without the other held-out batches."""
     whole = run(folder, text, "static_mask_aligned")["static_mask_aligned"]
     parts = [run(folder, Text(text.calibration, [batch]), "static_mask_aligned") for batch in text.heldout]
     total = sum(part["static_mask_aligned"].total for part in parts)
@@ -79,7 +79,7 @@ def test_alignment_reads_calibration_text_only(folder, text):
 
 
 def test_neurons_with_copies_share_their_weight(folder, text):
-    """Every expert on, and one of them twice: half the weight for each copy gives the dense model."""
+    """All experts are on and expert 0 is there twice: half the weight for each copy gives the dense model."""
 
     def facts_of(index, layer):
         order = torch.randperm(F, generator=torch.Generator().manual_seed(index))

@@ -33,7 +33,7 @@ def test_the_static_mask_keeps_the_neurons_of_highest_contribution(facts, x_TD):
 
 
 def test_the_best_mask_keeps_what_other_neurons_cannot_say(facts, x_TD):
-    """A twin of a kept neuron is worth nothing, however loud."""
+    """A duplicate of a kept neuron adds nothing, even with large activations."""
     gate_FD, up_FD = 3 * facts.ffn.gate_FD, facts.ffn.up_FD.clone()
     gate_FD[3], up_FD[3] = gate_FD[0], up_FD[0]
     facts = replace(facts, ffn=replace(facts.ffn, gate_FD=gate_FD, up_FD=up_FD), shape=MoEShape(4, 3, 4, 1))
@@ -65,7 +65,7 @@ def test_the_random_router_does_not_follow_the_carves_own(facts, x_TD):
 
 
 def test_the_oracle_takes_the_experts_of_largest_output(facts, x_TD):
-    """Held against every choice of K experts."""
+    """The reference tries every choice of K experts."""
     h_TF = facts.ffn.hidden(x_TD)
     copies_TF = copies("oracle", facts, x_TD)
     for h_F, copies_F in zip(h_TF, copies_TF, strict=True):
@@ -77,13 +77,13 @@ def test_the_oracle_takes_the_experts_of_largest_output(facts, x_TD):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
-    """With copies of a neuron sharing its weight as the carve shares it."""
+    """Copies of a neuron share its weight, as in the carve."""
     if copied:
         neurons_EN = facts.neurons_EN.clone()
         neurons_EN[3] = facts.neurons_EN[0]
         facts = replace(facts, neurons_EN=neurons_EN, shape=replace(facts.shape, top_k=4))
     experts = slice_ffn(facts.ffn, facts.neurons_EN, facts.always_S)
-    if copied:  # both copies are always chosen: half each
+    if copied:  # all experts are on, so each copy gets half the weight
         half_EN = torch.tensor([0.5, 1.0, 1.0, 0.5])[:, None, None]
         experts = replace(experts, down_EDN=experts.down_EDN * half_EN)
     loop = ExpertLoop(
@@ -94,7 +94,7 @@ def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_counts_of_experts_chosen_together_give_the_weight_of_copies(facts, x_TD, method):
-    """The same as counting the active copies of every neuron for every token."""
+    """The reference counts the active copies of every neuron for every token."""
     neurons_EN = facts.neurons_EN.clone()
     neurons_EN[3], neurons_EN[2, 0] = facts.neurons_EN[0], facts.neurons_EN[1, 0]
     facts = replace(facts, neurons_EN=neurons_EN)

@@ -1,4 +1,4 @@
-"""What is remembered is what would be computed."""
+"""Remembered features equal computed ones."""
 
 import torch
 

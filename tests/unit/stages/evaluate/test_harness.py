@@ -1,4 +1,4 @@
-"""Answers of two models, item by item; and the items themselves."""
+"""Comparison of two models' answers item by item, and properties of the items."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_every_place_is_right_equally_often():
 
 
 def test_the_question_alone_decides_in_a_group():
-    """Four items share their answers, each right once: liking an answer for itself gains nothing."""
+    """Four items share their answers, and each answer is right once: a preference for an answer gains nothing."""
     groups = defaultdict(list)
     for item in ITEMS:
         if item["id"][-1].isalpha():
@@ -83,7 +83,7 @@ def test_the_question_alone_decides_in_a_group():
 
 
 def test_the_order_of_words_alone_decides_elsewhere():
-    """All four answers hold the same characters."""
+    """All four answers have the same characters."""
     ordered = [item for item in ITEMS if item["kind"] in {"sentence", "line"}]
     assert len(ordered) == 50
     for item in ordered:
@@ -91,7 +91,7 @@ def test_the_order_of_words_alone_decides_elsewhere():
 
 
 def test_prompts_end_where_tokens_do():
-    """Else the harness takes a piece of the prompt for a piece of the answer, or finds no answer at all."""
+    """Otherwise the harness counts part of the prompt as answer, or finds no answer."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     for item in ITEMS:
         prompt = tokenizer(item["prompt"])["input_ids"]
@@ -100,7 +100,7 @@ def test_prompts_end_where_tokens_do():
 
 
 def test_lines_of_python_are_python():
-    """The right answers compile, with what they lie in put around them."""
+    """The right answers compile inside a frame of code."""
     for item in ITEMS:
         if item["kind"] == "line":
             text = item["prompt"] + item["choices"][item["answer"]]
@@ -108,7 +108,7 @@ def test_lines_of_python_are_python():
 
 
 def framed(text):
-    """Indented lines as the body of a loop in a function; an except after its try."""
+    """Put indented lines into a loop in a function, and an `except` after a `try`."""
     if not text.startswith("    "):
         return text
     head = "def frame(self):\n  while True:\n"

@@ -29,7 +29,7 @@ def dense(folder):
 
 @pytest.fixture
 def batches():
-    """Two sequences of unequal length, then one of which only some tokens are supervised."""
+    """A batch of two sequences of unequal length, and a batch of one sequence with two supervised tokens."""
     ids = torch.arange(3, 17).view(2, 7)
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
     ragged = TokenBatch(ids * mask, mask, ids.masked_fill(mask == 0, -100), ["a", "b"])
@@ -84,7 +84,7 @@ def moe():
 
 @pytest.fixture(scope="module")
 def granite():
-    """Experts and always-on neurons are modules of their own, and the first gives a tuple."""
+    """Experts and always-on neurons are separate modules; the experts' module returns a tuple."""
     sizes = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_local_experts": E, "num_experts_per_tok": K, "intermediate_size": N, "shared_intermediate_size": S}
     return AutoModelForCausalLM.from_config(GraniteMoeSharedConfig(**sizes, **experts, vocab_size=V))
@@ -106,7 +106,7 @@ def test_one_layer_gives_what_the_dense_ffn_gives(name, dense, batches, request)
 
 
 def test_a_layer_saves_what_it_costs(dense, batches):
-    """Layer 1 gives nothing: put back, the loss is the dense model's again; layer 0 is the dense one already."""
+    """Layer 1 outputs zeros: its dense FFN restores the dense loss. Layer 0 is the dense layer: nothing to save."""
     carved = copy.deepcopy(dense)
     carved.model.layers[1].mlp.down_proj.weight.data.zero_()
     saved = measure_layers(carved, batches, dense, [0, 1])

@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> Job:
     neurons = torch.stack(
         [torch.randperm(WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(LAYERS)]
     ).int()
-    # 11 neurons are dropped.
+    # The other 11 neurons are dropped.
     Partition(WIDTH, neurons[:, 5:29].reshape(LAYERS, 3, 8), neurons[:, :5].contiguous()).save(parents["cluster"])
     return Job(parents, out, tmp_path / "scratch")
 
@@ -88,7 +88,7 @@ def test_damage_while_writing_is_seen(dense: Path, job: Job, monkeypatch: pytest
 
 
 def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense: Path, job: Job) -> None:
-    """Layer 0 gives none, and keeps its always-on neurons."""
+    """Layer 0 contributes no experts but keeps its always-on neurons."""
     neurons = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
     always_on = torch.arange(5).expand(LAYERS, 5).int()
     PoolPartition(WIDTH, neurons, torch.ones(3, dtype=torch.int32), always_on).save(job.parents["cluster"])

@@ -10,7 +10,7 @@ N, V = 11, 7
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four chunks, the last of them smaller."""
+    """Four chunks; the last is smaller."""
     monkeypatch.setattr(module, "CHUNK_VALUES", 3 * V)
 
 

@@ -1,4 +1,4 @@
-"""Layer-wise descent: what it moves, how far, and what it may look at."""
+"""Layer-wise descent: step sizes, order of tokens, validation split, and the weights that change."""
 
 from dataclasses import fields, replace
 

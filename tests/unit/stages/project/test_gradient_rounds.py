@@ -15,7 +15,7 @@ from stages.project.gradient_projection import SECTIONS, GradientRounds, divide,
 from stages.text.sequences import TokenSequence, batch_sequences
 
 D, F, E, N, K = 24, 20, 4, 3, 2
-SETTINGS = ProjectConfig(alpha=3.2, round_tokens=14, validation_share=0.25)  # large steps: few tokens
+SETTINGS = ProjectConfig(alpha=3.2, round_tokens=14, validation_share=0.25)  # large steps, since there are few tokens
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def text():
 @pytest.fixture
 def carved(folder):
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-    # Weights as large as a trained model's: those of a fresh one make next to no difference to its predictions.
+    # With weights of initial size, the FFNs hardly change the predictions.
     with torch.no_grad():
         for parameter in (p for mlp in ffn_modules(dense) for p in mlp.parameters()):
             parameter.mul_(30)
@@ -55,7 +55,7 @@ def test_the_model_comes_nearer_to_the_dense_one_and_says_by_how_much(carved, te
     assert outcome.before > 1e-3
     assert outcome.after < 0.98 * outcome.before
     assert carved.divergence(validation) == pytest.approx(outcome.after, rel=1e-6)
-    assert outcome.rounds == 24  # a quarter of 64 sequences of 7 is for validation, the rest comes two a round
+    assert outcome.rounds == 24  # 16 of 64 sequences of 7 tokens are for validation; each round has two of the others
     assert outcome.tokens == 48 * 7
     assert 0 < outcome.length <= 0.04
     for before, loop in zip(started, carved.loops, strict=True):
@@ -111,7 +111,7 @@ def test_sections_are_of_nearly_equal_length():
     assert [index for part in divide(19, 8) for index in part] == [*range(19)]
 
 
-# More of them than experts and than always-on neurons, too.
+# 7: more workers than experts and than always-on neurons.
 @pytest.mark.parametrize("world", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_workers_that_hold_some_experts_each_move_them_as_one_process_does(carved, text, world):
     dense, whole = carved.model, carved.loops

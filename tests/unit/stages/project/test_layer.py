@@ -1,4 +1,4 @@
-"""The rounds of router and alignment in one layer."""
+"""Rounds of router fit and alignment in one layer."""
 
 import torch
 
@@ -14,7 +14,7 @@ NONE = torch.empty(0, dtype=torch.long)
 
 
 def project(balance):
-    """Three groups of neurons, each answering to its own direction of inputs that favour the first."""
+    """Project a layer of three groups of neurons, one per input direction; the inputs favour the first direction."""
     generator = torch.Generator().manual_seed(0)
     gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
     ffn = DenseFFN(gate_FD, gate_FD.clone(), torch.randn(D, F, generator=generator), torch.nn.functional.silu)

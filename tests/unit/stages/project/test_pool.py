@@ -1,4 +1,4 @@
-"""The projection of a pool that all layers share."""
+"""Projection of a pool that all layers share."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def loops(parts):
 
 @pytest.fixture
 def samples():
-    """Outputs that are linear in the inputs, of very different sizes by layer."""
+    """Outputs are linear in the inputs; their size grows tenfold per layer."""
     found = []
     for layer in range(L):
         inputs = [draw(40, D, seed=100 + 10 * layer + batch) for batch in range(5)]
@@ -82,7 +82,7 @@ def test_what_is_joined_comes_apart_again(parts, loops):
 
 
 def test_sweeps_end_at_the_joint_least_squares_solution(loops, samples):
-    """One expert at a time, many times, is all experts at once."""
+    """Many sweeps over single experts converge to the joint solution of all experts."""
     loops = [replace(loop, gate=GateKind.CONSTANT) for loop in loops]
     fitted = range(5)
     down_EDN = sweep_experts(loops, samples, fitted, penalty=1e-6, sweeps=200)

@@ -1,4 +1,4 @@
-"""What a layer is rounded to on its way into the checkpoint."""
+"""Rounding of a layer to the checkpoint's number format."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_down_is_rounded_once_as_the_product_that_is_written(down_scale):
     written = (layer.experts.down_EDN.float() * down_scale).bfloat16()
     assert torch.equal(written, (loop.experts.down_EDN * down_scale).bfloat16())
     assert layer.experts.gate_END.dtype == torch.bfloat16
-    # What the layers to come see is what the checkpoint computes.
+    # Later layers get their inputs from the weights that the checkpoint will have.
     torch.testing.assert_close(layer.experts.down_EDN.float(), written.float() / down_scale, rtol=1e-6, atol=0)
 
 

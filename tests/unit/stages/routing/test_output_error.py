@@ -1,4 +1,4 @@
-"""The expanded objective against the output itself."""
+"""The expanded objective against the error of the output."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_cost_of_a_choice_is_the_relative_error_of_the_layer(loop, numbers, monk
 
 @pytest.mark.parametrize("kind", [kind for kind in GateKind if kind is not GateKind.CONSTANT])
 def test_cost_counts_gates_as_the_checkpoint_will_have_them(loop, kind):
-    """Logits of their final standard deviation, and experts scaled to what their gates weigh."""
+    """The reference scales logits to their final standard deviation and experts to their gates."""
     plain, ffn, x_TD = loop
     plain = replace(plain, router=LinearRouter.without_bias(plain.router.rows_ED))
     target_TD = ffn(x_TD)

@@ -1,4 +1,4 @@
-"""Routers over experts of which most were cut from other layers."""
+"""Routers over a pool whose experts mostly come from other layers."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_what_an_expert_takes_off_the_error(loop, numbers, monkeypatch):
 
 
 def make_task(loop):
-    """Each token wants what one expert gives, which one a linear function says; expert 3 is loud and of no use."""
+    """A token's target is the output of expert 0, 1 or 2, by a linear function; expert 3 has large, useless outputs."""
     loud = loop.experts.down_EDN.clone()
     loud[3] *= 10
     loop = replace(loop, experts=replace(loop.experts, down_EDN=loud))

@@ -1,4 +1,4 @@
-"""What an expert adds beyond what the always-on neurons predict."""
+"""Routers for the part of an expert's output that the always-on neurons do not predict."""
 
 from dataclasses import replace
 
@@ -31,15 +31,15 @@ def draw(*shape, seed=0):
 
 
 def make_task(*, echo, neurons_EN=None):
-    """Neurons of three directions; with `echo` those of expert 0 do ten times what the always-on neurons do."""
+    """Make a routing task; with `echo`, expert 0's activations are ten times those of always-on neurons."""
     gate_FD = draw(F, D, seed=1)
     up_FD = draw(F, D, seed=2)
-    gate_FD[:, 0] = 1  # most are open
+    gate_FD[:, 0] = 1  # most gates are open
     if echo:
         for neuron in range(S, S + N):
             gate_FD[neuron], up_FD[neuron] = gate_FD[neuron % S], 10 * up_FD[neuron % S]
     ffn = DenseFFN(gate_FD, up_FD, draw(D, F, seed=3), torch.nn.functional.silu)
-    # Rows without a bias can tell experts apart for all tokens only by what the inputs have in common.
+    # A router without bias needs a shared input component to prefer an expert for all tokens.
     inputs = [draw(60, D, seed=seed) + 3 * torch.eye(D)[0] for seed in range(10, 18)]
     neurons_EN, always_S = torch.arange(S, F).view(E, N) if neurons_EN is None else neurons_EN, torch.arange(S)
     return watch_experts(ffn, neurons_EN, always_S, inputs, 1, biased=False)
@@ -66,7 +66,7 @@ COPIES = torch.tensor([[2, 3, 4, 5], [5, 2, 6, 7], [7, 9, 2, 10]])  # 8 neurons,
     [(torch.arange(S, F).view(E, N), None, 12), (COPIES, None, 8), (COPIES, "down_EDN", 8), (COPIES, "up_END", 12)],
 )
 def test_the_norms_of_experts_are_those_of_their_own_neurons(neurons_EN, untied, rows):
-    """Copies are looked at once, unless their rows differ; each weighs what its own column does."""
+    """Copies are computed once, unless their rows differ; each copy has the norm of its own column."""
     task = make_task(echo=False, neurons_EN=neurons_EN)
     loop = task.loop
     if untied:
@@ -86,7 +86,7 @@ def test_the_norms_of_experts_are_those_of_their_own_neurons(neurons_EN, untied,
 
 
 def test_what_is_always_there_is_not_routed_for():
-    """The loudest expert is of no use where alignment gives what it does: it is chosen by norm, not by residual."""
+    """Alignment can replace the expert of largest norm: the norm's router chooses it, the residual's does not."""
     task = make_task(echo=True)
     x_TD = torch.cat(list(task.inputs))
     settings = ProjectConfig(penalties=[1e-4])
@@ -114,7 +114,7 @@ def test_without_always_on_neurons_the_residual_is_all_of_it():
 
 @pytest.mark.parametrize(("numbers", "seen"), [(2**26, [100]), (60 * E * N, [60, 40, 60, 40])])
 def test_it_uses_at_most_the_given_tokens(numbers, seen, monkeypatch):
-    """Once where they are one piece, else twice: for what the always-on neurons predict, and for what is left."""
+    """Tokens in one piece are computed once; several pieces twice, for the prediction and for the residual."""
     monkeypatch.setattr(residual, "MAX_ELEMENTS", numbers)
     task, tokens = make_task(echo=False), []
     hidden = ExpertLoop.hidden

@@ -19,7 +19,7 @@ def settings(method, **changes):
 
 
 def make_task(*, biased=False, shift=0.0, tokens=40, loud=1.0):
-    """Three groups of neurons, each answering to its own direction of the input."""
+    """Make a routing task of three groups of neurons, one per input direction."""
     generator = torch.Generator().manual_seed(0)
     gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
     down_DF = torch.randn(D, F, generator=generator)
@@ -74,7 +74,7 @@ def test_refitting_starts_from_the_experts_as_they_are():
 
 
 def test_a_bias_is_learned_where_the_target_has_one():
-    """It favours the expert that is worth more for every token."""
+    """The bias favours the expert with larger outputs, which helps every token more."""
     plain, biased = (make_task(biased=biased, loud=4.0, tokens=200) for biased in (False, True))
     without, router = (fit_router(task, settings("error", steps=200)) for task in (plain, biased))
     assert not without.bias_E.any()
@@ -90,7 +90,7 @@ def test_balance_evens_the_load_and_costs_error():
 
 
 def test_ridge_recovers_contributions_that_are_linear():
-    """With |h| linear in x (all gates open, inputs positive) the router's order is the oracle's."""
+    """With |h| linear in x (all gates open, positive inputs) the router orders experts as the oracle does."""
     generator = torch.Generator().manual_seed(0)
     gate_FD = torch.ones(F, D)
     up_FD = torch.rand(F, D, generator=generator)

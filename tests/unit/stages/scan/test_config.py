@@ -1,4 +1,4 @@
-"""How much is read at once."""
+"""Tokens per batch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where the parts of the parameter-level record lie, and who may write them."""
+"""Parts of the parameter-level record: their place, and conditions for several workers."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ PARAMETERS = [WatchedParameter("model.layers.0.mlp.up_proj.weight", "linear", 6,
 
 @dataclass(frozen=True)
 class Team(Workers):
-    """The leading worker of three, whose like answer `others`."""
+    """The leading worker of three; `others` are the answers of the other two."""
 
     world: int = 3
     others: list = field(default_factory=list)
@@ -44,7 +44,7 @@ def test_workers_on_machines_without_a_common_folder_are_refused(tmp_path):
 
 
 def test_parts_of_another_scan_are_left_alone(tmp_path):
-    """Code, text or precision may change while a shared store is given another namespace."""
+    """A scan after a change of code, text or precision keeps the parts of the earlier scan."""
     mine, other = (PartsPlace(tmp_path, {"code": code}) for code in ("c1", "c2"))
     MscanWriter(other.part(0), PARAMETERS, model="pico", block_width=4).close()
     assert not mine.parts()
@@ -58,7 +58,7 @@ def test_parts_of_another_scan_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize("worker", [None, 0])
 def test_sums_that_somebody_else_made_have_no_record_here(tmp_path, worker):
-    """Another job, on another machine, that flushed to the same server."""
+    """Another job, on another machine, has flushed its sums to the same server."""
     place = PartsPlace(tmp_path, {"code": "c1"})
     if worker is not None:
         with MscanWriter(place.part(worker), PARAMETERS, model="pico", block_width=4) as writer:

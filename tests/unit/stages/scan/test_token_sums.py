@@ -15,7 +15,7 @@ def draw(tokens=300, width=53, seed=0):
 
 
 def plain(h, grad, rule):
-    """The same, one token after another."""
+    """Reference sums, one token at a time."""
     h, grad = h.double(), grad.double()
     active = torch.zeros_like(h)
     for token, values in enumerate(h.abs()):

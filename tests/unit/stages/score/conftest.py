@@ -10,7 +10,7 @@ L, F, TOKENS, SAMPLES = 2, 7, 40, 5
 
 @pytest.fixture
 def make_statistics() -> Callable[..., NeuronStatistics]:
-    """Random sums, all positive; `gradient=False` gives what a forward-only scan writes."""
+    """Make random positive sums; `gradient=False` gives the statistics of a forward-only scan."""
 
     def make(*, gradient: bool = True) -> NeuronStatistics:
         generator = torch.Generator().manual_seed(5)

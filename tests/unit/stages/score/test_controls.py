@@ -18,7 +18,7 @@ def test_controls_against_their_definitions():
     torch.testing.assert_close(taylor_LF[0], (h_TF * gradient_TF).abs().mean(0).float())
 
     wanda_LF = score_wanda(h_TF.square().sum(0)[None], norm_LF, T)
-    # ‖column‖·rms is the norm of Wanda's |W|·‖x‖ over the column, up to √T.
+    # ‖column‖·rms is the norm over the column of Wanda's |W|·‖x‖, divided by √T.
     per_weight_DF = down_DF.abs() * h_TF.norm(dim=0).float()
     torch.testing.assert_close(wanda_LF[0], per_weight_DF.norm(dim=0) / T**0.5)
 

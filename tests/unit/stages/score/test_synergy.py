@@ -3,7 +3,7 @@ import torch
 
 from stages.score.stage import SynergyWeights, gradient_rate, score_synergy
 
-# One layer of four neurons; all terms already run from 0 to 1, so that minmax leaves them alone.
+# One layer of four neurons; all terms already span 0 to 1, so minmax does not change them.
 ACTIVATION = torch.tensor([[0.0, 0.2, 0.6, 1.0]])
 GRADIENT = torch.tensor([[1.0, 0.5, 0.0, 0.5]])
 FREQUENCY = torch.tensor([[0.0, 1.0, 0.5, 0.1]])

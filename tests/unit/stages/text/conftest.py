@@ -9,7 +9,7 @@ EMBEDDED = Path(__file__).parents[4] / "models" / "embedded"
 
 @pytest.fixture
 def tokenizer():
-    """A tokenizer of its own for every test, so that tests may change its chat template."""
+    """A new tokenizer for every test, so that tests can change its chat template."""
     return AutoTokenizer.from_pretrained(EMBEDDED)
 
 

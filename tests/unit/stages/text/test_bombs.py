@@ -1,4 +1,4 @@
-"""Text made to exhaust memory or time: refused in a sentence, or read only as far as it is needed."""
+"""Text made to exhaust memory or time: refused with a message, or read only as far as needed."""
 
 import gzip
 import json
@@ -26,15 +26,15 @@ def memory(name):
 
 @pytest.fixture(autouse=True)
 def within_five_seconds_and_800_mib():
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     started, before = time.process_time(), memory("VmRSS")
     yield
     assert time.process_time() - started < 5
-    assert memory("VmHWM") - before < 800 * MIB  # half a GiB may unpack, and is there twice for a moment
+    assert memory("VmHWM") - before < 800 * MIB  # up to half a GiB may be unpacked, for a moment twice
 
 
 def write_hole(path, begin=b""):
-    """A file of 1 GiB without a line's end, which takes no room on the disk."""
+    """Write a sparse file of 1 GiB without a newline."""
     with path.open("wb") as file:
         file.write(begin)
         file.truncate(GIB)
@@ -183,7 +183,7 @@ def test_parquet_that_unpacks_to_gigabytes(tmp_path):
     texts = arrow.DictionaryArray.from_arrays(arrow.array([0] * 4000, arrow.int32()), arrow.array(["x" * MIB]))
     parquet.write_table(arrow.table({"text": texts}), tmp_path / "train.parquet", compression="zstd")
     assert (tmp_path / "train.parquet").stat().st_size < 200_000
-    with suppress(DataError):  # or read, as far as it is needed; the memory is what counts
+    with suppress(DataError):  # both are right; the fixture checks memory
         assert read_dataset(tmp_path) == ["x" * MIB] * 2
 
 

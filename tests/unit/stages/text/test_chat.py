@@ -4,30 +4,30 @@ from instruments.errors import DataError
 from stages.text.chat import encode_conversation, encode_prompt
 from stages.text.documents import Document
 
-# The embedded tokenizer's format with white space after each turn, without generation marks.
+# The embedded tokenizer's format with a newline after each turn and without generation marks.
 UNMARKED = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-# Like Qwen3: content trimmed, an empty thought before the last answer only, earlier thoughts dropped.
+# Like Qwen3: trims content, drops earlier thoughts, puts an empty thought before the last answer.
 THINKING = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}"
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ m['content'].split('</think>')[-1].strip() + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-# Nothing but a line's end closes a turn.
+# Only a newline ends a turn.
 PLAIN = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 REFUSING = "{{ raise_exception('conversation roles must alternate') }}"
-# The conversation so far changes when it goes on.
+# A further message changes the rendering of the earlier ones.
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
 
 
 def supervise(conversation, tokenizer):
-    """The text of the tokens that count, and of all tokens."""
+    """The text of the supervised tokens, and of all tokens."""
     ids, counts = encode_conversation(Document("f:1", messages=tuple(conversation)), tokenizer, completion=True)
     supervised = [id_ for id_, count in zip(ids, counts, strict=True) if count]
     return tokenizer.decode(supervised), tokenizer.decode(ids)
@@ -44,7 +44,7 @@ def test_generation_marks_supervise_the_answers_and_their_ends(tokenizer, conver
     [
         (UNMARKED, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
         (THINKING, "A crustacean.<|endoftext|><think>\n\n</think>\n\n龙虾 🦞<|endoftext|>"),
-        # " A" is one token, half of it the template's.
+        # The token " A" joins the template's space and the answer's first letter.
         (PLAIN, " A crustacean.\n龙虾 🦞\n"),
     ],
 )
@@ -145,7 +145,7 @@ def prompt_of(conversation, tokenizer):
 def test_a_prompt_is_all_before_the_last_answer_and_opens_its_turn(tokenizer, conversation):
     expected = "<|user|>\nWhat is a lobster?\n<|assistant|>\nA crustacean.<|endoftext|><|user|>\nUnd auf Chinesisch?\n"
     assert prompt_of(conversation, tokenizer) == expected + "<|assistant|>\n"
-    # An open question is the prompt as it stands.
+    # A conversation that ends with a question is the whole prompt.
     assert prompt_of(conversation[:3], tokenizer) == expected + "<|assistant|>\n"
 
 

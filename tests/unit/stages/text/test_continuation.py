@@ -38,7 +38,7 @@ def write_one_by_one(model, prompt, count, ends):
 def test_greedy_writing_is_the_likeliest_token_each_time(model):
     expected = [write_one_by_one(model, prompt, 7, ()) for prompt in PROMPTS]
     assert write(model) == expected
-    # Any of these tokens ends a text; the rest of the batch goes on.
+    # Each of these tokens ends its text; the other texts of the batch continue.
     ends = {expected[0][0], expected[1][3], expected[2][2]}
     expected = [write_one_by_one(model, prompt, 7, ends) for prompt in PROMPTS]
     assert len(set(map(len, expected))) > 1
@@ -67,7 +67,7 @@ def test_draws_follow_the_softmax_of_all_tokens_at_the_temperature(model):
     with torch.no_grad():
         expected = (model(torch.tensor([[9, 8, 7]])).logits[0, -1] / 0.7).softmax(0)
     shares = torch.bincount(drawn[:, 0], minlength=len(expected)) / 4000
-    # Five standard deviations of a share.
+    # The bound is five standard deviations of a share.
     assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-3).all()
 
 

@@ -1,4 +1,4 @@
-"""Writing with models in 4 and 8 bits, in half precision, and with layers in memory and on disk."""
+"""Generation with models in 4 and 8 bits, in half precision, and with layers in memory and on disk."""
 
 import pytest
 from numerics.quantised_models import plain_twin

@@ -24,7 +24,7 @@ def embedded_model():
 
 
 def prompts_of(*lengths):
-    """Prompts of some lengths, all different."""
+    """Different prompts of the given lengths."""
     rows = [[17 * number + 5 * place + 7 for place in range(length)] for number, length in enumerate(lengths)]
     named = [TokenSequence(f"p{number}", ids, [-100] * len(ids)) for number, ids in enumerate(rows)]
     return LoadedText(named, {"too dull": ["x", "y"]})
@@ -40,7 +40,7 @@ LENGTHS = (5, 9, 3, 11, 7, 2, 8, 4, 6, 10, 5, 12, 3, 9, 7, 6)
 def test_only_what_was_written_counts(embedded_model, tokenizer):
     prompts = prompts_of(*LENGTHS)
     text = write(embedded_model, tokenizer, prompts)
-    # The rest would have ended within the next prompt, before its first label.
+    # The remaining tokens are too few for the next prompt and one label.
     assert 0 < 140 - text.tokens <= len(prompts.sequences[len(text.sequences)].ids)
     for prompt, sequence in zip(prompts.sequences, text.sequences, strict=False):
         assert sequence.name == prompt.name
@@ -60,7 +60,7 @@ def test_the_last_text_is_cut_to_the_token(embedded_model, tokenizer):
 
 
 def test_the_model_finds_what_it_wrote_likely(embedded_model, tokenizer):
-    """Teacher-forced over its own greedy text, every labelled token is the likeliest."""
+    """With teacher forcing on its greedy text, the model gives every labelled token the highest logit."""
     text = write(embedded_model, tokenizer, load_prompts(DATA, tokenizer))
     for sequence in text.sequences:
         with torch.no_grad():
@@ -78,7 +78,7 @@ def test_greedy_text_does_not_depend_on_the_batches(embedded_model, tokenizer, b
 
 
 def test_drawn_text_is_the_same_again(embedded_model, tokenizer):
-    """What a killed scan relies on: the text that its finished batches were read from is written again."""
+    """A resumed scan generates its text again and relies on equal batches."""
     data = DataConfig(**vars(DATA) | {"temperature": 1.0})
     drawn = write(embedded_model, tokenizer, prompts_of(*LENGTHS), data, seed=3)
     torch.rand(1)
@@ -88,7 +88,7 @@ def test_drawn_text_is_the_same_again(embedded_model, tokenizer):
 
 @dataclass(frozen=True)
 class Threads(Workers):
-    """Workers that are threads of this process."""
+    """Workers as threads of this process."""
 
     board: tuple = ()
     meeting: Barrier | None = None
@@ -123,19 +123,19 @@ def test_the_text_does_not_depend_on_the_workers(embedded_model, tokenizer, worl
 
 @pytest.fixture(scope="module")
 def ending_model(tmp_path_factory):
-    """A model whose next token is a function of the last one alone, and for some of them the end of text."""
+    """A model whose next token depends on the last token alone; after tokens 100 to 199 the text ends."""
     folder = write_pico(tmp_path_factory.mktemp("ending"), "qwen3", tokenizer=True, hidden=32)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        # The end scores 0, all others less than 0 after tokens 100 to 199.
+        # After tokens 100 to 199 the end has logit 0 and all others have negative logits.
         model.lm_head.weight.fill_(-1.0)
         model.lm_head.weight[0] = 0.0
         model.lm_head.weight[300] = 2.0
         model.model.norm.weight.fill_(1.0)
-        model.model.embed_tokens.weight.fill_(1.0)  # 300 follows
+        model.model.embed_tokens.weight.fill_(1.0)  # token 300 follows all other tokens
         model.model.embed_tokens.weight[100:200] = -1.0
         model.model.embed_tokens.weight[100:200, 1:] = 0.0
         model.model.embed_tokens.weight[100:200, 0] = 1.0

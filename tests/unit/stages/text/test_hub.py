@@ -12,7 +12,7 @@ datasets = pytest.importorskip("datasets", reason="the optional extra hub is not
 
 @pytest.fixture
 def folder(tmp_path, write_jsonl):
-    """A dataset of two splits; a local folder is read through the same calls as a dataset of the hub."""
+    """A dataset of two splits in a local folder, which is read with the same calls as a dataset of the hub."""
     write_jsonl("train.jsonl", [{"text": f"train {number}"} for number in range(40)])
     write_jsonl("test.jsonl", [{"text": "test 0"}, {"text": ""}, {"text": "test 2"}])
     return tmp_path

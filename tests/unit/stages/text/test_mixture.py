@@ -1,4 +1,4 @@
-"""Several sources in one text: their shares, their order, and what is wrong with them."""
+"""Several sources in one text: shares, order and errors."""
 
 import json
 import logging

@@ -20,7 +20,7 @@ def ask(question, *answers):
 
 @pytest.fixture(autouse=True)
 def _no_heldout(monkeypatch):
-    """Everything is calibration text, as with a tiny held-out share."""
+    """All text is calibration text, as with a tiny held-out share."""
     monkeypatch.setattr("stages.text.documents.is_heldout", lambda digest, share: False)
 
 

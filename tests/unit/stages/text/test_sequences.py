@@ -28,7 +28,7 @@ def config_of(path, **settings):
 
 @pytest.fixture
 def no_heldout(monkeypatch):
-    """Everything is calibration text, as with a tiny held-out share."""
+    """All text is calibration text, as with a tiny held-out share."""
     monkeypatch.setattr("stages.text.documents.is_heldout", lambda digest, share: False)
 
 
@@ -106,7 +106,7 @@ def test_the_number_of_tokens_is_kept_to_the_token(write_jsonl, tokenizer, packi
     path = write_jsonl("a.jsonl", [{"text": f"this is document number {number} " * 4} for number in range(30)])
     data = config_of(path, packing=packing, max_length=16, tokens=tokens)
     sequences = load_sequences(data, tokenizer, "calibration")
-    # A rest of one token predicts nothing and is left out.
+    # A last sequence of one token has nothing to predict and is left out.
     assert sum(len(sequence.ids) for sequence in sequences) == (64 if tokens == 65 else tokens)
     assert [len(sequence.ids) for sequence in sequences[:4]] == [16] * 4
 
@@ -164,7 +164,7 @@ def test_every_label_masked(write_jsonl, tokenizer):
 
 @pytest.mark.usefixtures("no_heldout")
 def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokenizer):
-    """For stages beside the scan: answers of conversations count, plain text counts in full."""
+    """In stages other than the scan, all tokens of plain text and the answers of conversations are labels."""
     path = write_jsonl("a.jsonl", [chat("question", "answer"), {"text": "plain"}])
     data = config_of(path, labels="generated", packing="single")
     conversation, plain = load_sequences(data, tokenizer, "calibration")

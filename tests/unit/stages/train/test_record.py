@@ -13,7 +13,7 @@ def test_lines_after_the_step_that_is_gone_on_from_are_forgotten(tmp_path):
     for step in (2, 4, 6):
         record.write(step, "router", {"tokens": 10 * step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "pha')  # cut short by a kill
+        file.write('{"step": 8, "pha')  # a kill cut the line off
     record = Record.open(tmp_path, done=4, tensorboard=False)
     assert record.tokens == 40
     record.write(6, "experts", {"tokens": 61})
@@ -124,7 +124,7 @@ def test_card_says_what_training_did():
     assert describe(LINES) == "900 tokens; held-out loss over the dense model's +0.4000 before, +0.1000 after"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's own warnings
 def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     record = Record.open(tmp_path, done=0, tensorboard=True)

@@ -27,7 +27,7 @@ def test_factors_multiply_up_to_the_spread():
 
 @pytest.mark.parametrize(("start", "end"), [(0.1, 0.0), (0.1, 0.05), (1.0, TrainConfig().logit_std)])
 def test_spread_never_shrinks(start, end):
-    """The last is a carve of sigmoid gates, as the defaults make and train it."""
+    """The last case is a carve with sigmoid gates and default settings."""
     schedule = make_schedule(start, end, 5)
     assert [schedule.factor(step) for step in (1, 5, 9)] == [1.0, 1.0, 1.0]
     assert schedule.at(9) == start

@@ -1,4 +1,4 @@
-"""What Trainer is told of a phase."""
+"""Arguments that a phase passes to Trainer."""
 
 import torch
 
