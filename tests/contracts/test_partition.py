@@ -6,22 +6,22 @@ from stages.artifacts.carve import Partition
 from stages.artifacts.statistics import NeuronStatistics
 
 L, E, N, F, S = 2, 3, 4, 20, 5
-UNITS = torch.stack([torch.arange(E * N).view(E, N), torch.arange(E * N).view(E, N) + 1]).int()
+NEURONS = torch.stack([torch.arange(E * N).view(E, N), torch.arange(E * N).view(E, N) + 1]).int()
 ALWAYS_ON = torch.tensor([[12, 13, 14, 15, 16], [0, 14, 15, 16, 19]], dtype=torch.int32)
 
 
 def changed(layer, expert, slot, neuron):
-    neurons = UNITS.clone()
+    neurons = NEURONS.clone()
     neurons[layer, expert, slot] = neuron
     return neurons
 
 
 @pytest.mark.parametrize("always_on", [ALWAYS_ON, ALWAYS_ON[:, :0]], ids=["always on", "none always on"])
 def test_round_trip(tmp_path, always_on):
-    Partition(F, UNITS, always_on).save(tmp_path)
+    Partition(F, NEURONS, always_on).save(tmp_path)
     read = Partition.load(tmp_path)
     assert read.width == F
-    assert torch.equal(read.neurons, UNITS)
+    assert torch.equal(read.neurons, NEURONS)
     assert torch.equal(read.always_on, always_on)
     assert read.neurons.dtype == read.always_on.dtype == torch.int32
 
@@ -40,12 +40,12 @@ def test_multiplicity_counts_the_experts_of_each_neuron():
         (changed(1, 0, 0, 2), ALWAYS_ON, "a neuron is twice in one expert\n  where: partition, layer 1"),
         (changed(0, 1, 3, 14), ALWAYS_ON, "an always-on neuron is also in an expert\n  where: partition, layer 0"),
         (
-            UNITS,
+            NEURONS,
             torch.tensor([[12, 13, 14, 15, 15], [0, 14, 15, 16, 19]], dtype=torch.int32),
             "a neuron is twice in one expert\n  where: partition, layer 0",
         ),
-        (UNITS, ALWAYS_ON[:1], "partition shapes (2, 3, 4) and (1, 5)"),
-        (UNITS[0], ALWAYS_ON, "partition shapes (3, 4) and (2, 5)"),
+        (NEURONS, ALWAYS_ON[:1], "partition shapes (2, 3, 4) and (1, 5)"),
+        (NEURONS[0], ALWAYS_ON, "partition shapes (3, 4) and (2, 5)"),
     ],
 )
 def test_what_is_no_partition_is_refused(neurons, always_on, message):
@@ -55,7 +55,7 @@ def test_what_is_no_partition_is_refused(neurons, always_on, message):
 
 
 def test_another_contract_is_refused(tmp_path):
-    Partition(F, UNITS, ALWAYS_ON).save(tmp_path)
+    Partition(F, NEURONS, ALWAYS_ON).save(tmp_path)
     (tmp_path / Partition.FILE).rename(tmp_path / NeuronStatistics.FILE)
     with pytest.raises(ContractError) as error:
         NeuronStatistics.load(tmp_path)
@@ -76,7 +76,7 @@ def test_a_partition_that_is_not_there(tmp_path):
 
 
 def test_a_truncated_partition_is_refused(tmp_path):
-    Partition(F, UNITS, ALWAYS_ON).save(tmp_path)
+    Partition(F, NEURONS, ALWAYS_ON).save(tmp_path)
     path = tmp_path / Partition.FILE
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ContractError) as error:

@@ -5,14 +5,14 @@ from torch.nn.functional import normalize
 
 from stages.cluster.methods import fit_balanced_kmeans, mean_directions, seed_centroids, total_similarity
 
-UNITS, E, C = 45, 3, 7
+NEURONS, E, C = 45, 3, 7
 
 
 def planted(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    group_U = torch.randperm(UNITS, generator=generator) % E
+    group_U = torch.randperm(NEURONS, generator=generator) % E
     centres_EC = torch.randn(E, C, generator=generator)
-    return centres_EC[group_U] + 0.2 * torch.randn(UNITS, C, generator=generator), group_U
+    return centres_EC[group_U] + 0.2 * torch.randn(NEURONS, C, generator=generator), group_U
 
 
 def same_partition(first_U, second_U):
@@ -27,7 +27,7 @@ def test_planted_groups_are_found():
 
 def test_length_does_not_matter():
     features_UC, group_U = planted()
-    lengths_U1 = torch.logspace(-3, 3, UNITS)[:, None]
+    lengths_U1 = torch.logspace(-3, 3, NEURONS)[:, None]
     labels_U = fit_balanced_kmeans(
         features_UC * lengths_U1, torch.full((E,), 15), iterations=20, rng=np.random.default_rng(0)
     )
@@ -56,7 +56,7 @@ def test_sizes_are_kept_and_draws_are_seeded():
     assert torch.equal(first_U, fit_balanced_kmeans(features_UC, sizes_E, iterations=5, rng=np.random.default_rng(1)))
 
 
-@pytest.mark.parametrize("dead", [11, UNITS])
+@pytest.mark.parametrize("dead", [11, NEURONS])
 def test_neurons_without_direction_fill_what_is_left(dead):
     features_UC, group_U = planted()
     features_UC[:dead] = 0

@@ -4,7 +4,7 @@ import torch
 
 from stages.cluster.methods import NeuronsToGroup, fill_experts, group_neurons
 
-UNITS, E = 14, 4
+NEURONS, E = 14, 4
 SCORES = torch.tensor([0.3, 0.9, 0.1, 0.8, 0.2, 0.7, 0.6, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4])
 
 
@@ -44,8 +44,8 @@ def test_similar_neurons_share_an_expert():
 @pytest.mark.parametrize("size", [4, 7, 13])
 def test_blind_methods_spread_copies_evenly(method, size):
     labels_U, affinity_UE = group(method)
-    copies_U = fill_experts(affinity_UE, labels_U, size).flatten().bincount(minlength=UNITS)
-    even = E * size / UNITS
+    copies_U = fill_experts(affinity_UE, labels_U, size).flatten().bincount(minlength=NEURONS)
+    even = E * size / NEURONS
     assert copies_U.min() >= int(even) - 1
     assert copies_U.max() <= int(even) + 2
 

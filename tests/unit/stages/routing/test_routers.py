@@ -10,7 +10,7 @@ from stages.routing.fit import RouterSettings, fit_router, regress_contributions
 from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_logit_std, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
-NO_UNITS = torch.empty(0, dtype=torch.long)
+NO_NEURONS = torch.empty(0, dtype=torch.long)
 
 
 def settings(method, **changes):
@@ -26,7 +26,7 @@ def make_task(*, biased=False, shift=0.0, tokens=40, loud=1.0):
     down_DF[:, -N:] *= loud
     ffn = DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu)
     inputs = [shift + torch.randn(tokens + index, D, generator=generator) for index in range(8)]
-    return watch_experts(ffn, torch.arange(F).view(E, N), NO_UNITS, inputs, K, biased=biased)
+    return watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K, biased=biased)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_ridge_recovers_contributions_that_are_linear():
     up_FD = torch.rand(F, D, generator=generator)
     ffn = DenseFFN(gate_FD, up_FD, torch.randn(D, F, generator=generator), torch.ones_like)
     inputs = [torch.rand(60, D, generator=generator)]
-    task = watch_experts(ffn, torch.arange(F).view(E, N), NO_UNITS, inputs, K, biased=False)
+    task = watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K, biased=False)
     torch.testing.assert_close(task.wanted[0], ffn(inputs[0]))
     assert oracle_agreement(regress_contributions(task, [0]).router(1e-9), task) == 1.0
 
