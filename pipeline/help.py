@@ -75,6 +75,8 @@ def dial_lines() -> Iterator[str]:
             comment.append(line[2:])
         elif dial:
             name, default = dial.groups()
+            if default.startswith("${model."):
+                default = "as in model="
             yield f"  {name:13}{NEXT_LINE.join(comment)} [{default}]"
             comment = []
 
