@@ -56,6 +56,7 @@ class Row:
     prompt_ratio: float | None = None  # dense seconds over this model's, median of paired rounds
     decode_ratio: float | None = None
     fault: str = ""
+    remedy: str = ""  # of the fault
 
     @property
     def right(self) -> bool:
@@ -259,7 +260,7 @@ def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str,
     try:
         return _compare(runtime, form, measure(), reference)
     except UserError as error:
-        return Row(runtime, form, fault=error.what)
+        return Row(runtime, form, fault=error.what, remedy=error.do)
 
 
 def _compare(runtime: str, form: str, found: Mapping[str, Any], reference: Mapping[str, Any]) -> Row:
@@ -318,7 +319,9 @@ def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str
             line += [_shown(row.prompt_ratio, ".2f"), _shown(row.decode_ratio, ".2f")]
         lines.append(["what bytes allow", *[""] * 7, *(f"{ceiling[part]:.2f}" for part in ("prompt", "decode"))])
     table = tabulate(lines, columns, tablefmt="github", disable_numparse=True)
-    notes = "".join(f"{name} not checked: {how}\n" for name, how in missing.items())
+    remedies = {row.fault: row.remedy for row in rows if row.remedy}
+    notes = "".join(f"{fault}: {how}\n" for fault, how in remedies.items())
+    notes += "".join(f"{name} not checked: {how}\n" for name, how in missing.items())
     return f"{table}\n\n{notes}"
 
 
