@@ -194,7 +194,10 @@ def test_bytes_allow_what_the_active_weights_say(carve):
 
 
 def test_the_table_has_a_row_a_runtime_and_names_what_is_missing():
-    rows = [Row("a", "f32", 2.0, 0.0, 0.0, 1.0, True, 1.5, 1.25), Row("b", "q8_0", fault="it fails", remedy="repair it")]
+    rows = [
+        Row("a", "f32", 2.0, 0.0, 0.0, 1.0, True, 1.5, 1.25),
+        Row("b", "q8_0", fault="it fails", remedy="repair it"),
+    ]
     lines = render(rows, {"vLLM": "pip install it"}, {"prompt": 2.0, "decode": 1.5}).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
     assert cells[2] == ["a", "f32", "2.0000", "+0.0e+00", "0.0e+00", "100.0", "yes", "yes", "1.50", "1.25"]
