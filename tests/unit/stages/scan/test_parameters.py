@@ -22,7 +22,7 @@ class Team(Workers):
     world: int = 3
     others: list = field(default_factory=list)
 
-    def share(self, value):
+    def gather(self, value):
         return [value, *(self.others if isinstance(value, bool) else [None, None])]
 
 

@@ -93,7 +93,7 @@ class Threads(Workers):
     board: tuple = ()
     meeting: Barrier | None = None
 
-    def share(self, value):
+    def gather(self, value):
         self.board[self.rank].append(value)
         self.meeting.wait()
         values = [values[-1] for values in self.board]
