@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from instruments.errors import ConfigError
 from instruments.gradients import column_squares, prefer_gram, weight_squares
 from instruments.parameter_scan.block_squares import sum_blocks, symmetric_gram
 from instruments.parameter_scan.targets import Target, refusal
@@ -70,8 +71,13 @@ def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tenso
         return tensor.view(samples, length, -1)
     if tensor.ndim == 2 and tensor.shape[0] == samples:
         return tensor.unsqueeze(1)
-    what = f"{name} was given a tensor of shape {tuple(tensor.shape)}; expected {samples} samples of {length} positions"
-    raise refusal(what, "leave it out: patterns=[...]")
+    raise inseparable(name, f"a tensor of shape {tuple(tensor.shape)}", samples, length)
+
+
+def inseparable(name: str, given: str, samples: int, length: int) -> ConfigError:
+    """The error for a module whose input cannot be split by samples."""
+    what = f"{name} was given {given}; expected {samples} samples of {length} positions"
+    return refusal(what, "leave it out: patterns=[...]")
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from instruments.parameter_scan.inputs import (
     embedding_token_squares,
     expert_squares,
     head_part,
+    inseparable,
     split_samples,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
-from instruments.parameter_scan.targets import Target, refusal, say_left_out
+from instruments.parameter_scan.targets import Target, say_left_out
 from instruments.precision.calls import find_tensors, in_backward
 from instruments.transformers_layers import ProductFinder, look_inside
 
@@ -226,9 +227,7 @@ class ModuleHooks:
         facts = scan_pass.facts
         if len(top_k_index) != facts.samples * facts.length:
             if self.strict:
-                what = f"{self._name(index)} was given {len(top_k_index)} tokens"
-                expected = f"expected {facts.samples} samples of {facts.length} positions"
-                raise refusal(f"{what}; {expected}", "leave it out: patterns=[...]")
+                raise inseparable(self._name(index), f"{len(top_k_index)} tokens", facts.samples, facts.length)
             self._leave_out(index, "its samples cannot be separated")
             return None
         target = self.targets[index]

@@ -31,7 +31,7 @@ ROUTERS = ("error", "residual_ridge", "random")
 FITTED_ROUTERS = frozenset({"error", "residual_ridge"})
 # Routers that gradient descent can refine.
 TRAINED_ROUTERS = frozenset({"error"})
-# Routers that can choose among a pool's experts, most of which were cut from other layers.
+# Routers for a pool, where most experts come from other layers.
 POOL_ROUTERS = frozenset({"error", "random"})
 
 
