@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.functional import kl_div, log_softmax
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -110,28 +109,41 @@ class MeanLoss:
         return math.exp(min(self.nats, 700.0))
 
 
-CHUNK_TOKENS = 1024  # tokens whose fp32 distributions over the vocabulary are in memory at once
-
-
 def prediction_distance(
     student_BTV: Float[Tensor, "B T V"], teacher_BTV: Float[Tensor, "B T V"], counts_BT: Bool[Tensor, "B T"]
 ) -> Float[Tensor, ""]:
     """Σ KL(teacher ‖ student) of the next-token distributions.
 
-    Memory: distributions of `CHUNK_TOKENS` tokens; the backward pass computes them again.
-    Source: Hinton et al., arXiv:1503.02531, section 2, at temperature 1.
+    Memory: both tensors of logits; the gradient overwrites the teacher's, so nothing may read them after the backward
+    pass. Source: Hinton et al., arXiv:1503.02531, section 2, at temperature 1.
     """
-    student_tV, teacher_tV = student_BTV[counts_BT], teacher_BTV[counts_BT]
-    total = student_tV.new_zeros((), dtype=torch.float32)
-    for start in range(0, len(student_tV), CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
-        total = total + checkpoint(_divergence, student_tV[part], teacher_tV[part], use_reentrant=False)
+    student_NV, teacher_NV = student_BTV.flatten(0, 1), teacher_BTV.detach().flatten(0, 1)
+    total: Tensor = _Divergence.apply(student_NV, teacher_NV, counts_BT.flatten())  # type: ignore[no-untyped-call]
     return total
 
 
-def _divergence(student_tV: Tensor, teacher_tV: Tensor) -> Tensor:
-    ours, theirs = (log_softmax(logits.float(), -1) for logits in (student_tV, teacher_tV))
-    return kl_div(ours, theirs, reduction="sum", log_target=True)
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student_NV: Tensor, teacher_NV: Tensor, counts_N: Tensor) -> Tensor:  # noqa: ANN401 - autograd's context
+        ctx.save_for_backward(student_NV, teacher_NV, counts_N)
+        total = student_NV.new_zeros((), dtype=torch.float32)
+        for rows in _chunks(student_NV):
+            ours_nV, theirs_nV = (log_softmax(logits[rows].float(), -1) for logits in (student_NV, teacher_NV))
+            distance_n = kl_div(ours_nV, theirs_nV, reduction="none", log_target=True).sum(-1)
+            total += distance_n[counts_N[rows]].sum()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - autograd's context
+        student_NV, teacher_NV, counts_N = ctx.saved_tensors
+        grad_NV = teacher_NV if teacher_NV.dtype == student_NV.dtype else torch.empty_like(student_NV)
+        grad_N1 = (grad * counts_N)[:, None]
+        for rows in _chunks(student_NV):
+            # d KL / d student's logit = p(student) − p(teacher).
+            change_nV = student_NV[rows].float().softmax(-1).sub_(teacher_NV[rows].float().softmax(-1))
+            grad_NV[rows] = change_nV.mul_(grad_N1[rows])
+        return grad_NV, None, None
 
 
 @torch.no_grad()
