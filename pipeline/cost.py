@@ -328,10 +328,10 @@ def rounds(s: Sizes, settings: Settings, text: int) -> Cost:
     experts = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n)
     carved = forward(s, tried, s.active)
     work = forward(s, tokens) + head(s, tried) + carved + carved * 1.6
-    work += Cost(touched=4 * tried * 16 * s.vocabulary)  # both distributions, computed again in the backward pass
+    work += Cost(touched=4 * tried * 8 * s.vocabulary)  # both distributions, computed again in the backward pass
     work += Cost(touched=4 * 12 * experts * tried / config.round_tokens)
     checked = forward(s, min(4096, text * VALIDATION), s.active) + head(s, min(4096, text * VALIDATION))
-    logits = 4 * 8 * min(1024, config.round_tokens) * s.vocabulary
+    logits = 4 * 2 * config.round_tokens * s.vocabulary
     return work + checked * 10 + Cost(device=4 * s.parameters + 20 * experts + logits)
 
 
@@ -380,11 +380,11 @@ def train(s: Sizes, settings: Settings) -> Cost:
     steps = config.tokens / (config.batch * s.length)
     cost += Cost(touched=4 * 10 * numbers * steps)
     if config.logits:
-        cost += forward(s, config.tokens) + Cost(touched=32 * config.tokens * s.vocabulary)
+        cost += forward(s, config.tokens) + Cost(touched=24 * config.tokens * s.vocabulary)
     batch = config.micro_batch * s.length
     kept = 4 * batch * (16 * s.hidden + 8 * width) * (1 if config.gradient_checkpointing else s.layers)
     teacher = loaded_bytes(s, settings) if config.logits else 0
-    memory = 16 * numbers + kept + 16 * batch * s.vocabulary + teacher
+    memory = 16 * numbers + kept + 12 * batch * s.vocabulary + teacher
     return cost + checkpoint(s) + Cost(tokens=config.tokens, device=memory)
 
 

@@ -166,7 +166,7 @@ def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
     where = f"setting dense_layers={[*asked]}"
     if unknown := [layer for layer in asked if not 0 <= layer < layers]:
         what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
-        yield ConfigError(what, where=where, do=f"dense_layers=[{layers - 1}]")
+        yield ConfigError(what, where=where, do="dense_layers=[0]")
     elif asked and request.pooled:
         yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
     elif asked and request.carved_share <= 0:

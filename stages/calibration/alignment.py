@@ -186,6 +186,7 @@ class Alignment(Generic[Carved]):
     carved: Carved
     error: float
     penalty: float | None  # None: no penalty lowered the error, the columns are unchanged
+    less_fitted: Carved | None = None  # the columns of the next larger penalty; None: not tried
 
 
 def relative_error(
@@ -219,15 +220,15 @@ def align_down(
     moments.reduce(share.workers)
     before = relative_error(carved, inputs, wanted, validation) if settings.validate else float("inf")
     best = Alignment(carved, before, None)
-    last = float("inf")
+    last, larger = float("inf"), None
     for penalty in sorted(settings.penalties, reverse=True):
         candidate = carved.with_change(moments.solve_for(share.workers, penalty))
         error = relative_error(candidate, inputs, wanted, validation)
         if error < best.error:
-            best = Alignment(candidate, error, penalty)
+            best = Alignment(candidate, error, penalty, larger)
         if error > last:
             break  # smaller penalties overfit more
-        last = error
+        last, larger = error, candidate
     return best
 
 

@@ -19,7 +19,7 @@ from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import Share, TokenStream, layer_seed
 from stages.calibration.token_memory import TokenMemory
-from stages.evaluate.baselines import MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
+from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
 
@@ -169,8 +169,7 @@ def draw_routers(model: PreTrainedModel, seed: int) -> None:
     """Replace each router by seeded normal rows of the same norm, which keeps the gates' variation."""
     for layer, router in enumerate(find_routers(model)):
         weight: Tensor = router.weight  # type: ignore[assignment]
-        # Seeds other than those of stage=assemble, which would draw its random router again.
-        generator = torch.Generator().manual_seed(layer_seed(seed, 5_000 + layer))
+        generator = torch.Generator().manual_seed(layer_seed(seed, FIRST_SEED + layer))
         rows_ED = torch.randn(weight.shape, generator=generator).to(weight)
         weight.copy_(rows_ED * (weight.norm() / rows_ED.norm()))
         if (bias_E := selection_bias(router)) is not None:

@@ -19,6 +19,9 @@ from stages.artifacts.job import ALONE, Workers
 from stages.calibration.batches import Share
 from stages.calibration.elimination import rank_by_alignment
 
+# Seeds of random routers start here: with those of stage=assemble, its random router would be drawn again.
+FIRST_SEED = 5_000
+
 
 @dataclass(frozen=True)
 class CarvedFFN:

@@ -17,7 +17,7 @@ from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, evenly_spaced
 from stages.calibration.config import VocabularyConfig
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
-from stages.evaluate.baselines import LayerFacts
+from stages.evaluate.baselines import FIRST_SEED, LayerFacts
 from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_layers, measure_speed
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
@@ -121,8 +121,7 @@ def read_facts(
             router,
             contribution_LF[index].to(device),
             shape,
-            # Seeds other than those of stage=assemble, which would draw its random router again.
-            context.layer_seed(5_000 + index),
+            context.layer_seed(FIRST_SEED + index),
             pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
             stays_dense=index in shape.dense_layers,
         )

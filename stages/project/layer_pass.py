@@ -69,7 +69,8 @@ def project_layer(
         state, first, rounds = align_layer(carve, base, inputs, wanted, settings)
         outcome = replace(outcome, error_aligned=first, penalty=state.penalty, rounds=rounds)
     if settings.descent_steps:
-        loop = train_experts(state.carved, inputs, wanted, settings, seed)
+        # Descent fits the training tokens further, so it starts from columns that are fitted less closely to them.
+        loop = train_experts(state.less_fitted or state.carved, inputs, wanted, settings, seed)
         trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
         state = trained if not settings.validate or trained.error < state.error else state
     return state.carved, replace(outcome, error_end=state.error)
@@ -88,12 +89,14 @@ def align_layer(
         seen, targets = take_tokens(inputs, wanted, settings.refit_tokens)
     state = align_down(base, seen, targets, settings)
     first = state.error
-    # The penalty depends on tokens and neurons, hardly on the routing, so it is searched once.
-    again = replace(settings, penalties=[state.penalty]) if state.penalty is not None else settings
+    # The penalty depends on tokens and neurons, hardly on the routing, so it is searched once. Descent needs the next
+    # larger one; more tokens need no larger one.
+    sizes = sorted(settings.penalties)
+    place = len(sizes) if state.penalty is None else sizes.index(state.penalty)
+    again = replace(settings, penalties=sizes[place : place + 2] or sizes)
     state, rounds = alternate(carve, base, state, seen, targets, again)
     if Share.of(seen).tokens < Share.of(inputs).tokens:
-        most = max(settings.penalties) if state.penalty is None else state.penalty  # more tokens need no larger one
-        last = replace(settings, penalties=[penalty for penalty in settings.penalties if penalty <= most])
+        last = replace(settings, penalties=sizes[: place + 2])
         state = align_down(reroute(base, state.carved.router, inputs), inputs, wanted, last)
     return state, first, rounds
 

@@ -40,6 +40,16 @@ def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
     assert aligned.error == after < 0.9 * before
 
 
+def test_the_columns_of_the_next_larger_penalty_are_kept_for_descent(ffn, inputs):
+    carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF)
+    wanted = [ffn(x_TD) for x_TD in inputs]
+    aligned = align_down(carved, inputs, wanted, Settings(penalties=[1e-3, 1e-1, 10.0]))
+    larger = {1e-3: 1e-1, 1e-1: 10.0}[aligned.penalty]
+    alone = align_down(carved, inputs, wanted, Settings(penalties=[larger], validate=False))
+    assert torch.equal(aligned.less_fitted.down_DF, alone.carved.down_DF)
+    assert alone.less_fitted is None  # there is no larger one
+
+
 def test_nothing_to_gain_changes_nothing(ffn, inputs):
     carved = CarvedFFN(ffn.hidden, ffn.down_DF)
     aligned = align_down(carved, inputs, [ffn(x_TD) for x_TD in inputs], Settings())

@@ -1,5 +1,7 @@
 """Rounds of router fit and alignment in one layer."""
 
+from dataclasses import replace
+
 import torch
 
 from models.ffn import DenseFFN
@@ -13,8 +15,8 @@ D, F, E, N, K = 6, 12, 3, 4, 1
 NONE = torch.empty(0, dtype=torch.long)
 
 
-def project(balance):
-    """Project a layer of three groups of neurons, one per input direction; the inputs favour the first direction."""
+def carve_layer(balance):
+    """A layer of three groups of neurons, one per input direction; the inputs favour the first direction."""
     generator = torch.Generator().manual_seed(0)
     gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
     ffn = DenseFFN(gate_FD, gate_FD.clone(), torch.randn(D, F, generator=generator), torch.nn.functional.silu)
@@ -25,7 +27,12 @@ def project(balance):
     refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000, logit_std=0.001)
     router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K, biased=False), start)
     carve = LayerCarve(make_loop(ffn, neurons_EN, NONE, router, K), refit, biased=False)
-    loop, outcome = project_layer(carve, inputs, [ffn(x_TD) for x_TD in inputs], ProjectConfig(), seed=3)
+    return carve, inputs, [ffn(x_TD) for x_TD in inputs]
+
+
+def project(balance):
+    carve, inputs, wanted = carve_layer(balance)
+    loop, outcome = project_layer(carve, inputs, wanted, ProjectConfig(), seed=3)
     return float(load_balance(loop.router, inputs, K).max()), outcome
 
 
@@ -38,3 +45,13 @@ def test_a_round_that_evens_the_load_is_kept_for_the_price_it_is_worth():
 def test_rounds_lower_the_error():
     _, outcome = project(0.0)
     assert outcome.error_end <= outcome.error_aligned < outcome.error_start
+
+
+def test_descent_starts_from_the_columns_of_the_next_larger_penalty():
+    carve, inputs, wanted = carve_layer(0.0)
+    still = ProjectConfig(rounds=0, descent_steps=1, descent_rate=1e-12, validate=False)
+    loop, outcome = project_layer(carve, inputs, wanted, still, seed=3)
+    sizes = sorted(still.penalties)
+    larger = sizes[sizes.index(outcome.penalty) + 1]
+    expected, _ = project_layer(carve, inputs, wanted, replace(still, descent_steps=0, penalties=[larger]), seed=3)
+    torch.testing.assert_close(loop.experts.down_EDN, expected.experts.down_EDN)
