@@ -81,13 +81,14 @@ class _CarvedFFN(nn.Module):
 
 
 def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-    """Scale gradients of tokens above the median norm down to it.
+    """Scale gradients of tokens above the median norm down to it; padding, whose gradient is 0, does not count.
 
     A few tokens (attention sinks) have ten times larger gradients, whose sign changes from text to text. Without
     clipping they determine the direction of a mean over thousands of tokens.
     """
     norms_T1 = gradient_TD.norm(dim=1, keepdim=True)
-    scale_T1: Tensor = (norms_T1.median() / norms_T1.clamp_min(torch.finfo(norms_T1.dtype).tiny)).clamp_max(1)
+    median = norms_T1.where(norms_T1 > 0, torch.nan).nanmedian().nan_to_num()
+    scale_T1: Tensor = (median / norms_T1.clamp_min(torch.finfo(norms_T1.dtype).tiny)).clamp_max(1)
     return gradient_TD * scale_T1
 
 

@@ -280,13 +280,15 @@ def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_i
 
 
 def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
-    """Split into batches of B·T <= batch_tokens, with at least one sequence each."""
+    """Split into batches of at least one sequence, B·T <= batch_tokens, each padded to its own longest sequence."""
     rows = max(1, batch_tokens // batch.input_ids.shape[1])
-    fields = ("input_ids", "attention_mask", "labels", "names")
-    return [
-        replace(batch, **{name: getattr(batch, name)[start : start + rows] for name in fields})
-        for start in range(0, len(batch.names), rows)
-    ]
+    parts = []
+    for start in range(0, len(batch.names), rows):
+        those = slice(start, start + rows)
+        width = int(batch.attention_mask[those].sum(1).max())
+        tensors = {name: getattr(batch, name)[those, :width] for name in ("input_ids", "attention_mask", "labels")}
+        parts.append(replace(batch, **tensors, names=batch.names[those]))
+    return parts
 
 
 def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:

@@ -1,10 +1,11 @@
 """Gradients of the KL divergence from the dense to the carved model, against autograd in the emitted checkpoint."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from pico import write_pico
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
@@ -138,6 +139,21 @@ def test_no_token_weighs_more_than_the_median_one():
     gradient_TD = torch.tensor([[3.0, 4.0], [0.0, 0.0], [60.0, 80.0], [0.0, 2.0], [-7.0, 0.0]])
     clipped_TD = clip_tokens(gradient_TD)
     assert torch.allclose(clipped_TD, torch.tensor([[3.0, 4.0], [0.0, 0.0], [3.0, 4.0], [0.0, 2.0], [-5.0, 0.0]]))
+
+
+def test_padding_does_not_change_clipped_gradients(tmp_path):
+    dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
+    carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+    (batch,) = batch_sequences([TokenSequence("one", ids := [*range(1, 8)], ids)], 18, 0)
+    padded = replace(
+        batch, input_ids=pad(batch.input_ids, (0, 11)), attention_mask=pad(batch.attention_mask, (0, 11)),
+        labels=pad(batch.labels, (0, 11), value=-100),
+    )  # fmt: skip
+    plain, same = (
+        carved.gradients(carved.teach([each]), ["gate_END", "down_EDN"], clipped=True) for each in (batch, padded)
+    )
+    for expected, found in zip(plain, same, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_clipping_is_asked_for(tmp_path):

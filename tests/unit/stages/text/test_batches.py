@@ -1,4 +1,4 @@
-from stages.text.sequences import TokenSequence, batch_sequences, group_lengths
+from stages.text.sequences import TokenSequence, batch_sequences, group_lengths, split_batch
 
 PAD = 9
 
@@ -42,3 +42,12 @@ def test_no_sequences_no_batches():
 
 def test_groups_of_neighbours():
     assert group_lengths([3, 3, 13, 2, 6, 7], 12) == [range(2), range(2, 3), range(3, 5), range(5, 6)]
+
+
+def test_parts_are_padded_to_their_own_longest_sequence():
+    (batch,) = batch_sequences([sequence_of(length) for length in (3, 2, 8)], 24, pad_id=0)
+    short, long = split_batch(batch, 16)
+    assert (short.input_ids.shape, long.input_ids.shape) == ((2, 3), (1, 8))
+    assert short.tokens + long.tokens == batch.tokens
+    assert [*short.names, *long.names] == batch.names
+    assert short.labels.shape == short.attention_mask.shape == (2, 3)
