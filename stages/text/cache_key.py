@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
 
 
 # Incremented when a change of the readers gives other tokens for the same text.
-READER_VERSION = 2
+READER_VERSION = 3
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:
@@ -76,13 +77,17 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     Contains the hash of each local file, the Python version and module sizes of the standard library, or the name and
     commit of a dataset of the hub; `hash_of` gives a file's SHA-256. Raises DataError: a path cannot be read.
     """
+    heldout: dict[str, object] = {}
+    if data.heldout_path is not None:
+        heldout["heldout_files"] = [hash_of(file) for file in list_files(data.heldout_path, "data.heldout_path")]
     if data.kind == "mixture":
-        parts = {source.name: data_cache_key(source.data, hash_of) for source in list_sources(data)}
-        return {"kind": data.kind, "sources": parts}
+        parts = [
+            [one.name, data_cache_key(replace(one.data, heldout_path=None), hash_of)] for one in list_sources(data)
+        ]
+        return {"kind": data.kind, "sources": parts, **heldout}
     if data.kind == "text":
-        source: dict[str, object] = {"files": [hash_of(file) for file in list_files(str(data.path), "data.path")]}
-        if data.heldout_path is not None:
-            source["heldout_files"] = [hash_of(file) for file in list_files(data.heldout_path, "data.heldout_path")]
+        files = [hash_of(file) for file in list_files(str(data.path), "data.path")]
+        source: dict[str, object] = {"files": files, **heldout}
     elif data.kind == "hub":
         source = {"name": data.name, "subset": data.subset, "revision": data.revision}
         if (folder := Path(str(data.name))).is_dir():

@@ -171,7 +171,7 @@ def _load_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Sp
     encoded = map(encode, read_documents(data, split))
     build = pack_documents if data.packing == "packed" else truncate_documents
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
-    text = select_usable(build(encoded, data.max_length), wanted)
+    text = select_usable(build(encoded, data.max_length, find_begin(tokenizer)), wanted)
     for note in describe_skipped(text.skipped):
         logger.warning("%s text: %s", split, note)
     if not text.sequences:
@@ -208,32 +208,56 @@ def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Spl
     return LoadedText([*named], dict(skipped))
 
 
-def pack_documents(documents: Iterable[TokenSequence], max_length: int) -> Iterator[TokenSequence]:
-    """Concatenate documents and cut every `max_length` tokens; the last sequence may be shorter.
+def find_begin(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The begin token, if the tokenizer starts every text with it (Llama, Gemma); None: it does not (Qwen)."""
+    begin: int | None = tokenizer.bos_token_id
+    return begin if begin is not None and list(tokenizer("a", verbose=False)["input_ids"])[:1] == [begin] else None
 
-    A sequence's name is its number and the name of its first document.
+
+def pack_documents(
+    documents: Iterable[TokenSequence], max_length: int, begin: int | None = None
+) -> Iterator[TokenSequence]:
+    """Concatenate documents and cut them into sequences of `max_length` tokens; the last may be shorter.
+
+    Every sequence starts with the token `begin`, since models that expect it compute badly without it. A sequence's
+    name is its number and the name of its first document.
     """
     ids: list[int] = []
     labels: list[int] = []
     name, number = "", 0
+
+    def cut(start: int) -> tuple[int, TokenSequence]:
+        first = _missing(begin, ids[start : start + 1])
+        end = start + max_length - len(first)
+        shown = [IGNORED] * len(first) + labels[start:end]
+        return end, TokenSequence(f"{number}: {name}", first + ids[start:end], shown)
+
     for document in documents:
         name = name if ids else document.name
         ids += document.ids
         labels += document.labels
-        whole = len(ids) - len(ids) % max_length
-        for start in range(0, whole, max_length):
-            end = start + max_length
-            yield TokenSequence(f"{number}: {name}", ids[start:end], labels[start:end])
+        start = 0
+        while len(ids) - start >= max_length:
+            start, sequence = cut(start)
+            yield sequence
             name, number = document.name, number + 1
-        ids, labels = ids[whole:], labels[whole:]
+        ids, labels = ids[start:], labels[start:]
     if ids:
-        yield TokenSequence(f"{number}: {name}", ids, labels)
+        yield cut(0)[1]
 
 
-def truncate_documents(documents: Iterable[TokenSequence], max_length: int) -> Iterator[TokenSequence]:
-    """One sequence per document: its first `max_length` tokens."""
+def truncate_documents(
+    documents: Iterable[TokenSequence], max_length: int, begin: int | None = None
+) -> Iterator[TokenSequence]:
+    """One sequence per document: its first `max_length` tokens, with the token `begin` first."""
     for document in documents:
-        yield TokenSequence(document.name, document.ids[:max_length], document.labels[:max_length])
+        first = _missing(begin, document.ids[:1])
+        ids, labels = first + document.ids, [IGNORED] * len(first) + document.labels
+        yield TokenSequence(document.name, ids[:max_length], labels[:max_length])
+
+
+def _missing(begin: int | None, start: list[int]) -> list[int]:
+    return [] if begin is None or start == [begin] else [begin]
 
 
 def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText:

@@ -6,7 +6,7 @@ from threading import Thread
 
 from instruments.errors import ConfigError
 from stages.text.cache_key import check_data, data_cache_key
-from stages.text.config import DataConfig, calibration_only
+from stages.text.config import DataConfig, SourceConfig, calibration_only
 from stages.text.hub import find_commit
 
 
@@ -30,6 +30,18 @@ def test_heldout_files_count_too(write_jsonl):
     assert data_cache_key(data)["files"] == identity["files"]
 
 
+def test_heldout_files_of_a_mixture_count_too(write_jsonl):
+    heldout = write_jsonl("b.jsonl", [{"text": "two"}])
+    sources = [SourceConfig(name="a/b", share=0.5), SourceConfig(name="a/b", subset="c", share=0.5)]
+    data = DataConfig(kind="mixture", sources=sources, heldout_path=str(heldout))
+    identity = data_cache_key(data)
+    assert len(identity["sources"]) == 2  # of one dataset
+    write_jsonl("b.jsonl", [{"text": "three"}])
+    changed = data_cache_key(data)
+    assert changed.pop("heldout_files") != identity.pop("heldout_files")
+    assert changed == identity
+
+
 def test_the_standard_library_counts_by_version(monkeypatch):
     identity = data_cache_key(DataConfig())
     assert identity["python"] == sys.version.split()[0]
@@ -40,7 +52,7 @@ def test_the_standard_library_counts_by_version(monkeypatch):
 
 def test_a_dataset_counts_by_name_and_commit(write_jsonl, tmp_path, monkeypatch):
     data = DataConfig(kind="hub", name="a/b", subset="c")
-    named = {"kind": "hub", "reader": 2, "name": "a/b", "subset": "c", "revision": None}
+    named = {"kind": "hub", "reader": 3, "name": "a/b", "subset": "c", "revision": None}
     assert data_cache_key(data) == named | {"commit": None}
     monkeypatch.setattr("stages.text.hub.hf_hub_download", lambda *_, **_options: "/cache/snapshots/c0ffee/file")
     assert data_cache_key(data) == named | {"commit": "c0ffee"}

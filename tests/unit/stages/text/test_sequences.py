@@ -1,11 +1,13 @@
 import logging
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig
 from stages.text.sequences import (
     TokenSequence,
+    find_begin,
     load_sequences,
     load_text,
     pack_documents,
@@ -47,6 +49,24 @@ def test_packing_loses_no_token():
     sequences = list(pack_documents(documents, max_length=6))
     assert [id_ for sequence in sequences for id_ in sequence.ids] == [id_ for each in documents for id_ in each.ids]
     assert [len(sequence.ids) for sequence in sequences] == [6, 6, 6, 6, 6]
+
+
+def test_every_sequence_starts_with_the_begin_token_of_the_tokenizer():
+    documents = [encoded("a", 9, 1, 2), encoded("b", 9, 3, 4, 5, 6, 7, 8)]  # 9 begins
+    packed = list(pack_documents(documents, max_length=4, begin=9))
+    assert [sequence.ids for sequence in packed] == [[9, 1, 2, 9], [9, 3, 4, 5], [9, 6, 7, 8]]
+    assert packed[1].labels == [-100, 3, 4, 5]
+    paragraphs = [encoded("c", 1, 2), encoded("d", 9, 4, 5, 6)]
+    assert [each.ids for each in truncate_documents(paragraphs, 3, begin=9)] == [[9, 1, 2], [9, 4, 5]]
+
+
+def test_the_begin_token_is_that_which_the_tokenizer_adds(tokenizer):
+    assert find_begin(tokenizer) is None
+    tokenizer.bos_token = "<|endoftext|>"
+    assert find_begin(tokenizer) is None
+    begin = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", begin)])
+    assert find_begin(tokenizer) == begin
 
 
 def test_truncation_keeps_documents_apart():
