@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,8 +26,11 @@ def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserE
     An empty held-out split is a fault only with `heldout`.
     """
     if data.kind == "mixture":
-        parts = list_sources(data)
-        return [error for part in parts for error in check_first_records(part.data, heldout=heldout)]
+        named = data.heldout_path is not None
+        found = _check_path(str(data.heldout_path), "data.heldout_path", data) if named else []
+        for part in list_sources(data):
+            found += check_first_records(part.data, heldout=heldout and not named)
+        return found
     if data.kind == "hub":
         return [] if importlib.util.find_spec("datasets") else [describe_missing_package()]
     if data.kind == "python_stdlib":
@@ -77,17 +79,10 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     Contains the hash of each local file, the Python version and module sizes of the standard library, or the name and
     commit of a dataset of the hub; `hash_of` gives a file's SHA-256. Raises DataError: a path cannot be read.
     """
-    heldout: dict[str, object] = {}
-    if data.heldout_path is not None:
-        heldout["heldout_files"] = [hash_of(file) for file in list_files(data.heldout_path, "data.heldout_path")]
     if data.kind == "mixture":
-        parts = [
-            [one.name, data_cache_key(replace(one.data, heldout_path=None), hash_of)] for one in list_sources(data)
-        ]
-        return {"kind": data.kind, "sources": parts, **heldout}
-    if data.kind == "text":
-        files = [hash_of(file) for file in list_files(str(data.path), "data.path")]
-        source: dict[str, object] = {"files": files, **heldout}
+        source: dict[str, object] = {"sources": [data_cache_key(part.data, hash_of) for part in list_sources(data)]}
+    elif data.kind == "text":
+        source = {"files": [hash_of(file) for file in list_files(str(data.path), "data.path")]}
     elif data.kind == "hub":
         source = {"name": data.name, "subset": data.subset, "revision": data.revision}
         if (folder := Path(str(data.name))).is_dir():
@@ -98,6 +93,8 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
         sizes = sorted((module.name, module.path.stat().st_size) for module in list_modules())
         modules = hashlib.sha256(repr(sizes).encode()).hexdigest()
         source = {"python": sys.version.split()[0], "modules": modules}
+    if data.kind in {"text", "mixture"} and data.heldout_path is not None:
+        source["heldout_files"] = [hash_of(file) for file in list_files(data.heldout_path, "data.heldout_path")]
     return {"kind": data.kind, "reader": READER_VERSION, **source}
 
 

@@ -21,7 +21,7 @@ GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
 
 @dataclass
 class SourceConfig:
-    """One source of a mixture; fields that are None take the value from `data`."""
+    """One source of a mixture; fields that are None take the value from `data`, unless a mixture ignores it."""
 
     # Share of the tokens.
     share: float = field(default=1.0, metadata={"above": 0, "maximum": 1})

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from instruments.errors import ConfigError
-from stages.text.config import DataConfig
+from stages.text.config import FOREIGN_FIELDS, DataConfig
 
 EXAMPLE = "'data.sources=[{path:FILE_OR_FOLDER,share:0.5},{name:allenai/c4,subset:en,share:0.5}]'"
 
@@ -20,7 +21,11 @@ class Source:
 
 
 def list_sources(data: DataConfig) -> list[Source]:
-    """The sources of a mixture; [] for other kinds. Sources with a path read local files, the others the hub."""
+    """The sources of a mixture; [] for other kinds. Sources with a path read local files, the others the hub.
+
+    With `data.heldout_path` no source holds anything out; `load_text` then leaves out copies of held-out documents.
+    """
+    own_only: dict[str, Any] = dict.fromkeys(FOREIGN_FIELDS["mixture"])  # not taken from `data`
     found = []
     for settings in data.sources:
         said = {key: value for key, value in asdict(settings).items() if value is not None and key != "share"}
@@ -28,8 +33,10 @@ def list_sources(data: DataConfig) -> list[Source]:
             max(round(settings.share * wanted), data.max_length) if wanted else 0
             for wanted in (data.tokens, data.heldout_tokens)
         )
-        part = replace(data, kind="hub" if settings.path is None else "text", sources=[], **said)
+        part = replace(data, kind="hub" if settings.path is None else "text", sources=[], **own_only | said)
         part = replace(part, tokens=tokens, heldout_tokens=heldout_tokens)
+        if data.heldout_path is not None:
+            part = replace(part, heldout_path=None, heldout_split=None, heldout_share=0.0)
         found.append(Source(settings.path or str(settings.name), settings.share, part))
     return found
 

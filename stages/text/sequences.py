@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,7 +159,10 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     return text
 
 
-def _load_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
+def _load_source(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, excluded: Collection[bytes] = frozenset()
+) -> LoadedText:
+    """The sequences of one source without the documents whose digests are `excluded`."""
     characters = tokens = 0
 
     def encode(document: Document) -> TokenSequence:
@@ -168,7 +171,8 @@ def _load_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Sp
         characters, tokens = characters + document.characters, tokens + len(sequence.ids)
         return sequence
 
-    encoded = map(encode, read_documents(data, split))
+    documents = (document for document in read_documents(data, split) if document.digest not in excluded)
+    encoded = map(encode, documents)
     build = pack_documents if data.packing == "packed" else truncate_documents
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
     text = select_usable(build(encoded, data.max_length, find_begin(tokenizer)), wanted)
@@ -192,7 +196,10 @@ def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Spl
         DataError: a source cannot be read, or has no usable sequence.
     """
     sources = list_sources(data)
-    parts = [_load_source(source.data, tokenizer, split) for source in sources]
+    excluded: Collection[bytes] = frozenset()
+    if data.heldout_path is not None:
+        excluded = {document.digest for document in read_documents(data, "heldout")}
+    parts = [_load_source(source.data, tokenizer, split, excluded) for source in sources]
     for source, part in zip(sources, parts, strict=True):
         wanted = source.data.tokens if split == "calibration" else source.data.heldout_tokens
         if part.tokens < 0.9 * wanted:

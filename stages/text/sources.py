@@ -218,16 +218,17 @@ def describe_emptiness(data: DataConfig, split: Split) -> DataError:
     """The error for a split without documents."""
     where = f"{split} text of {describe_source(data, split)}"
     own_option = "heldout_split" if data.kind == "hub" else "heldout_path"
-    if getattr(data, own_option) is None:
+    if getattr(data, own_option) is None and data.heldout_share:
         return DataError(
             f"no document falls to the {split} text",
             where=f"{where}, data.heldout_share={data.heldout_share} of its documents held out",
             do=f"text with more documents, another data.heldout_share, or data.{own_option}= held-out text of its own",
         )
-    if split == "calibration" and data.kind == "text":
+    if split == "calibration" and (data.kind == "text" or not data.heldout_share):
+        source = "data.path" if data.heldout_path else "source"  # of a mixture
         return DataError(
             "no document is left for the calibration text: all of them also occur in the held-out text",
-            where=f"{where}, data.heldout_path={data.heldout_path}",
-            do="another data.path or data.heldout_path",
+            where=f"{where}, data.heldout_path={data.heldout_path}" if data.heldout_path else where,
+            do=f"another {source} or data.heldout_path",
         )
     return DataError("the text is empty", where=where, do="name text that holds something")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from instruments.errors import DataError
 from stages.text.cache_key import check_data, data_cache_key
-from stages.text.config import DataConfig, SourceConfig
+from stages.text.config import FOREIGN_FIELDS, DataConfig, SourceConfig
 from stages.text.mixture import interleave_shares, list_sources, mixture_errors
 from stages.text.sequences import load_sequences
 
@@ -50,6 +51,55 @@ def test_heldout_text_is_of_the_sources_or_of_the_file_that_is_named(files, toke
     assert "another" in tokenizer.decode(text.ids)
     assert len(load_sequences(named, tokenizer, "calibration")) == len(
         load_sequences(settings, tokenizer, "calibration")
+    )
+
+
+def test_a_source_does_not_take_what_a_mixture_ignores(files):
+    ignored = {"path": "p", "name": "n", "subset": "s", "revision": "r", "heldout_split": "h"}
+    settings = mixture(files, **ignored)
+    settings.sources.append(SourceConfig(name="some/books", share=0.1))
+    assert set(ignored) == set(FOREIGN_FIELDS["mixture"])
+    for source, taken in zip(list_sources(settings), ("path", "path", "name"), strict=True):
+        found = {name: getattr(source.data, name) for name in ignored}
+        assert found == dict.fromkeys(ignored) | {taken: source.name}
+
+
+def hub_mixture(tmp_path, heldout):
+    """20 documents in a dataset whose column is `body`, with a held-out file whose column is `text`."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    records = [json.dumps({"body": f"book {number}"}) for number in range(20)]
+    (folder / "train.jsonl").write_text("\n".join(records))
+    (tmp_path / "heldout.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in heldout))
+    return DataConfig(
+        kind="mixture",
+        sources=[SourceConfig(name=str(folder), text_column="body", packing="single")],
+        heldout_path=str(tmp_path / "heldout.jsonl"),
+        heldout_share=0.5,
+    )
+
+
+def test_a_dataset_keeps_all_but_the_documents_of_the_heldout_file(tmp_path, tokenizer):
+    pytest.importorskip("datasets", reason="the optional extra hub is not installed")
+    data = hub_mixture(tmp_path, ["book 3", "another text"])
+    assert messages(data) == []
+    texts = [
+        tokenizer.decode(found.ids, skip_special_tokens=True)
+        for found in load_sequences(data, tokenizer, "calibration")
+    ]
+    assert texts == [f"book {number}" for number in range(20) if number != 3]
+    assert len(load_sequences(data, tokenizer, "heldout")) == 1
+
+
+def test_a_dataset_of_held_out_documents_only(tmp_path, tokenizer):
+    pytest.importorskip("datasets", reason="the optional extra hub is not installed")
+    data = hub_mixture(tmp_path, [f"book {number}" for number in range(20)])
+    with pytest.raises(DataError) as caught:
+        load_sequences(data, tokenizer, "calibration")
+    assert str(caught.value) == (
+        "no document is left for the calibration text: all of them also occur in the held-out text\n"
+        f"  where: calibration text of {tmp_path / 'books'}[train]\n"
+        "  do:    another source or data.heldout_path"
     )
 
 
