@@ -112,7 +112,7 @@ def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | Non
     return dtype
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint. Raises CheckpointError: it is missing, unusable or another model's."""
     vocabulary = read_config(folder).get("vocab_size")
     try:

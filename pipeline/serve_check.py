@@ -245,7 +245,7 @@ def _respell(checkpoint: Path, folder: Path) -> None:
 
 def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
     """The beginning of a text and its tokens, at most TOKENS."""
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = given["input_ids"][:TOKENS], given["offset_mapping"][:TOKENS]
     start = text[: offsets[-1][1]]

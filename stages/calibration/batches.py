@@ -109,7 +109,8 @@ class CalibrationContext:
         workers = job.workers
         model = replace(model, device=workers.pick_device(model.device))
         folder = resolve_folder(model)
-        batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
+        tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+        batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
         memory = TokenMemory(job.scratch, memory_limit(model, workers.world))
         return cls(model, folder, read_config(folder), batches, resolve_device(model), seed, workers, memory)
 

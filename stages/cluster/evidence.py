@@ -58,7 +58,8 @@ def open_activities(
     """
     folder = resolve_folder(model)
     memory = TokenMemory(scratch, memory_limit(model, workers.world)) if scratch else None
-    batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
+    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
         yield from stream_activities(stream, batches, workers, memory)
 

@@ -43,7 +43,7 @@ def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
 def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig) -> Table:
     """Write a dump of the first batches into `out`."""
     folder = resolve_folder(model)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     text = load_text(data, tokenizer, "calibration")
     batches = batch_sequences(text.sequences, dump.batch_tokens, tokenizer.pad_token_id or 0)[: dump.steps]
     dense = load_dense(model, folder)

@@ -42,7 +42,7 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
     partition = load_partition(job.parents["cluster"], shape)
-    tokenizer = load_tokenizer(context.folder)
+    tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
     sequences, pad_id = load_sequences(data, tokenizer, "heldout"), tokenizer.pad_token_id or 0
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)

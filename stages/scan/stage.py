@@ -116,7 +116,8 @@ def hash_code() -> str:
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:
     """Run the dense model on text and write its statistics; resumes from the last flush of a killed run."""
     folder, workers = resolve_folder(model), job.workers
-    tokenizer, generated = load_tokenizer(folder), data.labels == "generated"
+    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    generated = data.labels == "generated"
     text = load_prompts(data, tokenizer) if generated else load_text(data, tokenizer, "calibration")
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
     if generated:

@@ -73,7 +73,7 @@ def diagnose(folder):
     """Load and run the checkpoint as `diagnose.checkpoint=` does, without checking the source first."""
     model = ModelConfig(kind="local", path=str(folder), device="cpu")
     dense = load_dense(model, folder)
-    load_tokenizer(folder)
+    load_tokenizer(folder, trust_remote_code=False)
     with torch.no_grad():
         assert dense(torch.tensor([[1, 2, 3]])).logits.shape[1] == 3
 

@@ -55,13 +55,13 @@ def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokenizer_of_the_embedded_model() -> None:
-    tokenizer = load_tokenizer(EMBEDDED)
+    tokenizer = load_tokenizer(EMBEDDED, trust_remote_code=False)
     assert tokenizer.decode(tokenizer("def main():")["input_ids"]) == "def main():"
 
 
 def test_no_tokenizer(folder: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        load_tokenizer(folder)
+        load_tokenizer(folder, trust_remote_code=False)
     assert caught.value.what.startswith("no usable tokenizer: ")
     assert caught.value.where == str(folder)
     assert caught.value.do == "put the model's tokenizer files beside its config.json"
@@ -71,7 +71,7 @@ def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
     """Without tokenizer files, transformers returns an empty tokenizer for Qwen models."""
     folder = write_pico(tmp_path, "qwen2")
     with pytest.raises(CheckpointError) as caught:
-        load_tokenizer(folder)
+        load_tokenizer(folder, trust_remote_code=False)
     assert str(caught.value) == (
         "no usable tokenizer: it finds no token in plain text\n"
         f"  where: {folder}\n"
@@ -84,7 +84,7 @@ def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 4096', '"vocab_size": 61'))
     with pytest.raises(CheckpointError, match="no usable tokenizer: it has 4096 tokens, the model 61"):
-        load_tokenizer(folder)
+        load_tokenizer(folder, trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_tokenizer_is_not_blamed_for_the_config(tmp_path: Path, changes: dict[
     folder = write_pico(tmp_path, "qwen3", tokenizer=True)
     change_config(folder, **changes)
     with pytest.raises(CheckpointError) as caught:
-        load_tokenizer(folder)
+        load_tokenizer(folder, trust_remote_code=False)
     assert caught.value.what.startswith("transformers cannot read config.json: ")
     assert reason in caught.value.what
     assert caught.value.where == str(folder / "config.json")

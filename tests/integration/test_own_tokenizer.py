@@ -1,0 +1,48 @@
+"""A checkpoint with a tokenizer class of its own, which model.trust_remote_code=true allows."""
+
+import json
+
+import pytest
+from pico import write_pico
+
+from pipeline.cli import FAILED, run_command
+
+CODE = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """The command line of a short run."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
+    (folder / "own.py").write_text(CODE)
+    settings = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(f"{number} rooks met {number * 7 % 31} gulls." for number in range(900))
+    )
+    return [
+        *("model=local", f"model.path={folder}", "data=text", f"data.path={tmp_path / 'text.txt'}"),
+        *("data.max_length=50", "data.tokens=600", "data.heldout_tokens=300", "data.heldout_share=0.3"),
+        *("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"),
+        *("evaluate.baselines=[static_mask]", "project.descent_steps=2", "project.gradient_projection=false"),
+        *("assemble.router_steps=2", "project.router_steps=2", "train.tokens=400", f"output_dir={tmp_path / 'out'}"),
+    ]
+
+
+def test_every_stage_loads_it(words):
+    trusted = [*words, "model.trust_remote_code=true"]
+    assert run_command([*trusted, "evaluate.checkpoint=train"]) == 0
+    assert run_command([*trusted, "stage=dump", "dump.steps=1"]) == 0
+
+
+def test_without_trust_it_is_refused(words, capsys):
+    assert run_command([*words, "stage=scan"]) == FAILED
+    assert "no usable tokenizer: " in capsys.readouterr().err
