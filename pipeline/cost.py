@@ -6,9 +6,11 @@ reading text are not included. Formulas follow the default methods; a pool is co
 experts.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from models.config import MoEShape
@@ -29,6 +31,7 @@ DIRECTIONS = 64  # features of a neuron
 STEP = 2048  # tokens per step of router training
 BATCH = 4096  # tokens per batch of a layer pass
 MEMO = 2**30  # bytes of features that an aligned baseline keeps
+DRIVERS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")  # device files of CUDA (desktop, Jetson, WSL) and ROCm
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,14 @@ def sizes_of_run(checked: Checked, *, on_host: bool) -> Sizes:
 
 
 def is_on_host(settings: Settings) -> bool:
-    """Whether the stages compute in host memory."""
-    if settings.model.device == "auto":
-        import torch  # noqa: PLC0415 - slow to import, and needed for `auto` only
+    """Whether the stages compute in host memory. Imports torch only for `auto` on a system with drivers of a GPU."""
+    if settings.model.device != "auto":
+        return settings.model.device == "cpu"
+    if "torch" not in sys.modules and sys.platform != "win32" and not any(map(list, map(Path("/dev").glob, DRIVERS))):
+        return True
+    import torch  # noqa: PLC0415 - slow to import
 
-        return not torch.cuda.is_available()
-    return settings.model.device == "cpu"
+    return not torch.cuda.is_available()
 
 
 def attend(s: Sizes, tokens: float) -> Cost:

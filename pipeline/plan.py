@@ -12,6 +12,7 @@ from typing import Any
 from instruments.errors import ConfigError, ContractError
 from models.config import ModelConfig
 from models.source import source_cache_key
+from models.targets.config import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete
 from pipeline.consistency import Unread, find_unread
 from pipeline.cost import COSTS, is_on_host, sizes_of_run
@@ -118,7 +119,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     cache_keys = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
     unread = find_unread(undrawn, shape, checked.request.width)
-    counted = nodes | {"cluster": undrawn.cluster}
+    counted = nodes | {"cluster": undrawn.cluster, "model": resolve_model(checked)}
     sample = sampled(settings.data)  # one object for all stages, so that its text is tokenized once
     steps: dict[str, Step] = {}
     for stage in with_ancestors(settings.stage, checked.uses):
@@ -139,6 +140,17 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             expected_bytes=expected_bytes(stage.name, checked.source, shape, settings.assemble),
         )
     return steps
+
+
+def resolve_model(checked: Checked) -> ModelConfig:
+    """The model's settings with the device's type and the number format that the model is loaded in.
+
+    The format of dtype=auto depends on the device, see `resolve_dtype`; auto remains if config.json names none.
+    """
+    model, on_host = checked.settings.model, is_on_host(checked.settings)
+    device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
+    own = "float32" if on_host else source_dtype(checked.source) or "auto"
+    return replace(model, device=device, dtype=own if model.dtype == "auto" else model.dtype)
 
 
 def lacks_pictures(step: Step) -> bool:

@@ -87,7 +87,7 @@ def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch
     """Settings (`fingerprint`), inputs and code of a scan.
 
     Text and dtype are in it because the settings do not determine them: a model may generate other text on other
-    hardware, and the default dtype depends on the device.
+    hardware, and config.json may name no dtype.
     """
     text = hashlib.sha256()
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The help page and errors about settings appear within three seconds, without importing torch."""
+"""The help page and errors about settings appear within three seconds; like a plan, they do not import torch."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from pipeline.cost import DRIVERS
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 3
@@ -18,6 +20,17 @@ from pipeline.__main__ import main
 code = main()
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 sys.exit(code)
+"""
+
+# Makes the plan only, since a stage that is due loads torch.
+PLANNED = """
+import sys
+from pipeline.plan import make_plan
+from pipeline.settings import compose, register_schema
+from pipeline.validate import validate
+register_schema()
+make_plan(validate(compose(sys.argv[1:])[0]))
+assert "torch" not in sys.modules
 """
 
 
@@ -53,3 +66,9 @@ def test_errors_in_the_settings_are_light(tmp_path, words, messages):
     assert all(message in done.stderr for message in messages), done.stderr
     assert seconds < SECONDS
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(any(map(list, map(Path("/dev").glob, DRIVERS))), reason="model.device=auto asks torch for the GPU")
+def test_a_plan_is_light(tmp_path):
+    command = [sys.executable, "-c", PLANNED, "stage=scan", f"output_dir={tmp_path}"]
+    subprocess.run(command, cwd=REPOSITORY, check=True)

@@ -87,6 +87,24 @@ def test_a_device_that_is_not_here_is_refused_before_anything_starts(steps, monk
     assert not due(steps("stage=scan", "model.device=cuda:1"))
 
 
+def test_the_number_format_is_in_the_fingerprint_and_the_number_of_the_gpu_is_not(steps, monkeypatch):
+    def planned(*words):
+        return addresses(steps, "evaluate.checkpoint=train", *words)
+
+    own = "bfloat16"  # of the embedded model
+    host = planned()
+    assert host == planned("model.device=cpu") == planned("model.dtype=float32") != planned("model.dtype=bfloat16")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gpu = planned()
+    assert not set(host.values()) & set(gpu.values())
+    assert gpu == planned("model.device=cuda") == planned("model.device=cuda:1") == planned(f"model.dtype={own}")
+    assert planned("model.device=cpu") == host
+    stage = steps("stage=scan", "model.device=cuda:1")["scan"]
+    assert stage.recipe["settings"]["model"] | {"device": "cuda", "dtype": own} == stage.recipe["settings"]["model"]
+    assert (stage.inputs["model"].device, stage.inputs["model"].dtype) == ("cuda:1", "auto")
+
+
 def test_training_is_planned_where_it_is_asked_for_or_evaluated(steps):
     assert list(steps("stage=train")) == ["scan", "score", "cluster", "extract", "assemble", "project", "train"]
     assert "train" not in steps() | steps("stage=evaluate")
