@@ -220,9 +220,14 @@ def cluster(s: Sizes, settings: Settings) -> Cost:
         each += Cost(cells=(REGROUPINGS + MEANS_ROUNDS) * routed * s.experts)
     if config.always_on_by == "alignment":
         each += ridge(s, few, s.width, 0) + Cost(products=2 * s.width**3)
+    return cost + each * s.layers + Cost(written=4 * s.layers * s.width) + draw(s, settings)
+
+
+def draw(s: Sizes, settings: Settings) -> Cost:
+    """The maps of stage cluster."""
+    config = settings.cluster
     drawn = 0 if config.map == "none" else len(config.map_layers or range(min(3, s.layers)))
-    host = PROGRAM + DRAWING * bool(drawn)
-    return cost + each * s.layers + Cost(points=drawn * s.width, written=4 * s.layers * s.width, host=host)
+    return Cost(points=drawn * s.width, host=PROGRAM + DRAWING * bool(drawn))
 
 
 def extract(s: Sizes, _settings: Settings) -> Cost:

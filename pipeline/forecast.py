@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.cost import COSTS, Cost, Sizes, is_on_host, sizes_of, sizes_of_run
+from pipeline.cost import COSTS, Cost, Sizes, draw, is_on_host, sizes_of, sizes_of_run
 from pipeline.disk import in_mib, nearest_existing
-from pipeline.plan import Step
+from pipeline.plan import Step, lacks_pictures
 from pipeline.validate import Checked
 from stages.artifacts.job import Table
 
@@ -98,7 +98,8 @@ def costs_of(steps: Sequence[Step], checked: Checked) -> dict[str, Cost]:
     sizes, found, host = sizes_of_run(checked, on_host=is_on_host(checked.settings)), {}, 0
     for step in steps:
         if step.due and step.stage.name in COSTS:
-            cost = COSTS[step.stage.name](sizes, checked.settings)
+            cost_of = draw if lacks_pictures(step) and not step.fresh else COSTS[step.stage.name]
+            cost = cost_of(sizes, checked.settings)
             host = max(host, cost.host)
             found[step.stage.name] = replace(cost, host=host)
     return found

@@ -100,11 +100,11 @@ def make_plan(checked: Checked) -> list[Step]:
     surely_due = select_stages(wanted, published, chain)[1]
     require_means(checked, surely_due)
     steps = make_steps(checked)
-    fresh |= {name for name, step in steps.items() if lacks_pictures(step)}
-    complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
+    redrawn = {name for name, step in steps.items() if lacks_pictures(step)} - fresh
+    complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh - redrawn
     used, due = select_stages(wanted, complete, chain)
-    if due != surely_due:
-        require_means(checked, due)
+    if due - redrawn != surely_due:
+        require_means(checked, due - redrawn)
     return [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
 
 
@@ -154,7 +154,7 @@ def resolve_model(checked: Checked) -> ModelConfig:
 
 
 def lacks_pictures(step: Step) -> bool:
-    """Whether the result exists, but with other pictures than requested; then only this stage runs again."""
+    """Whether the result exists, but with other pictures than requested; then this stage runs again to draw them."""
     if DRAWN not in step.recipe or not is_complete(step.folder):
         return False
     with suppress(ContractError):  # reported when the result is verified

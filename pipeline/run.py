@@ -31,7 +31,7 @@ from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, memory_warnings
 from pipeline.overrides import command_line
-from pipeline.plan import Step, make_plan
+from pipeline.plan import Step, lacks_pictures, make_plan
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import describe_shape, find_remedy, shape_warnings
@@ -152,18 +152,22 @@ class Runner:
     def run_step(self, step: Step) -> None:
         """Run one stage in its staging folder and publish the result."""
         with open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
-            kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
+            complete = is_complete(step.folder) and not step.fresh
+            kept = complete and not lacks_pictures(step)  # published by another run since the plan was made
             if step.stage.shared:
                 self.workers.broadcast(not kept)
             if kept:
                 self.keep(step)
                 return
+            earlier = step.folder if complete else None
+            if earlier:
+                self.verify(step.stage.name, earlier)
             for name, folder in step.parents.items():
                 self.verify(name, folder)
             log.info("%-9s running", step.stage.name)
             start_measuring()
             start = time.perf_counter()
-            job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)
+            job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
             publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
         self.report_stage(step, table, time.perf_counter() - start)

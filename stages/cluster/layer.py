@@ -1,8 +1,9 @@
 """The partition of one layer, and each layer's share of a pool's experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.config import MoEShape
+from stages.artifacts.carve import Partition, PoolPartition, load_partition
+from stages.artifacts.tensor_file import TensorFile
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.methods import Method, NeuronsToGroup, fill_experts, group_neurons
 from stages.cluster.router_aware import TokenEnergy, measure_energy
@@ -109,6 +112,41 @@ class LayerPartition:
         home_F[self.roles.always_on_S] = ALWAYS_ON
         home_F[self.roles.routed_U] = self.labels_U
         return home_F
+
+
+@dataclass(frozen=True)
+class Homes(TensorFile):
+    """The home of every neuron, published so that maps can be drawn again without another partition."""
+
+    VERSION: ClassVar[int] = 1
+    FILE: ClassVar[str] = "homes.safetensors"
+
+    home_LF: Tensor  # (L, F) int32, as in `LayerPartition`
+
+
+def save_partition(
+    folder: Path, partitions: Sequence[LayerPartition], shape: MoEShape, width: int, description: str
+) -> None:
+    """Write all layers as one `Partition` or, for a pool, `PoolPartition`, and the neurons' homes."""
+    neurons = [partition.neurons_EN.int() for partition in partitions]
+    always_on_LS = torch.stack([partition.roles.always_on_S.int() for partition in partitions])
+    Homes(torch.stack([partition.home_F.int() for partition in partitions])).save(folder)
+    if shape.pooled:
+        home_E = torch.arange(len(neurons), dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
+        PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
+    else:
+        Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)
+
+
+def load_layers(folder: Path, shape: MoEShape) -> list[LayerPartition]:
+    """Read all layers that `save_partition` wrote. Raises ContractError."""
+    partition, found = load_partition(folder, shape), []
+    for layer, home_F in enumerate(Homes.load(folder).home_LF.long()):
+        always_on_S, dropped_X = ((home_F == role).nonzero().flatten() for role in (ALWAYS_ON, DROPPED))
+        routed_U = (home_F >= 0).nonzero().flatten()
+        neurons_EN = partition.neurons_of(layer).long()
+        found.append(LayerPartition(always_on_S, routed_U, dropped_X, home_F[routed_U], neurons_EN))
+    return found
 
 
 def partition_layer(

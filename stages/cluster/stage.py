@@ -1,6 +1,6 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
-from stages.artifacts.carve import Partition, PoolPartition
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
@@ -22,7 +21,7 @@ from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import GROUPING, LAYOUT, LayerActivity, LayerEvidence, open_activities, view_neurons
-from stages.cluster.layer import LayerPartition, layer_shapes, partition_layer
+from stages.cluster.layer import LayerPartition, layer_shapes, load_layers, partition_layer, save_partition
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
 from stages.text.config import DataConfig
@@ -40,7 +39,7 @@ def run(
 ) -> Table:
     """Group the neurons of every layer into experts; random numbers are independent between layers.
 
-    Workers share the pass over the text; then each worker groups one layer.
+    Workers share the pass over the text; then each worker groups one layer. With `job.earlier`, its partition is taken.
     """
     workers, model = job.workers, replace(model, device=job.workers.pick_device(model.device))
     statistics = NeuronStatistics.load(job.parents["scan"])
@@ -52,10 +51,10 @@ def run(
         assert scores is not None, "a pool reads the score, see config.py"
         shapes = layer_shapes(shape, scores.chosen)
     turns = -(-layers // workers.world)
+    done = workers.lead(lambda: find_done(job, shape, layers))
     activities: Iterable[LayerActivity | None] = repeat(None, turns)
-    if cluster.needs_pass(shape, width):
+    if cluster.needs_pass(shape, width) and None in done:
         activities = open_activities(model, data, vocabulary, cluster.batch_tokens, workers, job.scratch)
-    done = workers.lead(lambda: [load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in range(layers)])
     found: list[GroupedLayer] = []
     for turn, activity in enumerate(tqdm(activities, total=turns, desc="cluster", unit="layer")):
         layer, mine = turn * workers.world + workers.rank, None
@@ -73,6 +72,13 @@ def run(
     save_partition(job.out, [grouped.partition for grouped in found], shape, width, description)
     figures, pictures = [grouped.figures for grouped in found], [name for grouped in found for name in grouped.pictures]
     return tabulate_layers(figures, cluster, description, pictures, shapes if shape.pooled else ())
+
+
+def find_done(job: Job, shape: MoEShape, layers: int) -> list[LayerPartition | None]:
+    """The partitions of an earlier result, or of the layers that a killed run finished."""
+    if job.earlier is not None:
+        return [*load_layers(job.earlier, shape)]
+    return [load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in range(layers)]
 
 
 class GroupedLayer(NamedTuple):
@@ -137,16 +143,3 @@ def rank_neurons(
     else:
         measure_F = evidence.score_F
     return measure_F, evidence.score_F if shape.pooled else measure_F
-
-
-def save_partition(
-    folder: Path, partitions: Sequence[LayerPartition], shape: MoEShape, width: int, description: str
-) -> None:
-    """Write all layers as one `Partition` or, for a pool, `PoolPartition`."""
-    neurons = [partition.neurons_EN.int() for partition in partitions]
-    always_on_LS = torch.stack([partition.roles.always_on_S.int() for partition in partitions])
-    if shape.pooled:
-        home_E = torch.arange(len(neurons), dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
-        PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
-    else:
-        Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)

@@ -74,6 +74,20 @@ def result(outputs, stage):
     return folder
 
 
+def test_another_map_is_drawn_without_the_text_and_without_another_partition(words, tmp_path, monkeypatch):
+    command = [*words, "stage=cluster", "cluster.map_layers=[0]", f"output_dir={tmp_path}"]
+    assert run_command(command) == 0
+    before = hashes(tmp_path, "cluster")
+    for name in ("partition_layer", "open_activities"):
+        monkeypatch.setattr(f"stages.cluster.stage.{name}", lambda *_, name=name, **__: pytest.fail(f"{name} ran"))
+    assert run_command([*command, "cluster.map=tsne"]) == 0
+    after = hashes(tmp_path, "cluster")
+    assert after.pop("neuron_map_layer_000.png")["size"]
+    assert after == before
+    (result(tmp_path, "cluster") / "partition.safetensors").write_bytes(b"")
+    assert run_command([*command, "cluster.map=tsne", "cluster.map_layers=[1]"]) == FAILED
+
+
 def hashes(outputs, stage):
     """Name, size and hash of every published file of a stage."""
     return json.loads((result(outputs, stage) / "manifest.json").read_text())["files"]
