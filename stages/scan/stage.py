@@ -28,7 +28,7 @@ from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
 from stages.text.config import DataConfig
-from stages.text.generated import continue_prompts, load_prompts
+from stages.text.generated import continue_prompts, load_generated, load_prompts, save_generated
 from stages.text.sequences import TokenBatch, batch_sequences, describe_skipped, load_text
 from stages.text.sources import describe_source
 
@@ -114,15 +114,21 @@ def hash_code() -> str:
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:
-    """Run the dense model on text and write its statistics; resumes from the last flush of a killed run."""
+    """Run the dense model on text and write its statistics.
+
+    Resumes from the last flush of a killed run, and from its generated text if it finished that.
+    """
     folder, workers = resolve_folder(model), job.workers
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     generated = data.labels == "generated"
-    text = load_prompts(data, tokenizer) if generated else load_text(data, tokenizer, "calibration")
+    kept = workers.lead(lambda: load_generated(job.scratch)) if generated else load_text(data, tokenizer, "calibration")
+    text = kept or load_prompts(data, tokenizer)
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
-    if generated:
+    if kept is None:
         at_once = scan.written_batch()
         text = continue_prompts(dense, tokenizer, text, data, seed=seed, batch_tokens=at_once, workers=workers)
+        if workers.leads:
+            save_generated(text, job.scratch)
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), tokenizer.pad_token_id or 0)
     mlps = ffn_modules(dense)

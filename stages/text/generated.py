@@ -1,9 +1,12 @@
 """Text that the model generates: prompts with their continuations; only the continuations have labels."""
 
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from jaxtyping import Int64
@@ -12,6 +15,7 @@ from torch.random import fork_rng
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from instruments.durable import whole_file
 from instruments.errors import DataError
 from models.loading import input_device
 from stages.artifacts.job import ALONE, Workers
@@ -24,6 +28,7 @@ from stages.text.sources import describe_emptiness, describe_source, read_docume
 
 logger = logging.getLogger(__name__)
 
+GENERATED = "generated.json"
 NO_PROMPT = "no text before the answer"
 NO_ROOM = "the prompt leaves data.max_length no room for data.max_new_tokens"
 NOTHING_WRITTEN = "the model ended the text at once"
@@ -124,6 +129,20 @@ def continue_prompts(
             written += news
             progress.update(min(tokens, data.tokens) - progress.n)
     return _label(prompts, written, ends, data.tokens)
+
+
+def save_generated(text: LoadedText, scratch: Path) -> None:
+    """Write the generated text atomically, so that a resumed run reads the same tokens."""
+    with whole_file(scratch / GENERATED) as unfinished:
+        unfinished.write_text(json.dumps(asdict(text)), encoding="utf-8")
+
+
+def load_generated(scratch: Path) -> LoadedText | None:
+    """Read what `save_generated` wrote; None if there is no file."""
+    if not (scratch / GENERATED).exists():
+        return None
+    found = json.loads((scratch / GENERATED).read_text(encoding="utf-8"))
+    return LoadedText([TokenSequence(**sequence) for sequence in found["sequences"]], found["skipped"])
 
 
 def write_continuations(

@@ -288,6 +288,17 @@ def test_a_kill_while_publishing_leaves_all_or_nothing(outputs, words, moment, c
     assert hidden(outputs, "score") == []
 
 
+def test_generated_text_is_not_generated_again(words, tmp_path, monkeypatch):
+    command = [*words, "stage=scan", "data.labels=generated", "data.prompt_tokens=9", "data.max_new_tokens=5"]
+    assert run_command([*command, "data.tokens=300", f"output_dir={tmp_path / 'whole'}"]) == 0
+    command += ["data.tokens=300", f"output_dir={tmp_path / 'killed'}"]
+    kill_at(command, "stages.scan.passes:scan_shares", 1)
+    for name in ("load_prompts", "continue_prompts"):
+        monkeypatch.setattr(f"stages.scan.stage.{name}", lambda *_, name=name, **__: pytest.fail(f"{name} ran"))
+    assert run_command(command) == 0
+    assert hashes(tmp_path / "killed", "scan") == hashes(tmp_path / "whole", "scan")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", WHOLE)
 def test_every_stage_survives_a_kill(outputs, words, stage):
