@@ -112,10 +112,10 @@ def sizes_of(source: Mapping[str, Any], shape: MoEShape | None, length: int) -> 
 
 def sizes_of_run(checked: Checked, *, on_host: bool) -> Sizes:
     """Sizes of this run, with its number of processes; `on_host`: tensors are in host memory, which limits `room`."""
-    settings, processes = checked.settings, find_workers().world
+    settings, workers = checked.settings, find_workers()
     sizes = sizes_of(checked.source, checked.shape, settings.data.max_length)
-    room = memory_limit(settings.model, processes) if on_host else inf
-    return replace(sizes, processes=processes, room=room)
+    room = memory_limit(settings.model, workers.local_world) if on_host else inf
+    return replace(sizes, processes=workers.world, room=room)
 
 
 def is_on_host(settings: Settings) -> bool:

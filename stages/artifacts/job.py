@@ -30,6 +30,7 @@ class Workers:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1  # processes on this machine
 
     @property
     def leads(self) -> bool:
@@ -123,11 +124,12 @@ ALONE = Workers()
 
 
 def find_workers(environment: Mapping[str, str] = os.environ) -> Workers:
-    """This process's rank from torchrun's RANK, WORLD_SIZE and LOCAL_RANK; `ALONE` without them."""
+    """This process's rank from torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; `ALONE` without them."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         return ALONE
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return Workers(rank, world, int(environment.get("LOCAL_RANK", rank)))
+    local = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", world))
+    return Workers(rank, world, *local)
 
 
 @dataclass(frozen=True)

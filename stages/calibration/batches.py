@@ -111,7 +111,7 @@ class CalibrationContext:
         folder = resolve_folder(model)
         tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
-        memory = TokenMemory(job.scratch, memory_limit(model, workers.world))
+        memory = TokenMemory(job.scratch, memory_limit(model, workers.local_world))
         return cls(model, folder, read_config(folder), batches, resolve_device(model), seed, workers, memory)
 
     @property

@@ -30,7 +30,10 @@ def free_memory() -> int | None:
 
 
 def memory_limit(model: ModelConfig, processes: int = 1) -> float:
-    """Bytes of RAM per process for hidden states: `model.hidden_memory`, or a share of the free memory."""
+    """Bytes of RAM per process for hidden states: `model.hidden_memory`, or a share of the free memory.
+
+    `processes` run on this machine.
+    """
     if model.hidden_memory is not None:
         return memory_bytes(model.hidden_memory)
     free = free_memory()

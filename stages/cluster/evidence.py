@@ -57,7 +57,7 @@ def open_activities(
     Memory: one layer, and the hidden states of all tokens, which go to files in `scratch` if they exceed the limit.
     """
     folder = resolve_folder(model)
-    memory = TokenMemory(scratch, memory_limit(model, workers.world)) if scratch else None
+    memory = TokenMemory(scratch, memory_limit(model, workers.local_world)) if scratch else None
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:

@@ -83,7 +83,7 @@ def as_workers(world, work):
 
     def run(rank):
         os.environ.update(place, RANK=str(rank))
-        workers = Workers(rank, world, rank)
+        workers = Workers(rank, world, rank, world)
         with workers.connected():
             work(workers)
 

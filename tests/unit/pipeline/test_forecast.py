@@ -6,7 +6,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.cli import run_command
-from pipeline.cost import COSTS, Cost, sizes_of
+from pipeline.cost import COSTS, Cost, sizes_of, sizes_of_run
 from pipeline.forecast import Rates, costs_of, describe_spilling, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
@@ -95,6 +95,15 @@ def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert "measured here: products" in shown
     assert not (tmp_path / "runs").exists()
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
+
+
+def test_the_processes_of_a_machine_share_its_memory(planned, monkeypatch):
+    places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda: 4000)
+    sizes = sizes_of_run(planned("stage=scan")[0], on_host=True)
+    assert (sizes.processes, sizes.room) == (8, 1000)
 
 
 def test_hidden_states_above_the_limit_are_on_disk(planned):

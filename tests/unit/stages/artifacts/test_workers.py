@@ -8,7 +8,8 @@ from stages.artifacts.job import ALONE, Workers, find_workers
 def test_torchrun_names_the_place():
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
     workers = find_workers(environment)
-    assert workers == Workers(rank=3, world=4, local_rank=1)
+    assert workers == Workers(rank=3, world=4, local_rank=1, local_world=4)
+    assert find_workers(environment | {"LOCAL_WORLD_SIZE": "2"}).local_world == 2
     assert not workers.leads
 
 

@@ -13,8 +13,11 @@ from pico import write_pico
 from models.config import ModelConfig
 from models.stream import LayerStream
 from pipeline.disk import explain_os_error
-from stages.calibration.batches import TokenStream, take_rows
-from stages.calibration.token_memory import TokenMemory, free_memory, memory_limit, spill
+from stages.artifacts.job import Job, Workers
+from stages.calibration.batches import CalibrationContext, TokenStream, take_rows
+from stages.calibration.config import without_random_tokens
+from stages.calibration.token_memory import TokenMemory, as_it_is, free_memory, memory_limit, spill
+from stages.text.config import DataConfig
 from stages.text.sequences import TokenSequence, batch_sequences
 
 
@@ -69,6 +72,15 @@ def test_the_limit_is_the_setting_or_half_of_what_is_free():
     assert memory_limit(ModelConfig(hidden_memory="20 kb")) == 20_000
     assert memory_limit(ModelConfig(hidden_memory="0GB")) == 0
     assert memory_limit(ModelConfig(), 4) == pytest.approx(free_memory() / 8, rel=0.2)
+
+
+def test_the_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda: 4000)
+    job = Job({}, tmp_path, tmp_path, workers=Workers(rank=0, world=8, local_rank=0, local_world=2))
+    data = DataConfig(tokens=96, max_length=32)
+    context = CalibrationContext.of(ModelConfig(), data, without_random_tokens(), 64, 0, job)
+    assert context.memory.reserve(1000) is as_it_is
+    assert context.memory.reserve(1) is not as_it_is
 
 
 def test_rows_are_those_of_one_tensor():

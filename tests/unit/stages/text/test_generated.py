@@ -109,7 +109,7 @@ def test_the_text_does_not_depend_on_the_workers(embedded_model, tokenizer, worl
     found, models = {}, [deepcopy(embedded_model) for _ in range(world)]
 
     def work(rank):
-        workers = Threads(rank, world, rank, board, meeting)
+        workers = Threads(rank, world, rank, world, board, meeting)
         found[rank] = write(models[rank], tokenizer, prompts, workers=workers)
 
     threads = [Thread(target=work, args=(rank,)) for rank in range(world)]
