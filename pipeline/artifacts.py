@@ -110,6 +110,15 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def tensors_hash(folder: Path) -> str:
+    """Hash of the names and hashes of a published folder's tensor files, as its manifest lists them.
+
+    Raises ContractError: the manifest is not readable.
+    """
+    files = Manifest.read(folder, remedy="").files
+    return _seal({name: facts.get("sha256") for name, facts in files.items() if name.endswith(".safetensors")})
+
+
 class FileHashes:
     """Hashes of large files, kept in a JSON file. Every write changes a file's ctime, which no program can set back."""
 

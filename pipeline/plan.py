@@ -13,7 +13,7 @@ from instruments.errors import ConfigError, ContractError
 from models.config import ModelConfig
 from models.source import source_cache_key
 from models.targets.config import source_dtype
-from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete
+from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
 from pipeline.cost import COSTS, is_on_host, sizes_of_run
 from pipeline.disk import expected_bytes, free_bytes, in_mib
@@ -26,6 +26,9 @@ from stages.text.hub import require_hub
 
 # Key of the recipe for settings of pictures; they are not in the fingerprint.
 DRAWN = "drawn"
+# Key of the recipe for hashes of the parents' tensors, which settings do not determine: another device, or another
+# version of torch, rounds differently. Not in the fingerprint.
+READ = "read"
 # Nodes that name files or datasets, whose content enters the recipe as well.
 NODES_WITH_CONTENT = ("model", "data")
 
@@ -100,6 +103,11 @@ def make_plan(checked: Checked) -> list[Step]:
     surely_due = select_stages(wanted, published, chain)[1]
     require_means(checked, surely_due)
     steps = make_steps(checked)
+    stale: set[str] = set()
+    for name, step in steps.items():
+        if stale & set(step.parents) or is_stale(step):
+            stale.add(name)
+    fresh |= stale
     redrawn = {name for name, step in steps.items() if lacks_pictures(step)} - fresh
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh - redrawn
     used, due = select_stages(wanted, complete, chain)
@@ -151,6 +159,22 @@ def resolve_model(checked: Checked) -> ModelConfig:
     device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
     own = "float32" if on_host else source_dtype(checked.source) or "auto"
     return replace(model, device=device, dtype=own if model.dtype == "auto" else model.dtype)
+
+
+def published_recipe(step: Step) -> dict[str, Any]:
+    """The recipe with the hashes of the parents' tensors. Raises ContractError: a parent's manifest is not readable."""
+    parents = {name: folder for name, folder in step.parents.items() if is_complete(folder)}
+    return {**step.recipe, READ: {name: tensors_hash(folder) for name, folder in parents.items()}}
+
+
+def is_stale(step: Step) -> bool:
+    """Whether the result was computed from other tensors than its parents hold now."""
+    if not is_complete(step.folder):
+        return False
+    with suppress(ContractError):  # reported when the result is verified
+        read, now = Manifest.read(step.folder, remedy="").recipe.get(READ, {}), published_recipe(step)[READ]
+        return any(read[name] != now[name] for name in read.keys() & now.keys())
+    return False
 
 
 def lacks_pictures(step: Step) -> bool:

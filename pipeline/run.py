@@ -31,7 +31,7 @@ from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, memory_warnings
 from pipeline.overrides import command_line
-from pipeline.plan import Step, lacks_pictures, make_plan
+from pipeline.plan import Step, lacks_pictures, make_plan, published_recipe
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import describe_shape, find_remedy, shape_warnings
@@ -169,7 +169,7 @@ class Runner:
             start = time.perf_counter()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
-            publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
+            publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
         self.report_stage(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from instruments.errors import ConfigError, DataError
 from pipeline.artifacts import open_staging, publish
-from pipeline.plan import make_plan, select_stages
+from pipeline.plan import make_plan, published_recipe, select_stages
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, hash_code, require_parents
 from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
 from pipeline.validate import validate
@@ -37,10 +37,11 @@ def steps(tmp_path):
     return plan
 
 
-def pretend_published(step):
-    with open_staging(step.folder, fresh=step.fresh) as staging:
-        (staging.out / "result").write_text("x")
-        publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=Table("", (), ()))
+def pretend_published(step, tensors="x"):
+    with open_staging(step.folder, fresh=True) as staging:
+        (staging.out / "result.safetensors").write_text(tensors)
+        (staging.out / "picture").write_text("y")
+        publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=Table("", (), ()))
 
 
 def due(steps):
@@ -125,6 +126,17 @@ def test_another_shape_keeps_scan_and_score(steps):
     for step in steps("stage=score").values():
         pretend_published(step)
     assert due(steps("experts=8", "n=32")) == ALL - {"scan", "score"}
+
+
+def test_what_was_computed_from_other_tensors_is_computed_again(steps):
+    for step in steps().values():
+        pretend_published(step)
+    pretend_published(steps()["score"])
+    assert due(steps()) == set()  # the same tensors
+    pretend_published(steps()["score"], "those of another device")
+    again = steps()
+    assert due(again) == {name for name, step in again.items() if step.fresh} == ALL - {"scan", "score"}
+    assert due(steps("stage=score")) == set()
 
 
 def test_fresh_means_the_asked_stage(steps):
