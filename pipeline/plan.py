@@ -21,7 +21,7 @@ from pipeline.settings import CHAIN, Settings, Stage, asked_stages, with_ancesto
 from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
-from stages.text.config import calibration_only, sampled
+from stages.text.config import DataConfig, calibration_only, sampled
 from stages.text.hub import require_hub
 
 # Key of the recipe for settings of pictures; they are not in the fingerprint.
@@ -124,7 +124,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         nodes["vocabulary"] = without_random_tokens()
     output_dir = Path(settings.output_dir).absolute()
     hash_of = FileHashes(hashes_file(output_dir))
-    cache_keys = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
+    named = absolute_paths(settings.data)
+    cache_keys = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(named, hash_of)}
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
     unread = find_unread(undrawn, shape, checked.request.width)
     counted = nodes | {"cluster": undrawn.cluster, "model": resolve_model(checked)}
@@ -134,7 +135,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         parents = {name: steps[name].fingerprint for name in stage.parents}
         data = sample if stage.samples else settings.data
         read = data if stage.reads_heldout else calibration_only(data)
-        recipe = make_recipe(stage, counted | {"data": read}, cache_keys, parents, unread)
+        recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents, unread)
         address = fingerprint(recipe)
         if stage.name == "cluster" and settings.cluster.map != "none":
             recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}
@@ -158,7 +159,19 @@ def resolve_model(checked: Checked) -> ModelConfig:
     model, on_host = checked.settings.model, is_on_host(checked.settings)
     device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
     own = "float32" if on_host else source_dtype(checked.source) or "auto"
-    return replace(model, device=device, dtype=own if model.dtype == "auto" else model.dtype)
+    dtype = own if model.dtype == "auto" else model.dtype
+    return replace(model, device=device, dtype=dtype, path=absolute(model.path))
+
+
+def absolute_paths(data: DataConfig) -> DataConfig:
+    """The settings of the text with absolute paths, so that another spelling of a path recomputes nothing."""
+    sources = [replace(source, path=absolute(source.path)) for source in data.sources]
+    return replace(data, path=absolute(data.path), heldout_path=absolute(data.heldout_path), sources=sources)
+
+
+def absolute(path: str | None) -> str | None:
+    """The absolute path without `..` and symbolic links."""
+    return None if path is None else str(Path(path).resolve())
 
 
 def published_recipe(step: Step) -> dict[str, Any]:

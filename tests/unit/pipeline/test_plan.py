@@ -1,5 +1,6 @@
 """Which stages have to run."""
 
+import os
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from instruments.errors import ConfigError, DataError
+from models.source import EMBEDDED
 from pipeline.artifacts import open_staging, publish
 from pipeline.plan import make_plan, published_recipe, select_stages
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, hash_code, require_parents
@@ -104,6 +106,20 @@ def test_the_number_format_is_in_the_fingerprint_and_the_number_of_the_gpu_is_no
     stage = steps("stage=scan", "model.device=cuda:1")["scan"]
     assert stage.recipe["settings"]["model"] | {"device": "cuda", "dtype": own} == stage.recipe["settings"]["model"]
     assert (stage.inputs["model"].device, stage.inputs["model"].dtype) == ("cuda:1", "auto")
+
+
+def test_another_spelling_of_a_path_is_the_same_path(steps, tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for name in ("text/a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"one {name}\n")
+    monkeypatch.chdir(tmp_path)
+    models = [str(EMBEDDED), f"{EMBEDDED}/", os.path.relpath(EMBEDDED)]
+    spelled = [f"{tmp_path}/text", "text", "text/../text/"]
+    words = "data=text", "data.heldout_path=b.txt"
+    prints = {steps(*words, f"data.path={path}")["score"].fingerprint for path in spelled}
+    words = "model=local", "model.label=own"
+    prints_of_model = {steps(*words, f"model.path={path}")["score"].fingerprint for path in models}
+    assert (len(prints), len(prints_of_model)) == (1, 1)
 
 
 def test_training_is_planned_where_it_is_asked_for_or_evaluated(steps):
