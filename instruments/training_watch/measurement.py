@@ -117,7 +117,8 @@ class Measurement:
         ]
         self.scales: list[float] = []
         self.rises = self.falls = 0  # of the loss scale
-        self._history = History()
+        self._histories: dict[int | None, History] = defaultdict(History)  # by id of the optimizer
+        self._was_read = False  # `peaks` have been reported; the next output starts new ones
         self._order: dict[str, int] = {}  # module → place in the order of execution
         self._steps_without: Counter[str] = Counter()  # parameter → steps without a gradient
         self._steps_with: Counter[str] = Counter()
@@ -129,6 +130,8 @@ class Measurement:
             # Compiled code runs no hooks; evaluation and recomputed forward passes are left out.
             if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
                 return
+            if self._was_read:
+                self.forget_outputs()
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
             for part in find_tensors(output).values():
@@ -140,6 +143,12 @@ class Measurement:
 
         return look
 
+    def forget_outputs(self) -> None:
+        """Start the ranges of the next step's outputs."""
+        self.peaks.clear()
+        self.calls.clear()
+        self._was_read = False
+
     @torch.no_grad()
     def read(
         self,
@@ -150,14 +159,15 @@ class Measurement:
         scaled: bool = False,
         norms_P: Tensor | None = None,
         only: Collection[str] | None = None,
+        optimizer: int | None = None,
     ) -> StepReport:
         """Report of a step, with one transfer from the device.
 
         `scaled`: gradients are still multiplied by the loss scale; `norms_P`: gradient norms, None: measured now;
-        `only`: names of the parameters that count.
+        `only`: names of the parameters that count; `optimizer`: id of the one that makes the step, whose norms are
+        compared with those of its earlier steps. Several optimizers may step after the same forward pass.
         """
-        peaks, self.peaks = self.peaks, {}
-        self.calls.clear()
+        peaks, self._was_read = self.peaks, True
         if norms_P is None:
             norms_P = gradient_norms(list(self.parameters.values())) if self.parameters else torch.zeros(0)
         singles = [torch.as_tensor(math.nan if one is None else one) for one in (loss, scale)]
@@ -173,7 +183,7 @@ class Measurement:
         found = judge_finiteness(known, lost, outputs, scaled=scale is not None)
         if not lost:  # non-finite gradients have no norms to judge
             idle = self._hooked - {output.module for output in outputs} if outputs else ()
-            found += judge_norms(layers, self.config, self._history, idle)
+            found += judge_norms(layers, self.config, self._histories[optimizer], idle)
         found += judge_range(outputs, self.config)
         missing = [name for name, norm in norms.items() if norm == MISSING]
         self._steps_without.update(missing)
@@ -268,6 +278,7 @@ def _ranges(outputs: Sequence[Output]) -> dict[str, tuple[float, float]]:
 
 def _is_finite(parameter: nn.Parameter) -> bool:
     """Whether the gradient is finite, so that only its norm overflowed."""
-    assert parameter.grad is not None, "it had a norm"
+    if parameter.grad is None:  # a manual step has dropped it
+        return False
     values = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
     return bool(values.isfinite().all())

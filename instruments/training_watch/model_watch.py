@@ -1,12 +1,13 @@
 """Watch a model during training.
 
 Gradient norms are measured at the end of each backward pass, before clipping. They are judged at the step of a torch
-optimizer that has parameters of the model; with a GradScaler, after `unscale_`. A loop that calls `watch.step(loss)`
+optimizer that has parameters of the model; with a GradScaler, after `unscale_`. With several optimizers (GAN, Muon and
+AdamW) each has reports of its own; a step ends when one of them steps again. A loop that calls `watch.step(loss)`
 itself, before clipping, turns following of optimizers off.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import find_tensors, in_backward
+from instruments.precision.calls import in_backward
 from instruments.training_watch.measurement import Measurement, find_trainable, gradient_norms, logger
 from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
 
@@ -51,7 +52,7 @@ class ModelWatch:
         """Add the hooks; a disabled scaler counts as none."""
         self.optimizer, self.dump = optimizer, dump
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.next_step = first_step
+        self.next_step = self._first_step = first_step
         self.last: StepReport | None = None
         self.measurement = Measurement(model, find_trainable(model, optimizer), config)
         self._log = StepLog(log, config)
@@ -59,7 +60,10 @@ class ModelWatch:
         self._by_hand = False  # the loop calls step(); nothing else marks a step
         self._stepped = False  # an optimizer has made a step
         self._unscaled: set[int] = set()  # ids of optimizers whose unscaled gradients have been measured
-        self._awaited = False  # a callback waits for the end of this backward pass
+        # Ids of the optimizers that have stepped in this step, and in any.
+        self._in_step: set[int | None] = set()
+        self._known: set[int | None] = set()
+        self._awaited: Callable[[], object] = lambda: None  # reference to the callback of a backward pass that runs
         # Norms at the end of the last backward pass, and (id, version) of each gradient to detect changes.
         self._held: tuple[Tensor, list[tuple[int, int]]] | None = None
         ours = weakref.ref(self)  # the hook is global and must not keep the model alive
@@ -70,6 +74,10 @@ class ModelWatch:
 
         around = model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)
         handles = [*self.measurement.handles, *around, register_optimizer_step_pre_hook(before_step)]
+        handles += [
+            parameter.register_post_accumulate_grad_hook(lambda _: (watch := ours()) and watch._await_end())
+            for parameter in self.measurement.parameters.values()
+        ]
         self._undo: list[Callable[[], None]] = [handle.remove for handle in handles]
         _following.add(self)
         GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
@@ -95,16 +103,30 @@ class ModelWatch:
         self._by_hand = True
         if loss is not None:
             self.note_loss(loss)
-        scaler = self.scaler
-        return self._measure(None if scaler is None else scaler.scale(torch.ones((), device=self.measurement.device)))
+        scaler, one = self.scaler, torch.ones((), device=self.measurement.device)
+        report = self._measure(None if scaler is None else scaler.scale(one))
+        self._held = None
+        self.measurement.forget_outputs()
+        return report
 
-    def _measure(self, scale: Tensor | None = None, **how: Any) -> StepReport:  # noqa: ANN401 - of Measurement.read
-        report = self.measurement.read(self.next_step, self._loss, scale, **how)
-        self.last, self._loss, self._held = report, None, None
-        self.next_step += 1
+    def _measure(
+        self,
+        scale: Tensor | None = None,
+        *,
+        optimizer: int | None = None,
+        **how: Any,  # noqa: ANN401 - of read
+    ) -> StepReport:
+        joins = bool(self._in_step) and optimizer not in self._in_step  # the step that another optimizer began
+        if not joins or not (optimizer in self._known or self.next_step == self._first_step + 1):
+            joins, self._in_step = False, set()
+            self.next_step += 1
+        self._in_step.add(optimizer)
+        self._known.add(optimizer)
+        report = self.measurement.read(self.next_step - 1, self._loss, scale, optimizer=optimizer, **how)
+        self.last, self._loss = report, None
         self._log.write(report)
-        if self.dump is not None:
-            bad = any(anomaly.severity == SEVERE for anomaly in report.anomalies)
+        bad = any(anomaly.severity == SEVERE for anomaly in report.anomalies)
+        if self.dump is not None and (bad or not joins):
             self.dump.step(float("nan") if bad else 0.0)
         return report
 
@@ -115,28 +137,30 @@ class ModelWatch:
         self.measurement.calls.clear()
         if self._held is not None and not self._stepped and self._held[1] != self._gradients():
             self._measure(norms_P=self._held[0])
+            self._held = None
 
     def _end(self, _model: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a model
-        """Record the loss; hooks on the outputs detect the backward pass."""
+        """Record the loss."""
         if torch.compiler.is_compiling() or self._by_hand or not torch.is_grad_enabled() or in_backward():
             return
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.note_loss(loss)
-        for tensor in find_tensors(output).values():
-            if tensor.requires_grad:
-                tensor.register_hook(self._await_backward)
 
-    def _await_backward(self, _grad: Tensor) -> None:
-        if not self._awaited:
-            self._awaited = True
+    def _await_end(self) -> None:
+        """When the first gradient of a backward pass is there: have the norms measured at the end of the pass."""
+        if self._awaited() is None:
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Queued twice: runs after DistributedDataParallel's own callback at the end of a backward pass.
-            queue(lambda: queue(self._hold))
+
+            def end() -> None:
+                queue(self._hold)  # queued twice: runs after DistributedDataParallel's own callback
+
+            # A backward pass that raises frees its callbacks.
+            self._awaited = weakref.ref(end)
+            queue(end)
 
     @torch.no_grad()
     def _hold(self) -> None:
-        self._awaited = False
         if not self._by_hand and self.scaler is None and self.measurement.parameters:
             self._held = gradient_norms([*self.measurement.parameters.values()]), self._gradients()
 
@@ -156,8 +180,11 @@ class ModelWatch:
         """Judge an optimizer's gradients after GradScaler.unscale_."""
         if scaler.is_enabled() and (names := self._names_of(optimizer)):
             self.scaler, self._stepped = scaler, True
-            self._unscaled.add(id(getattr(optimizer, "optimizer", optimizer)))
-            self._measure(scaler.scale(torch.ones((), device=self.measurement.device)), only=names)
+            self._held = None  # norms of scaled gradients
+            plain = id(getattr(optimizer, "optimizer", optimizer))
+            self._unscaled.add(plain)
+            one = torch.ones((), device=self.measurement.device)
+            self._measure(scaler.scale(one), only=names, optimizer=plain)
 
     def look_before_step(self, optimizer: Optimizer) -> None:
         """Judge gradients before an optimizer's step; they may have been clipped since the backward pass."""
@@ -170,10 +197,15 @@ class ModelWatch:
             return
         # Fused optimizers unscale inside their step.
         scale = getattr(optimizer, "grad_scale", None)
-        held, given = self._held, [parameter.grad is not None for parameter in self.measurement.parameters.values()]
-        usable = held is not None and [place != (0, 0) for place in held[1]] == given
-        norms_P = held[0] if held is not None and usable and scale is None else None
-        self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names)
+        norms_P = None
+        if self._held is not None and scale is None:
+            norms_P, places = self._held
+            then, now = (
+                dict(zip(self.measurement.parameters, ids, strict=True)) for ids in (places, self._gradients())
+            )
+            if any((then[name] == (0, 0)) != (now[name] == (0, 0)) for name in names):
+                norms_P = None  # of other gradients
+        self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names, optimizer=id(optimizer))
 
     def remove(self) -> None:
         """Remove all hooks; results stay. Gradients that no step has used yet are judged."""

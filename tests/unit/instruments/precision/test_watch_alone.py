@@ -415,3 +415,84 @@ def test_it_needs_torch_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1.0  # 0.05 s on an idle core
     assert len(read_step_log(tmp_path / "log.jsonl")) == 1
+
+
+def norm_of(*modules):
+    return nn.utils.get_total_norm([p.grad for module in modules for p in module.parameters()]).item()
+
+
+def test_two_optimizers_of_one_backward_pass_share_a_step_and_see_norms_before_clipping(caplog):
+    model = Net()
+    model.norm.weight.register_hook(lambda grad: grad * 1e-9)
+    model.norm.bias.register_hook(lambda grad: grad * 1e-9)
+    body, head = nn.ModuleList([model.first, model.norm, model.middle]), model.head
+    optimizers = [torch.optim.SGD(body.parameters(), 0.01), torch.optim.AdamW(head.parameters(), 0.01)]
+    with watch_model(model) as watch:
+        for step in range(4):
+            functional.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+            norms = norm_of(body), norm_of(head)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            for optimizer, norm in zip(optimizers, norms, strict=True):
+                optimizer.step()
+                assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+                assert watch.last.step == step
+                assert "head" in watch.last.outputs
+            model.zero_grad()
+    (message,) = caplog.messages
+    assert message.startswith("step 2: no gradient to speak of in norm: ")
+
+
+def test_a_generator_is_compared_with_its_own_earlier_steps(caplog):
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(D, H), nn.Linear(H, 1)
+    both = nn.ModuleDict({"generator": generator, "critic": critic})  # is never called itself
+    optimizers = [torch.optim.SGD(part.parameters(), 1e-6) for part in (generator, critic)]
+    with watch_model(both) as watch:
+        for step in range(4):
+            for scale, times, part, optimizer in ((0.1, 5, critic, optimizers[1]), (-1e3, 1, generator, optimizers[0])):
+                for _ in range(times):
+                    (scale * critic(generator(batch(step)[0])).mean()).backward()
+                    norm = norm_of(part)
+                    nn.utils.clip_grad_norm_(both.parameters(), 1e-3)
+                    optimizer.step()
+                    assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+                    both.zero_grad()
+            assert watch.next_step == 5 * step + 5 + (step == 0)
+    assert [message.partition(": its")[0] for message in caplog.messages] == []
+
+
+class Fields(dict):
+    """Outputs of a model; pytree does not look inside."""
+
+
+class Odd(Net):
+    def forward(self, x):
+        return Fields(scores=super().forward(x))
+
+    def training_step(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["after an error", "dict", "training_step"])
+def test_every_backward_pass_is_noticed(how):
+    model = Odd()
+    optimizer, broken = torch.optim.SGD(model.parameters(), 0.01), [how == "after an error"]
+
+    def fail(_grad):
+        if broken and broken.pop():
+            raise RuntimeError("out of memory")
+
+    model.middle.weight.register_hook(fail)
+    with watch_model(model) as watch:
+        if broken:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model.training_step(batch(0)[0]).sum().backward()
+            optimizer.zero_grad()
+        for step in range(2):
+            scores = model(batch(step)[0])["scores"] if how == "dict" else model.training_step(batch(step)[0])
+            functional.cross_entropy(scores, batch(step)[1]).backward()
+            norm = norm_of(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+            optimizer.zero_grad()
