@@ -30,6 +30,11 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs along one more axis; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 

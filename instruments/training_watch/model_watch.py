@@ -8,6 +8,7 @@ itself, before clipping, turns following of optimizers off.
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instruments.errors import ConfigError
 from instruments.precision.calls import in_backward
-from instruments.training_watch.measurement import Measurement, find_trainable, gradient_norms, logger
+from instruments.training_watch.measurement import Measurement, find_parameters, gradient_norms, logger
 from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class ModelWatch:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.next_step = self._first_step = first_step
         self.last: StepReport | None = None
-        self.measurement = Measurement(model, find_trainable(model, optimizer), config)
+        self.measurement = Measurement(model, find_parameters(model, optimizer), config)
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
         self._by_hand = False  # the loop calls step(); nothing else marks a step
@@ -65,24 +66,44 @@ class ModelWatch:
         self._known: set[int | None] = set()
         self._awaited: Callable[[], object] = lambda: None  # reference to the callback of a backward pass that runs
         # Norms at the end of the last backward pass, and (id, version) of each gradient to detect changes.
-        self._held: tuple[Tensor, list[tuple[int, int]]] | None = None
+        self._held: tuple[Tensor, dict[str, tuple[int, int] | None]] | None = None
+        self._undo = ExitStack()
+        self._heard: set[str] = set()  # parameters with a hook
+        _following.add(self)
+        try:
+            self._add_hooks(model)
+            if dump is not None:
+                dump.__enter__()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _add_hooks(self, model: nn.Module) -> None:
         ours = weakref.ref(self)  # the hook is global and must not keep the model alive
 
         def before_step(stepping: Optimizer, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
             if (watch := ours()) is not None:
                 watch.look_before_step(stepping)
 
-        around = model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)
-        handles = [*self.measurement.handles, *around, register_optimizer_step_pre_hook(before_step)]
-        handles += [
-            parameter.register_post_accumulate_grad_hook(lambda _: (watch := ours()) and watch._await_end())
-            for parameter in self.measurement.parameters.values()
-        ]
-        self._undo: list[Callable[[], None]] = [handle.remove for handle in handles]
-        _following.add(self)
+        self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+        for handle in self.measurement.add_hooks():
+            self._undo.callback(handle.remove)
+        if not isinstance(model, torch.jit.ScriptModule):
+            self._undo.callback(model.register_forward_pre_hook(self._begin).remove)
+            self._undo.callback(model.register_forward_hook(self._end).remove)
+        self._listen()
         GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
-        if dump is not None:
-            dump.__enter__()
+
+    def _listen(self) -> None:
+        """Add hooks to trained parameters, also to those that were frozen at the last call."""
+        ours = weakref.ref(self)
+        for name, parameter in self.measurement.parameters.items():
+            if parameter.requires_grad and parameter.is_leaf and name not in self._heard:
+                handle = parameter.register_post_accumulate_grad_hook(
+                    lambda _: (watch := ours()) and watch._await_end()  # type: ignore[func-returns-value]
+                )
+                self._heard.add(name)
+                self._undo.callback(handle.remove)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Record the loss if `step` is not called; a `loss` among the model's outputs is recorded automatically."""
@@ -128,6 +149,7 @@ class ModelWatch:
         bad = any(anomaly.severity == SEVERE for anomaly in report.anomalies)
         if self.dump is not None and (bad or not joins):
             self.dump.step(float("nan") if bad else 0.0)
+        self._listen()
         return report
 
     def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
@@ -135,6 +157,7 @@ class ModelWatch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
             return
         self.measurement.calls.clear()
+        self._listen()
         if self._held is not None and not self._stepped and self._held[1] != self._gradients():
             self._measure(norms_P=self._held[0])
             self._held = None
@@ -164,9 +187,9 @@ class ModelWatch:
         if not self._by_hand and self.scaler is None and self.measurement.parameters:
             self._held = gradient_norms([*self.measurement.parameters.values()]), self._gradients()
 
-    def _gradients(self) -> list[tuple[int, int]]:
-        grads = [parameter.grad for parameter in self.measurement.parameters.values()]
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+    def _gradients(self) -> dict[str, tuple[int, int] | None]:
+        grads = {name: parameter.grad for name, parameter in self.measurement.parameters.items()}
+        return {name: None if grad is None else (id(grad), grad._version) for name, grad in grads.items()}
 
     def _names_of(self, optimizer: Any) -> set[str]:  # noqa: ANN401 - or a wrapper of one
         """Names of the optimizer's watched parameters; empty if the optimizer is not followed."""
@@ -174,7 +197,8 @@ class ModelWatch:
         if self._by_hand or (followed is not None and getattr(optimizer, "optimizer", optimizer) is not followed):
             return set()
         asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return {name for name, parameter in self.measurement.parameters.items() if id(parameter) in asked}
+        ours = self.measurement.parameters.items()
+        return {name for name, parameter in ours if parameter.requires_grad and id(parameter) in asked}
 
     def look_unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Judge an optimizer's gradients after GradScaler.unscale_."""
@@ -197,25 +221,19 @@ class ModelWatch:
             return
         # Fused optimizers unscale inside their step.
         scale = getattr(optimizer, "grad_scale", None)
-        norms_P = None
-        if self._held is not None and scale is None:
-            norms_P, places = self._held
-            then, now = (
-                dict(zip(self.measurement.parameters, ids, strict=True)) for ids in (places, self._gradients())
-            )
-            if any((then[name] == (0, 0)) != (now[name] == (0, 0)) for name in names):
-                norms_P = None  # of other gradients
+        norms_P, then = self._held or (None, {})
+        parameters = self.measurement.parameters
+        if scale is not None or any((then.get(name) is None) != (parameters[name].grad is None) for name in names):
+            norms_P = None  # of other gradients
         self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names, optimizer=id(optimizer))
 
     def remove(self) -> None:
         """Remove all hooks; results stay. Gradients that no step has used yet are judged."""
-        if not self._undo:
+        if self not in _following:
             return
         if self._held is not None and not self._stepped and not self._by_hand:
             self._measure(norms_P=self._held[0])
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        self._undo.close()
         _following.discard(self)
         if not _following:
             GradScaler.unscale_ = _unscale  # type: ignore[method-assign]
@@ -229,8 +247,9 @@ class ModelWatch:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Remove the hooks and end the dump."""
         self.remove()
-        if self.dump is not None:
-            self.dump.__exit__(kind, *details)
+        dump, self.dump = self.dump, None
+        if dump is not None:
+            dump.__exit__(kind, *details)
 
 
 def watch_model(
@@ -246,8 +265,10 @@ def watch_model(
 ) -> ModelWatch:
     """Watch gradients, outputs and the loss scale of a model in training; its results do not change.
 
+    An earlier watch of the same model ends, unless each has an optimizer of its own.
+
     Args:
-        model: frozen parameters are left out, tied ones counted once.
+        model: parameters are left out while they are frozen, tied ones counted once.
         optimizer: the only one to follow. None: all that have parameters of the model, until `step` is called.
         scaler: its scale is judged as well; not needed if an optimizer is followed.
         config: thresholds.
@@ -258,6 +279,10 @@ def watch_model(
     Raises:
         ConfigError: the model is sharded in a way that hides its layers.
     """
+    for old in [one for one in _following if one.measurement.model is model]:
+        if old.optimizer is None or optimizer is None or old.optimizer is optimizer:
+            logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
+            old.__exit__(None)
     dumped = None
     if dump is not None:
         # Without a dump, only torch is needed.
@@ -268,6 +293,6 @@ def watch_model(
     watch = ModelWatch(
         model, optimizer, scaler, config or WatchConfig(), None if log is None else Path(log), dumped, first_step
     )
-    if not watch.measurement.parameters:
+    if not any(parameter.requires_grad for parameter in watch.measurement.parameters.values()):
         logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
     return watch
