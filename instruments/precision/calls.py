@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch.distributed.tensor import DTensor
 
 
@@ -28,6 +29,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor; avoids importing its module, which takes half a second."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs along one more axis; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -89,17 +95,22 @@ def trace_modules(
     counts: Mapping[str, int] | None = None,
     only: Container[str] | None = None,
 ) -> Iterator[ModuleTracer]:
-    """Report the calls of `model` and of all its submodules to `receiver`; the hooks are removed on exit.
+    """Report the calls of `model` and of its submodules to `receiver`; the hooks are removed on exit.
 
     `prefix`: full name of `model`, if it is a submodule; `counts`: calls so far; `only`: names of modules to report.
     """
     tracer = ModuleTracer(Counter(counts or {}))
-    named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]
+    named = [(".".join(filter(None, (prefix, name))), module) for name, module in hookable_modules(model)]
     with ExitStack() as hooks:
         for name, module in named:
             if only is None or name in only:
                 _hook(module, name, receiver, tracer, hooks)
         yield tracer
+
+
+def hookable_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules without ScriptModules, which refuse hooks."""
+    return [pair for pair in model.named_modules() if not isinstance(pair[1], torch.jit.ScriptModule)]
 
 
 def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer, hooks: ExitStack) -> None:
@@ -127,11 +138,22 @@ def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output 
     for path, leaf in tree_flatten_with_path(value)[0]:
         if isinstance(leaf, Tensor):
             found[keystr(path)] = leaf
-        elif _is_record(leaf):
-            for one in fields(leaf):
-                inside = find_tensors(getattr(leaf, one.name))
-                found |= {f"{keystr(path)}.{one.name}{rest}": tensor for rest, tensor in inside.items()}
+        else:
+            for name, part in _parts_of(leaf):
+                found |= {f"{keystr(path)}{name}{rest}": tensor for rest, tensor in find_tensors(part).items()}
     return found
+
+
+def find_real_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output of a module
+    """`find_tensors`, with complex ones as pairs of real numbers."""
+    return {path: as_real(tensor) for path, tensor in find_tensors(value).items()}
+
+
+def _parts_of(leaf: object) -> list[tuple[str, Any]]:
+    """Path and value of each part of a dataclass or mapping; pytree treats both as leaves, except dict itself."""
+    if isinstance(leaf, MutableMapping):
+        return [(f"[{key!r}]", part) for key, part in leaf.items()]
+    return [(f".{one.name}", getattr(leaf, one.name)) for one in fields(leaf)] if _is_record(leaf) else []
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - the same structure
@@ -140,6 +162,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa:
     def change_leaf(leaf: Any) -> Any:  # noqa: ANN401
         if isinstance(leaf, Tensor):
             return change(leaf)
+        if isinstance(leaf, MutableMapping):
+            filled = copy.copy(leaf)
+            for key, part in leaf.items():
+                filled[key] = map_tensors(change, part)
+            return filled
         if not _is_record(leaf):
             return leaf
         changed = copy.copy(leaf)
@@ -164,6 +191,6 @@ def _copy_leaf(leaf: Any) -> Any:  # noqa: ANN401
         return leaf
 
 
-def _is_record(leaf: object) -> bool:
+def _is_record(leaf: object) -> "TypeGuard[DataclassInstance]":
     """Whether it is a dataclass instance, which pytree treats as a leaf."""
     return is_dataclass(leaf) and not isinstance(leaf, type)

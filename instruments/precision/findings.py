@@ -33,6 +33,7 @@ class OutputDiff:
     own_failure: str = ""
     ranges: Sequence[AxisRange] = ()
     swamped: str = ""
+    floor_rows: float = 1.0  # share of the rows that hold the error of the own floor
     overflow: str = ""  # in the module's own forward, between its submodules
     limits: DiffLimits = field(default_factory=DiffLimits, repr=False)
 
@@ -94,6 +95,7 @@ class Diff:
     choices: list[ChoiceDiff] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # modules that were never called
     silent: list[str] = field(default_factory=list)  # calls that returned no tensor
+    scripted: list[str] = field(default_factory=list)  # modules that refuse hooks
     only_one: list[str] = field(default_factory=list)  # calls made in only one of the two runs
     overflows: list[str] = field(default_factory=list)  # the first overflow, if it is between modules
     passes: int = 0
@@ -228,10 +230,14 @@ def _end(diff: Diff, end: OutputDiff) -> str:
     if jump is None:
         return f"{said}: the roundings of its {end.parts} modules add up"
     inside = " or inside it" if jump.parts else ""
-    return (
-        f"{said}: the error floor jumps at {jump.name} ({jump.kind}){inside}, to {jump.own_floor:.2g} for one unit in "
-        f"the last place of {diff.precision}; give it FP32 inputs, or smaller ones (subtract a mean before)"
-    )
+    where = f"the error floor jumps at {jump.name} ({jump.kind}){inside}, to {jump.own_floor:.2g} for one unit in "
+    where += f"the last place of {diff.precision}"
+    if jump.floor_rows < 1:
+        return (
+            f"{said}: {where}, in {jump.floor_rows:.1%} of its rows alone: rows near the border of a discrete choice "
+            "(argmin, top-k) may change it, which is no error"
+        )
+    return f"{said}: {where}; give it FP32 inputs, or smaller ones (subtract a mean before)"
 
 
 def reason(output: OutputDiff) -> str:
@@ -299,6 +305,7 @@ def _oddities(diff: Diff) -> Iterator[str]:
         (failed, "modules could not be run alone in low precision"),
         (diff.unused, "modules never ran on this sample, and are not judged"),
         (diff.silent, "calls returned no tensor"),
+        (diff.scripted, "modules are scripted, and judged only as parts of others"),
         (diff.only_one, "calls were made by one of the two runs alone"),
         (diff.overflows, "overflow between modules"),
     ):

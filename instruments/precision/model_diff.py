@@ -29,11 +29,12 @@ from instruments.precision.calls import (
     ModuleTracer,
     copy_arguments,
     dtype_name,
+    find_real_tensors,
     find_tensors,
     map_tensors,
     trace_modules,
 )
-from instruments.precision.comparison import axis_ranges, find_format, measure_distance
+from instruments.precision.comparison import axis_ranges, find_format, measure_distance, rows_with_error
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.session import (
     AUTOCAST,
@@ -101,7 +102,7 @@ class ReferencePass(ModuleEvents):
 
     def _lost(self, call: Call, arguments: Arguments) -> str:
         """Describe the input values that are finite in FP32 only, leaving out a mask's −3e38."""
-        for path, exact in find_tensors(arguments).items():
+        for path, exact in find_real_tensors(arguments).items():
             broken = self.session.broken.get((call, f"in{path}"))
             if broken is None or broken.shape != exact.shape:
                 continue
@@ -115,7 +116,7 @@ class ReferencePass(ModuleEvents):
         """Compare the three outputs, and store the FP32 one for the perturbed pass."""
         session = self.session
         session.order.setdefault(call, len(session.order))
-        tensors = find_tensors(output)
+        tensors = find_real_tensors(output)
         self._last = self._running.pop()
         self._overflowed |= any(
             (call, path) in session.broken and bool(tensor.isfinite().all()) for path, tensor in tensors.items()
@@ -162,6 +163,8 @@ class ReferencePass(ModuleEvents):
             for trial in (own, perturbed)
         )
         found.own_floor = None if floor is None else self.session.floor(floor, chained=found.parts > 0)
+        if floor is not None and exact.ndim > 1 and exact.numel():
+            found.floor_rows = rows_with_error(exact, perturbed.outputs[path])
         return found
 
     def _swamping(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - any output of a module
@@ -194,21 +197,30 @@ class ReferencePass(ModuleEvents):
         kept = kept_buffers(module, call.module, self.session.moving) if self.session.moving else nullcontext()
         try:
             with self._tracer.closed(), self.session.seeded(), kept, inside:
-                return _Trial(find_tensors(module(*args, **kwargs)), choices.made)
+                return _Trial(find_real_tensors(module(*args, **kwargs)), choices.made)
         except FAILURES as error:
             return _Trial({}, choices.made, str(error).partition("\n")[0] or type(error).__name__)
 
 
 @contextmanager
 def reference_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in evaluation mode, with its training mode restored on exit; an FP32 copy if it is in low precision."""
-    held = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point()]
-    if any(torch.finfo(tensor.dtype).bits < 32 for tensor in held):
+    """The model in evaluation mode, or an FP32 copy if it is in another precision."""
+    weights = [one.dtype for one in model.parameters() if one.is_floating_point()]
+    held = [*weights, *(one.dtype for one in model.buffers() if one.is_floating_point())]
+    if torch.float64 in weights or any(torch.finfo(dtype).bits < 32 for dtype in held):
         yield copy.deepcopy(model).float().eval()
         return
+    with _evaluated(model):
+        yield model
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; the training mode is restored on exit."""
     training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
-        yield model.eval()
+        yield
     finally:
         for module in training:
             module.training = True
@@ -260,7 +272,7 @@ class LowPrecisionPass(ModuleEvents):
         """Record the arguments' number formats and non-finite values."""
         self._running.append(call)
         self.session.types[call] = types_of(arguments)
-        for path, tensor in find_tensors(arguments).items():
+        for path, tensor in find_real_tensors(arguments).items():
             self._note_broken((call, f"in{path}"), tensor)
 
     def _note_broken(self, key: Key, tensor: Tensor) -> None:
@@ -270,7 +282,7 @@ class LowPrecisionPass(ModuleEvents):
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Store the outputs."""
         self._running.pop()
-        for path, tensor in find_tensors(output).items():
+        for path, tensor in find_real_tensors(output).items():
             if is_choice(tensor):
                 self.session.choosers.add(call.module)
                 self.session.low_choices[call, path] = tensor.clone()
@@ -297,7 +309,7 @@ class PerturbedPass(ModuleEvents):
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Compare with the reference; the largest distance of all draws is the floor."""
-        session, tensors = self.session, find_tensors(output)
+        session, tensors = self.session, find_real_tensors(output)
         for path, tensor in tensors.items():
             if is_choice(tensor) and (call, path) in session.choices:
                 changed = self._alike.update(session.reference_choices[call, path], tensor)
@@ -334,7 +346,7 @@ def auto_diff(
     """Compare a model in low precision with itself in FP32.
 
     Args:
-        model: runs in evaluation mode; its mode and buffers are restored. If it is in low precision, an FP32 copy runs.
+        model: runs in evaluation mode; its mode and buffers are restored. If it is not in FP32, an FP32 copy runs.
         sample: keyword arguments, or positional ones; copied.
         precision: bfloat16 or float16; "bf16" and "fp16" are the same.
         mode: autocast, or cast: `model.to(precision)`.
@@ -344,7 +356,7 @@ def auto_diff(
         memory_mib: host memory for stored outputs.
         seed: of the perturbation, and of random numbers that the model draws.
     Raises:
-        ConfigError: an invalid setting.
+        ConfigError: an invalid setting, or a ScriptModule.
         NumericsError: the model does not run in this precision.
     """
     started = perf_counter()
@@ -352,8 +364,11 @@ def auto_diff(
     if dtype_name(target) not in PRECISIONS:
         raise ConfigError(f"precision={dtype_name(target)} is no precision models run in", where="argument precision",
                           do="precision=bfloat16, or float16")  # fmt: skip
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("the model is a ScriptModule, which refuses hooks", where="argument model",
+                          do="compare the module that torch.jit was given")  # fmt: skip
     wanted = _select(model, modules)
-    with reference_of(model) as reference:
+    with reference_of(model) as reference, nullcontext() if low is None else _evaluated(low):
         tensors = chain(reference.parameters(), reference.buffers(), find_tensors(sample).values())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         arguments = arguments_of(reference, sample, device)

@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import Call, ModuleEvents, find_tensors, map_tensors
+from instruments.precision.calls import Call, ModuleEvents, as_real, find_tensors, hookable_modules, map_tensors
 from instruments.precision.comparison import changed_rows, measure_distance, ulp
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.verdict import Distance
@@ -32,8 +32,6 @@ class LowPrecision:
             )
         self.dtype, self.mode = dtype, mode
         self.model = reference if mode == AUTOCAST else cast or copy.deepcopy(reference).to(dtype)
-        if mode == CAST:
-            self.model.eval()
 
     def active(self, device: torch.device) -> AbstractContextManager[object]:
         """Context in which modules of `model` compute in low precision."""
@@ -77,6 +75,8 @@ class Perturbation:
 
     def __call__(self, values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
         """Perturb the values; integers and non-finite values stay unchanged."""
+        if values.is_complex():
+            return torch.view_as_complex(self(as_real(values)).contiguous())
         if not values.is_floating_point() or not values.numel():
             return values.clone()
         generator = self._generators.get(values.device)
@@ -104,7 +104,7 @@ class Perturbation:
             return self.of(output)
 
         with ExitStack() as hooks:
-            for module in model.modules():
+            for _name, module in hookable_modules(model):
                 hooks.callback(module.register_forward_hook(perturb).remove)
             yield
 
@@ -117,7 +117,7 @@ def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None
     """
     changed: set[str] = set()
     held = []
-    for module_name, module in model.named_modules():
+    for module_name, module in hookable_modules(model):
         for name, buffer in module._buffers.items():
             full = ".".join(filter(None, (prefix, module_name, name)))
             if only is None or full in only:
@@ -258,8 +258,10 @@ class Session:
         self.diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
         self.diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
         called = {call.module for call in self.order}
+        hookable = dict(hookable_modules(self.reference))
+        self.diff.scripted = [name for name, _module in self.reference.named_modules() if name not in hookable]
         # Outermost modules that did not run; containers without a forward are left out.
-        for name, module in self.reference.named_modules():
+        for name, module in hookable.items():
             runs = getattr(type(module), "forward", None) is not nn.Module.forward
             below = any(name.startswith(f"{outer}.") for outer in self.diff.unused)
             if name and runs and name not in called and not below:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, dtype_name, find_tensors, map_tensors
+from instruments.precision.calls import Arguments, as_real, dtype_name, find_tensors, map_tensors
 from instruments.precision.comparison import (
     FORMATS,
     AxisRange,
@@ -268,7 +268,7 @@ def analyze_tensor(
     """Measure what a tensor loses in number formats.
 
     Args:
-        tensor: floating-point, or complex: read as pairs along one more axis.
+        tensor: floating-point, or complex: read as pairs along one more axis; of a sparse one, the stored values.
         formats: bfloat16 (bf16), float16 (fp16), float8_e4m3fn, float8_e5m2.
         target_dtype: a single format, instead of `formats`.
         scale: "amax": first multiply so that the largest value becomes the format's, as usual in FP8; not for sums.
@@ -287,7 +287,8 @@ def analyze_tensor(
             do="give a floating-point tensor, or tensor.float()",
         )
     notes = ["complex: the last dim holds real and imaginary parts"] * tensor.is_complex()
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    notes += ["sparse: only the stored values are analysed"] * tensor.is_sparse
+    values = as_real(tensor.coalesce().values() if tensor.is_sparse else tensor)
     values = values if values.dtype == torch.float64 else values.float()
     finite = values.isfinite()
     clean = torch.where(finite, values, 0)

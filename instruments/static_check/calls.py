@@ -107,7 +107,8 @@ def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:
 def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901, PLR0911 - a case a kind
     """Value of a call that makes an object which the rules use; None for other calls."""
     node, word, every, words = call.node, call.word, call.every, call.words
-    region = _read_region(call, frame)
+    stored = state.values.get(text_of(node.func), UNKNOWN)
+    region = stored.ref if stored.kind == "region" else _read_region(call, frame)
     if region is not None:
         return Value(kind="region", ref=region)
     if word.endswith("GradScaler"):
@@ -147,6 +148,9 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901
 def _read_region(call: Call, frame: Frame) -> Region | None:
     """The autocast region that a call opens; None for other calls."""
     node, word, every, words = call.node, call.word, call.every, call.words
+    if word == "partial" and node.args:
+        node, every = ast.copy_location(ast.Call(node.args[0], node.args[1:], node.keywords), node), every[1:]
+        word = called_name(node)
     full = frame.definitions.full_name(node.func)
     if full not in AUTOCASTS:
         if word not in _MANAGED:

@@ -79,7 +79,7 @@ def check_file(path: Path, device: str) -> set[Finding]:
         walk_file(report)
     except RecursionError:
         return {unreadable(path, 1, "is nested too deeply to be checked")}
-    return report.findings
+    return report.findings | set(source.unread)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -49,6 +49,7 @@ class Source:
     tree: ast.Module
     silenced: dict[int, frozenset[str]]  # line → codes, or EVERY
     cells: list[tuple[str, int]] = field(default_factory=list)  # of a notebook: (cell, line in it) for each line
+    unread: list[Finding] = field(default_factory=list)  # cells that cannot be parsed
 
     def is_silenced(self, code: str, node: ast.expr) -> bool:
         """Whether a `noqa` comment on one of the node's lines silences the rule."""
@@ -74,45 +75,72 @@ def read_source(path: Path) -> Source | Finding:
         return unreadable(path, 1, f"cannot be read: {error.strerror}")
     if size > MAX_BYTES or data.count(b"\n") > MAX_LINES:
         return unreadable(path, 1, f"is longer than {MAX_LINES:,} lines or {MAX_BYTES:,} bytes, and not checked")
-    cells: list[tuple[str, int]] = []
     try:
-        if path.suffix == ".ipynb":
-            data, cells = join_cells(data)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as invalid escapes, which are no precision faults
-            tree = ast.parse(data, filename=str(path))
-        return Source(str(path), tree, find_silenced(data), cells)
+        notebook = path.suffix == ".ipynb"
+        return _read_notebook(path, data) if notebook else Source(str(path), _parse(data), find_silenced(data))
     except SyntaxError as error:
-        place, line = str(path), error.lineno or 1
-        if cells:
-            place, line = Source(place, ast.Module([], []), {}, cells).place(min(line, len(cells)))
-        return unreadable(Path(place), line, f"does not parse: {error.msg}")
+        return unreadable(path, error.lineno or 1, f"does not parse: {error.msg}")
     except (ValueError, RecursionError, MemoryError) as error:
         return unreadable(path, 1, f"does not parse: {error}")
+
+
+def _parse(code: bytes | str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as invalid escapes, which are no precision faults
+        return ast.parse(code)
 
 
 # IPython syntax: `%magic`, `!command`, `?help`, `help?`.
 _MAGIC = re.compile(r"(?P<indent>\s*)(?:[%!?]|[\w.]+\?+\s*$|[\w, ]+=\s*[%!])")
 
 
-def join_cells(data: bytes) -> tuple[bytes, list[tuple[str, int]]]:
-    """Code of a notebook, and cell and line of each of its lines. Raises ValueError: no notebook of version 4."""
+# Cells that hold another language. The code after other cell magics, such as %%prun, is Python.
+_FOREIGN = re.compile(
+    r"\s*%%(?!(?:writefile|file)\b.*\.py\s*$)"
+    r"(?:writefile|file|bash|sh|script|cmd|html|javascript|js|latex|markdown|svg|perl|ruby|cython|sql|bigquery|R)\b",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def _read_notebook(path: Path, data: bytes) -> Source:
+    """Parse a notebook cell by cell. Raises ValueError: no notebook of version 4."""
     notebook = json.loads(data)
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise ValueError("no notebook of version 4")
-    lines: list[str] = []
-    places: list[tuple[str, int]] = []
+    source = Source(str(path), ast.Module([], []), {})
     for number, cell in enumerate(notebook["cells"], 1):
         if not isinstance(cell, dict) or cell.get("cell_type") != "code":
             continue
         text = "".join(cell.get("source", ""))
-        if text.lstrip().startswith("%%") and not re.match(r"\s*%%(?:time|capture|timeit)\b", text):
-            continue  # another language
-        for line, code in enumerate(text.split("\n"), 1):
-            match = _MAGIC.match(code)
-            lines.append(f"{match['indent']}pass" if match else code)
-            places.append((f"cell {number}", line))
-    return "\n".join(lines).encode(), places or [("no code", 1)]
+        if _FOREIGN.match(text):
+            continue
+        try:
+            code, tree = _parse_cell(text)
+        except SyntaxError as error:
+            lines = min(error.lineno or 1, text.count("\n") + 1)
+            source.unread.append(unreadable(Path(f"{path}[cell {number}]"), lines, f"does not parse: {error.msg}"))
+            continue
+        above = len(source.cells)
+        source.tree.body.extend(ast.increment_lineno(node, above) for node in tree.body)
+        source.silenced.update({above + line: codes for line, codes in find_silenced(code.encode()).items()})
+        source.cells.extend((f"cell {number}", line) for line in range(1, code.count("\n") + 2))
+    return source
+
+
+def _parse_cell(code: str) -> tuple[str, ast.Module]:
+    """Code and tree of a cell; lines in IPython's own syntax, with those that continue them, become `pass`."""
+    try:
+        return code, _parse(code)
+    except SyntaxError:
+        lines: list[tuple[str, str]] = []
+        magic = False
+        for line in code.split("\n"):
+            continued = magic and lines[-1][1].endswith("\\")
+            match = _MAGIC.match(line)
+            magic = continued or match is not None
+            lines.append(("" if continued else f"{match['indent']}pass" if match else line, line.rstrip()))
+        code = "\n".join(kept for kept, _line in lines)
+        return code, _parse(code)
 
 
 def find_silenced(data: bytes) -> dict[int, frozenset[str]]:

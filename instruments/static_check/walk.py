@@ -163,15 +163,26 @@ def call_function(
 
 def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list[State]:
     """Walk every statement on every way that reaches it; returns the ways at the end."""
-    for statement in body:
+    for place, statement in enumerate(body):
         going = [way for way in ways if not way.ended]
         ended = [way for way in ways if way.ended]
         if not going:
             break
+        if (context := _entered_context(statement)) is not None:
+            rest = ast.copy_location(ast.With([ast.withitem(context)], [*body[place + 1 :]]), statement)
+            return [*ended, *(after for way in going for after in _walk_with(rest, way, frame))]
         ways = [*ended, *(after for way in going for after in walk_statement(statement, way, frame))]
         if len(ways) > _MOST_WAYS:
             ways = [join(ways)]
     return ways
+
+
+def _entered_context(statement: ast.stmt) -> ast.expr | None:
+    """The context of `stack.enter_context(...)`, which is taken to last until the end of the body."""
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(attr="enter_context"), [context])):
+            return context
+    return None
 
 
 def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:  # noqa: PLR0911 - a case a kind

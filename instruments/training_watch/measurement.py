@@ -3,15 +3,16 @@
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
-from instruments.precision.calls import find_tensors, in_backward, is_sharded, plain_name
+from instruments.precision.calls import as_real, find_tensors, in_backward, is_sharded, plain_name
 from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
 from instruments.training_watch.verdict import (
     History,
@@ -27,28 +28,29 @@ MISSING = -1.0  # in place of the norm of a missing gradient
 
 @torch.no_grad()
 def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """L2 norm of each of P parameters' gradients, `MISSING` without one, on the first parameter's device.
+    """L2 norm of each of P parameters' gradients, `MISSING` without one, on the first gradient's device.
 
     Does not wait for the device. Shards of a DTensor are added up over the processes that hold them; all of these
-    processes must call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19.
+    processes must call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19; fp64 for fp64.
     """
-    device = parameters[0].device
+    device = next((one.device for one in parameters if one.grad is not None), parameters[0].device)
     norms_P = torch.full((len(parameters),), MISSING, device=device)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
     for place, parameter in enumerate(parameters):
         if parameter.grad is not None:
             values = _local(parameter.grad)
             groups[values.device, values.dtype].append((place, values))
-    for group in groups.values():
-        found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=torch.float32)
-        norms_P[[place for place, _grad in group]] = torch.stack(found).to(device)
+    for (_device, dtype), group in groups.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=wide)
+        norms_P[[place for place, _grad in group]] = torch.stack(found).to(norms_P)
     return _add_shards(parameters, norms_P)
 
 
 def _local(grad: Tensor) -> Tensor:
     values: Tensor = grad.to_local() if is_sharded(grad) else grad
     # Repeated rows count as their sum.
-    return values.coalesce().values() if values.is_sparse else values
+    return as_real(values.coalesce().values() if values.is_sparse else values)
 
 
 def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
@@ -75,16 +77,32 @@ def layer_of(name: str) -> str:
 logger = logging.getLogger(__name__)
 
 
-def find_trainable(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """Parameters that require a gradient, by name; with an optimizer, only its own."""
-    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+def find_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
+    """Parameters by name, frozen ones too, as they may be unfrozen later; with an optimizer, only its own."""
+    own = dict(model.named_parameters())
     if optimizer is None:
         return own
     asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    strangers = len(asked - {id(parameter) for parameter in own.values()})
+    strangers = len(asked - {id(parameter) for parameter in own.values() if parameter.requires_grad})
     if strangers:
         logger.warning("%d parameters of the optimizer are not trained by the model: not watched", strangers)
     return {name: parameter for name, parameter in own.items() if id(parameter) in asked}
+
+
+def _find_hooked(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules without submodules or with parameters of their own, by name of the layer.
+
+    MultiheadAttention and parametrized modules use weights of submodules that they do not call.
+    """
+    found, scripted = [], 0
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            scripted += 1  # it refuses hooks
+        elif not module._modules or {*module._parameters.values()} - {None} or hasattr(module, "parametrizations"):
+            found.append((layer_of(f"{name}.") if name else type(module).__name__, module))
+    if scripted:
+        logger.warning("%d modules are scripted, which bypasses hooks: their outputs are not watched", scripted)
+    return found
 
 
 # Calls of a module in one forward pass that are recorded separately.
@@ -92,53 +110,65 @@ _MOST_CALLS = 64
 
 
 class Measurement:
-    """Hooks on modules without submodules, and the measurements of the steps so far."""
+    """Hooks on modules, and the measurements of the steps so far."""
 
-    def __init__(self, model: nn.Module, trainable: dict[str, nn.Parameter], config: WatchConfig) -> None:
-        """Add the hooks if `config.activations`. Raises ConfigError: flat parameters of FullyShardedDataParallel."""
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], config: WatchConfig) -> None:
+        """Raises ConfigError: flat parameters of FullyShardedDataParallel."""
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise ConfigError(
                 "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers",
                 where="watch_model",
                 do="shard with torch.distributed.fsdp.fully_shard, or watch the model without sharding",
             )
-        self.model, self.config, self.parameters = model, config, trainable
-        self.device = next((p.device for p in [*trainable.values(), *model.parameters()]), torch.device("cpu"))
+        self.model, self.config, self.parameters = model, config, parameters
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self.device = next((p.device for p in [*trained, *model.parameters()]), torch.device("cpu"))
         # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
         self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.calls: Counter[str] = Counter()  # in this forward pass
-        leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
-        names = [layer_of(f"{name}.") if name else type(module).__name__ for name, module in leaves]
-        self._hooked = frozenset(names if config.activations else [])
-        self.handles = [
-            module.register_forward_hook(self._hook(name))
-            for name, (_, module) in zip(names, leaves, strict=True)
-            if config.activations
-        ]
+        self._modules = _find_hooked(model) if config.activations else []
+        self._hooked = frozenset(name for name, _module in self._modules)
         self.scales: list[float] = []
         self.rises = self.falls = 0  # of the loss scale
-        self._history = History()
+        self._histories: dict[int | None, History] = defaultdict(History)  # by id of the optimizer
+        self._was_read = False  # `peaks` have been reported; the next output starts new ones
         self._order: dict[str, int] = {}  # module → place in the order of execution
         self._steps_without: Counter[str] = Counter()  # parameter → steps without a gradient
         self._steps_with: Counter[str] = Counter()
         self._named: set[str] = set()  # parameters without a gradient that have been reported
         self._unseen = 0  # steps in which trained modules had no recorded output; -1 once reported
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def add_hooks(self) -> Iterator[RemovableHandle]:
+        """Hook the modules one by one; without `config.activations` there are none."""
+        for name, module in self._modules:
+            yield module.register_forward_hook(self._hook(name, owns=next(module.parameters(), None) is not None))
+
+    def _hook(self, name: str, *, owns: bool) -> Callable[[nn.Module, Any, Any], None]:
+        """`owns`: the module has parameters. Without, only outputs with a gradient count: others may be masks."""
+
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
             # Compiled code runs no hooks; evaluation and recomputed forward passes are left out.
             if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
                 return
+            if self._was_read:
+                self.forget_outputs()
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
-            for part in find_tensors(output).values():
+            parts = [as_real(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
+            for part in parts:
                 if part.is_floating_point() and part.numel() and not part.is_sparse:
-                    low, high = torch.aminmax(part.detach())  # one pass, no copy
+                    low, high = torch.aminmax(part)  # one pass, no copy
                     if (before := self.peaks.get((name, call, part.dtype))) is not None:
                         low, high = torch.minimum(low, before[0]), torch.maximum(high, before[1])
                     self.peaks[name, call, part.dtype] = low, high
 
         return look
+
+    def forget_outputs(self) -> None:
+        """Start the ranges of the next step's outputs."""
+        self.peaks.clear()
+        self.calls.clear()
+        self._was_read = False
 
     @torch.no_grad()
     def read(
@@ -150,14 +180,15 @@ class Measurement:
         scaled: bool = False,
         norms_P: Tensor | None = None,
         only: Collection[str] | None = None,
+        optimizer: int | None = None,
     ) -> StepReport:
         """Report of a step, with one transfer from the device.
 
         `scaled`: gradients are still multiplied by the loss scale; `norms_P`: gradient norms, None: measured now;
-        `only`: names of the parameters that count.
+        `only`: names of the parameters that count; `optimizer`: id of the one that makes the step, whose norms are
+        compared with those of its earlier steps. Several optimizers may step after the same forward pass.
         """
-        peaks, self.peaks = self.peaks, {}
-        self.calls.clear()
+        peaks, self._was_read = self.peaks, True
         if norms_P is None:
             norms_P = gradient_norms(list(self.parameters.values())) if self.parameters else torch.zeros(0)
         singles = [torch.as_tensor(math.nan if one is None else one) for one in (loss, scale)]
@@ -168,12 +199,13 @@ class Measurement:
         ends = iter(numbers[len(norms) + 2 :])
         outputs = [Output(name, dtype, next(ends), next(ends)) for name, _call, dtype in peaks]
         known = None if loss is None else loss_value
-        norms = {name: norm for name, norm in norms.items() if only is None or name in only}
+        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        norms = {name: norm for name, norm in norms.items() if name in trained and (only is None or name in only)}
         layers, lost = self._by_layer(norms, 1 / scale_value if scaled else 1.0, outputs)
         found = judge_finiteness(known, lost, outputs, scaled=scale is not None)
         if not lost:  # non-finite gradients have no norms to judge
             idle = self._hooked - {output.module for output in outputs} if outputs else ()
-            found += judge_norms(layers, self.config, self._history, idle)
+            found += judge_norms(layers, self.config, self._histories[optimizer], idle)
         found += judge_range(outputs, self.config)
         missing = [name for name, norm in norms.items() if norm == MISSING]
         self._steps_without.update(missing)
@@ -207,7 +239,7 @@ class Measurement:
             if not math.isfinite(norm) and not _is_finite(self.parameters[name]):
                 lost.add(layer)
         last = len(self._order)
-        # Layers whose outputs are not recorded (they have submodules) come last, in the model's order.
+        # Layers whose outputs are not recorded come last, in the model's order.
         ordered = sorted(squares, key=lambda layer: self._order.get(layer, last))
         return {layer: math.sqrt(squares[layer]) for layer in ordered}, [layer for layer in ordered if layer in lost]
 
@@ -268,6 +300,7 @@ def _ranges(outputs: Sequence[Output]) -> dict[str, tuple[float, float]]:
 
 def _is_finite(parameter: nn.Parameter) -> bool:
     """Whether the gradient is finite, so that only its norm overflowed."""
-    assert parameter.grad is not None, "it had a norm"
+    if parameter.grad is None:  # a manual step has dropped it
+        return False
     values = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
     return bool(values.isfinite().all())

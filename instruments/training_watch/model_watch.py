@@ -1,12 +1,14 @@
 """Watch a model during training.
 
 Gradient norms are measured at the end of each backward pass, before clipping. They are judged at the step of a torch
-optimizer that has parameters of the model; with a GradScaler, after `unscale_`. A loop that calls `watch.step(loss)`
+optimizer that has parameters of the model; with a GradScaler, after `unscale_`. With several optimizers (GAN, Muon and
+AdamW) each has reports of its own; a step ends when one of them steps again. A loop that calls `watch.step(loss)`
 itself, before clipping, turns following of optimizers off.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import find_tensors, in_backward
-from instruments.training_watch.measurement import Measurement, find_trainable, gradient_norms, logger
+from instruments.precision.calls import in_backward
+from instruments.training_watch.measurement import Measurement, find_parameters, gradient_norms, logger
 from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
 
 if TYPE_CHECKING:
@@ -51,30 +53,57 @@ class ModelWatch:
         """Add the hooks; a disabled scaler counts as none."""
         self.optimizer, self.dump = optimizer, dump
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.next_step = first_step
+        self.next_step = self._first_step = first_step
         self.last: StepReport | None = None
-        self.measurement = Measurement(model, find_trainable(model, optimizer), config)
+        self.measurement = Measurement(model, find_parameters(model, optimizer), config)
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
         self._by_hand = False  # the loop calls step(); nothing else marks a step
         self._stepped = False  # an optimizer has made a step
         self._unscaled: set[int] = set()  # ids of optimizers whose unscaled gradients have been measured
-        self._awaited = False  # a callback waits for the end of this backward pass
+        # Ids of the optimizers that have stepped in this step, and in any.
+        self._in_step: set[int | None] = set()
+        self._known: set[int | None] = set()
+        self._awaited: Callable[[], object] = lambda: None  # reference to the callback of a backward pass that runs
         # Norms at the end of the last backward pass, and (id, version) of each gradient to detect changes.
-        self._held: tuple[Tensor, list[tuple[int, int]]] | None = None
+        self._held: tuple[Tensor, dict[str, tuple[int, int] | None]] | None = None
+        self._undo = ExitStack()
+        self._heard: set[str] = set()  # parameters with a hook
+        _following.add(self)
+        try:
+            self._add_hooks(model)
+            if dump is not None:
+                dump.__enter__()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _add_hooks(self, model: nn.Module) -> None:
         ours = weakref.ref(self)  # the hook is global and must not keep the model alive
 
         def before_step(stepping: Optimizer, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
             if (watch := ours()) is not None:
                 watch.look_before_step(stepping)
 
-        around = model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)
-        handles = [*self.measurement.handles, *around, register_optimizer_step_pre_hook(before_step)]
-        self._undo: list[Callable[[], None]] = [handle.remove for handle in handles]
-        _following.add(self)
+        self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+        for handle in self.measurement.add_hooks():
+            self._undo.callback(handle.remove)
+        if not isinstance(model, torch.jit.ScriptModule):
+            self._undo.callback(model.register_forward_pre_hook(self._begin).remove)
+            self._undo.callback(model.register_forward_hook(self._end).remove)
+        self._listen()
         GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
-        if dump is not None:
-            dump.__enter__()
+
+    def _listen(self) -> None:
+        """Add hooks to trained parameters, also to those that were frozen at the last call."""
+        ours = weakref.ref(self)
+        for name, parameter in self.measurement.parameters.items():
+            if parameter.requires_grad and parameter.is_leaf and name not in self._heard:
+                handle = parameter.register_post_accumulate_grad_hook(
+                    lambda _: (watch := ours()) and watch._await_end()  # type: ignore[func-returns-value]
+                )
+                self._heard.add(name)
+                self._undo.callback(handle.remove)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Record the loss if `step` is not called; a `loss` among the model's outputs is recorded automatically."""
@@ -95,17 +124,32 @@ class ModelWatch:
         self._by_hand = True
         if loss is not None:
             self.note_loss(loss)
-        scaler = self.scaler
-        return self._measure(None if scaler is None else scaler.scale(torch.ones((), device=self.measurement.device)))
+        scaler, one = self.scaler, torch.ones((), device=self.measurement.device)
+        report = self._measure(None if scaler is None else scaler.scale(one))
+        self._held = None
+        self.measurement.forget_outputs()
+        return report
 
-    def _measure(self, scale: Tensor | None = None, **how: Any) -> StepReport:  # noqa: ANN401 - of Measurement.read
-        report = self.measurement.read(self.next_step, self._loss, scale, **how)
-        self.last, self._loss, self._held = report, None, None
-        self.next_step += 1
+    def _measure(
+        self,
+        scale: Tensor | None = None,
+        *,
+        optimizer: int | None = None,
+        **how: Any,  # noqa: ANN401 - of read
+    ) -> StepReport:
+        joins = bool(self._in_step) and optimizer not in self._in_step  # the step that another optimizer began
+        if not joins or not (optimizer in self._known or self.next_step == self._first_step + 1):
+            joins, self._in_step = False, set()
+            self.next_step += 1
+        self._in_step.add(optimizer)
+        self._known.add(optimizer)
+        report = self.measurement.read(self.next_step - 1, self._loss, scale, optimizer=optimizer, **how)
+        self.last, self._loss = report, None
         self._log.write(report)
-        if self.dump is not None:
-            bad = any(anomaly.severity == SEVERE for anomaly in report.anomalies)
+        bad = any(anomaly.severity == SEVERE for anomaly in report.anomalies)
+        if self.dump is not None and (bad or not joins):
             self.dump.step(float("nan") if bad else 0.0)
+        self._listen()
         return report
 
     def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
@@ -113,36 +157,39 @@ class ModelWatch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
             return
         self.measurement.calls.clear()
+        self._listen()
         if self._held is not None and not self._stepped and self._held[1] != self._gradients():
             self._measure(norms_P=self._held[0])
+            self._held = None
 
     def _end(self, _model: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a model
-        """Record the loss; hooks on the outputs detect the backward pass."""
+        """Record the loss."""
         if torch.compiler.is_compiling() or self._by_hand or not torch.is_grad_enabled() or in_backward():
             return
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.note_loss(loss)
-        for tensor in find_tensors(output).values():
-            if tensor.requires_grad:
-                tensor.register_hook(self._await_backward)
 
-    def _await_backward(self, _grad: Tensor) -> None:
-        if not self._awaited:
-            self._awaited = True
+    def _await_end(self) -> None:
+        """When the first gradient of a backward pass is there: have the norms measured at the end of the pass."""
+        if self._awaited() is None:
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Queued twice: runs after DistributedDataParallel's own callback at the end of a backward pass.
-            queue(lambda: queue(self._hold))
+
+            def end() -> None:
+                queue(self._hold)  # queued twice: runs after DistributedDataParallel's own callback
+
+            # A backward pass that raises frees its callbacks.
+            self._awaited = weakref.ref(end)
+            queue(end)
 
     @torch.no_grad()
     def _hold(self) -> None:
-        self._awaited = False
         if not self._by_hand and self.scaler is None and self.measurement.parameters:
             self._held = gradient_norms([*self.measurement.parameters.values()]), self._gradients()
 
-    def _gradients(self) -> list[tuple[int, int]]:
-        grads = [parameter.grad for parameter in self.measurement.parameters.values()]
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+    def _gradients(self) -> dict[str, tuple[int, int] | None]:
+        grads = {name: parameter.grad for name, parameter in self.measurement.parameters.items()}
+        return {name: None if grad is None else (id(grad), grad._version) for name, grad in grads.items()}
 
     def _names_of(self, optimizer: Any) -> set[str]:  # noqa: ANN401 - or a wrapper of one
         """Names of the optimizer's watched parameters; empty if the optimizer is not followed."""
@@ -150,14 +197,18 @@ class ModelWatch:
         if self._by_hand or (followed is not None and getattr(optimizer, "optimizer", optimizer) is not followed):
             return set()
         asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return {name for name, parameter in self.measurement.parameters.items() if id(parameter) in asked}
+        ours = self.measurement.parameters.items()
+        return {name for name, parameter in ours if parameter.requires_grad and id(parameter) in asked}
 
     def look_unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Judge an optimizer's gradients after GradScaler.unscale_."""
         if scaler.is_enabled() and (names := self._names_of(optimizer)):
             self.scaler, self._stepped = scaler, True
-            self._unscaled.add(id(getattr(optimizer, "optimizer", optimizer)))
-            self._measure(scaler.scale(torch.ones((), device=self.measurement.device)), only=names)
+            self._held = None  # norms of scaled gradients
+            plain = id(getattr(optimizer, "optimizer", optimizer))
+            self._unscaled.add(plain)
+            one = torch.ones((), device=self.measurement.device)
+            self._measure(scaler.scale(one), only=names, optimizer=plain)
 
     def look_before_step(self, optimizer: Optimizer) -> None:
         """Judge gradients before an optimizer's step; they may have been clipped since the backward pass."""
@@ -170,20 +221,19 @@ class ModelWatch:
             return
         # Fused optimizers unscale inside their step.
         scale = getattr(optimizer, "grad_scale", None)
-        held, given = self._held, [parameter.grad is not None for parameter in self.measurement.parameters.values()]
-        usable = held is not None and [place != (0, 0) for place in held[1]] == given
-        norms_P = held[0] if held is not None and usable and scale is None else None
-        self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names)
+        norms_P, then = self._held or (None, {})
+        parameters = self.measurement.parameters
+        if scale is not None or any((then.get(name) is None) != (parameters[name].grad is None) for name in names):
+            norms_P = None  # of other gradients
+        self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names, optimizer=id(optimizer))
 
     def remove(self) -> None:
         """Remove all hooks; results stay. Gradients that no step has used yet are judged."""
-        if not self._undo:
+        if self not in _following:
             return
         if self._held is not None and not self._stepped and not self._by_hand:
             self._measure(norms_P=self._held[0])
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        self._undo.close()
         _following.discard(self)
         if not _following:
             GradScaler.unscale_ = _unscale  # type: ignore[method-assign]
@@ -197,8 +247,9 @@ class ModelWatch:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Remove the hooks and end the dump."""
         self.remove()
-        if self.dump is not None:
-            self.dump.__exit__(kind, *details)
+        dump, self.dump = self.dump, None
+        if dump is not None:
+            dump.__exit__(kind, *details)
 
 
 def watch_model(
@@ -214,8 +265,10 @@ def watch_model(
 ) -> ModelWatch:
     """Watch gradients, outputs and the loss scale of a model in training; its results do not change.
 
+    An earlier watch of the same model ends, unless each has an optimizer of its own.
+
     Args:
-        model: frozen parameters are left out, tied ones counted once.
+        model: parameters are left out while they are frozen, tied ones counted once.
         optimizer: the only one to follow. None: all that have parameters of the model, until `step` is called.
         scaler: its scale is judged as well; not needed if an optimizer is followed.
         config: thresholds.
@@ -226,6 +279,10 @@ def watch_model(
     Raises:
         ConfigError: the model is sharded in a way that hides its layers.
     """
+    for old in [one for one in _following if one.measurement.model is model]:
+        if old.optimizer is None or optimizer is None or old.optimizer is optimizer:
+            logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
+            old.__exit__(None)
     dumped = None
     if dump is not None:
         # Without a dump, only torch is needed.
@@ -236,6 +293,6 @@ def watch_model(
     watch = ModelWatch(
         model, optimizer, scaler, config or WatchConfig(), None if log is None else Path(log), dumped, first_step
     )
-    if not watch.measurement.parameters:
+    if not any(parameter.requires_grad for parameter in watch.measurement.parameters.values()):
         logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
     return watch

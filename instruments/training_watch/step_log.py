@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instruments.errors import ContractError, check_output, exit_code, say
+from instruments.json_kinds import check_fields, is_count, is_number, is_text, kind_of, list_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -179,23 +180,22 @@ def check_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def _is_figure(value: object) -> bool:
+    return is_number(value) or value in ("nan", "inf", "-inf")
+
+
+_KINDS = dict.fromkeys(("loss", "gradient_norm", "loss_scale"), _is_figure) | {
+    "step": is_count, "anomalies": list_of(kind_of(Anomaly)), "warnings": list_of(is_text),
+}  # fmt: skip
+
+
 def _check_line(number: int, line: object) -> None:
     """Raise ValueError if a line is not a step of a log."""
-    if not isinstance(line, dict):
-        raise ValueError(f"line {number} is no object")
-    if "step" in line and (type(line["step"]) is not int or abs(line["step"]) >= 1 << 62):
-        raise ValueError(f"line {number}: step {line['step']!r:.40} is no number of a step")
-    for name in {"loss", "gradient_norm", "loss_scale"} & line.keys():
-        try:
-            float(line[name])
-        except (TypeError, OverflowError) as error:
-            raise ValueError(f"line {number}: {name} {line[name]!r:.40} is no number") from error
-    found = [line.get("anomalies", []), line.get("warnings", [])]
-    if not all(isinstance(part, list) for part in found) or not all(isinstance(words, str) for words in found[1]):
-        raise ValueError(f"line {number}: anomalies or warnings are no lists")
-    for one in found[0]:
-        if not isinstance(one, dict) or not all(isinstance(one.get(n), str) for n in ("kind", "severity", "message")):
-            raise ValueError(f"line {number}: an anomaly without kind, severity and message")
+    present = line.keys() if isinstance(line, dict) else ()
+    try:
+        check_fields(line, {name: kind for name, kind in _KINDS.items() if name in present})
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
 
 
 def describe(lines: Sequence[Mapping[str, Any]]) -> str:

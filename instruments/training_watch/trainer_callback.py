@@ -25,7 +25,9 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: object
     ) -> None:
-        """Add the hooks."""
+        """Add the hooks; those of a training that raised are removed first."""
+        if self.watch is not None:
+            self.watch.__exit__(None)
         first = state.global_step + 1
         self.watch = watch_model(model, config=self._config, log=self._log, dump=self._dump, first_step=first)
 

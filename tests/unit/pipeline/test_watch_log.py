@@ -66,11 +66,11 @@ def test_what_is_no_log_is_explained(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ([], "line 2 is no object"),
-        ({"step": "x"}, "line 2: step 'x' is no number of a step"),
-        ({"step": 1, "loss": [1]}, "line 2: loss [1] is no number"),
-        ({"step": 1, "anomalies": 3}, "line 2: anomalies or warnings are no lists"),
-        ({"step": 1, "anomalies": [{}]}, "line 2: an anomaly without kind, severity and message"),
+        ([], "line 2: it is not an object"),
+        ({"step": "x"}, "line 2: step missing or of another type"),
+        ({"step": 1, "loss": [1]}, "line 2: loss missing or of another type"),
+        ({"step": 1, "anomalies": 3}, "line 2: anomalies missing or of another type"),
+        ({"step": 1, "anomalies": [{}]}, "line 2: anomalies missing or of another type"),
         ({"loss": 1.0}, "1 lines say no step"),
     ],
 )

@@ -1,5 +1,6 @@
 """auto_diff on models that were not prepared for it; each case has a healthy twin."""
 
+import copy
 import json
 import sys
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from instruments.errors import ConfigError
 from instruments.precision import auto_diff
 from instruments.precision.command import main
 from instruments.precision.findings import notes_of, reason
@@ -259,3 +261,72 @@ def test_the_command_runs_no_pickle_and_explains_what_is_wrong(files, capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "FILE.py is your own code and is run" in capsys.readouterr().out
+
+
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.rfft(x.float())
+
+
+def test_complex_outputs_are_compared_as_pairs():
+    chain = nn.ModuleList([nn.Linear(D, D), Spectrum()])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chain = chain
+
+        def forward(self, x):
+            return self.chain[1](self.chain[0](x)).abs()
+
+    diff = auto_diff(Net(), sample())
+    found = next(one for one in diff.outputs if one.name == "chain.1")
+    assert found.shape == (B, T, D // 2 + 1, 2)
+    assert 0 < found.propagated.normalised_l2 < found.propagated_floor
+    assert diff.verdict is Verdict.OK
+
+
+class Fields(dict):
+    """Outputs of a model; pytree does not look inside."""
+
+
+def test_a_model_that_returns_a_kind_of_dict():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(D, D)
+
+        def forward(self, x):
+            return Fields(scores=self.line(x))
+
+    diff = auto_diff(Net(), sample())
+    assert [one.name for one in diff.outputs] == ["line", "(model)['scores']"]
+    assert diff.outputs[1].propagated_floor > 2**-9
+    assert diff.silent == []
+
+
+def test_a_model_in_float64():
+    model = nn.Sequential(nn.Linear(D, F), nn.Linear(F, 5)).double().train()
+    assert auto_diff(model, sample().double()).verdict is Verdict.OK
+    assert model[0].weight.dtype == torch.float64
+    assert model.training
+
+
+def test_the_low_precision_model_keeps_its_mode():
+    model = nn.Sequential(nn.Linear(D, F), nn.Dropout(), nn.Linear(F, 5))
+    low = copy.deepcopy(model).bfloat16().train()
+    assert auto_diff(model, sample(), mode="cast", low=low).verdict is Verdict.OK
+    assert low.training
+    assert low[1].training
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_scripted_modules_are_named(mode):
+    model = nn.Sequential(nn.Linear(D, D), torch.jit.script(nn.Linear(D, D)), nn.Linear(D, 5))
+    diff = auto_diff(model, sample(), mode=mode)
+    assert [one.name for one in diff.outputs] == ["0", "2", "(model)"]
+    assert (diff.scripted, diff.unused) == (["1"], [])
+    assert "1 modules are scripted, and judged only as parts of others: 1" in notes_of(diff)
+    with pytest.raises(ConfigError, match="the model is a ScriptModule"):
+        auto_diff(model[1], sample())

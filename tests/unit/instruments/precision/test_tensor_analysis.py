@@ -178,3 +178,11 @@ def test_odd_tensors():
         analyze_tensor(torch.arange(3), name="ids")
     with pytest.raises(ConfigError, match="formats=int4 is no low-precision format"):
         analyze_tensor(torch.ones(3), ["int4"])
+
+
+def test_a_sparse_gradient_is_analysed_by_its_stored_values():
+    embedding = torch.nn.Embedding(9, 4, sparse=True)
+    embedding(torch.tensor([1, 2, 1])).sum().backward()
+    found = analyze_tensor(embedding.weight.grad, target_dtype="bf16")
+    assert (found.shape, found.zeros, sum(found.octaves)) == ((9, 4), 0, 8)
+    assert found.ranges[-1].largest == 2.0  # repeated rows are added up

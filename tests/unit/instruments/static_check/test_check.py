@@ -318,6 +318,54 @@ def test_notebooks_are_read_cell_by_cell_without_their_magics(tmp_path):
     assert [(one.path, one.line, one.code) for one in report.findings] == [(f"{file}[cell 4]", 3, "LP105")]
 
 
+SUM = "import torch\nx = y.half()\nx.sum()"
+
+
+@pytest.mark.parametrize(
+    ("first", "number"),
+    [
+        ("!pip install -q \\\n    torch \\\n    numpy\n", 2),
+        ("x = (7\n  % 3)", 2),
+        (f"%%prun -q\n{SUM}", 1),
+        (f"%%writefile train.py\n{SUM}", 1),
+        ("%%writefile notes.txt\nx = (", 2),
+        ("%%html\n<p>", 2),
+    ],
+)
+def test_cells_are_parsed_one_by_one(tmp_path, first, number):
+    file = notebook(tmp_path / "train.ipynb", ("code", first), ("code", SUM if number == 2 else "z = 1"))
+    found = [(one.path, one.line, one.code) for one in static_check(file).findings]
+    assert found == [(f"{file}[cell {number}]", 3 + (number == 1), "LP105")]
+
+
+def test_an_unfinished_cell_does_not_hide_the_others(tmp_path):
+    cells = ("print('unfinished'\n", SUM, "y.half().sum()  # noqa: LP105")
+    file = notebook(tmp_path / "train.ipynb", *(("code", code) for code in cells))
+    report = static_check(file)
+    assert [(one.path, one.line, one.code) for one in report.findings] == [
+        (f"{file}[cell 1]", 1, "LP001"),
+        (f"{file}[cell 2]", 3, "LP105"),
+    ]
+    assert report.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from functools import partial\namp = partial(torch.autocast, 'cuda', dtype=torch.float16)\n"
+        "def train(x, y):\n    with amp():\n        p = model(x)\n    return F.cross_entropy(p, y)\n",
+        "from contextlib import ExitStack\n"
+        "def train(x, y):\n    with ExitStack() as stack:\n"
+        "        stack.enter_context(torch.autocast('cuda', torch.float16))\n"
+        "        p = model(x)\n    return F.cross_entropy(p, y)\n",
+    ],
+)
+def test_regions_opened_in_other_ways(tmp_path, code):
+    (tmp_path / "train.py").write_text(HEAD + code)
+    (found,) = [one for one in static_check(tmp_path).findings if one.code == "LP102"]
+    assert found.line == (HEAD + code).count("\n")
+
+
 def test_notebooks_that_cannot_be_read_are_not_clean(tmp_path):
     notebook(tmp_path / "a.ipynb", ("code", "x = 1"), ("code", "y = 2\nx = ("))
     (tmp_path / "b.ipynb").write_text("{")
