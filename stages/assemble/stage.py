@@ -139,7 +139,7 @@ def fit_all(
     def fit(layer: DealtLayer) -> RouterReport:
         index, seed = layer.index, context.layer_seed(layer.index)
         descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.balance_weight, seed)
-        settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
+        settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, text=text)
         neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
         fitted = fit_layer(layer.ffn, layer.inputs, experts, neurons_EN, always_S, checkpoint, settings, layer.keep)

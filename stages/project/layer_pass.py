@@ -39,7 +39,6 @@ class LayerCarve:
     loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, unscaled
     refit: RouterSettings
     biased: bool  # the router may have a bias
-    text: int | None = None  # number of text batches, which come first; None: all
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ def project_layer(
 
     `inputs` (of the already carved model) and `wanted` are those of `align_down`; `seed` orders the tokens of descent.
     """
-    _, validation = split_validation(Share.of(inputs).total_batches, settings.validation_share)
+    share = Share.of(inputs)
+    _, validation = split_validation(share.total_batches, settings.validation_share, share.text)
     base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
     state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
     outcome = Outcome(state.error)
@@ -124,7 +124,7 @@ def alternate(
         router = refit_router(carve, state.carved, inputs, wanted)
         if chooses_alike(router, state.carved, inputs):
             return state, kept
-        router = set_logit_std(router, Share.of(inputs).first(carve.text), carve.refit.logit_std)
+        router = set_logit_std(router, Share.of(inputs).only_text(), carve.refit.logit_std)
         aligned = align_down(reroute(base, router, inputs), inputs, wanted, settings)
         before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.carved, aligned.carved))
         if settings.validate and aligned.error + after >= state.error + before:
@@ -153,7 +153,8 @@ def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings)
     """The cost of uneven load, in units of error: `balance` times the load variance on validation tokens."""
     if not refit.descent.balance:
         return 0.0
-    _, validation = split_validation(Share.of(inputs).total_batches, refit.validation_share)
+    share = Share.of(inputs)
+    _, validation = split_validation(share.total_batches, refit.validation_share, share.text)
     load_E = load_balance(loop.router, inputs, loop.top_k, validation)
     return refit.descent.balance * float((load_E - 1).square().mean())
 
@@ -177,7 +178,7 @@ def train_experts(
     trains for all, because the steps are many and small.
     """
     share = Share.of(inputs)
-    fitted, _ = split_validation(share.total_batches, settings.validation_share)
+    fitted, _ = split_validation(share.total_batches, settings.validation_share, share.text)
     gathered = [share.gather(), share.holding(wanted).gather()]
 
     def train() -> ExpertWeights:
@@ -265,11 +266,11 @@ def project_all(
             done = done or find_done(scratch, index)
         else:
             seed = context.layer_seed(index)
-            refit = refit_settings(checkpoint, project, routers.logit_std, seed)
+            refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
             start = checkpoint.loop(
                 partition, index, load_layer(extracted, index), routers.layer(index), layer.ffn.act, stream.device
             )
-            carve = LayerCarve(start, refit, checkpoint.biased, len(context.text))
+            carve = LayerCarve(start, refit, checkpoint.biased)
             wanted = tokens.inputs.map(layer.ffn)
             loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
             del wanted  # free it before the next layer's is computed
@@ -290,8 +291,13 @@ def find_done(scratch: Path, layer: int) -> ProjectedLayer:
     return done
 
 
-def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int) -> RouterSettings:
-    """Settings of a router refit: the method of stage=assemble, with this stage's steps and tokens."""
+def refit_settings(
+    checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int, text: int | None = None
+) -> RouterSettings:
+    """Settings of a router refit: the method of stage=assemble, with this stage's steps and tokens.
+
+    The first `text` batches are text; None: all.
+    """
     descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.balance_weight, seed)
     return RouterSettings(
         checkpoint.settings.router,
@@ -300,4 +306,5 @@ def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_s
         project.router_tokens,
         project.validation_share,
         logit_std,
+        text,
     )
