@@ -49,7 +49,8 @@ class Outcome:
     error_aligned: float | None = None  # on the tokens of the rounds; None: alignment is off
     penalty: float | None = None  # None: not aligned
     rounds: int = 0  # of router and alignment, kept
-    error_end: float = 0.0
+    descended: bool = False  # descent was kept
+    error_end: float = 0.0  # after descent
 
 
 @torch.no_grad()
@@ -72,7 +73,8 @@ def project_layer(
         # Descent fits the training tokens further, so it starts from columns that are fitted less closely to them.
         loop = train_experts(state.less_fitted or state.carved, inputs, wanted, settings, seed)
         trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
-        state = trained if not settings.validate or trained.error < state.error else state
+        if not settings.validate or trained.error < state.error:
+            state, outcome = trained, replace(outcome, descended=True)
     return state.carved, replace(outcome, error_end=state.error)
 
 

@@ -142,7 +142,7 @@ def summarise(
         "after alignment",
         "ridge penalty",
         "router rounds",
-        "error at the end of alignment",
+        "error after descent" if project.descent_steps else "error at the end",
     ]
     notes = [describe(outcomes, project, gradients), *alignment_needs(project, shape, width, tokens, asked)]
     return Table("project", columns, rows, notes)
@@ -174,5 +174,7 @@ def describe(outcomes: Mapping[int, Outcome], project: ProjectConfig, gradients:
     rounds = sum(outcome.rounds for outcome in outcomes.values())
     said = [f"alignment {alignment}"]
     said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
-    said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []
+    if project.descent_steps:
+        kept = sum(outcome.descended for outcome in outcomes.values())
+        said += [f"{project.descent_steps} steps of layer-wise descent in {kept} of {len(outcomes)} layers"]
     return "; ".join([*said, describe_gradients(gradients)])

@@ -114,5 +114,6 @@ def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
     layer = carve(torch.arange(S, F).view(E, N))
     plain, plainly = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_steps=0), seed=5)
     trained, outcome = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_rate=rate), seed=5)
-    assert (outcome.error_end < plainly.error_end) == kept
+    assert (outcome.error_end < plainly.error_end) == outcome.descended == kept
+    assert not plainly.descended
     assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept
