@@ -136,8 +136,8 @@ def rank_neurons(
         flat_F = torch.zeros(width)
         return flat_F, flat_F
     if cluster.aligns(shape, width):
-        # Without always-on neurons, the ranking only separates routed from dropped neurons.
-        keep = shape.always_on or shape.experts * shape.n
+        # Without always-on neurons, the ranking separates routed from dropped neurons, and orders them for method rank.
+        keep = shape.always_on or min(shape.experts * shape.n, width - 1)
         sample_TD = evidence.activity.sample(cluster.sample_tokens)
         measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
     else:

@@ -93,6 +93,17 @@ def test_alignment_ranks_without_a_score(job, plant, dense):
     assert table.notes[0] == partition.description == how
 
 
+def test_alignment_ranks_neurons_to_deal_out_even_if_all_are_routed(job, plant, dense):
+    plant(layers=L, width=F).statistics.save(job.parents["scan"])
+    data, shape = DataConfig(tokens=96, max_length=32), MoEShape(3, 8, 2, 0)
+    aligned = grouped(method="rank", always_on_by="alignment")
+    table, partition = cluster(job, aligned, model=dense, data=data, shape=shape)
+    assert table.notes[0] == "experts by rank; dealt-out neurons by alignment"
+    assert (partition.multiplicity == 1).all()
+    for neurons_EN in partition.neurons:
+        assert not torch.equal(neurons_EN % 3, torch.arange(3).int()[:, None].expand(3, 8))  # dealt out by index
+
+
 def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, scores):
     table, partition = cluster(job)
     assert partition.neurons.shape == (L, 3, 6)
