@@ -380,7 +380,8 @@ def deal_layers(
                 outputs, dealt.outputs = dealt.outputs if world == 1 else None, None
                 dealt.inputs.clear()
             dealt = None
-        tokens.leave(map(layer.ffn, tokens.inputs) if outputs is None else outputs)
+        if index < stream.depth - 1:  # nothing reads the last layer's outputs
+            tokens.leave(map(layer.ffn, tokens.inputs) if outputs is None else outputs)
         del inputs, outputs
 
 

@@ -260,7 +260,8 @@ def project_all(
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         if index in checkpoint.shape.dense_layers:
-            tokens.leave(map(layer.ffn, tokens.inputs))
+            if index < stream.depth - 1:  # nothing reads the last layer's outputs
+                tokens.leave(map(layer.ffn, tokens.inputs))
             continue
         done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
         # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
@@ -279,9 +280,10 @@ def project_all(
             done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
             if workers.leads:
                 save_layer_checkpoint(scratch, index, done)
-        # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
-        carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
-        tokens.leave(map(carved, tokens.inputs))
+        if index < stream.depth - 1:
+            # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
+            carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
+            tokens.leave(map(carved, tokens.inputs))
         found[index] = (done.router, done.outcome)
     return found
 

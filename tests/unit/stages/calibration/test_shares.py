@@ -85,14 +85,26 @@ def test_tokens_are_taken_alike_and_gathered_in_order_where_they_are_wanted():
     as_workers(3, work)
 
 
+class CountingStream(LayerStream):
+    """Records the layer of every batch that passes an FFN."""
+
+    def layers(self):
+        self.ran = []
+        for index, layer in enumerate(super().layers()):
+            act = layer.ffn.act
+            layer.ffn = replace(layer.ffn, act=lambda h_TF, at=index, act=act: self.ran.append(at) or act(h_TF))
+            yield layer
+
+
 def test_each_layer_is_dealt_to_one_worker_with_all_tokens(tmp_path):
     folder = write_pico(tmp_path, "qwen3", layers=5)
     rows = [torch.randint(1, 61, (9,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
     batches = batch_sequences([TokenSequence(str(index), row, row) for index, row in enumerate(rows)], 9, 0)
     few = [batches[0], *(replace(batch, layers=3) for batch in batches[1:])]
-    with LayerStream(folder, device=torch.device("cpu")) as stream:
+    with CountingStream(folder, device=torch.device("cpu")) as stream:
         alone = [list(dealt.inputs) for dealt in deal_layers(stream, few, ALONE)]
     assert list(map(len, alone)) == [4, 4, 4, 1, 1]
+    assert stream.ran == [0] * 4 + [1] * 4 + [2] * 4 + [3]  # nothing reads the last layer's outputs
 
     def work(workers):
         with LayerStream(folder, device=torch.device("cpu")) as stream:
