@@ -271,7 +271,8 @@ def run_pool(
     if project.gradient_projection:
         aligned = projected
         projected, gradients = project_end_to_end(context, lambda _: aligned, project)
-    routers = Routers.of([loop.router for loop in projected], checkpoint.dtype, routers.logit_std)
+    last = {layer: loop.router for layer, loop in enumerate(projected)}
+    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
     given = split_pool(projected, partition)
     checkpoint.write(

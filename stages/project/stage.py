@@ -55,9 +55,8 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    # Layers that stay dense keep the unused routers of stage=assemble.
-    last = [layers[index][0] if index in layers else routers.layer(index) for index in range(partition.layers)]
-    routers = Routers.of(last, checkpoint.dtype, routers.logit_std)
+    last = {index: router for index, (router, _) in layers.items()}
+    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
     checkpoint.write(
         job.out / "checkpoint",
@@ -82,7 +81,7 @@ def project_layers(
 ) -> ProjectionOutcome:
     """Gradient projection of the layers in the folder `aligned`; the results are saved in the folder `kept`."""
     depth = partition.layers
-    carved = [layer for layer in range(depth) if layer not in checkpoint.shape.dense_layers]
+    carved = partition.carved_layers
 
     def find_outcome() -> ProjectionOutcome | None:
         whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in carved)

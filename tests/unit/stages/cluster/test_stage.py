@@ -147,6 +147,24 @@ def test_layers_do_not_depend_on_each_other(job, planted, scores):
     assert not torch.equal(both.neurons[0], both.neurons[1])
 
 
+@pytest.mark.parametrize("dense_layer", range(L))
+def test_a_layer_that_stays_dense_is_not_grouped(job, planted, dense_layer):
+    config = grouped(map="tsne")
+    table, plain = cluster(job, config)
+    pictures = {path.name for path in job.out.glob("*.png")}
+    assert len(pictures) == len(table.rows) == L
+    for path in job.out.iterdir():
+        path.unlink()
+    mixed, partition = cluster(job, config, shape=replace(SHAPE, dense_layers=(dense_layer,)))
+    (carved,) = partition.carved_layers
+    assert carved == 1 - dense_layer
+    assert torch.equal(partition.neurons[carved], plain.neurons[carved])
+    assert torch.equal(partition.always_on[carved], plain.always_on[carved])
+    assert mixed.rows == [table.rows[carved]]
+    assert [path.name for path in job.out.glob("*.png")] == [f"neuron_map_layer_{carved:03}.png"]
+    assert len([*job.scratch.iterdir()]) == 1
+
+
 def test_the_seed_decides(job, planted):
     config = grouped(method="random")
     first, again, other = (cluster(job, config, seed=seed)[1] for seed in (0, 0, 1))
@@ -192,7 +210,14 @@ def test_maps_of_chosen_layers(job, planted):
 
 
 @pytest.mark.parametrize(
-    "shape", [SHAPE, MoEShape(100, 6, 2, 5), MoEShape(3, 6, 2, 5, "global_pool"), MoEShape(1, 6, 1, 0, "global_pool")]
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, dense_layers=(0,)),
+        MoEShape(100, 6, 2, 5),
+        MoEShape(3, 6, 2, 5, "global_pool"),
+        MoEShape(1, 6, 1, 0, "global_pool"),
+    ],
 )
 def test_other_maps_are_drawn_from_the_earlier_partition(job, planted, tmp_path, monkeypatch, shape):
     config = {"cluster": grouped(map="tsne", map_layers=[1]), "vocabulary": NOTHING, "shape": shape, "seed": 0}
