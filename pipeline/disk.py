@@ -23,7 +23,8 @@ def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None
         return 0
     width = BYTES.get(source_dtype(source) or "", 2)
     if stage == "extract":
-        return 3 * int(source["hidden_size"]) * shape.neurons(int(source["num_hidden_layers"])) * width
+        carved_layers = int(source["num_hidden_layers"]) - len(shape.dense_layers)
+        return 3 * int(source["hidden_size"]) * shape.neurons(carved_layers) * width
     target = select_target(str(source["model_type"]), assemble.target, shape.always_on, pooled=shape.pooled)
     return count_carved(source, target, shape, assemble.pad_to).total * BYTES.get(assemble.dtype, width)
 

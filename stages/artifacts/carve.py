@@ -1,6 +1,6 @@
 """cluster, assemble → later stages: the neurons of every expert, and the routers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -33,20 +33,30 @@ class _Layers(TensorFile):
         experts, n = self.neurons.shape[-2:]
         return self.layers, experts, n, self.always_on.shape[1], self.width
 
+    @property
+    def carved_layers(self) -> list[int]:
+        """The layers that do not stay dense."""
+        return [*range(self.layers)]
+
     def neurons_of(self, layer: int) -> Tensor:
         """(e, N) neurons of the experts cut from the layer."""
         raise NotImplementedError
 
     @property
     def multiplicity(self) -> Tensor:
-        """(L, F) int64: number of experts that hold the neuron; 0 for always-on and dropped neurons."""
-        held = (self.neurons_of(layer).flatten().long() for layer in range(self.layers))
+        """(l, F) int64 for the carved layers: number of experts that hold the neuron; 0 if always on or dropped."""
+        held = (self.neurons_of(layer).flatten().long() for layer in self.carved_layers)
         return torch.stack([neurons_P.bincount(minlength=self.width) for neurons_P in held])
+
+    @property
+    def dropped(self) -> int:
+        """Number of neurons of the carved layers that are neither in an expert nor always on."""
+        return int((self.multiplicity == 0).sum()) - len(self.carved_layers) * self.always_on.shape[1]
 
     def check_layers(self, name: str) -> None:
         """Raise ContractError if the experts and always-on neurons of a layer are no valid partition."""
-        for layer, always_S in enumerate(self.always_on):
-            neurons_EN, where = self.neurons_of(layer), f"{name}, layer {layer}"
+        for layer in self.carved_layers:
+            neurons_EN, always_S, where = self.neurons_of(layer), self.always_on[layer], f"{name}, layer {layer}"
             used = torch.cat([neurons_EN.flatten(), always_S])
             if len(used) and (used.min() < 0 or used.max() >= self.width):
                 raise ContractError(f"neuron index outside 0..{self.width - 1}", where=where)
@@ -56,14 +66,18 @@ class _Layers(TensorFile):
                 raise ContractError("an always-on neuron is also in an expert", where=where)
 
 
+STAYS_DENSE = -1  # in place of every neuron of a layer that stays dense
+
+
 @dataclass(frozen=True)
 class Partition(_Layers):
     """Neurons of every expert, sorted within the expert, and the always-on neurons, sorted.
 
-    A neuron is always on, or in one or more experts (never twice in one), or dropped.
+    A neuron is always on, or in one or more experts (never twice in one), or dropped. Layers that stay dense have
+    STAYS_DENSE everywhere.
     """
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     FILE: ClassVar[str] = "partition.safetensors"
 
     width: int  # F
@@ -75,6 +89,11 @@ class Partition(_Layers):
         if self.neurons.ndim != 3 or self.always_on.ndim != 2 or len(self.neurons) != len(self.always_on):
             raise ContractError(f"partition shapes {tuple(self.neurons.shape)} and {tuple(self.always_on.shape)}")
         self.check_layers("partition")
+
+    @property
+    def carved_layers(self) -> list[int]:
+        """The layers that do not stay dense."""
+        return [layer for layer, neurons_EN in enumerate(self.neurons) if not bool((neurons_EN == STAYS_DENSE).all())]
 
     def neurons_of(self, layer: int) -> Tensor:
         """(E, N) neurons of the layer's experts."""
@@ -120,7 +139,10 @@ def load_partition(folder: Path, shape: MoEShape) -> Partition | PoolPartition:
 
 @dataclass(frozen=True)
 class Routers(TensorFile):
-    """One linear router per layer; it chooses the K experts with the highest x @ rowsᵀ + bias."""
+    """One linear router per layer; it chooses the K experts with the highest x @ rowsᵀ + bias.
+
+    Layers that stay dense have zeros.
+    """
 
     VERSION: ClassVar[int] = 3
     FILE: ClassVar[str] = "routers.safetensors"
@@ -130,9 +152,10 @@ class Routers(TensorFile):
     logit_std: float  # standard deviation of a token's logits over experts on the calibration text
 
     @classmethod
-    def of(cls, layers: Sequence[LinearRouter], dtype: torch.dtype, logit_std: float) -> "Routers":
-        """Stack the routers, rounded as a checkpoint in `dtype` rounds them."""
-        kept = [rounded(router.to("cpu"), dtype) for router in layers]
+    def of(cls, routers: Mapping[int, LinearRouter], layers: int, dtype: torch.dtype, logit_std: float) -> "Routers":
+        """Stack the routers by layer, rounded as a checkpoint in `dtype` rounds them; zeros for layers without one."""
+        unused = LinearRouter.without_bias(torch.zeros_like(next(iter(routers.values())).rows_ED))
+        kept = [rounded(routers.get(layer, unused).to("cpu"), dtype) for layer in range(layers)]
         rows_LED, bias_LE = (torch.stack(parts) for parts in zip(*((r.rows_ED, r.bias_E) for r in kept), strict=True))
         return cls(rows_LED, bias_LE, logit_std)
 

@@ -227,7 +227,6 @@ class CheckpointFormat:
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
         )
-        multiplicity_LF = partition.multiplicity
         write_card(
             folder,
             CarveFacts(
@@ -236,8 +235,8 @@ class CheckpointFormat:
                 shape=self.shape,
                 width=partition.width,
                 layers=partition.layers,
-                dropped=int((multiplicity_LF == 0).sum()) - partition.layers * self.shape.always_on,
-                most_copies=int(multiplicity_LF.max()),
+                dropped=partition.dropped,
+                most_copies=int(partition.multiplicity.max()),
                 partition=partition.description,
                 router=self.settings.router,
                 projection=projection,

@@ -1,6 +1,6 @@
 """The tables of stage=assemble."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +31,13 @@ class RouterReport:
 
 
 def summarise(
-    reports: Sequence[RouterReport], target: MoETarget, shape: MoEShape, partition: Partition, assemble: AssembleConfig
+    reports: Mapping[int, RouterReport],
+    target: MoETarget,
+    shape: MoEShape,
+    partition: Partition,
+    assemble: AssembleConfig,
 ) -> Table:
-    """One row per layer; the chance level is in the notes."""
+    """One row per carved layer; the chance level is in the notes."""
     rows = [
         [
             layer,
@@ -42,7 +46,7 @@ def summarise(
             f"{report.load_E.max():.2f}",
             int((report.load_E == 0).sum()),
         ]
-        for layer, report in enumerate(reports)
+        for layer, report in reports.items()
     ]
     share = shape.active_width / partition.width
     notes = [
@@ -51,9 +55,9 @@ def summarise(
         "the contribution oracle chooses the experts of largest Σ|h|·‖d‖; agreement by chance would be "
         f"{shape.top_k / shape.experts:.3f}",
     ]
-    if all(bool((report.scale_EN == 1).all()) for report in reports) and int(partition.multiplicity.max()) > 1:
+    if all(bool((report.scale_EN == 1).all()) for report in reports.values()) and int(partition.multiplicity.max()) > 1:
         notes.append("neurons with copies in several experts are unscaled here (assemble.mode=train scales them)")
-    unused = sum(int((report.load_E == 0).sum()) for report in reports)
+    unused = sum(int((report.load_E == 0).sum()) for report in reports.values())
     if unused:
         notes.append(f"{unused} experts are chosen by no calibration token; {load_advice(assemble)} evens the load")
     columns = ["layer", "agreement with the contribution oracle", "output error", "load max/mean", "unused experts"]

@@ -1,6 +1,6 @@
 """assemble: fit a router per layer on the dense model's inputs, write experts and routers as a native checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +61,8 @@ def run(
     if not job.workers.leads:
         return NOTHING
     std = logit_std(assemble, checkpoint.gate)
-    routers = Routers.of([report.router for report in reports], checkpoint.dtype, std)
+    fitted = {layer: report.router for layer, report in reports.items()}
+    routers = Routers.of(fitted, partition.layers, checkpoint.dtype, std)
     routers.save(job.out)
     scales = column_scales(reports, assemble, partition)
     checkpoint.write(
@@ -73,7 +74,7 @@ def run(
         projection="none: experts are the dense slices",
     )
     if isinstance(partition, PoolPartition):
-        return summarise_pool(reports, partition, shape)
+        return summarise_pool([*reports.values()], partition, shape)
     return summarise(reports, checkpoint.target, shape, partition, assemble)
 
 
@@ -127,19 +128,21 @@ def fit_all(
     pool: Sequence[ExpertWeights] | None,
     assemble: AssembleConfig,
     scratch: Path,
-) -> list[RouterReport]:
+) -> dict[int, RouterReport]:
     """Run the dense model once, fit each router on the inputs of its FFN, and save each report in `scratch`.
 
-    Workers share the pass; then each fits the router of one layer.
+    Workers share the pass; then each fits the router of one layer. Layers that stay dense have no report.
     """
     text, device, workers = len(context.text), stream.device, context.workers
     turns = -(-stream.depth // workers.world)
     done = workers.lead(lambda: [load_layer_checkpoint(scratch, index, RouterReport) for index in range(stream.depth)])
 
-    def fit(layer: DealtLayer) -> RouterReport:
+    def fit(layer: DealtLayer) -> tuple[int, RouterReport]:
+        if report := done[layer.index]:
+            return layer.index, report
         index, seed = layer.index, context.layer_seed(layer.index)
         descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.balance_weight, seed)
-        settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
+        settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, text=text)
         neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
         fitted = fit_layer(layer.ffn, layer.inputs, experts, neurons_EN, always_S, checkpoint, settings, layer.keep)
@@ -147,16 +150,16 @@ def fit_all(
         router = set_logit_std(router, layer.inputs[:text], logit_std(assemble, checkpoint.gate))
         loop = replace(task.routed(router), gate=checkpoint.gate)
         scale_EN = scale_of(loop, layer.inputs, assemble, pooled=checkpoint.shape.pooled)
-        return measure_router(loop, scale_EN, task, text)
+        return index, measure_router(loop, scale_EN, task, text)
 
-    reports: list[RouterReport] = []
+    reports: dict[int, RouterReport] = {}
     layers = deal_layers(stream, context.batches, workers, context.memory)
     for layer in tqdm(layers, total=turns, desc="assemble", unit="layer"):
-        mine = (done[layer.index] or fit(layer)) if layer else None
-        for report in filter(None, workers.gather(mine)):
-            if workers.leads and done[len(reports)] is None:
-                save_layer_checkpoint(scratch, len(reports), report)
-            reports.append(report)
+        mine = fit(layer) if layer and layer.index not in checkpoint.shape.dense_layers else None
+        for index, report in filter(None, workers.gather(mine)):
+            if workers.leads and done[index] is None:
+                save_layer_checkpoint(scratch, index, report)
+            reports[index] = report
     return reports
 
 
@@ -187,16 +190,16 @@ def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: i
 
 
 def column_scales(
-    reports: Sequence[RouterReport], assemble: AssembleConfig, partition: Partition | PoolPartition
-) -> Sequence[Tensor]:
+    reports: Mapping[int, RouterReport], assemble: AssembleConfig, partition: Partition | PoolPartition
+) -> Mapping[int, Tensor]:
     """Per layer, the (E, N) scale of its own experts' down columns; in a pool, all layers determine it together."""
     if isinstance(partition, Partition):
-        return [report.scale_EN for report in reports]
+        return {layer: report.scale_EN for layer, report in reports.items()}
     scale_EN = reports[0].scale_EN
     if assemble.mode == "train":
-        moments_2E = torch.stack([report.moments_2E for report in reports]).sum(0)
+        moments_2E = torch.stack([report.moments_2E for report in reports.values()]).sum(0)
         scale_EN = least_squares(moments_2E)[:, None].expand(partition.neurons.shape)
-    return torch.split(scale_EN, partition.given)
+    return dict(enumerate(torch.split(scale_EN, partition.given)))
 
 
 def scaled(experts: ExpertWeights, scale_EN: Tensor) -> ExpertWeights:

@@ -143,12 +143,15 @@ class Share(Sequence[Tensor]):
         like: Tensor,
         workers: Workers = ALONE,
         keep: Keep = as_it_is,
+        text: int | None = None,
     ) -> None:
         """`sizes` are the token counts of all batches, other workers' included; `like` is a tensor (0, D).
 
-        `keep` stores tensors that are computed from the batches.
+        `keep` stores tensors that are computed from the batches. The first `text` batches are text, the others random
+        tokens; None: all are text.
         """
         self._parts, self.sizes, self.like, self.workers, self.keep = parts, sizes, like, workers, keep
+        self.text = len(sizes) if text is None else text
 
     @classmethod
     def of(cls, batches: Sequence[Tensor]) -> "Share":
@@ -185,11 +188,11 @@ class Share(Sequence[Tensor]):
 
     def holding(self, parts: Sequence[Tensor]) -> "Share":
         """The same share with other tensors for its batches, row by row of the same tokens."""
-        return Share(parts, self.sizes, self.like, self.workers, self.keep)
+        return Share(parts, self.sizes, self.like, self.workers, self.keep, self.text)
 
-    def first(self, count: int | None) -> "Share":
-        """Only the first `count` batches; None: all."""
-        sizes = self.sizes[:count]
+    def only_text(self) -> "Share":
+        """Only the batches of text."""
+        sizes = self.sizes[: self.text]
         mine = len(range(len(sizes))[self.workers.rank :: self.workers.world])
         return Share(self._parts[:mine], sizes, self.like, self.workers, self.keep)
 
@@ -197,7 +200,7 @@ class Share(Sequence[Tensor]):
         """An evenly spaced `share` of the tokens of every batch, at least one token."""
         sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
         parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
-        return Share(parts, sizes, self.like, self.workers, self.keep)
+        return Share(parts, sizes, self.like, self.workers, self.keep, self.text)
 
     def total(
         self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None
@@ -288,7 +291,8 @@ class TokenStream:
             keep = memory.reserve(tokens * like.shape[1] * like.element_size())
         self.hidden = [keep(hidden_BTD) for hidden_BTD in stream.embed([batch.input_ids for batch in mine])]
         self._layers = [batch.layers for batch in batches]  # number of layers each batch passes; None: all
-        self._share = partial(Share, like=like, workers=workers, keep=keep)
+        text = sum(batch.is_text for batch in batches)
+        self._share = partial(Share, like=like, workers=workers, keep=keep, text=text)
         self._sizes = [batch.tokens for batch in batches]
         self.inputs = self._share([], [])
         self.entered = 0  # number of layers
@@ -376,7 +380,8 @@ def deal_layers(
                 outputs, dealt.outputs = dealt.outputs if world == 1 else None, None
                 dealt.inputs.clear()
             dealt = None
-        tokens.leave(map(layer.ffn, tokens.inputs) if outputs is None else outputs)
+        if index < stream.depth - 1:  # nothing reads the last layer's outputs
+            tokens.leave(map(layer.ffn, tokens.inputs) if outputs is None else outputs)
         del inputs, outputs
 
 

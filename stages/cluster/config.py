@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from models.config import MoEShape
 
-VERSION = 6
+VERSION = 7
 
 # Methods that compare neurons by their features.
 COMPARING_METHODS = frozenset({"router_aware", "balanced_kmeans"})

@@ -1,6 +1,6 @@
 """The partition of one layer, and each layer's share of a pool's experts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.config import MoEShape
-from stages.artifacts.carve import Partition, PoolPartition, load_partition
+from stages.artifacts.carve import STAYS_DENSE, Partition, PoolPartition, load_partition
 from stages.artifacts.tensor_file import TensorFile
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.methods import Method, NeuronsToGroup, fill_experts, group_neurons
@@ -121,31 +121,39 @@ class Homes(TensorFile):
     VERSION: ClassVar[int] = 1
     FILE: ClassVar[str] = "homes.safetensors"
 
-    home_LF: Tensor  # (L, F) int32, as in `LayerPartition`
+    home_LF: Tensor  # (L, F) int32, as in `LayerPartition`; ALWAYS_ON in layers that stay dense
 
 
 def save_partition(
-    folder: Path, partitions: Sequence[LayerPartition], shape: MoEShape, width: int, description: str
+    folder: Path, partitions: Mapping[int, LayerPartition], layers: int, shape: MoEShape, width: int, description: str
 ) -> None:
-    """Write all layers as one `Partition` or, for a pool, `PoolPartition`, and the neurons' homes."""
-    neurons = [partition.neurons_EN.int() for partition in partitions]
-    always_on_LS = torch.stack([partition.roles.always_on_S.int() for partition in partitions])
-    Homes(torch.stack([partition.home_F.int() for partition in partitions])).save(folder)
+    """Write all layers as one `Partition` or, for a pool, `PoolPartition`, and the neurons' homes.
+
+    Of the `layers`, those without a partition stay dense.
+    """
+    home_LF = torch.full((layers, width), ALWAYS_ON, dtype=torch.int32)
+    always_on_LS = torch.full((layers, shape.always_on), STAYS_DENSE, dtype=torch.int32)
+    neurons = [torch.full((shape.experts, shape.n), STAYS_DENSE, dtype=torch.int32)] * layers
+    for layer, partition in partitions.items():
+        home_LF[layer], always_on_LS[layer] = partition.home_F, partition.always_on_S
+        neurons[layer] = partition.neurons_EN.int()
+    Homes(home_LF).save(folder)
     if shape.pooled:
-        home_E = torch.arange(len(neurons), dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
+        home_E = torch.arange(layers, dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
         PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
     else:
         Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)
 
 
-def load_layers(folder: Path, shape: MoEShape) -> list[LayerPartition]:
-    """Read all layers that `save_partition` wrote. Raises ContractError."""
-    partition, found = load_partition(folder, shape), []
-    for layer, home_F in enumerate(Homes.load(folder).home_LF.long()):
+def load_layers(folder: Path, shape: MoEShape) -> dict[int, LayerPartition]:
+    """Read the partitions that `save_partition` wrote. Raises ContractError."""
+    partition, home_LF, found = load_partition(folder, shape), Homes.load(folder).home_LF.long(), {}
+    for layer in partition.carved_layers:
+        home_F = home_LF[layer]
         always_on_S, dropped_X = ((home_F == role).nonzero().flatten() for role in (ALWAYS_ON, DROPPED))
         routed_U = (home_F >= 0).nonzero().flatten()
         neurons_EN = partition.neurons_of(layer).long()
-        found.append(LayerPartition(always_on_S, routed_U, dropped_X, home_F[routed_U], neurons_EN))
+        found[layer] = LayerPartition(always_on_S, routed_U, dropped_X, home_F[routed_U], neurons_EN)
     return found
 
 

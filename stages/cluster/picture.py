@@ -1,6 +1,7 @@
 """Maps of chosen layers: each neuron's expert, score and firing frequency."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -198,18 +199,19 @@ MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
 FEATURE_NAMES = {"coactivation": "co-activation", "gate_rows": "gate rows"}
 
 
-def layers_to_draw(cluster: ClusterConfig, layers: int) -> list[int]:
-    """Layers to draw, ascending. Raises ConfigError: no such layer."""
+def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = ()) -> list[int]:
+    """Layers to draw, ascending, without the `dense` ones. Raises ConfigError: no such layer."""
     if cluster.map == "none":
         return []
-    wanted = cluster.map_layers or [0, layers // 2, -1]
+    carved = [layer for layer in range(layers) if layer not in dense]
+    wanted = cluster.map_layers or [carved[0], carved[len(carved) // 2], carved[-1]]
     if unknown := [layer for layer in wanted if not -layers <= layer < layers]:
         raise ConfigError(
             f"no layer {', '.join(map(str, unknown))}: the model has {layers}",
             where="setting cluster.map_layers",
             do="cluster.map_layers=[] for the first, the middle and the last",
         )
-    return sorted({layer % layers for layer in wanted})
+    return sorted({layer % layers for layer in wanted}.difference(dense))
 
 
 def plot_layer(

@@ -1,6 +1,6 @@
 """The table of the stage: how well each layer's neurons are grouped."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,13 +143,13 @@ COLUMNS = [
 
 
 def tabulate_layers(
-    figures: Sequence[LayerFigures],
+    figures: Mapping[int, LayerFigures],
     cluster: ClusterConfig,
     description: str,
     pictures: Sequence[str],
     shapes: Sequence[MoEShape] = (),
 ) -> Table:
-    """One row per layer, and notes on the method; `shapes` are the layers' shapes in a pool."""
+    """One row per carved layer, and notes on the method; `shapes` are the layers' shapes in a pool."""
     rows = [
         [
             layer,
@@ -162,13 +162,13 @@ def tabulate_layers(
             f"{figure.dropped_share:.1%}",
             figure.copies,
         ]
-        for layer, figure in enumerate(figures)
+        for layer, figure in figures.items()
     ]
     notes = [
         description,
         "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",
     ]
-    if any(figure.objective for figure in figures):
+    if any(figure.objective for figure in figures.values()):
         notes.append(
             "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: how far "
             "it is below the best assignment to these means"

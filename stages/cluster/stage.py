@@ -1,6 +1,6 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -37,7 +37,7 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Group the neurons of every layer into experts; random numbers are independent between layers.
+    """Group the neurons of every layer that does not stay dense; random numbers are independent between layers.
 
     Workers share the pass over the text; then each worker groups one layer. With `job.earlier`, its partition is taken.
     """
@@ -45,7 +45,7 @@ def run(
     statistics = NeuronStatistics.load(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
-    drawn = layers_to_draw(cluster, layers)
+    drawn = layers_to_draw(cluster, layers, shape.dense_layers)
     shapes = [shape] * layers
     if shape.pooled:
         assert scores is not None, "a pool reads the score, see config.py"
@@ -53,32 +53,35 @@ def run(
     turns = -(-layers // workers.world)
     done = workers.lead(lambda: find_done(job, shape, layers))
     activities: Iterable[LayerActivity | None] = repeat(None, turns)
-    if cluster.needs_pass(shape, width) and None in done:
+    if cluster.needs_pass(shape, width) and None in done.values():
         activities = open_activities(model, data, vocabulary, cluster.batch_tokens, workers, job.scratch)
-    found: list[GroupedLayer] = []
+    found: dict[int, GroupedLayer] = {}
     for turn, activity in enumerate(tqdm(activities, total=turns, desc="cluster", unit="layer")):
         layer, mine = turn * workers.world + workers.rank, None
-        if layer < layers:
+        if layer in done:
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
             mine = group_layer(cluster, evidence, shapes[layer], done[layer], job.out if layer in drawn else None)
         for grouped in filter(None, workers.gather(mine)):
             if workers.leads:
-                grouped.keep(job, new=done[len(found)] is None)
-            found.append(grouped)
+                grouped.keep(job, new=done[grouped.layer] is None)
+            found[grouped.layer] = grouped
     release_freed_memory()
     if not workers.leads:
         return NOTHING
     description = describe(cluster, shape, width, scores.description if scores else None)
-    save_partition(job.out, [grouped.partition for grouped in found], shape, width, description)
-    figures, pictures = [grouped.figures for grouped in found], [name for grouped in found for name in grouped.pictures]
+    partitions = {layer: grouped.partition for layer, grouped in found.items()}
+    save_partition(job.out, partitions, layers, shape, width, description)
+    figures = {layer: grouped.figures for layer, grouped in found.items()}
+    pictures = [name for grouped in found.values() for name in grouped.pictures]
     return tabulate_layers(figures, cluster, description, pictures, shapes if shape.pooled else ())
 
 
-def find_done(job: Job, shape: MoEShape, layers: int) -> list[LayerPartition | None]:
-    """The partitions of an earlier result, or of the layers that a killed run finished."""
+def find_done(job: Job, shape: MoEShape, layers: int) -> Mapping[int, LayerPartition | None]:
+    """Layers to carve → their partitions in an earlier result, or those that a killed run finished."""
     if job.earlier is not None:
-        return [*load_layers(job.earlier, shape)]
-    return [load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in range(layers)]
+        return load_layers(job.earlier, shape)
+    carved = [layer for layer in range(layers) if layer not in shape.dense_layers]
+    return {layer: load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in carved}
 
 
 class GroupedLayer(NamedTuple):
@@ -136,8 +139,8 @@ def rank_neurons(
         flat_F = torch.zeros(width)
         return flat_F, flat_F
     if cluster.aligns(shape, width):
-        # Without always-on neurons, the ranking only separates routed from dropped neurons.
-        keep = shape.always_on or shape.experts * shape.n
+        # Without always-on neurons, the ranking separates routed from dropped neurons, and orders them for method rank.
+        keep = shape.always_on or min(shape.experts * shape.n, width - 1)
         sample_TD = evidence.activity.sample(cluster.sample_tokens)
         measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
     else:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 4
+VERSION = 5
 
 BASELINES = (
     "unaligned",

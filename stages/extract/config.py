@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass

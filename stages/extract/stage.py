@@ -17,14 +17,14 @@ from stages.extract.config import ExtractConfig
 
 
 def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape) -> Table:
-    """Copy the neurons of the partition into one file per layer."""
+    """Copy the neurons of the partition into one file per layer that does not stay dense."""
     folder = resolve_folder(model)
     config = read_config(folder)
     partition = load_partition(job.parents["cluster"], shape)
     check_partition(partition, shape, layers=config["num_hidden_layers"], width=config["intermediate_size"])
     started, size = perf_counter(), 0
     with ShardReader(folder) as reader:
-        for layer in tqdm(range(partition.layers), desc="extract", unit="layer"):
+        for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
             experts = slice_experts(reader, dense_family(config), layer, neurons_EN, always_on_S)
             size += save_layer(job.out, layer, experts, neurons_EN, always_on_S)
@@ -46,16 +46,15 @@ def check_partition(partition: Partition | PoolPartition, shape: MoEShape, *, la
 
 def summarise(partition: Partition | PoolPartition, size: int, seconds: float) -> Table:
     """The closing table."""
-    layers, experts, n, always_on, _width = partition.sizes
-    multiplicity_LF = partition.multiplicity
-    dropped = partition.width - always_on - (multiplicity_LF > 0).sum(dim=1)
+    _layers, experts, n, always_on, width = partition.sizes
+    layers = len(partition.carved_layers)
     rows = [
         ("layers", layers),
         ("experts in all" if isinstance(partition, PoolPartition) else "experts a layer", experts),
         ("neurons an expert", n),
         ("always-on neurons a layer", always_on),
-        ("neurons dropped a layer", f"{dropped.double().mean():.0f} of {partition.width}"),
-        ("most copies of a neuron", int(multiplicity_LF.max())),
+        ("neurons dropped a layer", f"{partition.dropped / layers:.0f} of {width}"),
+        ("most copies of a neuron", int(partition.multiplicity.max())),
         ("written", f"{size / 2**20:.1f} MiB"),
         ("time", f"{seconds:.1f} s, {size / 2**20 / max(seconds, 1e-9):.0f} MiB/s"),
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.config import MoEShape
 from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
 
-VERSION = 15
+VERSION = 16
 
 # Settings of gradient projection only.
 GRADIENT_FIELDS = (

@@ -39,7 +39,6 @@ class LayerCarve:
     loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, unscaled
     refit: RouterSettings
     biased: bool  # the router may have a bias
-    text: int | None = None  # number of text batches, which come first; None: all
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class Outcome:
     error_aligned: float | None = None  # on the tokens of the rounds; None: alignment is off
     penalty: float | None = None  # None: not aligned
     rounds: int = 0  # of router and alignment, kept
-    error_end: float = 0.0
+    descended: bool = False  # descent was kept
+    error_end: float = 0.0  # after descent
 
 
 @torch.no_grad()
@@ -61,7 +61,8 @@ def project_layer(
 
     `inputs` (of the already carved model) and `wanted` are those of `align_down`; `seed` orders the tokens of descent.
     """
-    _, validation = split_validation(Share.of(inputs).total_batches, settings.validation_share)
+    share = Share.of(inputs)
+    _, validation = split_validation(share.total_batches, settings.validation_share, share.text)
     base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
     state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
     outcome = Outcome(state.error)
@@ -72,7 +73,8 @@ def project_layer(
         # Descent fits the training tokens further, so it starts from columns that are fitted less closely to them.
         loop = train_experts(state.less_fitted or state.carved, inputs, wanted, settings, seed)
         trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
-        state = trained if not settings.validate or trained.error < state.error else state
+        if not settings.validate or trained.error < state.error:
+            state, outcome = trained, replace(outcome, descended=True)
     return state.carved, replace(outcome, error_end=state.error)
 
 
@@ -124,7 +126,7 @@ def alternate(
         router = refit_router(carve, state.carved, inputs, wanted)
         if chooses_alike(router, state.carved, inputs):
             return state, kept
-        router = set_logit_std(router, Share.of(inputs).first(carve.text), carve.refit.logit_std)
+        router = set_logit_std(router, Share.of(inputs).only_text(), carve.refit.logit_std)
         aligned = align_down(reroute(base, router, inputs), inputs, wanted, settings)
         before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.carved, aligned.carved))
         if settings.validate and aligned.error + after >= state.error + before:
@@ -153,7 +155,8 @@ def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings)
     """The cost of uneven load, in units of error: `balance` times the load variance on validation tokens."""
     if not refit.descent.balance:
         return 0.0
-    _, validation = split_validation(Share.of(inputs).total_batches, refit.validation_share)
+    share = Share.of(inputs)
+    _, validation = split_validation(share.total_batches, refit.validation_share, share.text)
     load_E = load_balance(loop.router, inputs, loop.top_k, validation)
     return refit.descent.balance * float((load_E - 1).square().mean())
 
@@ -177,7 +180,7 @@ def train_experts(
     trains for all, because the steps are many and small.
     """
     share = Share.of(inputs)
-    fitted, _ = split_validation(share.total_batches, settings.validation_share)
+    fitted, _ = split_validation(share.total_batches, settings.validation_share, share.text)
     gathered = [share.gather(), share.holding(wanted).gather()]
 
     def train() -> ExpertWeights:
@@ -257,7 +260,8 @@ def project_all(
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         if index in checkpoint.shape.dense_layers:
-            tokens.leave(map(layer.ffn, tokens.inputs))
+            if index < stream.depth - 1:  # nothing reads the last layer's outputs
+                tokens.leave(map(layer.ffn, tokens.inputs))
             continue
         done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
         # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
@@ -265,20 +269,21 @@ def project_all(
             done = done or find_done(scratch, index)
         else:
             seed = context.layer_seed(index)
-            refit = refit_settings(checkpoint, project, routers.logit_std, seed)
+            refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
             start = checkpoint.loop(
                 partition, index, load_layer(extracted, index), routers.layer(index), layer.ffn.act, stream.device
             )
-            carve = LayerCarve(start, refit, checkpoint.biased, len(context.text))
+            carve = LayerCarve(start, refit, checkpoint.biased)
             wanted = tokens.inputs.map(layer.ffn)
             loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
             del wanted  # free it before the next layer's is computed
             done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
             if workers.leads:
                 save_layer_checkpoint(scratch, index, done)
-        # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
-        carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
-        tokens.leave(map(carved, tokens.inputs))
+        if index < stream.depth - 1:
+            # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
+            carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
+            tokens.leave(map(carved, tokens.inputs))
         found[index] = (done.router, done.outcome)
     return found
 
@@ -290,8 +295,13 @@ def find_done(scratch: Path, layer: int) -> ProjectedLayer:
     return done
 
 
-def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int) -> RouterSettings:
-    """Settings of a router refit: the method of stage=assemble, with this stage's steps and tokens."""
+def refit_settings(
+    checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int, text: int | None = None
+) -> RouterSettings:
+    """Settings of a router refit: the method of stage=assemble, with this stage's steps and tokens.
+
+    The first `text` batches are text; None: all.
+    """
     descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.balance_weight, seed)
     return RouterSettings(
         checkpoint.settings.router,
@@ -300,4 +310,5 @@ def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_s
         project.router_tokens,
         project.validation_share,
         logit_std,
+        text,
     )

@@ -53,8 +53,9 @@ def align_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], sett
     fitted, validation = split_validation(len(samples[0].inputs), settings.validation_share)
     before = mean_error(loops, samples, validation) if settings.validate else float("inf")
     best, last = PoolAlignment(loops, before, None), float("inf")
+    routed = [RoutedTokens.of(loop, sample, fitted) for loop, sample in zip(loops, samples, strict=True)]
     for penalty in sorted(settings.penalties, reverse=True):
-        down_EDN = sweep_experts(loops, samples, fitted, penalty, settings.pool_sweeps)
+        down_EDN = sweep_experts(loops[0], routed, penalty, settings.pool_sweeps)
         candidate = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
         error = mean_error(candidate, samples, validation)
         if error < best.error:
@@ -66,52 +67,54 @@ def align_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], sett
 
 
 @dataclass(frozen=True)
-class _Routed:
-    """One layer's tokens, their experts, and the residual of their outputs."""
+class RoutedTokens:
+    """One layer's tokens, their experts, and the residual of their outputs before anything is fitted."""
 
     x_TD: Tensor
-    chosen_TK: Tensor
-    gates_TK: Tensor
-    missing_TD: Tensor  # residual, updated when an expert is fitted
+    places: list[tuple[Tensor, Tensor]]  # of every expert: its tokens, and their gates (t, 1)
+    missing_TD: Tensor
     scale: float  # 1 / the root-mean-square norm of the target outputs
 
     @classmethod
-    def of(cls, loop: ExpertLoop, sample: LayerSample, batches: Sequence[int]) -> "_Routed":
-        """The layer before anything is fitted."""
+    def of(cls, loop: ExpertLoop, sample: LayerSample, batches: Sequence[int]) -> "RoutedTokens":
+        """The layer on these batches."""
         x_TD, wanted_TD = (torch.cat([part[batch] for batch in batches]) for part in (sample.inputs, sample.outputs))
         chosen_TK = loop.router.choose(x_TD, loop.top_k)
         gates_TK = relative_gates(loop.gate, x_TD @ loop.router.rows_ED.T, chosen_TK)
+        found = ((chosen_TK == expert).nonzero().unbind(1) for expert in range(loop.router.experts))
+        places = [(tokens_t, gates_TK[tokens_t, slots_t, None]) for tokens_t, slots_t in found]
         norm = float(wanted_TD.square().sum(1).mean().sqrt())
-        return cls(x_TD, chosen_TK, gates_TK, wanted_TD - loop(x_TD), 1 / norm if norm else 0.0)
+        return cls(x_TD, places, wanted_TD - loop(x_TD), 1 / norm if norm else 0.0)
 
     def served(self, loop: ExpertLoop, expert: int) -> tuple[Tensor, Tensor]:
         """Tokens routed to the expert, and its activations for them, times its gates."""
-        tokens_t, slots_t = (self.chosen_TK == expert).nonzero().unbind(1)
+        tokens_t, gates_t1 = self.places[expert]
         hidden_tN = loop.hidden(self.x_TD[tokens_t], loop.experts.gate_END[expert], loop.experts.up_END[expert])
-        return tokens_t, hidden_tN * self.gates_TK[tokens_t, slots_t, None]
+        return tokens_t, hidden_tN * gates_t1
 
 
 def sweep_experts(
-    loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], fitted: Sequence[int], penalty: float, sweeps: int
+    loop: ExpertLoop, layers: Sequence[RoutedTokens], penalty: float, sweeps: int
 ) -> Float[Tensor, "E D N"]:
-    """Block coordinate descent: fit one expert after the other to the residual of the others.
+    """Block coordinate descent: fit one expert of the pool after the other to the residual of the others.
 
-    The ridge of each step penalises the change of the columns. An expert without tokens is unchanged.
+    `loop` is any layer's, since all share the experts. The ridge of each step penalises the change of the columns. An
+    expert without tokens is unchanged.
 
     Returns:
         The down projections of the pool.
     """
-    down_EDN = loops[0].experts.down_EDN.clone()
-    layers = [_Routed.of(loop, sample, fitted) for loop, sample in zip(loops, samples, strict=True)]
+    down_EDN = loop.experts.down_EDN.clone()
+    missing_LTD = [layer.missing_TD.clone() for layer in layers]
     for expert in list(range(len(down_EDN))) * sweeps:
-        served = [layer.served(loops[0], expert) for layer in layers]
+        served = [layer.served(loop, expert) for layer in layers]
         moments = NormalEquations(down_EDN.shape[2], down_EDN.shape[1], device=down_EDN.device)
-        for layer, (tokens_t, hidden_tN) in zip(layers, served, strict=True):
-            moments.add(hidden_tN * layer.scale, layer.missing_TD[tokens_t] * layer.scale)
+        for layer, missing_TD, (tokens_t, hidden_tN) in zip(layers, missing_LTD, served, strict=True):
+            moments.add(hidden_tN * layer.scale, missing_TD[tokens_t] * layer.scale)
         change_DN = moments.solve(penalty)
         down_EDN[expert] += change_DN
-        for layer, (tokens_t, hidden_tN) in zip(layers, served, strict=True):
-            layer.missing_TD[tokens_t] -= hidden_tN @ change_DN.T
+        for missing_TD, (tokens_t, hidden_tN) in zip(missing_LTD, served, strict=True):
+            missing_TD[tokens_t] -= hidden_tN @ change_DN.T
     return down_EDN
 
 
@@ -271,7 +274,8 @@ def run_pool(
     if project.gradient_projection:
         aligned = projected
         projected, gradients = project_end_to_end(context, lambda _: aligned, project)
-    routers = Routers.of([loop.router for loop in projected], checkpoint.dtype, routers.logit_std)
+    last = {layer: loop.router for layer, loop in enumerate(projected)}
+    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
     given = split_pool(projected, partition)
     checkpoint.write(

@@ -55,9 +55,8 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    # Layers that stay dense keep the unused routers of stage=assemble.
-    last = [layers[index][0] if index in layers else routers.layer(index) for index in range(partition.layers)]
-    routers = Routers.of(last, checkpoint.dtype, routers.logit_std)
+    last = {index: router for index, (router, _) in layers.items()}
+    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
     checkpoint.write(
         job.out / "checkpoint",
@@ -82,7 +81,7 @@ def project_layers(
 ) -> ProjectionOutcome:
     """Gradient projection of the layers in the folder `aligned`; the results are saved in the folder `kept`."""
     depth = partition.layers
-    carved = [layer for layer in range(depth) if layer not in checkpoint.shape.dense_layers]
+    carved = partition.carved_layers
 
     def find_outcome() -> ProjectionOutcome | None:
         whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in carved)
@@ -142,7 +141,7 @@ def summarise(
         "after alignment",
         "ridge penalty",
         "router rounds",
-        "error at the end of alignment",
+        "error after descent" if project.descent_steps else "error at the end",
     ]
     notes = [describe(outcomes, project, gradients), *alignment_needs(project, shape, width, tokens, asked)]
     return Table("project", columns, rows, notes)
@@ -174,5 +173,7 @@ def describe(outcomes: Mapping[int, Outcome], project: ProjectConfig, gradients:
     rounds = sum(outcome.rounds for outcome in outcomes.values())
     said = [f"alignment {alignment}"]
     said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
-    said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []
+    if project.descent_steps:
+        kept = sum(outcome.descended for outcome in outcomes.values())
+        said += [f"{project.descent_steps} steps of layer-wise descent in {kept} of {len(outcomes)} layers"]
     return "; ".join([*said, describe_gradients(gradients)])

@@ -150,12 +150,10 @@ def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: floa
     write_native(model, start, job.out / "checkpoint", form.dtype)
     copy_card(start, job.out / "checkpoint", record.describe(record.read_record(job.scratch)))
     scale = gate_scale_of(form.target, form.shape).selection_bias_scale
-    found = iter([read_router(router, scale) for router in find_routers(model)])
-    before = Routers.load(job.parents["project"])
-    dense = form.shape.dense_layers
-    layers = range(len(before.rows))
-    routers = [before.layer(layer) if layer in dense else next(found) for layer in layers]
-    Routers.of(routers, form.dtype, logit_std).save(job.out)
+    found = [read_router(router, scale) for router in find_routers(model)]
+    layers = len(Routers.load(job.parents["project"]).rows)
+    carved = (layer for layer in range(layers) if layer not in form.shape.dense_layers)
+    Routers.of(dict(zip(carved, found, strict=True)), layers, form.dtype, logit_std).save(job.out)
     shutil.copyfile(job.scratch / record.FILE, job.out / record.FILE)
     if (job.scratch / record.EVENTS).exists():
         shutil.copytree(job.scratch / record.EVENTS, job.out / record.EVENTS)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from instruments.errors import ContractError
-from stages.artifacts.carve import Partition
+from models.routing import LinearRouter
+from stages.artifacts.carve import STAYS_DENSE, Partition, Routers
 from stages.artifacts.statistics import NeuronStatistics
 
 L, E, N, F, S = 2, 3, 4, 20, 5
@@ -30,6 +31,23 @@ def test_multiplicity_counts_the_experts_of_each_neuron():
     copies = Partition(F, changed(1, 2, 3, 4), ALWAYS_ON).multiplicity
     assert copies[0].tolist() == [1] * 12 + [0] * 8
     assert copies[1].tolist() == [0, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_layers_that_stay_dense_hold_nothing_and_drop_nothing(tmp_path):
+    dense = torch.full_like(NEURONS[:1], STAYS_DENSE)
+    nothing = torch.full_like(ALWAYS_ON[:1], STAYS_DENSE)
+    Partition(F, torch.cat([dense, NEURONS]), torch.cat([nothing, ALWAYS_ON])).save(tmp_path)
+    mixed, plain = Partition.load(tmp_path), Partition(F, NEURONS, ALWAYS_ON)
+    assert (mixed.layers, mixed.carved_layers) == (L + 1, [1, 2])
+    assert torch.equal(mixed.multiplicity, plain.multiplicity)
+    assert mixed.dropped == plain.dropped == L * (F - E * N - S)
+
+
+def test_routers_of_layers_that_stay_dense_are_zeros():
+    rows_ED = torch.randn(E, 7, generator=torch.Generator().manual_seed(0))
+    routers = Routers.of({1: LinearRouter.without_bias(rows_ED)}, 3, torch.float32, 0.5)
+    assert torch.equal(routers.rows, torch.stack([0 * rows_ED, rows_ED, 0 * rows_ED]))
+    assert routers.bias.shape == (3, E)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +78,7 @@ def test_another_contract_is_refused(tmp_path):
     with pytest.raises(ContractError) as error:
         NeuronStatistics.load(tmp_path)
     assert str(error.value) == (
-        "expected NeuronStatistics version 2, found Partition version 1\n"
+        "expected NeuronStatistics version 2, found Partition version 2\n"
         f"  where: {tmp_path / NeuronStatistics.FILE}\n"
         "  do:    run the stage that writes it again, with fresh=true"
     )

@@ -71,6 +71,17 @@ TARGETS = {
 OTHERS = {
     "qwen2-parity": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", PARITY),
     "parity": ("qwen3", *FEW, "always_on=8", PARITY),
+    "dense-layer": (
+        "llama",
+        "stage=all",
+        "experts=4",
+        "n=8",
+        "active=0.75",
+        "always_on=4",
+        "dense_layers=[1]",
+        "assemble.target=tiny_onn",
+        EVERY_BASELINE,
+    ),
     "embedded-softmax": (None, "stage=project", "always_on=0", "top_k=8", "project.penalties=[0.1]"),
 }
 

@@ -163,8 +163,9 @@ def chain(text, tmp_path_factory):
     """The command line of a whole run, and its outputs from one process with one thread."""
     folder = tmp_path_factory.mktemp("chain")
     given = words_of_pico(write_pico(folder / "pico", "qwen3", layers=3, tokenizer=True), text)
-    dials = ("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map_layers=[1]", "vocabulary.tokens=300")
-    words = [*given, *dials, "evaluate.speed_tokens=100", "evaluate.baselines=[static_mask_aligned,oracle]"]
+    dials = ("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map_layers=[1]")
+    random = ("vocabulary.tokens=300", "vocabulary.layers=2")
+    words = [*given, *dials, *random, "evaluate.speed_tokens=100", "evaluate.baselines=[static_mask_aligned,oracle]"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -72,9 +72,17 @@ def test_without_validation_the_best_penalty_is_applied_even_where_it_hurts(ffn,
 
 
 @pytest.mark.parametrize(
-    ("batches", "share", "held"), [(16, 0.125, [4, 12]), (8, 0.25, [2, 6]), (2, 0.125, [1]), (1, 0.5, [0])]
+    ("batches", "share", "held"), [(16, 0.125, [4, 12]), (8, 0.25, [2, 6]), (2, 0.125, [0]), (1, 0.5, [0])]
 )
 def test_the_validation_split_is_spread_evenly(batches, share, held):
     fitted, validation = split_validation(batches, share)
-    assert len(validation) == len(held)
+    assert validation == held
     assert batches == 1 or sorted(fitted + validation) == list(range(batches))
+
+
+@pytest.mark.parametrize(("batches", "random"), [(16, []), (17, []), (18, [16]), (24, [20]), (32, [20, 28])])
+def test_the_validation_text_does_not_depend_on_the_random_tokens_after_it(batches, random):
+    """One batch of random tokens alone is for fitting."""
+    fitted, validation = split_validation(batches, 0.125, 16)
+    assert validation == [4, 12, *random]
+    assert sorted(fitted + validation) == list(range(batches))

@@ -38,8 +38,9 @@ def loop_of(copies):
 
 
 def shared(workers, batches=BATCHES):
+    """Three batches of text and two of random tokens."""
     mine = batches[workers.rank :: workers.world]
-    return Share(mine, [len(batch) for batch in batches], batches[0][:0], workers)
+    return Share(mine, [len(batch) for batch in batches], batches[0][:0], workers, text=3)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(6, marks=pytest.mark.slow)])  # 6: more workers than batches
@@ -51,11 +52,15 @@ def test_workers_find_what_one_process_finds(world):
             assert torch.equal(column_scale(loop, share), column_scale(loop, BATCHES))
             error = relative_error(loop, BATCHES, wanted, [1, 3])
             assert relative_error(loop, share, mine, [1, 3]) == error > 0
-            alone, found = align_down(loop, BATCHES, wanted, SETTINGS), align_down(loop, share, mine, SETTINGS)
+            alone, found = (
+                align_down(loop, inputs, outputs, SETTINGS)
+                for inputs, outputs in ((shared(ALONE), wanted), (share, mine))
+            )
+            assert alone.error == relative_error(alone.carved, BATCHES, wanted, [1, 3])
             assert found.penalty == alone.penalty
             assert found.error == pytest.approx(alone.error, rel=1e-6)
             torch.testing.assert_close(found.carved.experts.down_EDN, alone.carved.experts.down_EDN, rtol=0, atol=1e-6)
-            routers = [set_logit_std(loop.router, inputs, 0.7).rows_ED for inputs in (share.first(3), BATCHES[:3])]
+            routers = [set_logit_std(loop.router, inputs, 0.7).rows_ED for inputs in (share.only_text(), BATCHES[:3])]
             assert torch.equal(*routers)
             assert torch.equal(
                 load_balance(loop.router, share, K, [0, 4]), load_balance(loop.router, [BATCHES[0], BATCHES[4]], K)
@@ -68,6 +73,7 @@ def test_tokens_are_taken_alike_and_gathered_in_order_where_they_are_wanted():
     def work(workers):
         share = shared(workers)
         taken, doubled = take_tokens(share, [2 * x_TD for x_TD in share], 16)
+        assert (share.text, share.map(FFN).text, taken.text, share.only_text().total_batches) == (3,) * 4
         expected, _ = take_tokens(BATCHES, BATCHES, 16)
         assert taken.tokens == expected.tokens == sum(map(len, expected)) < sum(SIZES)
         gathered = taken.gather(at=1), doubled.gather(at=1)
@@ -79,14 +85,26 @@ def test_tokens_are_taken_alike_and_gathered_in_order_where_they_are_wanted():
     as_workers(3, work)
 
 
+class CountingStream(LayerStream):
+    """Records the layer of every batch that passes an FFN."""
+
+    def layers(self):
+        self.ran = []
+        for index, layer in enumerate(super().layers()):
+            act = layer.ffn.act
+            layer.ffn = replace(layer.ffn, act=lambda h_TF, at=index, act=act: self.ran.append(at) or act(h_TF))
+            yield layer
+
+
 def test_each_layer_is_dealt_to_one_worker_with_all_tokens(tmp_path):
     folder = write_pico(tmp_path, "qwen3", layers=5)
     rows = [torch.randint(1, 61, (9,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
     batches = batch_sequences([TokenSequence(str(index), row, row) for index, row in enumerate(rows)], 9, 0)
     few = [batches[0], *(replace(batch, layers=3) for batch in batches[1:])]
-    with LayerStream(folder, device=torch.device("cpu")) as stream:
+    with CountingStream(folder, device=torch.device("cpu")) as stream:
         alone = [list(dealt.inputs) for dealt in deal_layers(stream, few, ALONE)]
     assert list(map(len, alone)) == [4, 4, 4, 1, 1]
+    assert stream.ran == [0] * 4 + [1] * 4 + [2] * 4 + [3]  # nothing reads the last layer's outputs
 
     def work(workers):
         with LayerStream(folder, device=torch.device("cpu")) as stream:

@@ -13,6 +13,11 @@ def test_layers_count_from_either_end(wanted, layers, drawn):
     assert layers_to_draw(ClusterConfig(map_layers=wanted), layers) == drawn
 
 
+@pytest.mark.parametrize(("wanted", "drawn"), [([], [1, 5, 7]), ([0, -2, 8], [7])])
+def test_layers_that_stay_dense_are_not_drawn(wanted, drawn):
+    assert layers_to_draw(ClusterConfig(map_layers=wanted), 9, (0, 4, 8)) == drawn
+
+
 def test_no_map_no_layers():
     assert layers_to_draw(ClusterConfig(map="none", map_layers=[77]), 4) == []
 

@@ -93,6 +93,17 @@ def test_alignment_ranks_without_a_score(job, plant, dense):
     assert table.notes[0] == partition.description == how
 
 
+def test_alignment_ranks_neurons_to_deal_out_even_if_all_are_routed(job, plant, dense):
+    plant(layers=L, width=F).statistics.save(job.parents["scan"])
+    data, shape = DataConfig(tokens=96, max_length=32), MoEShape(3, 8, 2, 0)
+    aligned = grouped(method="rank", always_on_by="alignment")
+    table, partition = cluster(job, aligned, model=dense, data=data, shape=shape)
+    assert table.notes[0] == "experts by rank; dealt-out neurons by alignment"
+    assert (partition.multiplicity == 1).all()
+    for neurons_EN in partition.neurons:
+        assert not torch.equal(neurons_EN % 3, torch.arange(3).int()[:, None].expand(3, 8))  # dealt out by index
+
+
 def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, scores):
     table, partition = cluster(job)
     assert partition.neurons.shape == (L, 3, 6)
@@ -134,6 +145,24 @@ def test_layers_do_not_depend_on_each_other(job, planted, scores):
     _table, alone = cluster(job, config)
     assert torch.equal(alone.neurons[0], both.neurons[0])
     assert not torch.equal(both.neurons[0], both.neurons[1])
+
+
+@pytest.mark.parametrize("dense_layer", range(L))
+def test_a_layer_that_stays_dense_is_not_grouped(job, planted, dense_layer):
+    config = grouped(map="tsne")
+    table, plain = cluster(job, config)
+    pictures = {path.name for path in job.out.glob("*.png")}
+    assert len(pictures) == len(table.rows) == L
+    for path in job.out.iterdir():
+        path.unlink()
+    mixed, partition = cluster(job, config, shape=replace(SHAPE, dense_layers=(dense_layer,)))
+    (carved,) = partition.carved_layers
+    assert carved == 1 - dense_layer
+    assert torch.equal(partition.neurons[carved], plain.neurons[carved])
+    assert torch.equal(partition.always_on[carved], plain.always_on[carved])
+    assert mixed.rows == [table.rows[carved]]
+    assert [path.name for path in job.out.glob("*.png")] == [f"neuron_map_layer_{carved:03}.png"]
+    assert len([*job.scratch.iterdir()]) == 1
 
 
 def test_the_seed_decides(job, planted):
@@ -181,7 +210,14 @@ def test_maps_of_chosen_layers(job, planted):
 
 
 @pytest.mark.parametrize(
-    "shape", [SHAPE, MoEShape(100, 6, 2, 5), MoEShape(3, 6, 2, 5, "global_pool"), MoEShape(1, 6, 1, 0, "global_pool")]
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, dense_layers=(0,)),
+        MoEShape(100, 6, 2, 5),
+        MoEShape(3, 6, 2, 5, "global_pool"),
+        MoEShape(1, 6, 1, 0, "global_pool"),
+    ],
 )
 def test_other_maps_are_drawn_from_the_earlier_partition(job, planted, tmp_path, monkeypatch, shape):
     config = {"cluster": grouped(map="tsne", map_layers=[1]), "vocabulary": NOTHING, "shape": shape, "seed": 0}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from instruments.errors import ContractError
 from models.config import ModelConfig, MoEShape
-from stages.artifacts.carve import Partition, PoolPartition
+from stages.artifacts.carve import STAYS_DENSE, Partition, PoolPartition
 from stages.artifacts.experts import layer_file, load_layer
 from stages.artifacts.job import Job
 from stages.extract.config import ExtractConfig
@@ -59,6 +59,19 @@ def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
     assert rows["experts a layer"] == 3
     assert rows["neurons dropped a layer"] == "11 of 40"
     assert rows["most copies of a neuron"] == 1
+
+
+def test_layers_that_stay_dense_are_not_sliced(dense: Path, job: Job) -> None:
+    whole = Partition.load(job.parents["cluster"])
+    for tensor in (whole.neurons, whole.always_on):
+        tensor[0] = STAYS_DENSE
+    whole.save(job.parents["cluster"])
+    shape = replace(SHAPE, dense_layers=(0,))
+    table = run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=shape)
+    assert [path.name for path in job.out.iterdir()] == [layer_file(job.out, 1).name]
+    rows = {str(name): value for name, value in table.rows}
+    assert rows["layers"] == 1
+    assert rows["neurons dropped a layer"] == "11 of 40"
 
 
 def test_a_partition_of_another_shape(dense: Path, job: Job) -> None:

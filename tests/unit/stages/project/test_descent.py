@@ -8,11 +8,12 @@ import torch
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from stages.calibration.alignment import column_scale, relative_error, scale_columns, split_validation
+from stages.calibration.batches import Share
 from stages.project.config import ProjectConfig
-from stages.project.layer_pass import LayerCarve, project_layer, train_experts
+from stages.project.layer_pass import LayerCarve, load_cost, project_layer, train_experts
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
-from stages.routing.task import make_loop
+from stages.routing.task import load_balance, make_loop
 
 D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
 REFIT = RouterSettings("residual_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000, logit_std=0.001)
@@ -77,6 +78,23 @@ def test_validation_tokens_are_not_looked_at():
         assert torch.equal(matrix, matrices(train(loop_of(), others))[name]), name
 
 
+def test_the_validation_text_is_the_same_with_random_tokens():
+    """The last 3 of 8 batches are random tokens; text 2 and random tokens 6 are for validation in every step."""
+    settings = replace(DESCENT, penalties=[0.1], validate=False, descent_steps=3)
+    inputs, layer = Share(INPUTS, list(map(len, INPUTS)), INPUTS[0][:0], text=5), carve(torch.arange(S, F).view(E, N))
+    others = [7 * y_TD if index in {2, 6} else y_TD for index, y_TD in enumerate(WANTED)]
+    (loop, outcome), (other, another) = (
+        project_layer(layer, inputs, wanted, settings, seed=5) for wanted in (WANTED, others)
+    )
+    for name, matrix in matrices(loop).items():
+        assert torch.equal(matrix, matrices(other)[name]), name
+    assert another.error_start == relative_error(loop_of(), INPUTS, others, [2, 6]) > outcome.error_start
+    assert outcome.error_end == relative_error(loop, INPUTS, WANTED, [2, 6])
+    priced = replace(REFIT, descent=replace(REFIT.descent, balance=3.0))
+    load_E = load_balance(loop.router, INPUTS, K, [2, 6])
+    assert load_cost(loop, inputs, priced) == 3 * float((load_E - 1).square().mean())
+
+
 def test_the_order_of_the_tokens_is_the_seeds():
     down_EDN = train(loop_of()).experts.down_EDN
     assert torch.equal(down_EDN, train(loop_of()).experts.down_EDN)
@@ -96,5 +114,6 @@ def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
     layer = carve(torch.arange(S, F).view(E, N))
     plain, plainly = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_steps=0), seed=5)
     trained, outcome = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_rate=rate), seed=5)
-    assert (outcome.error_end < plainly.error_end) == kept
+    assert (outcome.error_end < plainly.error_end) == outcome.descended == kept
+    assert not plainly.descended
     assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept

@@ -13,6 +13,8 @@ from stages.calibration.batches import LayerSample
 from stages.project.config import ProjectConfig
 from stages.project.pool import (
     PoolCarve,
+    RoutedTokens,
+    align_pool,
     layer_errors,
     mean_error,
     project_pool,
@@ -75,6 +77,11 @@ def carve(samples, method="random"):
     return PoolCarve(samples, [refit] * L, biased=False)
 
 
+def sweep(loops, samples, penalty, sweeps):
+    layers = [RoutedTokens.of(loop, sample, range(5)) for loop, sample in zip(loops, samples, strict=True)]
+    return sweep_experts(loops[0], layers, penalty, sweeps)
+
+
 def test_what_is_joined_comes_apart_again(parts, loops):
     assert loops[0].experts.gate_END is loops[2].experts.gate_END
     for before, after in zip(parts, split_pool(loops, PARTITION), strict=True):
@@ -84,8 +91,7 @@ def test_what_is_joined_comes_apart_again(parts, loops):
 def test_sweeps_end_at_the_joint_least_squares_solution(loops, samples):
     """Many sweeps over single experts converge to the joint solution of all experts."""
     loops = [replace(loop, gate=GateKind.CONSTANT) for loop in loops]
-    fitted = range(5)
-    down_EDN = sweep_experts(loops, samples, fitted, penalty=1e-6, sweeps=200)
+    down_EDN = sweep(loops, samples, penalty=1e-6, sweeps=200)
     features, wanted = [], []
     for loop, sample in zip(loops, samples, strict=True):
         x_TD, y_TD = torch.cat(sample.inputs), torch.cat(sample.outputs)
@@ -104,7 +110,7 @@ def test_sweeps_end_at_the_joint_least_squares_solution(loops, samples):
 def test_each_sweep_lowers_the_error_on_what_is_fitted(loops, samples):
     errors = [mean_error(loops, samples, range(5))]
     for sweeps in (1, 2, 4):
-        down_EDN = sweep_experts(loops, samples, range(5), penalty=1e-3, sweeps=sweeps)
+        down_EDN = sweep(loops, samples, penalty=1e-3, sweeps=sweeps)
         swept = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
         errors.append(mean_error(swept, samples, range(5)))
     assert errors == sorted(errors, reverse=True)
@@ -116,7 +122,7 @@ def test_an_expert_that_nobody_chooses_stays(loops, samples):
     away = torch.zeros(E)
     away[1] = -1e9
     shunning = [replace(loop, router=LinearRouter(loop.router.rows_ED, away)) for loop in loops]
-    swept_EDN = sweep_experts(shunning, samples, range(5), penalty=1e-2, sweeps=1)
+    swept_EDN = sweep(shunning, samples, penalty=1e-2, sweeps=1)
     assert torch.equal(swept_EDN[1], down_EDN[1])
     assert not torch.equal(swept_EDN[0], down_EDN[0])
 
@@ -130,6 +136,14 @@ def test_alignment_lowers_the_error_and_says_so(loops, samples):
     assert outcome.errors["at the end"] == ends
     assert sum(ends) < sum(outcome.errors["as cut"])
     assert torch.equal(projected[0].experts.gate_END, loops[0].experts.gate_END)
+
+
+def test_penalties_do_not_depend_on_each_other(loops, samples):
+    settings = ProjectConfig(validation_share=0.2, penalties=[1e-2, 1.0, 10.0])
+    best = align_pool(loops, samples, settings)
+    assert best.penalty < 10
+    alone = align_pool(loops, samples, replace(settings, penalties=[best.penalty]))
+    assert torch.equal(best.loops[0].experts.down_EDN, alone.loops[0].experts.down_EDN)
 
 
 def test_routers_are_fitted_to_the_aligned_experts(loops, samples):

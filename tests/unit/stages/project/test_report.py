@@ -3,7 +3,8 @@ import pytest
 from models.config import MoEShape
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients
-from stages.project.stage import alignment_needs
+from stages.project.layer_pass import Outcome
+from stages.project.stage import alignment_needs, describe, summarise
 
 SHAPE = MoEShape(experts=6, n=20, top_k=2, always_on=30)
 NEED = (
@@ -38,3 +39,18 @@ def test_what_gradient_projection_came_to():
         "gradient projection in 7 rounds (3,584 tokens, λ 0.02): KL to the dense model on validation tokens "
         "0.5000 → 0.2500"
     )
+
+
+def test_descent_is_counted_where_it_was_kept():
+    outcomes = {0: Outcome(0.5, 0.3, 0.1, error_end=0.3), 2: Outcome(0.5, 0.3, None, 1, descended=True, error_end=0.2)}
+    said = describe(outcomes, ProjectConfig(descent_steps=7), None)
+    assert said == (
+        "alignment ridge in 1 of 2 layers; 1 rounds of router and alignment kept; 7 steps of layer-wise descent in 1 "
+        "of 2 layers; gradient projection off"
+    )
+    for steps, column in ((7, "error after descent"), (0, "error at the end")):
+        settings = ProjectConfig(descent_steps=steps)
+        table = summarise(outcomes, settings, None, SHAPE, 200, tokens=900, asked=900)
+        assert [dict(zip(table.columns, row, strict=True))[column] for row in table.rows] == ["0.3000", "0.2000"]
+        assert table.notes[0] == describe(outcomes, settings, None)
+        assert ("descent" in table.notes[0]) == (steps > 0)

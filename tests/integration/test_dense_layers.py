@@ -1,0 +1,40 @@
+"""A chain with a layer that stays dense: no stage cuts, fits or counts it."""
+
+import re
+
+import torch
+from safetensors.torch import load_file
+
+from stages.artifacts.carve import Partition, Routers
+from stages.artifacts.experts import layer_file
+
+
+def test_a_layer_that_stays_dense_is_only_copied(carves):
+    """36 of the 40 neurons of layer 0 are kept; layer 1 stays dense."""
+    carve = carves["dense-layer"]
+    assert Partition.load(carve.stage("cluster")).carved_layers == [0]
+    extracted = carve.stage("extract")
+    assert [*extracted.glob("*.safetensors")] == [layer_file(extracted, 0)]
+    dense = load_file(carve.dense / "model.safetensors")
+    for stage, checkpoint in carve.checkpoints.items():
+        rows_LED = Routers.load(carve.stage(stage)).rows
+        assert rows_LED[0].any()
+        assert not rows_LED[1].any()
+        card = (checkpoint / "README.md").read_text()
+        assert "| neurons left out | 4 in all layers together |" in card
+        written = load_file(checkpoint / "model.safetensors")
+        ffn = [name for name in dense if ".layers.1.mlp." in name]
+        assert len(ffn) == 3
+        assert all(torch.equal(written[name], dense[name]) for name in ffn)
+        assert {name for name in written if ".layers.1.mlp." in name} == {*ffn}
+
+
+def test_tables_leave_it_out(carves):
+    carve = carves["dense-layer"]
+    runs = carve.folder.parents[3] / "runs"
+    reports = [path.read_text() for path in runs.glob("*/report.md")]
+    (report,) = (report for report in reports if "dense_layers=[1]" in report)
+    sections = dict(re.findall(r"^## (\w+)$(.*?)(?=^## |\Z)", report, re.MULTILINE | re.DOTALL))
+    rows = {name: re.findall(r"^\| (\d) +\|", sections[name], re.MULTILINE) for name in sections}
+    assert [rows[name] for name in ("scan", "cluster", "assemble", "project")] == [["0", "1"], ["0"], ["0"], ["0"]]
+    assert "of 1 layers" in sections["project"]
