@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from models import mixed_precision, straight_through
 from models.card import copy_card
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.loading import explained_memory, load_dense, load_tokenizer, load_whole, resolve_device
 from models.routing import LinearRouter
 from models.source import read_config, resolve_folder
-from models.straight_through import IMPLEMENTATION
 from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
@@ -110,10 +110,12 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
     return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale)
 
 
-def load_trainable(folder: Path, *, straight_through: bool = False) -> PreTrainedModel:
+def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedModel:
     """Load the MoE in float32, with kernels whose backward cost does not grow with the square of E."""
-    kernels = IMPLEMENTATION if straight_through else "grouped_mm"
-    return load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
+    kernels = (straight_through if all_experts else mixed_precision).IMPLEMENTATION
+    model = load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
+    mixed_precision.exempt_routers(model)
+    return model
 
 
 def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Path) -> None:
@@ -129,7 +131,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) ->
     found, _ = record.find_latest(folder) or (None, 0)
     # With FSDP Trainer loads the checkpoint, otherwise it is loaded here (see `MoETrainer._load_from_checkpoint`).
     start = start if found is None or context.settings.fsdp else found
-    model = load_trainable(start, straight_through=context.settings.straight_through)
+    model = load_trainable(start, all_experts=context.settings.straight_through)
     if context.settings.gradient_checkpointing:
         # Not reentrant: that would cut the routers' losses off from their gradients.
         enable_gradient_checkpointing(model)
