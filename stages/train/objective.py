@@ -97,7 +97,9 @@ class Objective:
         with self.watch.collect() as routings, autocast(self.settings, labels_BT.device):
             logits_BTV = model(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False).logits
         with nullcontext() if self.settings.language_model else torch.no_grad():
-            sums = {"language_model": token_losses(logits_BTV, labels_BT).sum()}
+            # The divergence reads the logits in its own backward pass.
+            alone = self.teacher is None
+            sums = {"language_model": token_losses(logits_BTV, labels_BT, inplace_backward=alone).sum()}
         if self.teacher is not None:
             with torch.no_grad():
                 taught = self.teacher(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False)
