@@ -57,6 +57,9 @@ class TrainContext:
         model.eval()
         with autocast(self.settings, device):
             mine = measure_loss(model, batches[self.workers.rank :: self.workers.world])
+            if self.settings.fsdp and self.workers.rank >= (len(batches) % self.workers.world or self.workers.world):
+                # FSDP gathers weights in every forward pass: each process must run as many. This one does not count.
+                measure_loss(model, batches[:1])
         model.train(was_training)
         total, tokens = add_up(torch.tensor([mine.total, mine.tokens], dtype=torch.float64, device=device)).tolist()
         return float(total / tokens)
