@@ -230,11 +230,12 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
 
 
 def release_freed_memory() -> None:
-    """Return freed heap blocks to the system if the C library is glibc; else only collect garbage.
+    """Collect garbage, return unused blocks of a GPU, and those of the heap if the C library is glibc.
 
     After many layers of odd-sized tensors glibc keeps hundreds of megabytes, and the next phase would need more on top.
     """
     gc.collect()
+    torch.cuda.empty_cache()  # does nothing before the first use of a GPU
     library = ctypes.CDLL(ctypes.util.find_library("c"))
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -13,7 +13,14 @@ from models import mixed_precision, straight_through
 from models.card import copy_card
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
-from models.loading import explained_memory, load_dense, load_tokenizer, load_whole, resolve_device
+from models.loading import (
+    explained_memory,
+    load_dense,
+    load_tokenizer,
+    load_whole,
+    release_freed_memory,
+    resolve_device,
+)
 from models.routing import LinearRouter
 from models.source import read_config, resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
@@ -68,14 +75,15 @@ def run(
         workers=job.workers,
         device=resolve_device(model),
     )
-    if dense is not None and not done:
-        measure_start(context, dense, checkpoint)
+    dense_loss = context.heldout_loss(dense) if dense is not None and not done else None
     del dense
+    release_freed_memory()
     for phase in phases:
         start, checkpoint = checkpoint, job.scratch / phase.name / "final"
         # `<=`: the last step may be done before `final` is written. Later phases do not need `final` of this one.
         if done <= phase.last and not record.is_whole(checkpoint):
-            run_phase(start, phase, context, job.scratch / phase.name)
+            run_phase(start, phase, context, job.scratch / phase.name, dense_loss)
+        dense_loss = None
     if lines is not None:
         lines.close()
         keep_result(job, checkpoint, form, context.schedule.at(total))
@@ -118,16 +126,11 @@ def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedMode
     return model
 
 
-def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Path) -> None:
-    """Write the first line of the record: held-out losses of the dense and of the carved model before training."""
-    losses = {"dense_heldout_loss": context.heldout_loss(dense)}
-    losses["heldout_loss"] = context.heldout_loss(load_trainable(checkpoint).to(context.device))
-    if context.record is not None:
-        context.record.write(0, "start", losses)
+def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, dense_loss: float | None = None) -> None:
+    """Train from the checkpoint `start`, or resume from the last one in `folder`; write `folder/final`.
 
-
-def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) -> None:
-    """Train from the checkpoint `start`, or resume from the last one in `folder`; write `folder/final`."""
+    With a `dense_loss`, first write the record's first line: held-out losses of the dense model and of `start`.
+    """
     found, _ = record.find_latest(folder) or (None, 0)
     # With FSDP Trainer loads the checkpoint, otherwise it is loaded here (see `MoETrainer._load_from_checkpoint`).
     start = start if found is None or context.settings.fsdp else found
@@ -136,6 +139,10 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) ->
         # Not reentrant: that would cut the routers' losses off from their gradients.
         enable_gradient_checkpointing(model)
     trainer = MoETrainer(model, phase, context, folder)
+    if dense_loss is not None:
+        losses = {"dense_heldout_loss": dense_loss, "heldout_loss": context.heldout_loss(model.to(context.device))}
+        if context.record is not None:
+            context.record.write(0, "start", losses)
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
     with explained_memory(f"stage=train, phase {phase.name}", remedy):
         trainer.train(resume_from_checkpoint=str(found) if found else None)
@@ -144,6 +151,9 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) ->
     if context.workers.leads:
         for path in folder.glob("checkpoint-*"):
             shutil.rmtree(path)
+    # Trainer and callbacks refer to each other: without a collection, the next model would be loaded in addition.
+    del model, trainer
+    release_freed_memory()
 
 
 def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:

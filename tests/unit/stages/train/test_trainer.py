@@ -1,17 +1,23 @@
-"""What the phases share, and the arguments that a phase passes to Trainer."""
+"""What the phases share, the arguments that a phase passes to Trainer, and what it leaves in memory."""
+
+import gc
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from pico_moes import make_moe
 
+from models.training import Part
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
 from stages.text.sequences import TokenSequence, batch_sequences
+from stages.train import stage
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
 from stages.train.routers import Balance, LogitSchedule
 from stages.train.text import TrainingText
-from stages.train.trainer import TrainContext, training_arguments
+from stages.train.trainer import MoETrainer, TrainContext, training_arguments
 
 
 def make_context(settings, heldout=(), workers=None):
@@ -51,3 +57,27 @@ def test_with_shards_every_process_runs_as_many_forward_passes(batches, passes):
         found = context.heldout_loss(model)
         assert len(calls) == passes
         assert found == pytest.approx(measure_loss(model, heldout[rank::3]).nats)
+
+
+def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
+    make_moe("qwen3_moe").save_pretrained(tmp_path / "start")
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(4)]
+    settings = TrainConfig(batch=2, micro_batch=2, log_steps=1, save_steps=100)
+    context = make_context(settings, batch_sequences(sequences, 8, 0))
+    context = replace(context, text=TrainingText(sequences, context.text.heldout, 0))
+    alive = []
+
+    class Watched(MoETrainer):
+        def train(self, **how):
+            result = super().train(**how)
+            alive.extend(map(weakref.ref, (self, self.model, self.optimizer.optimizer)))
+            return result
+
+    monkeypatch.setattr(stage, "MoETrainer", Watched)
+    gc.disable()
+    try:
+        stage.run_phase(tmp_path / "start", Phase("all", 0, 1, frozenset(Part)), context, tmp_path / "all")
+    finally:
+        gc.enable()
+    assert (tmp_path / "all/final/config.json").exists()
+    assert [reference() for reference in alive] == [None] * 3
