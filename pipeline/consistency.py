@@ -110,6 +110,10 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
     if involves(settings, "train"):
         yield from _training_contradictions(settings.train, workers)
         yield from _shard_contradictions(settings.train, settings.model.device, workers)
+        if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
+            what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
+            do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
+            yield ConfigError(what, where="settings assemble.mode and assemble.parity_logit_std", do=do)
         if settings.train.straight_through and settings.topology == GLOBAL_POOL:
             what = "train.straight_through=true computes all experts for every token, in a pool those of all layers"
             where = "settings train.straight_through and topology=global_pool"

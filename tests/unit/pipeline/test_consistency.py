@@ -294,6 +294,17 @@ def test_shards_need_gpus(texts, torchrun, monkeypatch, gpu):
     assert texts(*words, "model.device=cuda") == []
 
 
+def test_routers_of_zeros_are_not_trained(texts):
+    words = "assemble.mode=parity", "assemble.parity_logit_std=0"
+    assert texts(*words, "stage=train") == [
+        "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up\n"
+        "  where: settings assemble.mode and assemble.parity_logit_std\n"
+        "  do:    assemble.parity_logit_std=0.001, or assemble.mode=train"
+    ]
+    assert texts(*words, "stage=evaluate") == []
+    assert texts("assemble.mode=train", "assemble.parity_logit_std=0", "stage=train") == []
+
+
 def test_shards_need_several_processes(texts):
     assert texts("stage=train", "train.fsdp=true", "model.device=cuda") == [ALONE]
 
