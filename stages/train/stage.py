@@ -18,6 +18,7 @@ from models.loading import (
     load_dense,
     load_tokenizer,
     load_whole,
+    padding_id,
     release_freed_memory,
     resolve_device,
 )
@@ -56,7 +57,8 @@ def run(
     source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
     routers = Routers.load(job.parents["project"])
     form = CheckpointFormat.of(source, read_config(source), assemble, shape)
-    text = read_text(data, train, load_tokenizer(source, trust_remote_code=model.trust_remote_code))
+    tokenizer = load_tokenizer(source, trust_remote_code=model.trust_remote_code)
+    text = read_text(data, train, tokenizer, padding_id(tokenizer, source))
     phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
     total, done = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
