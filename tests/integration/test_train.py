@@ -94,6 +94,16 @@ def test_the_result_is_a_native_checkpoint_of_the_same_names(trained, projected)
     assert "tokens; held-out loss over the dense model's" in card
 
 
+def test_bfloat16_trains_like_float32(trained, projected):
+    assert run_command([*projected, *QUICK, "stage=train", "train.precision=bfloat16"]) == 0
+    half = published(projected)
+    assert half != trained
+    found, wanted = ([line["heldout_loss"] for line in lines_of(folder) if "heldout_loss" in line]
+                     for folder in (half, trained))  # fmt: skip
+    assert found == pytest.approx(wanted, rel=5e-3)
+    assert found != wanted
+
+
 def test_a_fresh_process_loads_it(trained):
     script = (
         "import sys, torch; from transformers import AutoModelForCausalLM as A, AutoTokenizer as T\n"
