@@ -167,6 +167,17 @@ def test_code_of_a_tokenizer_is_not_asked_for_in_the_copy(tmp_path, caplog):
     assert "auto_map of tokenizer_config.json is left out" in caplog.text
 
 
+def test_every_file_of_a_tokenizer_that_is_read_is_copied(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    names = {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "merges.txt", "chat_template.jinja", "NOTICE"}
+    for name in (*names, "notes.txt", "model.safetensors"):
+        (source / name).write_text("{}")
+    copy_tokenizer_files(source, out)
+    assert {path.name for path in out.iterdir()} == names
+
+
 def test_half_a_surrogate_pair_in_the_settings_of_a_tokenizer_is_copied(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
