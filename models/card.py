@@ -127,7 +127,8 @@ def suitable_runtimes(
         lines.append(f"llama.cpp: `python -m pipeline.gguf` converts it{where}; {_blocks(width)}")
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
-    if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
+    lines += [f"{name}: {fault}." for name, fault in target.faults(shape, activation).items()]
+    if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in target.runtimes]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines
 
@@ -136,7 +137,10 @@ _OWN_CLASS = (
     "transformers 4.57 and 5: needs `trust_remote_code=True` (the code is in this folder), or Tiny-ONN installed and "
     "`import models.tiny_onn.register`."
 )
-_KNOWN_CLASS = 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
+_KNOWN_CLASS = (
+    "transformers 4.57 and 5: loads without remote code; with 5, train with `experts_implementation="
+    '"grouped_mm"`, an argument that 4.57 does not have.'
+)
 
 
 def _blocks(width: int) -> str:

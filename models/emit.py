@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
-from models.checkpoint.folder import read_json
+from models.checkpoint.folder import LICENCES, TOKENIZER_PATTERNS, read_json
 from models.checkpoint.shards import ShardReader, ShardWriter
 from models.config import MoEShape
 from models.dense import keeps_tied
@@ -25,12 +25,6 @@ from models.targets.tiny_onn import copy_code
 
 logger = logging.getLogger(__name__)
 
-_PATTERNS = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "spiece.model", "chat_template*", "LICENSE*", "NOTICE*",
-)  # fmt: skip
-
-
 _CODE = {".py", ".pyc", ".so", ".pkl", ".pickle", ".pt", ".pth", ".bin"}  # files that can run code
 
 
@@ -39,7 +33,7 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
 
     tokenizer_config.json is rewritten so that transformers 4.57 and 5 both read it. Raises CheckpointError.
     """
-    for pattern in _PATTERNS:
+    for pattern in ("generation_config.json", *TOKENIZER_PATTERNS, *LICENCES):
         for path in source_folder.glob(pattern):
             if path.is_file() and path.suffix.lower() not in _CODE:
                 shutil.copyfile(path, out_folder / path.name)

@@ -3,6 +3,7 @@
 import ctypes
 import ctypes.util
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -28,6 +29,8 @@ from models.experts import TinyONNExpert
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
 from models.source import read_config
 from models.targets.config import source_dtype
+
+logger = logging.getLogger(__name__)
 
 _BELONGS = "check that config.json belongs to these weights, or download the checkpoint again"
 
@@ -124,11 +127,20 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             raise ValueError("it finds no token in plain text")
         if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
+        if isinstance(vocabulary, int) and (beyond := len(tokenizer) - vocabulary) > 0:
+            # Some checkpoints are published so; their text does not contain these tokens.
+            logger.warning("%d added tokens of the tokenizer have no embedding: text must not contain them", beyond)
     except Exception as error:  # the files are untrusted, and tokenizer classes raise errors of any type
         _check_config(folder, trust_remote_code=trust_remote_code)
         do = "put the model's tokenizer files beside its config.json"
         raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
     return tokenizer
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
+    """The id for padding; 0 if the tokenizer has none, or one that has no embedding in the checkpoint in `folder`."""
+    known, pad_id = read_config(folder).get("vocab_size"), tokenizer.pad_token_id
+    return 0 if pad_id is None or (isinstance(known, int) and pad_id >= known) else int(pad_id)
 
 
 def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
@@ -230,11 +242,12 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
 
 
 def release_freed_memory() -> None:
-    """Return freed heap blocks to the system if the C library is glibc; else only collect garbage.
+    """Collect garbage, return unused blocks of a GPU, and those of the heap if the C library is glibc.
 
     After many layers of odd-sized tensors glibc keeps hundreds of megabytes, and the next phase would need more on top.
     """
     gc.collect()
+    torch.cuda.empty_cache()  # does nothing before the first use of a GPU
     library = ctypes.CDLL(ctypes.util.find_library("c"))
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -18,6 +18,7 @@ from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import (
     GIVE_FOLDER,
     INDEX,
+    LICENCES,
     SINGLE,
     TOKENIZER_PATTERNS,
     Entry,
@@ -33,10 +34,10 @@ from models.config import ModelConfig, check_placement, check_quantization, stor
 from models.dense import check_features, check_tensors, check_values, dense_family
 
 # Not every *.safetensors: some repositories hold a second copy of the weights under another name.
-_FILES = ["model*.safetensors", "*.json", *TOKENIZER_PATTERNS, "LICENSE*", "NOTICE*"]
+_FILES = ["model*.safetensors", "*.json", *TOKENIZER_PATTERNS, *LICENCES]
 
 # Files that affect the result, apart from the weights; generation_config.json is copied into the carved checkpoint.
-_RESULT_FILES = [pattern for pattern in _FILES if not pattern.startswith(("model*", "LICENSE", "NOTICE"))]
+_RESULT_FILES = ["*.json", *TOKENIZER_PATTERNS]
 
 # Remedy when the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"

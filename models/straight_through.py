@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from models.tiny_onn.sparse_ffn import TinyONNRouter
 from models.training import router_names, selection_bias
 
 IMPLEMENTATION = "straight_through"  # as `from_pretrained` takes it for experts_implementation
@@ -77,4 +76,5 @@ def _show(experts: nn.Module, router: nn.Module, _inputs: Any, output: Sequence[
     if bias_E is None:
         experts.router_scores = logits_TE
     else:  # TinyONN adds the bias to the logits, other architectures to their sigmoid
-        experts.router_scores = (logits_TE if isinstance(router, TinyONNRouter) else logits_TE.sigmoid()) + bias_E
+        on_logits = getattr(router, "bias_on_logits", False)  # no isinstance: remote code is another class
+        experts.router_scores = (logits_TE if on_logits else logits_TE.sigmoid()) + bias_E

@@ -109,6 +109,11 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
         yield from _training_contradictions(settings.train, workers)
+        yield from _shard_contradictions(settings.train, settings.model.device, workers)
+        if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
+            what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
+            do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
+            yield ConfigError(what, where="settings assemble.mode and assemble.parity_logit_std", do=do)
         if settings.train.straight_through and settings.topology == GLOBAL_POOL:
             what = "train.straight_through=true computes all experts for every token, in a pool those of all layers"
             where = "settings train.straight_through and topology=global_pool"
@@ -172,7 +177,7 @@ def _missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
 
 
 def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
-    """Errors: shares that do not add up to 1, no loss, an indivisible batch, or bad FSDP settings."""
+    """Errors: shares that do not add up to 1, no loss, or an indivisible batch."""
     shares = train.router_share + train.experts_share + train.all_share
     if abs(shares - 1) > 1e-6:
         what = f"the phases' shares add up to {shares:g}, not 1"
@@ -184,13 +189,30 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
         where = "settings train.language_model and train.logits"
         yield ConfigError(what, where=where, do="train.language_model=1")
     yield from _batch_contradictions(train, workers)
-    if train.fsdp and workers == 1:
+
+
+def _shard_contradictions(train: TrainConfig, device: str, workers: int) -> Iterator[ConfigError]:
+    """Errors: FSDP without a GPU or with one process, or a bad file of its settings."""
+    if train.fsdp and not _may_be_gpu(device):
+        # accelerate would train without it: with a copy of the model in each process.
+        what = "train.fsdp=true shards the model over GPUs, and training would run on the CPU"
+        yield ConfigError(what, where="settings train.fsdp and model.device", do="train.fsdp=false")
+    elif train.fsdp and workers == 1:
         what = "train.fsdp=true shards the model over processes, but there is only one"
         do = "train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
         yield ConfigError(what, where="setting train.fsdp", do=do)
     if train.fsdp_config is not None and (fault := _json_fault(Path(train.fsdp_config))):
         do = "train.fsdp_config=null for the defaults of transformers, or a file that holds one JSON object"
         yield ConfigError(fault, where="setting train.fsdp_config", do=do)
+
+
+def _may_be_gpu(device: str) -> bool:
+    """Whether `model.device` is a GPU, here or at least by its name."""
+    if device != "auto":
+        return device != "cpu"
+    import torch  # noqa: PLC0415 - settings are checked without torch, except where FSDP is requested
+
+    return torch.cuda.is_available()
 
 
 def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:

@@ -114,8 +114,9 @@ def prediction_distance(
 ) -> Float[Tensor, ""]:
     """Σ KL(teacher ‖ student) of the next-token distributions.
 
-    Memory: both tensors of logits; the gradient overwrites the teacher's, so nothing may read them after the backward
-    pass. Source: Hinton et al., arXiv:1503.02531, section 2, at temperature 1.
+    Memory: both tensors of logits. The gradient overwrites the teacher's if both have the same dtype, so nothing may
+    read them after the backward pass; else it is a third tensor.
+    Source: Hinton et al., arXiv:1503.02531, section 2, at temperature 1.
     """
     student_NV, teacher_NV = student_BTV.flatten(0, 1), teacher_BTV.detach().flatten(0, 1)
     total: Tensor = _Divergence.apply(student_NV, teacher_NV, counts_BT.flatten())  # type: ignore[no-untyped-call]

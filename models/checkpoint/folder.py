@@ -28,8 +28,12 @@ MAX_JSON_BYTES = 16 * 2**20
 MAX_VOCABULARY_BYTES = 40 * 2**20  # Gemma's has 33 MiB
 MAX_VALUES = 2**21  # per file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
 VOCABULARIES = {"tokenizer.json", "vocab.json"}
-# Tokenizer files in other formats than JSON, at most as large as a vocabulary.
-TOKENIZER_PATTERNS = ("tokenizer*", "*.model", "merges.txt", "*.jinja")
+# Files in other formats than JSON are at most as large as a vocabulary.
+TOKENIZER_PATTERNS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
+    "chat_template*", "*.jinja",
+)  # fmt: skip
+LICENCES = ("LICENSE*", "NOTICE*")
 
 
 def expand_user(path: str | Path) -> Path:

@@ -97,15 +97,19 @@ class MoETarget:
         return bool(self.shared or self.packed_shared)
 
     def served_by(self, shape: MoEShape, activation: str) -> tuple[str, ...]:
-        """The serving runtimes that compute this shape correctly.
+        """The serving runtimes that compute this shape correctly."""
+        faults = self.faults(shape, activation)
+        return tuple(runtime for runtime in self.runtimes if runtime not in faults)
 
-        Only transformers runs a global pool. vLLM 0.32 computes TinyONN's experts with SiLU, even if the model's
-        activation is another. llama.cpp has dense layers only in architectures that put them before all others.
-        """
-        if shape.pooled or (self.is_tiny_onn and activation != "silu"):
-            return ()
-        without = {"llama.cpp"} if shape.dense_layers and self.dense_layers == "any" else set()
-        return tuple(runtime for runtime in self.runtimes if runtime not in without)
+    def faults(self, shape: MoEShape, activation: str) -> dict[str, str]:
+        """Runtimes that know the architecture but do not compute this shape correctly → what they do not do."""
+        if shape.pooled:
+            return dict.fromkeys(self.runtimes, "runs no pool of experts that layers share")
+        if self.is_tiny_onn and activation != "silu":  # vLLM 0.32
+            return dict.fromkeys(self.runtimes, f"computes these experts with SiLU, not with {activation}")
+        if shape.dense_layers and self.dense_layers == "any" and "llama.cpp" in self.runtimes:
+            return {"llama.cpp": "runs dense layers only in architectures that put them before all others"}
+        return {}
 
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of one expert's gate, up and down."""

@@ -25,6 +25,7 @@ class TinyONNRouter(nn.Module):
     """Chooses K experts per token and computes their gates."""
 
     e_score_correction_bias: Tensor
+    bias_on_logits = True  # other architectures add it to the scores
 
     def __init__(self, config: TinyONNConfig) -> None:
         """Weights are left uninitialised, the selection bias is 0."""

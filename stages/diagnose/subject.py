@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.errors import CheckpointError
 from models.config import ModelConfig
-from models.loading import input_device, load_tokenizer, load_whole, placement, resolve_device
+from models.loading import input_device, load_tokenizer, load_whole, padding_id, placement, resolve_device
 from models.source import resolve_folder
 from stages.artifacts.job import Job
 from stages.diagnose.config import DiagnoseConfig
@@ -49,7 +49,8 @@ def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Ten
     tokens, device = request.settings.tokens, input_device(model)
     tokenizer = tokenizer_for(request, model)
     data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
-    batch = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, tokenizer.pad_token_id or 0)[0]
+    pad_id = padding_id(tokenizer, folder_of(request))
+    batch = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, pad_id)[0]
     return {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
 
 

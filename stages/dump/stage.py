@@ -15,7 +15,7 @@ from instruments.errors import ConfigError, UserError
 from instruments.tensor_dump.index import STORED, Listing, Manifest
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
-from models.loading import load_dense, load_tokenizer
+from models.loading import load_dense, load_tokenizer, padding_id
 from models.source import resolve_folder
 from stages.artifacts.job import Job, Table
 from stages.dump.config import DumpStageConfig
@@ -45,7 +45,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
     folder = resolve_folder(model)
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     text = load_text(data, tokenizer, "calibration")
-    batches = batch_sequences(text.sequences, dump.batch_tokens, tokenizer.pad_token_id or 0)[: dump.steps]
+    batches = batch_sequences(text.sequences, dump.batch_tokens, padding_id(tokenizer, folder))[: dump.steps]
     dense = load_dense(model, folder)
     if dump.gradients:
         save_memory(dense, asked=dump.gradient_checkpointing)

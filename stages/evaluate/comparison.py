@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -18,6 +18,7 @@ from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_parts, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
+from models.training import RouterWatch
 from stages.artifacts.job import ALONE, Workers
 from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
 from stages.evaluate.report import LayerResult
@@ -107,9 +108,11 @@ class LayerFidelity:
         x_BTD: Float[Tensor, "B T D"],
         output_BTD: Float[Tensor, "B T D"],
         mask_BT: Bool[Tensor, "B T"],
+        chosen_SK: Int[Tensor, "S K"],
     ) -> None:
         """Compare one batch with the dense FFN and with the oracle, see `oracle_name`.
 
+        `chosen_SK` are the model's own choices for all S = B·T tokens: `facts.router` approximates a selection bias.
         `facts` are passed with each batch, because weights of a model larger than its device are not kept.
         """
         x_TD = x_BTD[mask_BT]
@@ -117,7 +120,7 @@ class LayerFidelity:
         wanted_TD = facts.ffn.output(h_TF)
         self.missed += float((wanted_TD - output_BTD[mask_BT]).double().square().sum())
         self.wanted += float(wanted_TD.double().square().sum())
-        chosen_TK = facts.router.choose(x_TD.float(), self.top_k)
+        chosen_TK = chosen_SK[mask_BT.flatten()]
         self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
         if self.grams_ENN is not None:
             gains_TE = output_norms(self.grams_ENN, h_TF, facts.neurons_EN)
@@ -183,10 +186,13 @@ def follow_ffns(
         facts = facts_of(layer, DenseFFN.of(dense[layer], x_BTD))
         if layer not in fidelities:
             fidelities[layer] = LayerFidelity.start(facts)
-        fidelities[layer].add(facts, x_BTD, output_BTD, mask_BT.to(x_BTD.device))
+        chosen_SK = routings.pop().chosen_TK.to(x_BTD.device)
+        fidelities[layer].add(facts, x_BTD, output_BTD, mask_BT.to(x_BTD.device), chosen_SK)
 
-    with watch_ffns(carved, on_ffn):
+    watch = RouterWatch(carved)
+    with watch.collect() as routings, watch_ffns(carved, on_ffn):
         loss = measure_loss(carved, batches, "carved", workers)
+    watch.remove()
     results = []
     for layer in range(len(dense)):
         if layer in shape.dense_layers:

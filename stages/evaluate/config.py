@@ -4,16 +4,16 @@ from dataclasses import dataclass, field
 
 VERSION = 5
 
-BASELINES = (
-    "unaligned",
-    "static_mask",
-    "static_mask_aligned",
-    "best_mask_aligned",
-    "random_router",
-    "random_router_aligned",
-    "oracle",
-    "oracle_aligned",
-)
+BASELINES = {  # name → row of the table
+    "unaligned": "the same experts and choices, weights as cut",
+    "static_mask": "static mask of the same width",
+    "static_mask_aligned": "static mask, aligned like this MoE",
+    "best_mask_aligned": "best static mask (neurons by what alignment loses least), aligned",
+    "random_router": "random router, weights as cut",
+    "random_router_aligned": "random router, aligned to its own routing",
+    "oracle": "output oracle, weights as cut",
+    "oracle_aligned": "output oracle, aligned",
+}
 
 
 @dataclass
@@ -29,7 +29,7 @@ class EvaluateConfig:
             "random_router",
             "oracle",
         ],
-        metadata={"choices": BASELINES},
+        metadata={"choices": (*BASELINES,)},
     )
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     speed_tokens: int = field(default=8192, metadata={"minimum": 0})

@@ -56,6 +56,8 @@ def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, li
             where="python -m pipeline.harness",
             do="pip install -e '.[harness]'",
         ) from error
+    import models.tiny_onn.register  # noqa: F401, PLC0415 - transformers then knows the project's own class
+
     found = simple_evaluate(
         model="hf",
         model_args={"pretrained": str(folder), "dtype": dtype},

@@ -9,20 +9,10 @@ from tabulate import tabulate
 
 from models.config import MoEShape
 from stages.artifacts.job import Table
+from stages.evaluate.config import BASELINES
 from stages.losses import MeanLoss
 
-DESCRIPTIONS = {
-    "dense": "dense model",
-    "carved": "this MoE",
-    "unaligned": "the same experts and choices, weights as cut",
-    "static_mask": "static mask of the same width",
-    "static_mask_aligned": "static mask, aligned like this MoE",
-    "best_mask_aligned": "best static mask (neurons by what alignment loses least), aligned",
-    "random_router": "random router, weights as cut",
-    "random_router_aligned": "random router, aligned to its own routing",
-    "oracle": "output oracle, weights as cut",
-    "oracle_aligned": "output oracle, aligned",
-}
+DESCRIPTIONS = {"dense": "dense model", "carved": "this MoE", **BASELINES}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN, ffn_modules
-from models.loading import load_dense, load_tokenizer, resolve_dtype
+from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
 from stages.artifacts.job import NOTHING, Job, Table
@@ -43,7 +43,7 @@ def run(
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
     partition = load_partition(job.parents["cluster"], shape)
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
-    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), tokenizer.pad_token_id or 0
+    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), padding_id(tokenizer, context.folder)
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)

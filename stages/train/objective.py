@@ -17,6 +17,11 @@ from stages.train.config import TrainConfig
 from stages.train.routers import Balance, add_up, balance_loss, count_load, entropy, z_loss
 
 
+def autocast(settings: TrainConfig, device: torch.device) -> torch.autocast:
+    """The number format of matrix products; Trainer's own autocast would also copy the logits to float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
+
+
 def predicts(labels_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     """Positions whose next token counts in the loss."""
     return pad(labels_BT[:, 1:], (0, 1), value=IGNORED) != IGNORED
@@ -89,10 +94,12 @@ class Objective:
         """
         labels_BT, mask_BT = inputs["labels"], inputs["attention_mask"]
         mask_T = mask_BT.flatten().bool()
-        with self.watch.collect() as routings:
+        with self.watch.collect() as routings, autocast(self.settings, labels_BT.device):
             logits_BTV = model(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False).logits
         with nullcontext() if self.settings.language_model else torch.no_grad():
-            sums = {"language_model": token_losses(logits_BTV, labels_BT).sum()}
+            # The divergence reads the logits in its own backward pass.
+            alone = self.teacher is None
+            sums = {"language_model": token_losses(logits_BTV, labels_BT, inplace_backward=alone).sum()}
         if self.teacher is not None:
             with torch.no_grad():
                 taught = self.teacher(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False)

@@ -9,13 +9,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from models import mixed_precision, straight_through
 from models.card import copy_card
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
-from models.loading import explained_memory, load_dense, load_tokenizer, load_whole, resolve_device
+from models.loading import (
+    explained_memory,
+    load_dense,
+    load_tokenizer,
+    load_whole,
+    padding_id,
+    release_freed_memory,
+    resolve_device,
+)
 from models.routing import LinearRouter
 from models.source import read_config, resolve_folder
-from models.straight_through import IMPLEMENTATION
 from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
@@ -49,7 +57,8 @@ def run(
     source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
     routers = Routers.load(job.parents["project"])
     form = CheckpointFormat.of(source, read_config(source), assemble, shape)
-    text = read_text(data, train, load_tokenizer(source, trust_remote_code=model.trust_remote_code))
+    tokenizer = load_tokenizer(source, trust_remote_code=model.trust_remote_code)
+    text = read_text(data, train, tokenizer, padding_id(tokenizer, source))
     phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
     total, done = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
@@ -68,14 +77,15 @@ def run(
         workers=job.workers,
         device=resolve_device(model),
     )
-    if dense is not None and not done:
-        measure_start(context, dense, checkpoint)
+    dense_loss = context.heldout_loss(dense) if dense is not None and not done else None
     del dense
+    release_freed_memory()
     for phase in phases:
         start, checkpoint = checkpoint, job.scratch / phase.name / "final"
         # `<=`: the last step may be done before `final` is written. Later phases do not need `final` of this one.
         if done <= phase.last and not record.is_whole(checkpoint):
-            run_phase(start, phase, context, job.scratch / phase.name)
+            run_phase(start, phase, context, job.scratch / phase.name, dense_loss)
+        dense_loss = None
     if lines is not None:
         lines.close()
         keep_result(job, checkpoint, form, context.schedule.at(total))
@@ -110,30 +120,31 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
     return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale)
 
 
-def load_trainable(folder: Path, *, straight_through: bool = False) -> PreTrainedModel:
+def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedModel:
     """Load the MoE in float32, with kernels whose backward cost does not grow with the square of E."""
-    kernels = IMPLEMENTATION if straight_through else "grouped_mm"
-    return load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
+    kernels = (straight_through if all_experts else mixed_precision).IMPLEMENTATION
+    model = load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
+    mixed_precision.exempt_routers(model)
+    return model
 
 
-def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Path) -> None:
-    """Write the first line of the record: held-out losses of the dense and of the carved model before training."""
-    losses = {"dense_heldout_loss": context.heldout_loss(dense)}
-    losses["heldout_loss"] = context.heldout_loss(load_trainable(checkpoint).to(context.device))
-    if context.record is not None:
-        context.record.write(0, "start", losses)
+def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, dense_loss: float | None = None) -> None:
+    """Train from the checkpoint `start`, or resume from the last one in `folder`; write `folder/final`.
 
-
-def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) -> None:
-    """Train from the checkpoint `start`, or resume from the last one in `folder`; write `folder/final`."""
+    With a `dense_loss`, first write the record's first line: held-out losses of the dense model and of `start`.
+    """
     found, _ = record.find_latest(folder) or (None, 0)
     # With FSDP Trainer loads the checkpoint, otherwise it is loaded here (see `MoETrainer._load_from_checkpoint`).
     start = start if found is None or context.settings.fsdp else found
-    model = load_trainable(start, straight_through=context.settings.straight_through)
+    model = load_trainable(start, all_experts=context.settings.straight_through)
     if context.settings.gradient_checkpointing:
         # Not reentrant: that would cut the routers' losses off from their gradients.
         enable_gradient_checkpointing(model)
     trainer = MoETrainer(model, phase, context, folder)
+    if dense_loss is not None:
+        losses = {"dense_heldout_loss": dense_loss, "heldout_loss": context.heldout_loss(model.to(context.device))}
+        if context.record is not None:
+            context.record.write(0, "start", losses)
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
     with explained_memory(f"stage=train, phase {phase.name}", remedy):
         trainer.train(resume_from_checkpoint=str(found) if found else None)
@@ -142,6 +153,9 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) ->
     if context.workers.leads:
         for path in folder.glob("checkpoint-*"):
             shutil.rmtree(path)
+    # Trainer and callbacks refer to each other: without a collection, the next model would be loaded in addition.
+    del model, trainer
+    release_freed_memory()
 
 
 def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:

@@ -27,11 +27,10 @@ class TrainingText:
         return sum(len(sequence.ids) for sequence in self.sequences)
 
 
-def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingText:
+def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> TrainingText:
     """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
     sequences = load_sequences(replace(data, tokens=train.tokens), tokenizer, "calibration")
     heldout = load_sequences(data, tokenizer, "heldout")[: train.heldout_sequences]
-    pad_id = tokenizer.pad_token_id or 0
     return TrainingText(sequences, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
 
 

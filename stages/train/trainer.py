@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from stages.artifacts.job import Workers
 from stages.losses import measure_loss, supervised_tokens
 from stages.train.callbacks import PhaseCallback, whole_logs
 from stages.train.config import TrainConfig
-from stages.train.objective import Objective
+from stages.train.objective import Objective, autocast
 from stages.train.phases import Phase, rate_factor, rates_of
 from stages.train.record import Record, find_latest, mark_whole
 from stages.train.routers import Balance, LogitSchedule, add_up, move_biases, stretch
@@ -54,11 +53,13 @@ class TrainContext:
     def heldout_loss(self, model: PreTrainedModel) -> float:
         """Mean nats per supervised token of the held-out text; the processes share its batches."""
         batches, device = self.text.heldout, next(model.parameters()).device
-        half = torch.autocast(device.type, torch.bfloat16) if self.settings.precision == "bfloat16" else nullcontext()
         was_training = model.training
         model.eval()
-        with half:
+        with autocast(self.settings, device):
             mine = measure_loss(model, batches[self.workers.rank :: self.workers.world])
+            if self.settings.fsdp and self.workers.rank >= (len(batches) % self.workers.world or self.workers.world):
+                # FSDP gathers weights in every forward pass: each process must run as many. This one does not count.
+                measure_loss(model, batches[:1])
         model.train(was_training)
         total, tokens = add_up(torch.tensor([mine.total, mine.tokens], dtype=torch.float64, device=device)).tolist()
         return float(total / tokens)
@@ -73,7 +74,6 @@ def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> Tra
         per_device_train_batch_size=settings.micro_batch,
         gradient_accumulation_steps=settings.batch // (settings.micro_batch * context.workers.world),
         max_grad_norm=settings.gradient_norm,
-        bf16=settings.precision == "bfloat16",
         use_cpu=context.device.type == "cpu",
         ddp_backend="gloo" if context.device.type == "cpu" and context.workers.world > 1 else None,
         ddp_find_unused_parameters=False,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pico import write_pico
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from pipeline.cli import run_command
 
@@ -72,7 +72,10 @@ def test_a_loop_and_the_files_that_other_programs_read(checkpoint, tmp_path):
     before = weights(tmp_path)
     command = recipe("Before other programs read it", "bash")
     subprocess.run(["bash", "-c", command], check=True, env={"checkpoint": checkpoint, "output": str(tmp_path)})
-    assert json.loads((tmp_path / "config.json").read_text()) == carved
+    files = {path.name for path in Path(checkpoint).iterdir() if ".safetensors" not in path.name} - {"README.md"}
+    assert files > {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in files:
+        assert (tmp_path / name).read_bytes() == Path(checkpoint, name).read_bytes(), name
     assert carved["rope_theta"] == 10_000.0
     after = weights(tmp_path)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -102,3 +105,19 @@ def test_trl(checkpoint, tmp_path):
     pytest.importorskip("trl")
     cook("TRL", checkpoint, tmp_path)
     assert_trained(tmp_path, checkpoint)
+
+
+def test_trainer_does_not_load_the_experts_of_its_best_checkpoint_and_from_pretrained_does(checkpoint, tmp_path):
+    """If this fails because transformers loads them, the warning in the recipe is out of date."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.5)
+    trainer.state.best_model_checkpoint, trainer.state.best_metric = checkpoint, 1.0
+    trainer._load_best_model()
+    wrong = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert wrong == {name for name in before if ".mlp.experts." in name}
+    loaded = weights(checkpoint)
+    assert all(torch.equal(loaded[name], weight) for name, weight in before.items())

@@ -1,13 +1,21 @@
 """Training with all experts computed: the checkpoint's outputs and expert gradients, plus a gradient for the choice."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pico_moes import MOES, make_moe
+from torch import nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from models import tiny_onn
 from models.straight_through import IMPLEMENTATION, show_scores, soft_choice
+from models.tiny_onn.sparse_ffn import TinyONNRouter
 from models.training import RouterWatch, find_routers, part_of, selection_bias
 from stages.losses import enable_gradient_checkpointing
 
+GATES = {"num_experts_per_tok": 2, "scoring": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 IDS = torch.arange(14).view(2, 7)
 
 
@@ -101,3 +109,20 @@ def test_where_all_are_chosen_nothing_is_to_be_learnt():
     scores_TE = torch.randn(3, 4, requires_grad=True)
     soft_choice(scores_TE, torch.arange(4).expand(3, 4)).sum().backward()
     assert not scores_TE.grad.any()
+
+
+def test_the_bias_of_a_router_from_remote_code_is_on_its_logits(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = Path(tiny_onn.__file__).parent
+    remote = get_class_from_dynamic_module("modeling_tiny_onn.TinyONNRouter", str(folder))
+    assert remote is not TinyONNRouter
+    router, model = remote(SimpleNamespace(num_experts=5, hidden_size=24, **GATES)), nn.Module()
+    nn.init.normal_(router.weight)
+    router.e_score_correction_bias.copy_(torch.linspace(-2, 2, 5))
+    model.gate, model.experts = router, nn.Module()
+    wrapper = nn.ModuleDict({"mlp": model})
+    show_scores(wrapper)
+    logits_TE, _, chosen_TK = router(torch.randn(9, 24))
+    torch.testing.assert_close(model.experts.router_scores, logits_TE + router.e_score_correction_bias)
+    assert torch.equal(model.experts.router_scores.topk(2).indices.sort(1).values, chosen_TK.sort(1).values)

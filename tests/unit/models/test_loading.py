@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from instruments.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
 from models.emit import copy_tokenizer_files
-from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
+from models.loading import load_dense, load_tokenizer, padding_id, resolve_device, resolve_dtype
 from models.source import EMBEDDED
 
 CPU = torch.device("cpu")
@@ -167,6 +167,17 @@ def test_code_of_a_tokenizer_is_not_asked_for_in_the_copy(tmp_path, caplog):
     assert "auto_map of tokenizer_config.json is left out" in caplog.text
 
 
+def test_every_file_of_a_tokenizer_that_is_read_is_copied(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    names = {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "merges.txt", "chat_template.jinja", "NOTICE"}
+    for name in (*names, "notes.txt", "model.safetensors"):
+        (source / name).write_text("{}")
+    copy_tokenizer_files(source, out)
+    assert {path.name for path in out.iterdir()} == names
+
+
 def test_half_a_surrogate_pair_in_the_settings_of_a_tokenizer_is_copied(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
@@ -174,3 +185,22 @@ def test_half_a_surrogate_pair_in_the_settings_of_a_tokenizer_is_copied(tmp_path
     (source / "tokenizer_config.json").write_text('{"pad_token": "\\ud800", "auto_map": {}}')
     copy_tokenizer_files(source, out)
     assert json.loads((out / "tokenizer_config.json").read_text()) == {"pad_token": "\ud800"}
+
+
+def test_padding_has_an_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
+    tokenizer, known = (
+        load_tokenizer(folder, trust_remote_code=False),
+        json.loads((folder / "config.json").read_text())["vocab_size"],
+    )
+    tokenizer.pad_token = None
+    assert padding_id(tokenizer, folder) == 0
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(7)
+    assert padding_id(tokenizer, folder) == 7
+    assert caplog.messages == []
+    tokenizer.add_special_tokens({"pad_token": "<pad beyond>"})
+    assert tokenizer.pad_token_id >= known
+    assert padding_id(tokenizer, folder) == 0
+    tokenizer.save_pretrained(folder)
+    assert len(load_tokenizer(folder, trust_remote_code=False)) == known + 1
+    assert caplog.messages == ["1 added tokens of the tokenizer have no embedding: text must not contain them"]

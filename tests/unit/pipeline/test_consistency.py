@@ -273,6 +273,42 @@ def test_shards_are_set_up_by_a_file_that_can_be_read(texts, tmp_path, held, fau
     assert texts("stage=train", f"train.fsdp_config={file}") == []
 
 
+CPU = (
+    "train.fsdp=true shards the model over GPUs, and training would run on the CPU\n"
+    "  where: settings train.fsdp and model.device\n"
+    "  do:    train.fsdp=false"
+)
+ALONE = (
+    "train.fsdp=true shards the model over processes, but there is only one\n"
+    "  where: setting train.fsdp\n"
+    "  do:    train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
+)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_shards_need_gpus(texts, torchrun, monkeypatch, gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    words = "stage=train", "train.fsdp=true", "train.batch=24"
+    assert texts(*words, "model.device=auto") == ([] if gpu else [CPU])
+    assert texts(*words, "model.device=cpu") == [CPU]
+    assert texts(*words, "model.device=cuda") == []
+
+
+def test_routers_of_zeros_are_not_trained(texts):
+    words = "assemble.mode=parity", "assemble.parity_logit_std=0"
+    assert texts(*words, "stage=train") == [
+        "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up\n"
+        "  where: settings assemble.mode and assemble.parity_logit_std\n"
+        "  do:    assemble.parity_logit_std=0.001, or assemble.mode=train"
+    ]
+    assert texts(*words, "stage=evaluate") == []
+    assert texts("assemble.mode=train", "assemble.parity_logit_std=0", "stage=train") == []
+
+
+def test_shards_need_several_processes(texts):
+    assert texts("stage=train", "train.fsdp=true", "model.device=cuda") == [ALONE]
+
+
 def test_what_shards_are_set_up_by_is_ignored_without_any(texts, tmp_path, caplog):
     (tmp_path / "fsdp.json").write_text("{}")
     assert texts("stage=train", f"train.fsdp_config={tmp_path / 'fsdp.json'}") == []

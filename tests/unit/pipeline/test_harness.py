@@ -1,6 +1,8 @@
 """The table that compares checkpoints, and messages about a missing checkpoint or harness."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 from pipeline.harness import main, show_answers
 from stages.evaluate.harness import Answers
@@ -46,3 +48,22 @@ def test_a_missing_harness_is_said(tmp_path, capsys, monkeypatch):
         "  where: python -m pipeline.harness\n"
         "  do:    pip install -e '.[harness]'\n"
     )
+
+
+def test_the_harness_can_load_the_projects_own_class():
+    """A stand-in for lm-evaluation-harness, in a process where nothing else has registered the class."""
+    script = (
+        "import sys, types, pathlib\n"
+        "class Asked(Exception): pass\n"
+        "def simple_evaluate(**_):\n"
+        "    from transformers import CONFIG_MAPPING\n"
+        "    raise Asked('tiny_onn' in CONFIG_MAPPING)\n"
+        "tasks = types.SimpleNamespace(TaskManager=lambda **_: None)\n"
+        "sys.modules |= {'lm_eval': types.SimpleNamespace(simple_evaluate=simple_evaluate), 'lm_eval.tasks': tasks}\n"
+        "from stages.evaluate.harness import answer_choices\n"
+        "try: answer_choices(pathlib.Path('.'), device='cpu', dtype='float32', batch_size=1)\n"
+        "except Asked as asked: print(asked)\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == "True"

@@ -37,6 +37,7 @@ WRONG = [
     *("top_k=2.5", "experts=many", "scan.gradients=perhaps", "diagnose.checkpoint=/nowhere", "cluster.map_layers=[99]"),
     *("dump.enabled=false", "dump.folder=/usr", "dump.gradients=false dump.tensors=[grad_output]"),
     *("dump.fake_quant=true", "dump.fake_quant=true dump.quant_type=mxfp8 dump.keep=statistics", "dump.quant_type=mx"),
+    "stage=train assemble.mode=parity assemble.parity_logit_std=0",
     *("train.router_share=0.9", "train.language_model=0", "train.fsdp_config=/nowhere", "train.batch=5"),
     *("train.straight_through=true topology=global_pool", "assemble.router=residual_ridge topology=global_pool"),
     *("score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0", "score=taylor scan=forward_only"),

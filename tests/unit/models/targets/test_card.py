@@ -89,7 +89,14 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
         ("tiny_onn", MoEShape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
         ("tiny_onn", MoEShape(64, 256, 8, 0), "vLLM: expert count and width suit the fused kernels."),
         ("tiny_onn", MoEShape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
-        ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
+        ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM: runs no pool of experts that layers share.\n"),
+        ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nSGLang, llama.cpp: do not know this architecture."),
+        (
+            "qwen2_moe",
+            MoEShape(64, 256, 8, 0, dense_layers=(0,)),
+            "\nllama.cpp: runs dense layers only in architectures that put them before all others.",
+        ),
+        ("qwen3_moe", MoEShape(64, 256, 8, 0), "with 5, train with `experts_implementation="),
         ("qwen3_moe", MoEShape(64, 100, 8, 0), "padded with zero neurons to 104"),
         ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
         ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),
@@ -129,9 +136,16 @@ def test_the_card_of_the_own_class_shows_how_to_load_it():
 
 def test_vllm_is_not_named_for_the_class_of_its_own_with_another_activation_than_its():
     target, shape = MOE_TARGETS["tiny_onn"], MoEShape(64, 256, 8, 0)
-    assert not any(line.startswith("vLLM: ") for line in suitable_runtimes(target, shape, None, "gelu_pytorch_tanh"))
+    said = [line for line in suitable_runtimes(target, shape, None, "gelu_pytorch_tanh") if line.startswith("vLLM")]
+    assert said == ["vLLM: computes these experts with SiLU, not with gelu_pytorch_tanh."]
 
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_every_target_has_its_runtimes(target):
     assert suitable_runtimes(MOE_TARGETS[target], MoEShape(8, 128, 2, 0))[0].startswith("transformers 4.57 and 5: ")
+
+
+@pytest.mark.parametrize("target", ["qwen2_moe", "qwen3_moe"])
+def test_a_runtime_that_knows_the_architecture_is_not_said_to_know_it_not(target):
+    said = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0, dense_layers=(0,)))
+    assert not any("not know" in line for line in said)

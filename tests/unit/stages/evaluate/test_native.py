@@ -3,14 +3,25 @@ import copy
 import pytest
 import torch
 from pico import write_pico
+from pico_moes import make_moe
 from transformers import AutoModelForCausalLM, GraniteMoeSharedConfig, Qwen2MoeConfig
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import ModelConfig, MoEShape
-from models.ffn import watch_ffns
+from models.ffn import ffn_modules, watch_ffns
 from models.loading import is_offloaded, load_dense
+from models.routing import LinearRouter
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
-from stages.evaluate.comparison import count_parameters, dense_again, load_carved, measure_layers, measure_speed
+from models.training import find_routers
+from stages.evaluate.baselines import LayerFacts
+from stages.evaluate.comparison import (
+    count_parameters,
+    dense_again,
+    follow_ffns,
+    load_carved,
+    measure_layers,
+    measure_speed,
+)
 from stages.losses import measure_loss
 from stages.text.sequences import TokenBatch
 
@@ -181,3 +192,36 @@ def test_models_take_turns_until_enough_tokens_are_timed(dense, batches, monkeyp
     assert speed == {"dense": (14 + 5) / 0.5, "other": (14 + 5) / 0.5}
     assert len(measure_speed({"dense": dense}, batches, tokens=14)) == 1
     assert timed[-1] == (dense, "a")
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "dots1"])
+def test_load_is_that_of_the_models_own_choices(dense, batches, model_type):
+    """A selection bias is added to sigmoids; on the logits of `facts.router` it is an approximation."""
+    torch.manual_seed(3)
+    carved = make_moe(model_type).eval().requires_grad_(False)
+    routers, counts = find_routers(carved), torch.zeros(L, E, dtype=torch.int64)
+    for router in routers:
+        router.weight.normal_()
+        router.e_score_correction_bias.normal_(std=0.2)
+    for batch in batches:
+        mask_T, inputs = batch.attention_mask.flatten().bool(), []
+        hooks = [
+            router.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
+            for router in routers
+        ]
+        carved(batch.input_ids, attention_mask=batch.attention_mask)
+        for layer, (router, x_BTD, hook) in enumerate(zip(routers, inputs, hooks, strict=True)):
+            scores_TE = (x_BTD.view(-1, D)[mask_T] @ router.weight.T).sigmoid() + router.e_score_correction_bias
+            counts[layer] += scores_TE.topk(K).indices.flatten().bincount(minlength=E)
+            hook.remove()
+
+    def facts_of(layer, ffn):
+        router = routers[layer]
+        linear = LinearRouter(router.weight, router.e_score_correction_bias / 0.25)
+        neurons_EN = torch.arange(E * N).view(E, N)
+        return LayerFacts(ffn, neurons_EN, torch.arange(0), linear, torch.ones(E * N), MoEShape(E, N, K, 0), 0)
+
+    _, layers = follow_ffns(carved, batches, ffn_modules(dense), facts_of, MoEShape(E, N, K, 0))
+    for layer, count_E in zip(layers, counts.double(), strict=True):
+        assert layer.load == pytest.approx((count_E / count_E.mean()).tolist())
+    assert_no_hooks(carved)

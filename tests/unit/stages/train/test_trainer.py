@@ -1,20 +1,29 @@
-"""Arguments that a phase passes to Trainer."""
+"""What the phases share, the arguments that a phase passes to Trainer, and what it leaves in memory."""
 
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
 import torch
+from pico_moes import make_moe
 
+from models.training import Part
 from stages.artifacts.job import Workers
+from stages.losses import measure_loss
+from stages.text.sequences import TokenSequence, batch_sequences
+from stages.train import stage
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
 from stages.train.routers import Balance, LogitSchedule
 from stages.train.text import TrainingText
-from stages.train.trainer import TrainContext, training_arguments
+from stages.train.trainer import MoETrainer, TrainContext, training_arguments
 
 
-def test_shards_are_set_up_as_the_file_says(tmp_path):
-    (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false}')
-    context = TrainContext(
-        settings=TrainConfig(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json")),
-        text=TrainingText([], [], 0),
+def make_context(settings, heldout=(), workers=None):
+    return TrainContext(
+        settings=settings,
+        text=TrainingText([], list(heldout), 0),
         schedule=LogitSchedule(1.0, 1.0, 1),
         total=1,
         balance=Balance("none", 0.0),
@@ -22,9 +31,53 @@ def test_shards_are_set_up_as_the_file_says(tmp_path):
         teacher=None,
         record=None,
         seed=0,
-        workers=Workers(),
+        workers=workers or Workers(),
         device=torch.device("cpu"),
     )
+
+
+def test_shards_are_set_up_as_the_file_says(tmp_path):
+    (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false}')
+    context = make_context(TrainConfig(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json")))
     arguments = training_arguments(context, Phase("all", 0, 1, frozenset()), tmp_path)
     assert arguments.fsdp
     assert arguments.fsdp_config["reshard_after_forward"] is False
+
+
+@pytest.mark.parametrize(("batches", "passes"), [(4, 2), (6, 2), (7, 3)])
+def test_with_shards_every_process_runs_as_many_forward_passes(batches, passes):
+    model, calls = make_moe("qwen3_moe").eval(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(batches)]
+    heldout = batch_sequences(sequences, 8, 0)
+    assert len(heldout) == batches
+    for rank in range(3):
+        calls.clear()
+        context = make_context(TrainConfig(fsdp=True), heldout, Workers(rank, 3))
+        found = context.heldout_loss(model)
+        assert len(calls) == passes
+        assert found == pytest.approx(measure_loss(model, heldout[rank::3]).nats)
+
+
+def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
+    make_moe("qwen3_moe").save_pretrained(tmp_path / "start")
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(4)]
+    settings = TrainConfig(batch=2, micro_batch=2, log_steps=1, save_steps=100)
+    context = make_context(settings, batch_sequences(sequences, 8, 0))
+    context = replace(context, text=TrainingText(sequences, context.text.heldout, 0))
+    alive = []
+
+    class Watched(MoETrainer):
+        def train(self, **how):
+            result = super().train(**how)
+            alive.extend(map(weakref.ref, (self, self.model, self.optimizer.optimizer)))
+            return result
+
+    monkeypatch.setattr(stage, "MoETrainer", Watched)
+    gc.disable()
+    try:
+        stage.run_phase(tmp_path / "start", Phase("all", 0, 1, frozenset(Part)), context, tmp_path / "all")
+    finally:
+        gc.enable()
+    assert (tmp_path / "all/final/config.json").exists()
+    assert [reference() for reference in alive] == [None] * 3

@@ -1,0 +1,107 @@
+"""Training under autocast: experts multiply in bfloat16, routers in float32, and without autocast nothing changes."""
+
+import pytest
+import torch
+from pico_moes import MOES, make_moe
+
+from models import straight_through
+from models.mixed_precision import IMPLEMENTATION, exempt_routers
+from models.straight_through import show_scores
+from models.training import RouterWatch, find_routers
+from stages.losses import enable_gradient_checkpointing
+from stages.train.stage import load_trainable
+
+IDS = torch.arange(14).view(2, 7)
+
+
+@pytest.fixture(params=MOES)
+def moe(request):
+    torch.manual_seed(1)
+    model = make_moe(request.param).train()
+    for router in find_routers(model):
+        torch.nn.init.normal_(router.weight)
+    return model
+
+
+def both_passes(model, *, half):
+    """Logits, routings, and gradients by name."""
+    watch = RouterWatch(model)
+    model.zero_grad()
+    with watch.collect() as routings, torch.autocast("cpu", torch.bfloat16, enabled=half):
+        logits = model(IDS, use_cache=False).logits
+    logits.float().square().mean().backward()
+    watch.remove()
+    return logits.detach(), routings, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_without_autocast_it_is_grouped_mm(moe):
+    moe.set_experts_implementation("grouped_mm")
+    wanted, _, gradients = both_passes(moe, half=False)
+    moe.set_experts_implementation(IMPLEMENTATION)
+    exempt_routers(moe)
+    found, _, others = both_passes(moe, half=False)
+    assert torch.equal(found, wanted)
+    for name, gradient in gradients.items():
+        assert torch.equal(others[name], gradient), name
+
+
+def test_experts_multiply_in_the_autocast_format(moe, monkeypatch):
+    moe.set_experts_implementation(IMPLEMENTATION)
+    seen, original = [], torch.nn.functional.grouped_mm
+
+    def spy(a, b, **rest):
+        seen.append((a.dtype, b.dtype))
+        return original(a, b, **rest)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
+    both_passes(moe, half=True)
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 4  # two products in each of two layers
+
+
+@pytest.mark.parametrize("implementation", [IMPLEMENTATION, straight_through.IMPLEMENTATION])
+def test_routers_compute_in_float32(moe, implementation):
+    moe.set_experts_implementation(implementation)
+    shown = show_scores(moe) if implementation != IMPLEMENTATION else []
+    exempt_routers(moe)
+    inputs = []
+    hooks = [router.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for router in find_routers(moe)]
+    _, routings, _ = both_passes(moe, half=True)
+    assert len(inputs) == 2
+    for router, x, routing in zip(find_routers(moe), inputs, routings, strict=True):
+        assert routing.logits_TE.dtype == torch.float32
+        torch.testing.assert_close(routing.logits_TE, x.view(-1, 24).float() @ router.weight.T)
+    for hook in [*shown, *hooks]:
+        hook.remove()
+
+
+def test_gradients_are_those_of_float32_up_to_rounding(moe):
+    moe.set_experts_implementation(IMPLEMENTATION)
+    exempt_routers(moe)
+    for router in find_routers(moe):
+        router.top_k = 5  # a token with another choice would have another gradient
+    _, _, wanted = both_passes(moe, half=False)
+    _, _, found = both_passes(moe, half=True)
+    for name, gradient in wanted.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-6, name
+
+
+def test_gradient_checkpointing_changes_no_gradient(moe):
+    moe.set_experts_implementation(IMPLEMENTATION)
+    exempt_routers(moe)
+    _, _, plain = both_passes(moe, half=True)
+    enable_gradient_checkpointing(moe)
+    _, _, recomputed = both_passes(moe, half=True)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, msg=name)
+
+
+def test_training_loads_the_model_this_way(tmp_path):
+    make_moe("glm4_moe").save_pretrained(tmp_path)
+    model = load_trainable(tmp_path)
+    assert model.config._experts_implementation == IMPLEMENTATION
+    router, x_TD = find_routers(model)[0], torch.randn(3, 24)
+    torch.nn.init.normal_(router.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_TE, _, _ = router(x_TD)
+    torch.testing.assert_close(logits_TE, x_TD @ router.weight.T)
