@@ -25,6 +25,13 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
     return squares
 
 
+class InputNorms(NamedTuple):
+    """Squared norms of one input."""
+
+    block_squares_Bi: Tensor
+    token_squares_BT: Tensor | None  # None: it does not belong to tokens
+
+
 class InputSquares:
     """Squared norms and Gram matrix of one input (B, T, I)."""
 
@@ -32,6 +39,7 @@ class InputSquares:
         """Sum the tokens' squares by blocks of `width`; the Gram matrix is computed when needed."""
         # The module's input, kept so that its memory is not reused; and the same, by samples.
         self.source, self.x_BTI = source, x_BTI
+        self._version = _version(source)
         # A pooled input, one row per sample, belongs to no token.
         self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
         squares_BTi = token_block_squares(x_BTI, width)
@@ -48,15 +56,24 @@ class InputSquares:
             self._gram = torch.stack([symmetric_gram(x_TI) for x_TI in self.x_BTI])
         return self._gram
 
+    def norms(self) -> InputNorms:
+        """The squares without the input."""
+        return InputNorms(self.block_squares_Bi, self.token_squares_BT if self.of_tokens else None)
+
     def is_of(self, other: Tensor, width: int) -> bool:
-        """Whether `other` is the same memory with the same layout, and has blocks of the same width."""
-        if width != self._width:
+        """Whether `other` is the same memory with the same layout and values, and has blocks of the same width."""
+        if width != self._width or self._version is None or self._version != _version(other):
             return False
         mine, its = (
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             for tensor in (self.source, other)
         )
         return mine == its
+
+
+def _version(tensor: Tensor) -> int | None:
+    """The number of changes in place; None in inference mode, which does not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.utils.hooks import RemovableHandle
 
-from instruments.errors import ConfigError, NumericsError
+from instruments.errors import ConfigError, NumericsError, UserError
 from instruments.gradients import prefer_gram, watch
 from instruments.parameter_scan.block_squares import block_squares, sum_blocks
 from instruments.parameter_scan.inputs import (
+    InputNorms,
     InputSquares,
     Routes,
     embedding_columns,
@@ -26,7 +27,7 @@ from instruments.parameter_scan.inputs import (
     split_samples,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
-from instruments.parameter_scan.targets import Target, say_left_out
+from instruments.parameter_scan.targets import Target, refusal, say_left_out
 from instruments.precision.calls import find_tensors, in_backward
 from instruments.transformers_layers import ProductFinder, look_inside
 
@@ -133,14 +134,14 @@ class ModuleHooks:
         """The pass in which a module runs. Raises NumericsError: `strict`, and the module runs for the second time."""
         try:
             return self.passes.enter(name)
-        except NumericsError:
-            if self.strict:
-                raise
-            self._leave_out(index, "it ran twice in one forward pass")
+        except NumericsError as error:
+            self._leave_out(index, "it ran twice in one forward pass", error)
             return None
 
-    def _leave_out(self, index: int, why: str) -> None:
-        """Discard this parameter's norms in the current pass; warn once."""
+    def _leave_out(self, index: int, why: str, error: UserError | None = None) -> None:
+        """Discard this parameter's norms in the current pass; warn once. Raises the error (ConfigError): `strict`."""
+        if self.strict:
+            raise error or refusal(f"{self.targets[index].parameter.name}: {why}", "leave it out: patterns=[...]")
         self.passes.drop(index)
         target = self.targets[index]
         name = f"{target.parameter.name} and the other experts" if target.own else target.parameter.name
@@ -153,10 +154,8 @@ class ModuleHooks:
         facts = scan_pass.facts
         try:
             split_samples(tensor, facts.samples, facts.length, name)
-        except ConfigError:
-            if self.strict:
-                raise
-            self._leave_out(index, "its samples cannot be separated")
+        except ConfigError as error:
+            self._leave_out(index, "its samples cannot be separated", error)
             return False
         return True
 
@@ -173,7 +172,7 @@ class ModuleHooks:
             self._record_input(scan_pass, index, x, x.device)
         if not self.gradients or not output.requires_grad:
             return None
-        return self._watch(partial(self._record_linear, scan_pass, index), output, x)
+        return self._watch(index, partial(self._record_linear, scan_pass, index), output, x)
 
     def _on_embedding(
         self, index: int, _module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -194,13 +193,16 @@ class ModuleHooks:
         if scan_pass is None or not self._fits(scan_pass, index, rows, self._name(index)):
             return None
         scan_pass.ids[index] = ids_BT
+        rows_BTD = output.detach()
+        # Measured now: the model may scale the rows in place.
+        norms = read_input(scan_pass, self._name(index), rows_BTD, rows_BTD.shape[-1], rows_BTD.device).norms()
         if not self.gradients:
-            self._record_lookup(scan_pass, index, output.detach())
+            record_input(scan_pass, index, norms)
         if not self.gradients or not torch.is_grad_enabled():
             return None
         if not output.requires_grad:
-            output = output.detach().requires_grad_()
-        return self._watch(partial(self._record_embedding, scan_pass, index), output, output.detach())
+            output = rows_BTD.requires_grad_()
+        return self._watch(index, partial(self._record_embedding, scan_pass, index, norms), output)
 
     def _on_head(
         self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -212,7 +214,7 @@ class ModuleHooks:
         x = _argument(args, kwargs).detach()
         if not self._fits(scan_pass, index, x, name):
             return None
-        return self._watch(partial(self._record_head, scan_pass, index), output, x)
+        return self._watch(index, partial(self._record_head, scan_pass, index), output, x)
 
     def _begin_experts(
         self, index: int, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
@@ -226,9 +228,8 @@ class ModuleHooks:
             return None
         facts = scan_pass.facts
         if len(top_k_index) != facts.samples * facts.length:
-            if self.strict:
-                raise inseparable(self._name(index), f"{len(top_k_index)} tokens", facts.samples, facts.length)
-            self._leave_out(index, "its samples cannot be separated")
+            error = inseparable(self._name(index), f"{len(top_k_index)} tokens", facts.samples, facts.length)
+            self._leave_out(index, "its samples cannot be separated", error)
             return None
         target = self.targets[index]
         return partial(self._run_product, scan_pass, index, ProductFinder(target.module, target.own, top_k_index))
@@ -251,7 +252,7 @@ class ModuleHooks:
             self._record_experts(scan_pass, index, routes, None, x_RI)
         if not self.gradients or not output.requires_grad:
             return output
-        return self._watch(partial(self._record_experts, scan_pass, index, routes), output, x_RI)
+        return self._watch(index, partial(self._record_experts, scan_pass, index, routes), output, x_RI)
 
     def _record_experts(
         self, scan_pass: ScanPass, index: int, routes: Routes, grad: Tensor | None, x_RI: Tensor
@@ -267,14 +268,22 @@ class ModuleHooks:
             for expert, squares_Bn in enumerate(squares_BEn.unbind(1)):  # eager kernels run one expert per call
                 pieces[index + expert] = pieces.get(index + expert, 0) + squares_Bn
 
-    def _watch(self, receive: Callable[[Tensor, Tensor], None], output: Tensor, saved: Tensor) -> Tensor:
-        """The output; its gradient and `saved` are passed to `receive` while the scanner is open."""
+    def _watch(self, index: int, receive: Callable[..., None], output: Tensor, *saved: Tensor) -> Tensor:
+        """The output; its gradient and `saved`, the input, are passed to `receive` while the scanner is open."""
+        versions = [tensor._version for tensor in saved]
 
-        def unless_closed(grad: Tensor, saved: Tensor) -> None:
+        def on_changed() -> None:
             if not self.passes.closed:
-                receive(grad, saved)
+                self._leave_out(index, "the model changes its input in place")
 
-        return watch(unless_closed, output, saved)
+        def unless_closed(grad: Tensor, *saved: Tensor) -> None:
+            # A checkpoint recomputes the saved tensors, and autograd does not compare their versions.
+            if any(tensor._version > version for tensor, version in zip(saved, versions, strict=True)):
+                on_changed()
+            elif not self.passes.closed:
+                receive(grad, *saved)
+
+        return watch(unless_closed, output, *saved, on_changed=on_changed)
 
     def _name(self, index: int) -> str:
         return self.targets[index].parameter.name.removesuffix(".weight")
@@ -287,7 +296,7 @@ class ModuleHooks:
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, self.targets[index].parameter.in_width):
             width = self.targets[index].parameter.in_width
             scan_pass.last_input = read_input(scan_pass, self._name(index), x, width, device)
-        record_input(scan_pass, index, scan_pass.last_input)
+        record_input(scan_pass, index, scan_pass.last_input.norms())
         return scan_pass.last_input
 
     def _record_linear(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
@@ -313,14 +322,9 @@ class ModuleHooks:
         ids_BT = scan_pass.ids[index].to(grad.device)
         scan_pass.heads[index] = head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
 
-    def _record_lookup(self, scan_pass: ScanPass, index: int, rows_BTD: Tensor) -> None:
-        """‖rows looked up‖² of an embedding, not by block."""
-        width = rows_BTD.shape[-1]
-        record_input(scan_pass, index, read_input(scan_pass, self._name(index), rows_BTD, width, rows_BTD.device))
-
-    def _record_embedding(self, scan_pass: ScanPass, index: int, delta_BTD: Tensor, rows_BTD: Tensor) -> None:
+    def _record_embedding(self, scan_pass: ScanPass, index: int, norms: InputNorms, delta_BTD: Tensor) -> None:
         """‖rows looked up‖² and ‖∇W‖² of an embedding; the backward pass reaches the look-up after the head."""
-        self._record_lookup(scan_pass, index, rows_BTD)
+        record_input(scan_pass, index, norms)
         # A loss fused with the output embedding bypasses the module; without its part the gradient would be wrong.
         fused = self.targets[index].head is not None and self._head_name(index) not in scan_pass.used
         if fused:
@@ -350,11 +354,11 @@ def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, devic
     return InputSquares(source, x_BTI, mask_BT, width)
 
 
-def record_input(scan_pass: ScanPass, index: int, inputs: InputSquares) -> None:
+def record_input(scan_pass: ScanPass, index: int, norms: InputNorms) -> None:
     """Store ‖X‖² per block and token."""
-    scan_pass.squares.activation[index] = inputs.block_squares_Bi
-    if scan_pass.per_token and inputs.of_tokens:
-        scan_pass.squares.token_activation[index] = inputs.token_squares_BT
+    scan_pass.squares.activation[index] = norms.block_squares_Bi
+    if scan_pass.per_token and norms.token_squares_BT is not None:
+        scan_pass.squares.token_activation[index] = norms.token_squares_BT
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
