@@ -29,10 +29,27 @@ class CallFacts:
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name."""
-    if not args:
-        return dict(kwargs)
-    return dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+    """All arguments of a call by name; a wrapper that takes any arguments has the names of the model inside."""
+    return dict(zip(_positional_names(model), args, strict=False)) | dict(kwargs)
+
+
+def replace_argument(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another value of `name`, which is one of them."""
+    if name in kwargs:
+        return args, {**kwargs, name: value}
+    place = _positional_names(model).index(name)
+    return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+
+
+def _positional_names(model: nn.Module) -> list[str]:
+    """Names of the arguments that forward takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    inside = list(model.children())
+    return names if names or len(inside) != 1 else _positional_names(inside[0])
 
 
 def read_call(arguments: Mapping[str, Any]) -> CallFacts:

@@ -16,7 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from instruments.errors import ConfigError
 from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
-from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call, to_record
+from instruments.parameter_scan.scan_pass import (
+    Layout,
+    ScanPass,
+    bind_arguments,
+    read_call,
+    replace_argument,
+    to_record,
+)
 from instruments.parameter_scan.targets import ScanRecord, Target, find_targets, refusal
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
@@ -144,7 +151,7 @@ class ParameterTensorScanner:
         if not isinstance(embeds, Tensor) or embeds.requires_grad:
             return None
         # With frozen weights the graph reaches the layers only if the inputs require a gradient.
-        return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}
+        return replace_argument(model, args, kwargs, "inputs_embeds", embeds.detach().requires_grad_())
 
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also after a failed one (output None)."""

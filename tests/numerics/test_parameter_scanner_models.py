@@ -130,3 +130,50 @@ def test_an_input_changed_in_place_between_two_layers_is_measured_again():
     with torch.no_grad():
         record, _ = scan(model, run=lambda model, ids: model(ids), gradients=False)
     torch.testing.assert_close(record.activation_BP[:, 2], model.seen)
+
+
+class Keywords(nn.Module):
+    """Takes some arguments by keyword only, and any others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(D, D)
+
+    def forward(self, inputs_embeds, *, temperature=1.0, **others):
+        self.seen = sorted(others)
+        return self.a(inputs_embeds) * others["attention_mask"].unsqueeze(2) / temperature
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_forward_with_any_keyword_arguments_gets_the_same_ones(by_name):
+    model, x = Keywords(), torch.randn(B, T, D)
+    mask = (torch.arange(T) < torch.tensor([[2], [5], [3]])).float()
+    with ParameterTensorScanner(model) as scanner:
+        named = {"inputs_embeds": x} if by_name else {}
+        found = model(*() if by_name else (x,), attention_mask=mask, temperature=2.0, **named)
+        found.square().sum().backward()
+    assert model.seen == ["attention_mask"]
+    assert torch.equal(found, model(x, attention_mask=mask, temperature=2.0))
+    assert [sequence.tokens for sequence in scanner.collect()[0].sequences] == [2, 5, 3]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def test_a_wrapper_called_by_position():
+    assert_true(Wrapper(Net()), [f"module.{name}" for name in ALL])
+
+
+def test_frozen_layers_of_a_wrapped_model_called_by_position():
+    record, _ = scan(
+        Wrapper(Keywords().requires_grad_(False)), torch.randn(B, T, D),
+        run=lambda model, x: model(x, attention_mask=torch.ones(B, T)).square().sum().backward(),
+    )  # fmt: skip
+    assert record.gradient_BP.isfinite().all()
