@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from instruments.parameter_scan.inputs import (
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
 from instruments.parameter_scan.targets import Target, refusal, say_left_out
+from instruments.parameter_scan.weight_uses import computes_linear, has_own_forward
 from instruments.precision.calls import find_tensors, in_backward
 from instruments.transformers_layers import ProductFinder, look_inside
 
@@ -101,6 +102,12 @@ class Passes:
         self._reached = []
 
 
+def label_left_out(targets: Sequence[Target], index: int) -> str:
+    """The name under which `left_out` lists a target; fused experts are listed together, under the first."""
+    name = targets[index].parameter.name
+    return f"{name} and the other experts" if targets[index].own else name
+
+
 @dataclass(frozen=True)
 class ModuleHooks:
     """Hooks by kind of module; they measure for the current pass of `passes`."""
@@ -143,16 +150,21 @@ class ModuleHooks:
         if self.strict:
             raise error or refusal(f"{self.targets[index].parameter.name}: {why}", "leave it out: patterns=[...]")
         self.passes.drop(index)
-        target = self.targets[index]
-        name = f"{target.parameter.name} and the other experts" if target.own else target.parameter.name
+        name = label_left_out(self.targets, index)
         if name not in self.left_out:
             self.left_out[name] = why
             logger.warning("parameter scan: %s", say_left_out({name: why}))
+
+    def leave_out_used_elsewhere(self, functions: Mapping[int, str]) -> None:
+        """At the end of a forward pass: discard the norms of weights that functions have used outside their module."""
+        for index, name in functions.items():
+            self._leave_out(index, f"{name} uses it outside its module")
 
     def _fits(self, scan_pass: ScanPass, index: int, tensor: Tensor, name: str) -> bool:
         """Whether the tensor's samples can be separated. Raises ConfigError: `strict`, and they cannot."""
         facts = scan_pass.facts
         try:
+            scan_pass.require_samples_first(tensor, name)
             split_samples(tensor, facts.samples, facts.length, name)
         except ConfigError as error:
             self._leave_out(index, "its samples cannot be separated", error)
@@ -160,7 +172,7 @@ class ModuleHooks:
         return True
 
     def _on_linear(
-        self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         scan_pass = self._enter(index, self._name(index))
         if scan_pass is None:
@@ -170,7 +182,12 @@ class ModuleHooks:
             return None
         if not self.gradients:
             self._record_input(scan_pass, index, x, x.device)
-        if not self.gradients or not output.requires_grad:
+        if not self.gradients:
+            return None
+        if has_own_forward(module) and not (isinstance(output, Tensor) and computes_linear(module, x, output)):
+            self._leave_out(index, f"{type(module).__name__} computes more than a Linear layer")
+            return None
+        if not output.requires_grad:
             return None
         return self._watch(index, partial(self._record_linear, scan_pass, index), output, x)
 
@@ -190,7 +207,10 @@ class ModuleHooks:
         """An embedding looks rows up."""
         scan_pass = self._enter(index, self._name(index))
         rows = ids_BT.unsqueeze(-1) if ids_BT.ndim == 2 else ids_BT[None, None, ..., None]  # a shape that never fits
-        if scan_pass is None or not self._fits(scan_pass, index, rows, self._name(index)):
+        if scan_pass is None:
+            return None
+        scan_pass.note_order(ids_BT)
+        if not self._fits(scan_pass, index, rows, self._name(index)):
             return None
         scan_pass.ids[index] = ids_BT
         rows_BTD = output.detach()

@@ -26,6 +26,7 @@ class CallFacts:
     length: int
     mask_BT: Tensor | None  # True at tokens, False at padding; None: all are tokens
     supervised_B: Tensor | None  # number of labels in the loss; None: unknown
+    ids_BT: Tensor | None = None  # input_ids
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +65,9 @@ def read_call(arguments: Mapping[str, Any]) -> CallFacts:
         what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples are unknown"
         raise refusal(what, "call the scanned model with input_ids=... or inputs_embeds=...")
     samples, length = inputs.shape[:2]
-    return CallFacts(samples, length, _padding_mask(arguments, samples, length), _supervised(arguments, samples))
+    ids_BT = None if inputs.is_floating_point() else inputs
+    mask_BT = _padding_mask(arguments, samples, length)
+    return CallFacts(samples, length, mask_BT, _supervised(arguments, samples), ids_BT)
 
 
 def _padding_mask(arguments: Mapping[str, Any], samples: int, length: int) -> Tensor | None:
@@ -148,6 +151,32 @@ class ScanPass:
     dropped: set[int] = field(default_factory=set)  # parameters whose norms would be wrong
     heads: dict[int, HeadPart] = field(default_factory=dict)  # gradient parts of tied output embeddings
     last_input: InputSquares | None = None  # of the module measured last
+    positions_first: bool = False  # whether a layer received (T, B, N); known only where T equals B
+
+    def note_order(self, ids_BT: Tensor) -> None:
+        """Compare the ids of a look-up with the model's: a model that works on (T, B) transposes them first."""
+        square, whole_BT = self.facts.samples == self.facts.length > 1, self.facts.ids_BT
+        if square and whole_BT is not None and ids_BT is not whole_BT and ids_BT.shape == whole_BT.shape:
+            ids_BT = ids_BT.to(whole_BT.device)
+            if torch.equal(ids_BT, whole_BT.mT) and not torch.equal(ids_BT, whole_BT):
+                self.positions_first = True
+
+    def require_samples_first(self, tensor: Tensor, name: str) -> None:
+        """With as many samples as positions, shapes do not tell them apart. Raises ConfigError: strides do not either.
+
+        From a layer with transposed input on, all later layers of the pass are refused.
+        """
+        facts = self.facts
+        if facts.samples != facts.length or facts.samples == 1:
+            return
+        if tensor.ndim == 3 and 0 < tensor.stride(0) < tensor.stride(1):
+            self.positions_first = True
+        if self.positions_first or (tensor.ndim == 2 and len(tensor) == facts.samples):
+            what = f"{name} was given a tensor of shape {tuple(tensor.shape)}"
+            raise refusal(
+                f"{what}; its rows may be the {facts.samples} samples or the {facts.length} positions",
+                "batches of another number of samples",
+            )
 
     def take(self) -> Squares:
         """Return the measured squares and reset them for the next backward pass through the same graph."""

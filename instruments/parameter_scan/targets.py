@@ -94,6 +94,9 @@ class Selection:
                     what = f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses"
                     raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
                 continue
+            if module.scale_grad_by_freq:
+                self._leave_out(f"{name}.weight", "scale_grad_by_freq mixes the gradients of samples")
+                continue
             if len(tied) > 1:
                 self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
                 continue

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from instruments.errors import NumericsError
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 B, T, D, V = 3, 5, 8, 20
@@ -177,3 +178,118 @@ def test_frozen_layers_of_a_wrapped_model_called_by_position():
         run=lambda model, x: model(x, attention_mask=torch.ones(B, T)).square().sum().backward(),
     )  # fmt: skip
     assert record.gradient_BP.isfinite().all()
+
+
+class Tied(Net):
+    """The embedding's weight gives the logits, by a function."""
+
+    def forward(self, input_ids):
+        return functional.linear(self.b(self.a(self.e(input_ids))), self.e.weight)
+
+
+def used_twice(net, x):
+    return functional.linear(net.a(x), net.a.weight)
+
+
+def used_before(net, x):
+    return net.a(functional.linear(x, net.a.weight))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("model", "name"), [(Tied, "e"), (lambda: Net(used_twice), "a"), (lambda: Net(used_before), "a")]
+)
+def test_a_weight_also_used_by_a_function_is_left_out(model, name, frozen):
+    expected = [own for own in ALL[:3] if own != f"{name}.weight"]
+    expected += ["h.weight"] if name == "a" else []
+    left_out = assert_true(model().requires_grad_(not frozen), expected)
+    assert left_out[f"{name}.weight"] == "linear uses it outside its module"
+
+
+def test_looking_at_a_weight_is_no_use_of_it():
+    def middle(net, x):
+        assert net.a.weight.isfinite().all()
+        assert net.a.weight.detach().norm() > 0
+        return net.a(x.to(net.a.weight.dtype))
+
+    assert_true(Net(middle), ALL)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return functional.linear(x, self.weight * 0.1, self.bias)
+
+
+class Transposed(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class WithBias(nn.Linear):
+    def forward(self, x):
+        return functional.linear(x, self.weight), self.bias
+
+
+def test_a_linear_with_another_forward():
+    model = Net()
+    model.a, model.b = Transposed(D, D), Scaled(D, D)
+    left_out = assert_true(model, ("e.weight", "a.weight", "h.weight"))
+    assert left_out["b.weight"] == "Scaled computes more than a Linear layer"
+    model = Net(lambda net, x: sum(net.a(x)))
+    model.a = WithBias(D, D)
+    assert_true(model, ("e.weight", "b.weight", "h.weight"))
+
+
+def test_an_embedding_scaled_by_the_frequency_of_its_tokens_is_left_out():
+    model = Net()
+    model.e = nn.Embedding(V, D, scale_grad_by_freq=True)
+    assert_true(model, ALL[1:])
+
+
+def positions_first(net, x):
+    return net.a(x.transpose(0, 1)).transpose(0, 1)
+
+
+class PositionsFirst(Net):
+    def forward(self, input_ids):
+        return super().forward(input_ids.T.contiguous()).transpose(0, 1)
+
+
+class Positions(Net):
+    def __init__(self):
+        super().__init__(lambda net, x: x + net.a(net.table))
+        self.table = nn.Buffer(torch.randn(T, D))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda: Net(positions_first), ("e.weight",)),
+        (PositionsFirst, ()),
+        (Positions, ("e.weight", "b.weight", "h.weight")),
+        (Net, ALL),
+    ],
+)
+def test_as_many_samples_as_positions(model, expected):
+    """The shape of an input does not tell whether its rows are samples."""
+    ids = torch.randint(0, V, (T, T), generator=torch.Generator().manual_seed(2))
+    if expected:
+        assert_true(model(), expected, ids)
+        return
+    with ParameterTensorScanner(model_ := model()) as scanner:
+        backward(model_, ids)
+        with pytest.raises(NumericsError, match="no gradient reached a watched parameter"):
+            scanner.collect()
+    assert set(scanner.left_out) == set(ALL)
+
+
+def test_a_weight_whose_module_never_runs_is_left_out(caplog):
+    class Attention(Net):
+        def __init__(self):
+            super().__init__(lambda net, x: net.attention(x, x, x)[0])
+            self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    left_out = assert_true(Attention(), ("e.weight", "b.weight", "h.weight"))
+    assert left_out["attention.out_proj.weight"] == "multi_head_attention_forward uses it outside its module"
+    assert left_out["a.weight"] == "its module did not run, or no gradient reached it"
+    assert "1 weights are left out: a.weight (its module did not run" in caplog.text
