@@ -20,7 +20,7 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
     parts = [x_BTN[..., :whole].unflatten(-1, (-1, width))] if whole else []
     if whole < x_BTN.shape[-1]:
         parts.append(x_BTN[..., whole:].unsqueeze(-2))
-    norms = [vector_norm(part, dim=-1, dtype=torch.float32) for part in parts]
+    norms = [_norms(part) for part in parts]
     squares: Tensor = (norms[0] if len(norms) == 1 else torch.cat(norms, dim=-1)).square_()
     return squares
 
@@ -172,8 +172,13 @@ def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | 
 
 
 def _norms(x_BTN: Tensor) -> Tensor:
-    norms: Tensor = vector_norm(x_BTN, dim=-1, dtype=torch.float32)
+    norms: Tensor = vector_norm(narrow(x_BTN), dim=-1, dtype=torch.float32)
     return norms
+
+
+def narrow(tensor: Tensor) -> Tensor:
+    """float64 as float32, in which all norms are computed; other formats as they are."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 class Routes(NamedTuple):
@@ -219,8 +224,7 @@ def expert_squares(
         found |= {
             "in_gradient": in_gradient_Gi.unflatten(0, shape), "out_gradient": out_gradient_Go.unflatten(0, shape)
         }  # fmt: skip
-        norms_R = vector_norm(grad_RO, dim=-1, dtype=torch.float32)
-        by_token["token_gradient"] = by_token["token_activation"] * norms_R.square()
+        by_token["token_gradient"] = by_token["token_activation"] * _norms(grad_RO).square()
     if per_token:
         position_R = (routes.token_R % routes.length).to(x_RI.device)
         for name, squares_R in by_token.items():

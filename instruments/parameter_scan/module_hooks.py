@@ -24,6 +24,7 @@ from instruments.parameter_scan.inputs import (
     expert_squares,
     head_part,
     inseparable,
+    narrow,
     split_samples,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
@@ -301,7 +302,7 @@ class ModuleHooks:
             if any(tensor._version > version for tensor, version in zip(saved, versions, strict=True)):
                 on_changed()
             elif not self.passes.closed:
-                receive(grad, *saved)
+                receive(narrow(grad), *map(narrow, saved))
 
         return watch(unless_closed, output, *saved, on_changed=on_changed)
 
@@ -365,7 +366,7 @@ class ModuleHooks:
 def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
     """Norms of a module's input. Raises ConfigError: its samples cannot be separated."""
     facts = scan_pass.facts
-    x_BTI = split_samples(source, facts.samples, facts.length, name).to(device)
+    x_BTI = narrow(split_samples(source, facts.samples, facts.length, name)).to(device)
     mask_BT = facts.mask_BT
     if source.ndim == 2 and x_BTI.shape[1] == 1:
         mask_BT = None  # pooled: one row per sample

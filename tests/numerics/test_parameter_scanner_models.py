@@ -1,9 +1,12 @@
 """The parameter-level scanner on models with unusual code: right norms, or the weight is left out with a reason."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from instruments.errors import NumericsError
@@ -293,3 +296,44 @@ def test_a_weight_whose_module_never_runs_is_left_out(caplog):
     assert left_out["attention.out_proj.weight"] == "multi_head_attention_forward uses it outside its module"
     assert left_out["a.weight"] == "its module did not run, or no gradient reached it"
     assert "1 weights are left out: a.weight (its module did not run" in caplog.text
+
+
+@pytest.mark.parametrize("product", ["gram", "direct"])
+def test_double_precision(product):
+    record, _ = scan(Net().double(), per_token=True)
+    assert_true(Net().double(), ALL, product=product)
+    expected, _ = scan(Net(), per_token=True)
+    torch.testing.assert_close(record.activation_BP, expected.activation_BP, rtol=1e-5, atol=0)
+    torch.testing.assert_close(record.token_gradient[0], expected.token_gradient[0], rtol=1e-4, atol=1e-6)
+
+
+def test_complex_weights_are_left_out():
+    model = Net(lambda net, x: net.a(x.to(torch.complex64)).abs())
+    model.a = nn.Linear(D, D, dtype=torch.complex64)
+    assert assert_true(model, ("e.weight", "b.weight", "h.weight")) == {"a.weight": "complex weights are not measured"}
+
+
+def test_a_parametrized_weight_is_not_computed_more_often():
+    """spectral_norm runs its power iteration at every reading of the weight, which changes the model's result."""
+
+    def losses(scanned):
+        model = Net()
+        parametrizations.spectral_norm(model.a)
+        parametrizations.weight_norm(model.b)
+        parametrizations.weight_norm(model.h)
+        with ParameterTensorScanner(model) if scanned else nullcontext() as scanner:
+            found = [model(IDS).sum() for _ in range(3)]
+            found[-1].backward()
+        if scanned:
+            assert scanner.left_out == {}
+            assert scanner.collect()[0].gradient_BP.isfinite().all()
+        return torch.stack(found)
+
+    assert torch.equal(losses(scanned=True), losses(scanned=False))
+
+
+def test_the_gradient_of_a_parametrized_weight_is_that_of_the_computed_one():
+    model = Net()
+    parametrizations.weight_norm(model.a)
+    record, _ = scan(model)
+    torch.testing.assert_close(record.gradient_BP, scan(Net())[0].gradient_BP, rtol=1e-5, atol=0)
