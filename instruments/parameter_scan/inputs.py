@@ -35,13 +35,13 @@ class InputNorms(NamedTuple):
 class InputSquares:
     """Squared norms and Gram matrix of one input (B, T, I)."""
 
-    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
+    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int, *, of_tokens: bool) -> None:
         """Sum the tokens' squares by blocks of `width`; the Gram matrix is computed when needed."""
         # The module's input, kept so that its memory is not reused; and the same, by samples.
         self.source, self.x_BTI = source, x_BTI
         self._version = _version(source)
         # A pooled input, one row per sample, belongs to no token.
-        self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
+        self.of_tokens = of_tokens and (source.ndim == 3 or x_BTI.shape[1] > 1)
         squares_BTi = token_block_squares(x_BTI, width)
         self.token_squares_BT = squares_BTi.sum(2)
         if mask_BT is not None:

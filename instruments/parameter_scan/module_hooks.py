@@ -1,6 +1,7 @@
 """Forward hooks on the watched modules: norms are computed when the gradient of a module's output arrives."""
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Passes:
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
         self._reached: list[ScanPass] = []
+        self._warned = False
 
     def recomputed(self) -> bool:
         """Whether the forward pass that begins is recomputed by a backward pass (checkpointing of the whole model)."""
@@ -76,12 +78,19 @@ class Passes:
     def end(self, output: object, *, gradients: bool) -> None:
         """End the forward pass (`output` None: it failed); with gradients, norms follow in the backward pass."""
         scan_pass, self._running = self._running, None
-        if scan_pass is None or output is None:
+        if scan_pass is None or (output is None and sys.exc_info()[0] is not None):
             return
         if gradients:
-            for tensor in find_tensors(output).values():
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._reach, scan_pass))
+            found = [tensor for tensor in find_tensors(output).values() if tensor.requires_grad]
+            if not found and scan_pass.used and not self._warned and not isinstance(output, Tensor):
+                self._warned = True
+                logger.warning(
+                    "parameter scan: no tensor with a gradient was found in the model's output (%s); layers that "
+                    "reentrant checkpointing recomputes get no norms",
+                    type(output).__name__,
+                )
+            for tensor in found:
+                tensor.register_hook(partial(self.reach, scan_pass))
         else:
             self.finished.append(Measured(scan_pass, scan_pass.take()))
 
@@ -89,8 +98,8 @@ class Passes:
         """Record nothing more; finished measurements stay."""
         self.closed, self._running, self._reached = True, None, []
 
-    def _reach(self, scan_pass: ScanPass, _grad: Tensor) -> None:
-        """Hook on the model's outputs: the backward pass has reached this pass."""
+    def reach(self, scan_pass: ScanPass, _grad: Tensor | None = None) -> None:
+        """The backward pass has reached this pass: its outputs, or, if they were not found in it, a layer."""
         if self.closed or scan_pass in self._reached:
             return
         if not self._reached:
@@ -163,7 +172,10 @@ class ModuleHooks:
 
     def _fits(self, scan_pass: ScanPass, index: int, tensor: Tensor, name: str) -> bool:
         """Whether the tensor's samples can be separated. Raises ConfigError: `strict`, and they cannot."""
-        facts = scan_pass.facts
+        facts = scan_pass.facts.side(tensor, name)
+        if facts is None:
+            self._leave_out(index, "it may belong to the encoder or the decoder: pad them to different lengths")
+            return False
         try:
             scan_pass.require_samples_first(tensor, name)
             split_samples(tensor, facts.samples, facts.length, name)
@@ -190,7 +202,7 @@ class ModuleHooks:
             return None
         if not output.requires_grad:
             return None
-        return self._watch(index, partial(self._record_linear, scan_pass, index), output, x)
+        return self._watch(scan_pass, index, partial(self._record_linear, scan_pass, index), output, x)
 
     def _on_embedding(
         self, index: int, _module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -223,7 +235,7 @@ class ModuleHooks:
             return None
         if not output.requires_grad:
             output = rows_BTD.requires_grad_()
-        return self._watch(index, partial(self._record_embedding, scan_pass, index, norms), output)
+        return self._watch(scan_pass, index, partial(self._record_embedding, scan_pass, index, norms), output)
 
     def _on_head(
         self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -235,7 +247,7 @@ class ModuleHooks:
         x = _argument(args, kwargs).detach()
         if not self._fits(scan_pass, index, x, name):
             return None
-        return self._watch(index, partial(self._record_head, scan_pass, index), output, x)
+        return self._watch(scan_pass, index, partial(self._record_head, scan_pass, index), output, x)
 
     def _begin_experts(
         self, index: int, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
@@ -248,7 +260,7 @@ class ModuleHooks:
         if scan_pass is None:
             return None
         facts = scan_pass.facts
-        if len(top_k_index) != facts.samples * facts.length:
+        if facts.decoder is not None or len(top_k_index) != facts.samples * facts.length:
             error = inseparable(self._name(index), f"{len(top_k_index)} tokens", facts.samples, facts.length)
             self._leave_out(index, "its samples cannot be separated", error)
             return None
@@ -273,7 +285,7 @@ class ModuleHooks:
             self._record_experts(scan_pass, index, routes, None, x_RI)
         if not self.gradients or not output.requires_grad:
             return output
-        return self._watch(index, partial(self._record_experts, scan_pass, index, routes), output, x_RI)
+        return self._watch(scan_pass, index, partial(self._record_experts, scan_pass, index, routes), output, x_RI)
 
     def _record_experts(
         self, scan_pass: ScanPass, index: int, routes: Routes, grad: Tensor | None, x_RI: Tensor
@@ -289,7 +301,9 @@ class ModuleHooks:
             for expert, squares_Bn in enumerate(squares_BEn.unbind(1)):  # eager kernels run one expert per call
                 pieces[index + expert] = pieces.get(index + expert, 0) + squares_Bn
 
-    def _watch(self, index: int, receive: Callable[..., None], output: Tensor, *saved: Tensor) -> Tensor:
+    def _watch(
+        self, scan_pass: ScanPass, index: int, receive: Callable[..., None], output: Tensor, *saved: Tensor
+    ) -> Tensor:
         """The output; its gradient and `saved`, the input, are passed to `receive` while the scanner is open."""
         versions = [tensor._version for tensor in saved]
 
@@ -302,6 +316,7 @@ class ModuleHooks:
             if any(tensor._version > version for tensor, version in zip(saved, versions, strict=True)):
                 on_changed()
             elif not self.passes.closed:
+                self.passes.reach(scan_pass)
                 receive(narrow(grad), *map(narrow, saved))
 
         return watch(unless_closed, output, *saved, on_changed=on_changed)
@@ -336,7 +351,7 @@ class ModuleHooks:
         """Reduce the tied output embedding's part of the embedding's gradient."""
         if index not in scan_pass.ids:
             return
-        facts = scan_pass.facts
+        facts = scan_pass.facts.side(x, self._head_name(index)) or scan_pass.facts
         x_BSD = split_samples(x, facts.samples, facts.length, self._head_name(index)).to(grad.device)
         grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
         gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
@@ -359,20 +374,20 @@ class ModuleHooks:
             head = head.to(delta_BTD.device)
         columns_BD = embedding_columns(ids_BT, delta_BTD, head)
         scan_pass.squares.out_gradient[index] = sum_blocks(columns_BD, self.targets[index].parameter.out_width)
-        if scan_pass.per_token:
+        if scan_pass.per_token and norms.token_squares_BT is not None:
             scan_pass.squares.token_gradient[index] = embedding_token_squares(delta_BTD, head)
 
 
 def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
     """Norms of a module's input. Raises ConfigError: its samples cannot be separated."""
-    facts = scan_pass.facts
+    facts = scan_pass.facts.side(source, name) or scan_pass.facts
     x_BTI = narrow(split_samples(source, facts.samples, facts.length, name)).to(device)
     mask_BT = facts.mask_BT
     if source.ndim == 2 and x_BTI.shape[1] == 1:
         mask_BT = None  # pooled: one row per sample
     if mask_BT is not None:  # the output embedding may get only the last positions
         mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
-    return InputSquares(source, x_BTI, mask_BT, width)
+    return InputSquares(source, x_BTI, mask_BT, width, of_tokens=scan_pass.facts.has_tokens(facts))
 
 
 def record_input(scan_pass: ScanPass, index: int, norms: InputNorms) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, some
 from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.module_hooks import ModuleHooks, Passes, label_left_out
 from instruments.parameter_scan.scan_pass import (
@@ -145,6 +145,8 @@ class ParameterTensorScanner:
             measured = self._passes.finished.popleft()
             self._measured |= set(measured.squares.out_gradient if self._gradients else measured.squares.activation)
             record, skipped = to_record(measured, gradients=self._gradients)
+            if skipped and not self.skipped:
+                logger.warning("parameter scan: samples without a supervised token are skipped: %s", some(skipped))
             self.skipped += skipped
             if record is not None:
                 records.append(record)
@@ -164,7 +166,8 @@ class ParameterTensorScanner:
         if self._gradients and not torch.is_grad_enabled():
             return None
         arguments = bind_arguments(model, args, kwargs)
-        facts = read_call(arguments)
+        config = getattr(model, "config", None)
+        facts = read_call(arguments, encoder_decoder=getattr(config, "is_encoder_decoder", False) is True)
         self._step += 1
         names = self._names or [f"step {self._step}, sample {sample + 1}" for sample in range(facts.samples)]
         if len(names) != facts.samples:

@@ -1,6 +1,7 @@
 """The parameter-level scanner on models with unusual code: right norms, or the weight is left out with a reason."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,3 +338,81 @@ def test_the_gradient_of_a_parametrized_weight_is_that_of_the_computed_one():
     parametrizations.weight_norm(model.a)
     record, _ = scan(model)
     torch.testing.assert_close(record.gradient_BP, scan(Net())[0].gradient_BP, rtol=1e-5, atol=0)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.e, self.encoder, self.d, self.decoder = (
+            nn.Embedding(V, D), nn.Linear(D, D), nn.Embedding(V, D), nn.Linear(D, V),
+        )  # fmt: skip
+
+    def forward(self, input_ids, decoder_input_ids, labels, attention_mask=None):
+        rows = self.encoder(self.e(input_ids)) * attention_mask.unsqueeze(2)
+        self.seen = self.d(decoder_input_ids) + rows.mean(1, keepdim=True)
+        return functional.cross_entropy(self.decoder(self.seen).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_the_mask_of_an_encoder_is_not_applied_to_the_decoder(length):
+    model, mask = EncoderDecoder(), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    ids, labels = torch.randint(0, V, (2, 4)), torch.randint(0, V, (2, length))
+    batch = {"decoder_input_ids": labels, "labels": labels, "attention_mask": mask}
+    record, scanner = scan(model, ids, lambda model, ids: model(ids, **batch).backward())
+    assert scanner.skipped == []
+    found = dict(zip([one.name for one in scanner.parameters], record.activation_BP.unbind(1), strict=True))
+    if length == 4:
+        why = "it may belong to the encoder or the decoder: pad them to different lengths"
+        assert scanner.left_out == dict.fromkeys(("e.weight", "d.weight", "decoder.weight"), why)
+        assert found["decoder.weight"].isnan().all()
+    else:
+        torch.testing.assert_close(found["decoder.weight"], model.seen.flatten(1).norm(dim=1))
+        torch.testing.assert_close(found["d.weight"], model.d(labels).flatten(1).norm(dim=1))
+        torch.testing.assert_close(found["e.weight"][0], model.e(ids)[0, :2].norm())
+        assert record.gradient_BP.isfinite().all()
+    torch.testing.assert_close(found["encoder.weight"][0], model.e(ids)[0, :2].norm())
+
+
+def test_labels_of_a_model_that_does_not_shift_them(caplog):
+    class Classifier(Net):
+        def forward(self, input_ids, labels):
+            logits = super().forward(input_ids)
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    labels = torch.full((B, T), -100)
+    labels[0, 0], labels[1, 3] = 1, 3
+    record, scanner = scan(Classifier(), IDS, lambda model, ids: model(ids, labels=labels).backward())
+    assert [sequence.name for sequence in record.sequences] == ["step 1, sample 1", "step 1, sample 2"]
+    assert scanner.skipped == ["step 1, sample 3"]
+    assert "samples without a supervised token are skipped: step 1, sample 3" in caplog.text
+
+
+def test_labels_with_one_value_per_sample():
+    def run(model, ids):
+        model(ids, labels=torch.ones(B, 1)).backward()
+
+    class Regression(Net):
+        def forward(self, input_ids, labels):
+            return (super().forward(input_ids)[:, :, 0].mean(1, keepdim=True) - labels).square().sum()
+
+    record, scanner = scan(Regression(), IDS, run)
+    assert len(record.sequences) == B
+    assert scanner.skipped == []
+
+
+class Results(dict):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Results, SimpleNamespace, None])
+def test_outputs_whose_tensors_are_not_found(kind, caplog):
+    class Losses(Net):
+        def forward(self, input_ids):
+            self.loss = super().forward(input_ids).logsumexp(-1).sum()
+            return None if kind is None else kind(loss=self.loss)
+
+    record, _ = scan(Losses(), IDS, lambda model, ids: (model(ids), model.loss.backward()))
+    expected, _ = scan(Net())
+    assert torch.equal(record.gradient_BP, expected.gradient_BP)
+    assert "no tensor with a gradient was found in the model's output" in caplog.text
