@@ -88,8 +88,8 @@ def read_call(arguments: Mapping[str, Any], *, encoder_decoder: bool = False) ->
     ids_BT = None if inputs.is_floating_point() else inputs
     mask_BT, decoder = _padding_mask(arguments, "attention_mask", samples, length), None
     if encoder_decoder or any(arguments.get(name) is not None for name in _DECODER_ARGUMENTS):
-        given = [arguments.get(name) for name in (*_DECODER_ARGUMENTS[:2], "labels")]
-        own_length = next((value.shape[1] for value in given if isinstance(value, Tensor) and value.ndim > 1), length)
+        own = [arguments.get(name) for name in (*_DECODER_ARGUMENTS[:2], "labels")]
+        own_length = next((value.shape[1] for value in own if isinstance(value, Tensor) and value.ndim > 1), length)
         own_mask_BT = _padding_mask(arguments, _DECODER_ARGUMENTS[2], samples, own_length)
         decoder = CallFacts(samples, own_length, own_mask_BT, None)
         mask_BT = None if mask_BT is not None and mask_BT.all() else mask_BT

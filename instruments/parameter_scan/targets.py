@@ -85,15 +85,21 @@ class Selection:
     def _embeddings(self) -> Iterator[Target]:
         """Embeddings, each with its tied Linear. Raises ConfigError: only the tied Linear is requested."""
         self._heads: set[nn.Module] = set()
-        for name, module in self._modules.items():
-            if not isinstance(module, nn.Embedding):
-                continue
+        embeddings = {name: module for name, module in self._modules.items() if isinstance(module, nn.Embedding)}
+        users: dict[int, list[str]] = {}
+        for name, module in embeddings.items():
+            users.setdefault(id(stored_weight(module)), []).append(name)
+        for name, module in embeddings.items():
+            shared = users[id(stored_weight(module))]
             tied = {n: m for n, m in self.linears.items() if _tied(self._model, m, module)}
             self._heads.update(tied.values())
             if not self._wanted(name):
                 if alone := [other for other in tied if self._wanted(other)]:
                     what = f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses"
                     raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
+                continue
+            if len(shared) > 1:
+                self._leave_out(f"{name}.weight", f"{some(shared, 3, ', ')} share one weight")
                 continue
             if stored_weight(module).is_complex():
                 self._leave_out(f"{name}.weight", "complex weights are not measured")
@@ -167,8 +173,8 @@ def stored_weight(module: Any) -> Tensor:  # noqa: ANN401 - a Linear, Conv1D or 
     if not is_parametrized(module, "weight"):
         weight: Tensor = module.weight
         return weight
-    *_, original = module.parametrizations.weight.parameters(recurse=False)  # weight_norm's second is the direction
-    return original
+    originals: list[Tensor] = list(module.parametrizations.weight.parameters(recurse=False))
+    return originals[-1]  # weight_norm's second is the direction
 
 
 def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> Selection:

@@ -13,7 +13,7 @@ from instruments.parameter_scan.targets import Target
 from instruments.transformers_layers import conv1d_kind
 
 # Results that carry no gradient to the weight.
-_WITHOUT_GRADIENT = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # type: ignore[attr-defined]
+_WITHOUT_GRADIENT = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # type: ignore[attr-defined, union-attr]
 
 
 class WeightUses(TorchFunctionMode):

@@ -210,10 +210,21 @@ def test_a_weight_also_used_by_a_function_is_left_out(model, name, frozen):
     assert left_out[f"{name}.weight"] == "linear uses it outside its module"
 
 
+def test_embeddings_that_share_one_weight_are_left_out():
+    class Two(Net):
+        def __init__(self):
+            super().__init__(lambda net, x: net.a(x + net.other(IDS[:1])))
+            self.other = nn.Embedding(V, D)
+            self.other.weight = self.e.weight
+
+    left_out = assert_true(Two(), ALL[1:])
+    assert left_out == dict.fromkeys(("e.weight", "other.weight"), "e, other share one weight")
+
+
 def test_looking_at_a_weight_is_no_use_of_it():
     def middle(net, x):
         assert net.a.weight.isfinite().all()
-        assert net.a.weight.detach().norm() > 0
+        assert net.a.weight.detach().norm() == net.a.weight.data.norm() > 0
         return net.a(x.to(net.a.weight.dtype))
 
     assert_true(Net(middle), ALL)
