@@ -426,4 +426,4 @@ def test_outputs_whose_tensors_are_not_found(kind, caplog):
     record, _ = scan(Losses(), IDS, lambda model, ids: (model(ids), model.loss.backward()))
     expected, _ = scan(Net())
     assert torch.equal(record.gradient_BP, expected.gradient_BP)
-    assert "no tensor with a gradient was found in the model's output" in caplog.text
+    assert ("no tensor with a gradient was found in the model's output" in caplog.text) == (kind is not Results)
