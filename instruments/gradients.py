@@ -138,27 +138,43 @@ class _Watch(torch.autograd.Function):
     """Identity; passes the gradient and the saved tensors to `receive`."""
 
     @staticmethod
-    def forward(ctx: Any, receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:  # noqa: ANN401 - autograd's context
-        ctx.receive = receive
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        receive: Callable[..., None],
+        on_changed: Callable[[], None] | None,
+        value: Tensor,
+        *saved: Tensor,
+    ) -> Tensor:
+        ctx.receive, ctx.on_changed, ctx.count = receive, on_changed, len(saved)
         ctx.save_for_backward(*saved)
-        return value.view_as(value)
+        return value.detach()  # autograd refuses in-place operations on a view that a Function returns
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
-        saved = ctx.saved_tensors  # read once: a second access fails under gradient checkpointing
+        unchanged: tuple[Tensor | None, ...] = (None, None, grads[0], *([None] * ctx.count))
+        try:
+            saved = ctx.saved_tensors  # read once: a second access fails under gradient checkpointing
+        except RuntimeError as error:
+            if ctx.on_changed is None or "modified by an inplace operation" not in str(error):
+                raise
+            ctx.on_changed()
+            return unchanged
         device = grads[0].device.type
         # A backward pass inside an autocast region would multiply in half precision.
         full = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         with torch.no_grad(), full:
             ctx.receive(grads[0], *saved)
-        return (None, grads[0], *([None] * len(saved)))
+        return unchanged
 
 
-def watch(receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:
+def watch(
+    receive: Callable[..., None], value: Tensor, *saved: Tensor, on_changed: Callable[[], None] | None = None
+) -> Tensor:
     """Return `value`; its gradient is passed to `receive(gradient, *saved)` once per backward pass.
 
-    Under gradient checkpointing the forward pass runs twice, but a Function's backward once; `saved` is dropped and
-    recomputed like all saved tensors.
+    The model may change the returned tensor in place. If it changes a `saved` one, `on_changed` is called instead;
+    without it, autograd's error is raised. Under gradient checkpointing the forward pass runs twice, but a Function's
+    backward once; `saved` is dropped and recomputed like all saved tensors.
     """
-    watched: Tensor = _Watch.apply(receive, value, *saved)
+    watched: Tensor = _Watch.apply(receive, on_changed, value, *saved)
     return watched

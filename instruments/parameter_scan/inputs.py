@@ -20,20 +20,28 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
     parts = [x_BTN[..., :whole].unflatten(-1, (-1, width))] if whole else []
     if whole < x_BTN.shape[-1]:
         parts.append(x_BTN[..., whole:].unsqueeze(-2))
-    norms = [vector_norm(part, dim=-1, dtype=torch.float32) for part in parts]
+    norms = [_norms(part) for part in parts]
     squares: Tensor = (norms[0] if len(norms) == 1 else torch.cat(norms, dim=-1)).square_()
     return squares
+
+
+class InputNorms(NamedTuple):
+    """Squared norms of one input."""
+
+    block_squares_Bi: Tensor
+    token_squares_BT: Tensor | None  # None: it does not belong to tokens
 
 
 class InputSquares:
     """Squared norms and Gram matrix of one input (B, T, I)."""
 
-    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
+    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int, *, of_tokens: bool) -> None:
         """Sum the tokens' squares by blocks of `width`; the Gram matrix is computed when needed."""
         # The module's input, kept so that its memory is not reused; and the same, by samples.
         self.source, self.x_BTI = source, x_BTI
+        self._version = _version(source)
         # A pooled input, one row per sample, belongs to no token.
-        self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
+        self.of_tokens = of_tokens and (source.ndim == 3 or x_BTI.shape[1] > 1)
         squares_BTi = token_block_squares(x_BTI, width)
         self.token_squares_BT = squares_BTi.sum(2)
         if mask_BT is not None:
@@ -48,15 +56,24 @@ class InputSquares:
             self._gram = torch.stack([symmetric_gram(x_TI) for x_TI in self.x_BTI])
         return self._gram
 
+    def norms(self) -> InputNorms:
+        """The squares without the input."""
+        return InputNorms(self.block_squares_Bi, self.token_squares_BT if self.of_tokens else None)
+
     def is_of(self, other: Tensor, width: int) -> bool:
-        """Whether `other` is the same memory with the same layout, and has blocks of the same width."""
-        if width != self._width:
+        """Whether `other` is the same memory with the same layout and values, and has blocks of the same width."""
+        if width != self._width or self._version is None or self._version != _version(other):
             return False
         mine, its = (
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             for tensor in (self.source, other)
         )
         return mine == its
+
+
+def _version(tensor: Tensor) -> int | None:
+    """The number of changes in place; None in inference mode, which does not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:
@@ -155,8 +172,13 @@ def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | 
 
 
 def _norms(x_BTN: Tensor) -> Tensor:
-    norms: Tensor = vector_norm(x_BTN, dim=-1, dtype=torch.float32)
+    norms: Tensor = vector_norm(narrow(x_BTN), dim=-1, dtype=torch.float32)
     return norms
+
+
+def narrow(tensor: Tensor) -> Tensor:
+    """float64 as float32, in which all norms are computed; other formats as they are."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 class Routes(NamedTuple):
@@ -202,8 +224,7 @@ def expert_squares(
         found |= {
             "in_gradient": in_gradient_Gi.unflatten(0, shape), "out_gradient": out_gradient_Go.unflatten(0, shape)
         }  # fmt: skip
-        norms_R = vector_norm(grad_RO, dim=-1, dtype=torch.float32)
-        by_token["token_gradient"] = by_token["token_activation"] * norms_R.square()
+        by_token["token_gradient"] = by_token["token_activation"] * _norms(grad_RO).square()
     if per_token:
         position_R = (routes.token_R % routes.length).to(x_RI.device)
         for name, squares_R in by_token.items():

@@ -1,8 +1,9 @@
 """Forward hooks on the watched modules: norms are computed when the gradient of a module's output arrives."""
 
 import logging
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.utils.hooks import RemovableHandle
 
-from instruments.errors import ConfigError, NumericsError
+from instruments.errors import ConfigError, NumericsError, UserError
 from instruments.gradients import prefer_gram, watch
 from instruments.parameter_scan.block_squares import block_squares, sum_blocks
 from instruments.parameter_scan.inputs import (
+    InputNorms,
     InputSquares,
     Routes,
     embedding_columns,
@@ -23,10 +25,12 @@ from instruments.parameter_scan.inputs import (
     expert_squares,
     head_part,
     inseparable,
+    narrow,
     split_samples,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
-from instruments.parameter_scan.targets import Target, say_left_out
+from instruments.parameter_scan.targets import Target, refusal, say_left_out
+from instruments.parameter_scan.weight_uses import computes_linear, has_own_forward
 from instruments.precision.calls import find_tensors, in_backward
 from instruments.transformers_layers import ProductFinder, look_inside
 
@@ -41,6 +45,7 @@ class Passes:
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
         self._reached: list[ScanPass] = []
+        self._warned = False
 
     def recomputed(self) -> bool:
         """Whether the forward pass that begins is recomputed by a backward pass (checkpointing of the whole model)."""
@@ -73,12 +78,19 @@ class Passes:
     def end(self, output: object, *, gradients: bool) -> None:
         """End the forward pass (`output` None: it failed); with gradients, norms follow in the backward pass."""
         scan_pass, self._running = self._running, None
-        if scan_pass is None or output is None:
+        if scan_pass is None or (output is None and sys.exc_info()[0] is not None):
             return
         if gradients:
-            for tensor in find_tensors(output).values():
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._reach, scan_pass))
+            found = [tensor for tensor in find_tensors(output).values() if tensor.requires_grad]
+            if not found and scan_pass.used and not self._warned and not isinstance(output, Tensor):
+                self._warned = True
+                logger.warning(
+                    "parameter scan: no tensor with a gradient was found in the model's output (%s); layers that "
+                    "reentrant checkpointing recomputes get no norms",
+                    type(output).__name__,
+                )
+            for tensor in found:
+                tensor.register_hook(partial(self.reach, scan_pass))
         else:
             self.finished.append(Measured(scan_pass, scan_pass.take()))
 
@@ -86,8 +98,8 @@ class Passes:
         """Record nothing more; finished measurements stay."""
         self.closed, self._running, self._reached = True, None, []
 
-    def _reach(self, scan_pass: ScanPass, _grad: Tensor) -> None:
-        """Hook on the model's outputs: the backward pass has reached this pass."""
+    def reach(self, scan_pass: ScanPass, _grad: Tensor | None = None) -> None:
+        """The backward pass has reached this pass: its outputs, or, if they were not found in it, a layer."""
         if self.closed or scan_pass in self._reached:
             return
         if not self._reached:
@@ -98,6 +110,12 @@ class Passes:
         """Collect the measurements at the end of the whole backward pass."""
         self.finished.extend(Measured(scan_pass, scan_pass.take()) for scan_pass in self._reached)
         self._reached = []
+
+
+def label_left_out(targets: Sequence[Target], index: int) -> str:
+    """The name under which `left_out` lists a target; fused experts are listed together, under the first."""
+    name = targets[index].parameter.name
+    return f"{name} and the other experts" if targets[index].own else name
 
 
 @dataclass(frozen=True)
@@ -133,35 +151,41 @@ class ModuleHooks:
         """The pass in which a module runs. Raises NumericsError: `strict`, and the module runs for the second time."""
         try:
             return self.passes.enter(name)
-        except NumericsError:
-            if self.strict:
-                raise
-            self._leave_out(index, "it ran twice in one forward pass")
+        except NumericsError as error:
+            self._leave_out(index, "it ran twice in one forward pass", error)
             return None
 
-    def _leave_out(self, index: int, why: str) -> None:
-        """Discard this parameter's norms in the current pass; warn once."""
+    def _leave_out(self, index: int, why: str, error: UserError | None = None) -> None:
+        """Discard this parameter's norms in the current pass; warn once. Raises the error (ConfigError): `strict`."""
+        if self.strict:
+            raise error or refusal(f"{self.targets[index].parameter.name}: {why}", "leave it out: patterns=[...]")
         self.passes.drop(index)
-        target = self.targets[index]
-        name = f"{target.parameter.name} and the other experts" if target.own else target.parameter.name
+        name = label_left_out(self.targets, index)
         if name not in self.left_out:
             self.left_out[name] = why
             logger.warning("parameter scan: %s", say_left_out({name: why}))
 
+    def leave_out_used_elsewhere(self, functions: Mapping[int, str]) -> None:
+        """At the end of a forward pass: discard the norms of weights that functions have used outside their module."""
+        for index, name in functions.items():
+            self._leave_out(index, f"{name} uses it outside its module")
+
     def _fits(self, scan_pass: ScanPass, index: int, tensor: Tensor, name: str) -> bool:
         """Whether the tensor's samples can be separated. Raises ConfigError: `strict`, and they cannot."""
-        facts = scan_pass.facts
+        facts = scan_pass.facts.side(tensor, name)
+        if facts is None:
+            self._leave_out(index, "it may belong to the encoder or the decoder: pad them to different lengths")
+            return False
         try:
+            scan_pass.require_samples_first(tensor, name)
             split_samples(tensor, facts.samples, facts.length, name)
-        except ConfigError:
-            if self.strict:
-                raise
-            self._leave_out(index, "its samples cannot be separated")
+        except ConfigError as error:
+            self._leave_out(index, "its samples cannot be separated", error)
             return False
         return True
 
     def _on_linear(
-        self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         scan_pass = self._enter(index, self._name(index))
         if scan_pass is None:
@@ -171,9 +195,14 @@ class ModuleHooks:
             return None
         if not self.gradients:
             self._record_input(scan_pass, index, x, x.device)
-        if not self.gradients or not output.requires_grad:
+        if not self.gradients:
             return None
-        return self._watch(partial(self._record_linear, scan_pass, index), output, x)
+        if has_own_forward(module) and not (isinstance(output, Tensor) and computes_linear(module, x, output)):
+            self._leave_out(index, f"{type(module).__name__} computes more than a Linear layer")
+            return None
+        if not output.requires_grad:
+            return None
+        return self._watch(scan_pass, index, partial(self._record_linear, scan_pass, index), output, x)
 
     def _on_embedding(
         self, index: int, _module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -191,16 +220,22 @@ class ModuleHooks:
         """An embedding looks rows up."""
         scan_pass = self._enter(index, self._name(index))
         rows = ids_BT.unsqueeze(-1) if ids_BT.ndim == 2 else ids_BT[None, None, ..., None]  # a shape that never fits
-        if scan_pass is None or not self._fits(scan_pass, index, rows, self._name(index)):
+        if scan_pass is None:
+            return None
+        scan_pass.note_order(ids_BT)
+        if not self._fits(scan_pass, index, rows, self._name(index)):
             return None
         scan_pass.ids[index] = ids_BT
+        rows_BTD = output.detach()
+        # Measured now: the model may scale the rows in place.
+        norms = read_input(scan_pass, self._name(index), rows_BTD, rows_BTD.shape[-1], rows_BTD.device).norms()
         if not self.gradients:
-            self._record_lookup(scan_pass, index, output.detach())
+            record_input(scan_pass, index, norms)
         if not self.gradients or not torch.is_grad_enabled():
             return None
         if not output.requires_grad:
-            output = output.detach().requires_grad_()
-        return self._watch(partial(self._record_embedding, scan_pass, index), output, output.detach())
+            output = rows_BTD.requires_grad_()
+        return self._watch(scan_pass, index, partial(self._record_embedding, scan_pass, index, norms), output)
 
     def _on_head(
         self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -212,7 +247,7 @@ class ModuleHooks:
         x = _argument(args, kwargs).detach()
         if not self._fits(scan_pass, index, x, name):
             return None
-        return self._watch(partial(self._record_head, scan_pass, index), output, x)
+        return self._watch(scan_pass, index, partial(self._record_head, scan_pass, index), output, x)
 
     def _begin_experts(
         self, index: int, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
@@ -225,10 +260,9 @@ class ModuleHooks:
         if scan_pass is None:
             return None
         facts = scan_pass.facts
-        if len(top_k_index) != facts.samples * facts.length:
-            if self.strict:
-                raise inseparable(self._name(index), f"{len(top_k_index)} tokens", facts.samples, facts.length)
-            self._leave_out(index, "its samples cannot be separated")
+        if facts.decoder is not None or len(top_k_index) != facts.samples * facts.length:
+            error = inseparable(self._name(index), f"{len(top_k_index)} tokens", facts.samples, facts.length)
+            self._leave_out(index, "its samples cannot be separated", error)
             return None
         target = self.targets[index]
         return partial(self._run_product, scan_pass, index, ProductFinder(target.module, target.own, top_k_index))
@@ -251,7 +285,7 @@ class ModuleHooks:
             self._record_experts(scan_pass, index, routes, None, x_RI)
         if not self.gradients or not output.requires_grad:
             return output
-        return self._watch(partial(self._record_experts, scan_pass, index, routes), output, x_RI)
+        return self._watch(scan_pass, index, partial(self._record_experts, scan_pass, index, routes), output, x_RI)
 
     def _record_experts(
         self, scan_pass: ScanPass, index: int, routes: Routes, grad: Tensor | None, x_RI: Tensor
@@ -267,14 +301,25 @@ class ModuleHooks:
             for expert, squares_Bn in enumerate(squares_BEn.unbind(1)):  # eager kernels run one expert per call
                 pieces[index + expert] = pieces.get(index + expert, 0) + squares_Bn
 
-    def _watch(self, receive: Callable[[Tensor, Tensor], None], output: Tensor, saved: Tensor) -> Tensor:
-        """The output; its gradient and `saved` are passed to `receive` while the scanner is open."""
+    def _watch(
+        self, scan_pass: ScanPass, index: int, receive: Callable[..., None], output: Tensor, *saved: Tensor
+    ) -> Tensor:
+        """The output; its gradient and `saved`, the input, are passed to `receive` while the scanner is open."""
+        versions = [tensor._version for tensor in saved]
 
-        def unless_closed(grad: Tensor, saved: Tensor) -> None:
+        def on_changed() -> None:
             if not self.passes.closed:
-                receive(grad, saved)
+                self._leave_out(index, "the model changes its input in place")
 
-        return watch(unless_closed, output, saved)
+        def unless_closed(grad: Tensor, *saved: Tensor) -> None:
+            # A checkpoint recomputes the saved tensors, and autograd does not compare their versions.
+            if any(tensor._version > version for tensor, version in zip(saved, versions, strict=True)):
+                on_changed()
+            elif not self.passes.closed:
+                self.passes.reach(scan_pass)
+                receive(narrow(grad), *map(narrow, saved))
+
+        return watch(unless_closed, output, *saved, on_changed=on_changed)
 
     def _name(self, index: int) -> str:
         return self.targets[index].parameter.name.removesuffix(".weight")
@@ -287,7 +332,7 @@ class ModuleHooks:
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, self.targets[index].parameter.in_width):
             width = self.targets[index].parameter.in_width
             scan_pass.last_input = read_input(scan_pass, self._name(index), x, width, device)
-        record_input(scan_pass, index, scan_pass.last_input)
+        record_input(scan_pass, index, scan_pass.last_input.norms())
         return scan_pass.last_input
 
     def _record_linear(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
@@ -306,21 +351,16 @@ class ModuleHooks:
         """Reduce the tied output embedding's part of the embedding's gradient."""
         if index not in scan_pass.ids:
             return
-        facts = scan_pass.facts
+        facts = scan_pass.facts.side(x, self._head_name(index)) or scan_pass.facts
         x_BSD = split_samples(x, facts.samples, facts.length, self._head_name(index)).to(grad.device)
         grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
         gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
         ids_BT = scan_pass.ids[index].to(grad.device)
         scan_pass.heads[index] = head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
 
-    def _record_lookup(self, scan_pass: ScanPass, index: int, rows_BTD: Tensor) -> None:
-        """‖rows looked up‖² of an embedding, not by block."""
-        width = rows_BTD.shape[-1]
-        record_input(scan_pass, index, read_input(scan_pass, self._name(index), rows_BTD, width, rows_BTD.device))
-
-    def _record_embedding(self, scan_pass: ScanPass, index: int, delta_BTD: Tensor, rows_BTD: Tensor) -> None:
+    def _record_embedding(self, scan_pass: ScanPass, index: int, norms: InputNorms, delta_BTD: Tensor) -> None:
         """‖rows looked up‖² and ‖∇W‖² of an embedding; the backward pass reaches the look-up after the head."""
-        self._record_lookup(scan_pass, index, rows_BTD)
+        record_input(scan_pass, index, norms)
         # A loss fused with the output embedding bypasses the module; without its part the gradient would be wrong.
         fused = self.targets[index].head is not None and self._head_name(index) not in scan_pass.used
         if fused:
@@ -334,27 +374,27 @@ class ModuleHooks:
             head = head.to(delta_BTD.device)
         columns_BD = embedding_columns(ids_BT, delta_BTD, head)
         scan_pass.squares.out_gradient[index] = sum_blocks(columns_BD, self.targets[index].parameter.out_width)
-        if scan_pass.per_token:
+        if scan_pass.per_token and norms.token_squares_BT is not None:
             scan_pass.squares.token_gradient[index] = embedding_token_squares(delta_BTD, head)
 
 
 def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
     """Norms of a module's input. Raises ConfigError: its samples cannot be separated."""
-    facts = scan_pass.facts
-    x_BTI = split_samples(source, facts.samples, facts.length, name).to(device)
+    facts = scan_pass.facts.side(source, name) or scan_pass.facts
+    x_BTI = narrow(split_samples(source, facts.samples, facts.length, name)).to(device)
     mask_BT = facts.mask_BT
     if source.ndim == 2 and x_BTI.shape[1] == 1:
         mask_BT = None  # pooled: one row per sample
     if mask_BT is not None:  # the output embedding may get only the last positions
         mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
-    return InputSquares(source, x_BTI, mask_BT, width)
+    return InputSquares(source, x_BTI, mask_BT, width, of_tokens=scan_pass.facts.has_tokens(facts))
 
 
-def record_input(scan_pass: ScanPass, index: int, inputs: InputSquares) -> None:
+def record_input(scan_pass: ScanPass, index: int, norms: InputNorms) -> None:
     """Store ‖X‖² per block and token."""
-    scan_pass.squares.activation[index] = inputs.block_squares_Bi
-    if scan_pass.per_token and inputs.of_tokens:
-        scan_pass.squares.token_activation[index] = inputs.token_squares_BT
+    scan_pass.squares.activation[index] = norms.block_squares_Bi
+    if scan_pass.per_token and norms.token_squares_BT is not None:
+        scan_pass.squares.token_activation[index] = norms.token_squares_BT
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

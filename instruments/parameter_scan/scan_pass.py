@@ -20,22 +20,60 @@ IGNORED = -100  # the label that losses ignore
 
 @dataclass(frozen=True, eq=False)
 class CallFacts:
-    """Facts of a forward call: B samples of T positions."""
+    """Facts of a forward call: B samples of T positions; of an encoder-decoder, those of the encoder."""
 
     samples: int
     length: int
     mask_BT: Tensor | None  # True at tokens, False at padding; None: all are tokens
-    supervised_B: Tensor | None  # number of labels in the loss; None: unknown
+    supervised_B: Tensor | None  # number of labels in the loss, if it shifts them by one; None: unknown
+    labelled_B: Tensor | None = None  # the same if it does not
+    ids_BT: Tensor | None = None  # input_ids
+    decoder: "CallFacts | None" = None  # of an encoder-decoder: the other sequences of the same samples
+
+    def side(self, tensor: Tensor, name: str) -> "CallFacts | None":
+        """The facts, or the decoder's, that apply to a module's input; None if its shape and name do not tell."""
+        if self.decoder is None:
+            return self
+        pooled = tensor.ndim == 2 and len(tensor) == self.samples
+        positions = tensor.shape[1] if tensor.ndim == 3 else len(tensor) // self.samples
+        if self.length == self.decoder.length:
+            same = self.mask_BT is None and self.decoder.mask_BT is None
+            return self if pooled or same or "encoder" in name.split(".") else None
+        return self if pooled else {self.length: self, self.decoder.length: self.decoder}.get(positions)
+
+    def has_tokens(self, side: "CallFacts") -> bool:
+        """Whether values per token can be recorded: a record has rows for the encoder's tokens only."""
+        return self.decoder is None or (side is self and self.length != self.decoder.length)
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name."""
-    if not args:
-        return dict(kwargs)
-    return dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+    """All arguments of a call by name; a wrapper that takes any arguments has the names of the model inside."""
+    return dict(zip(_positional_names(model), args, strict=False)) | dict(kwargs)
 
 
-def read_call(arguments: Mapping[str, Any]) -> CallFacts:
+def replace_argument(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another value of `name`, which is one of them."""
+    if name in kwargs:
+        return args, {**kwargs, name: value}
+    place = _positional_names(model).index(name)
+    return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+
+
+def _positional_names(model: nn.Module) -> list[str]:
+    """Names of the arguments that forward takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    inside = list(model.children())
+    return names if names or len(inside) != 1 else _positional_names(inside[0])
+
+
+_DECODER_ARGUMENTS = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
+
+
+def read_call(arguments: Mapping[str, Any], *, encoder_decoder: bool = False) -> CallFacts:
     """Sizes, padding and number of supervised tokens, from the model's arguments.
 
     Raises:
@@ -47,29 +85,39 @@ def read_call(arguments: Mapping[str, Any]) -> CallFacts:
         what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples are unknown"
         raise refusal(what, "call the scanned model with input_ids=... or inputs_embeds=...")
     samples, length = inputs.shape[:2]
-    return CallFacts(samples, length, _padding_mask(arguments, samples, length), _supervised(arguments, samples))
+    ids_BT = None if inputs.is_floating_point() else inputs
+    mask_BT, decoder = _padding_mask(arguments, "attention_mask", samples, length), None
+    if encoder_decoder or any(arguments.get(name) is not None for name in _DECODER_ARGUMENTS):
+        own = [arguments.get(name) for name in (*_DECODER_ARGUMENTS[:2], "labels")]
+        own_length = next((value.shape[1] for value in own if isinstance(value, Tensor) and value.ndim > 1), length)
+        own_mask_BT = _padding_mask(arguments, _DECODER_ARGUMENTS[2], samples, own_length)
+        decoder = CallFacts(samples, own_length, own_mask_BT, None)
+        mask_BT = None if mask_BT is not None and mask_BT.all() else mask_BT
+    supervised_B, labelled_B = _supervised(arguments, samples)
+    return CallFacts(samples, length, mask_BT, supervised_B, labelled_B, ids_BT, decoder)
 
 
-def _padding_mask(arguments: Mapping[str, Any], samples: int, length: int) -> Tensor | None:
-    mask = arguments.get("attention_mask")
+def _padding_mask(arguments: Mapping[str, Any], name: str, samples: int, length: int) -> Tensor | None:
+    mask = arguments.get(name)
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != samples or mask.shape[1] < length:
         found = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        what = f"attention_mask is {found}; the scanner reads padding from a mask of shape {(samples, length)}"
-        raise refusal(what, "pass the tokenizer's attention_mask, or none for samples without padding")
+        what = f"{name} is {found}; the scanner reads padding from a mask of shape {(samples, length)}"
+        raise refusal(what, f"pass the tokenizer's {name}, or none for samples without padding")
     # With a cache the mask also covers earlier positions.
     return mask[:, -length:] != 0
 
 
-def _supervised(arguments: Mapping[str, Any], samples: int) -> Tensor | None:
-    """Labels in the loss, per sample: a causal model's loss shifts them by one, so each sample's first is unused."""
-    labels = arguments.get("shift_labels")
-    if labels is None and isinstance(arguments.get("labels"), Tensor):
-        labels = arguments["labels"][..., 1:]
+def _supervised(arguments: Mapping[str, Any], samples: int) -> tuple[Tensor | None, Tensor | None]:
+    """Labels in the loss, per sample: without each sample's first, which a causal model's loss shifts away; and all."""
+    shifted = arguments.get("shift_labels")
+    labels = arguments.get("labels") if shifted is None else shifted
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[0] != samples:
-        return None
-    return (labels != IGNORED).sum(1, dtype=torch.float32)
+        return None, None
+    used_BT = labels != IGNORED
+    counts_B = used_BT.sum(1, dtype=torch.float32)
+    return (used_BT[:, 1:].sum(1, dtype=torch.float32) if shifted is None else counts_B), counts_B
 
 
 @dataclass(frozen=True)
@@ -131,6 +179,32 @@ class ScanPass:
     dropped: set[int] = field(default_factory=set)  # parameters whose norms would be wrong
     heads: dict[int, HeadPart] = field(default_factory=dict)  # gradient parts of tied output embeddings
     last_input: InputSquares | None = None  # of the module measured last
+    positions_first: bool = False  # whether a layer received (T, B, N); known only where T equals B
+
+    def note_order(self, ids_BT: Tensor) -> None:
+        """Compare the ids of a look-up with the model's: a model that works on (T, B) transposes them first."""
+        square, whole_BT = self.facts.samples == self.facts.length > 1, self.facts.ids_BT
+        if square and whole_BT is not None and ids_BT is not whole_BT and ids_BT.shape == whole_BT.shape:
+            ids_BT = ids_BT.to(whole_BT.device)
+            if torch.equal(ids_BT, whole_BT.mT) and not torch.equal(ids_BT, whole_BT):
+                self.positions_first = True
+
+    def require_samples_first(self, tensor: Tensor, name: str) -> None:
+        """With as many samples as positions, shapes do not tell them apart. Raises ConfigError: strides do not either.
+
+        From a layer with transposed input on, all later layers of the pass are refused.
+        """
+        facts = self.facts.side(tensor, name) or self.facts
+        if facts.samples != facts.length or facts.samples == 1:
+            return
+        if tensor.ndim == 3 and 0 < tensor.stride(0) < tensor.stride(1):
+            self.positions_first = True
+        if self.positions_first or (tensor.ndim == 2 and len(tensor) == facts.samples):
+            what = f"{name} was given a tensor of shape {tuple(tensor.shape)}"
+            raise refusal(
+                f"{what}; its rows may be the {facts.samples} samples or the {facts.length} positions",
+                "batches of another number of samples",
+            )
 
     def take(self) -> Squares:
         """Return the measured squares and reset them for the next backward pass through the same graph."""
@@ -166,18 +240,25 @@ class Measured(NamedTuple):
 def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None, list[str]]:
     """The record of a pass, and the names of samples left out because they have no supervised token.
 
+    A sample whose only label is its first has none if the model shifts labels: its gradient is zero or not finite.
+
     All transfers happen here. Raises NumericsError: with `gradients`, those of a sample are missing, all zero or not
     finite.
     """
     scan_pass = measured.scan_pass
-    squares, mask_BT, supervised_B = _fetch(measured)
-    every = torch.ones(len(mask_BT), dtype=torch.bool)
-    kept = supervised_B > 0 if gradients and supervised_B is not None else every
+    squares, mask_BT, counts_B = _fetch(measured)
+    kept = torch.ones(len(mask_BT), dtype=torch.bool)
+    all_norms = _by_parameter_and_block(scan_pass.layout, squares, len(kept))
+    if gradients and counts_B:
+        found_BP = all_norms[1][:, sorted(squares.out_gradient)]
+        trained = found_BP.isfinite().all(1) & found_BP.any(1)
+        supervised_B = counts_B["supervised_B"]
+        kept = (supervised_B > 0) | ((counts_B.get("labelled_B", supervised_B) > 0) & trained)
     indices = kept.nonzero().flatten().tolist()
     skipped = [name for name, keep in zip(scan_pass.names, kept.tolist(), strict=True) if not keep]
     if not indices:
         return None, skipped
-    norms = [values_BN[kept] for values_BN in _by_parameter_and_block(scan_pass.layout, squares, len(kept))]
+    norms = [values_BN[kept] for values_BN in all_norms]
     counts = mask_BT.sum(1).tolist()
     sequences = [ScannedSequence(scan_pass.names[index], counts[index], scan_pass.source) for index in indices]
     if gradients:
@@ -212,21 +293,22 @@ def _by_token(
     return found
 
 
-def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
-    """Squares, mask (B, T) and number of supervised tokens (B,), if known, on the CPU."""
+def _fetch(measured: Measured) -> tuple[Squares, Tensor, dict[str, Tensor]]:
+    """Squares, mask (B, T) and numbers of labels (B,), if known, on the CPU."""
     facts, squares = measured.scan_pass.facts, Squares()
     groups = zip(vars(squares).values(), vars(measured.squares).values(), strict=True)
     places = [(group, index) for group, found in groups for index in found]
     tensors = [tensor for group in vars(measured.squares).values() for tensor in group.values()]
     # The call's facts are transferred together with the first device's tensors.
     device = tensors[0].device if tensors else torch.device("cpu")
-    known = {name: fact for name in ("mask_BT", "supervised_B") if (fact := getattr(facts, name)) is not None}
+    counted = {name: getattr(facts, name) for name in ("mask_BT", "supervised_B", "labelled_B")}
+    known = {name: fact for name, fact in counted.items() if fact is not None}
     found = to_host([*tensors, *(fact.to(device, torch.float32) for fact in known.values())])
     for (group, index), tensor in zip(places, found, strict=False):
         group[index] = tensor
     call = dict(zip(known, found[len(places) :], strict=True))
-    mask_BT = call["mask_BT"] > 0 if "mask_BT" in call else torch.ones(facts.samples, facts.length, dtype=torch.bool)
-    return squares, mask_BT, call.get("supervised_B")
+    mask_BT = torch.ones(facts.samples, facts.length, dtype=torch.bool)
+    return squares, (call.pop("mask_BT") > 0 if "mask_BT" in call else mask_BT), call
 
 
 def _check(gradient_BP: Tensor, measured: Mapping[int, str], names: Sequence[str]) -> None:

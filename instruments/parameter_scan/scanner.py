@@ -5,7 +5,9 @@ frozen, trained or quantised, with checkpointing, autocast or gradient accumulat
 which `backward` is called: a divided or scaled loss gives divided or scaled norms.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -13,11 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, some
 from instruments.mscan.header import WatchedParameter
-from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
-from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call, to_record
-from instruments.parameter_scan.targets import ScanRecord, Target, find_targets, refusal
+from instruments.parameter_scan.module_hooks import ModuleHooks, Passes, label_left_out
+from instruments.parameter_scan.scan_pass import (
+    Layout,
+    ScanPass,
+    bind_arguments,
+    read_call,
+    replace_argument,
+    to_record,
+)
+from instruments.parameter_scan.targets import ScanRecord, Target, find_targets, refusal, say_left_out
+from instruments.parameter_scan.weight_uses import WeightUses
+
+logger = logging.getLogger(__name__)
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")
@@ -64,8 +76,10 @@ class ParameterTensorScanner:
         self._layout = Layout.of(self.parameters)
         self._per_token, self._gradients, self._sink = per_token, gradients, sink
         self._product, self._passes = product, Passes()
+        self._uses = WeightUses(self._targets) if gradients else None
         self._handles: list[RemovableHandle] = []
         self._records: list[ScanRecord] = []
+        self._measured: set[int] = set()  # parameters with norms in any pass
         self._names: Sequence[str] | None = None
         self._source = ""
         self._step = 0
@@ -78,12 +92,12 @@ class ParameterTensorScanner:
             do = "leave the first `with` block before the next, or watch all in one: patterns=[...]"
             raise refusal("the model is being scanned already", do)
         _SCANNED.update(modules)
+        hooks = ModuleHooks(self._targets, self._passes, self._gradients, self._product, self._strict, self.left_out)
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            self._model.register_forward_hook(self._end, always_call=True),
-            *ModuleHooks(
-                self._targets, self._passes, self._gradients, self._product, self._strict, self.left_out
-            ).install(),
+            *hooks.install(),
+            *(self._uses.install() if self._uses is not None else ()),
+            self._model.register_forward_hook(partial(self._end, hooks), always_call=True),
         ]
         return self
 
@@ -92,12 +106,29 @@ class ParameterTensorScanner:
         for handle in self._handles:
             handle.remove()
         _SCANNED.difference_update({self._model, *(target.module for target in self._targets)})
-        self._model, self._targets, self._handles = None, (), []
+        if self._uses is not None:
+            self._uses.end()
         self._passes.close()
-        if kind is None:
-            self._deliver()
-            self._records = self.collect()
-        self._passes.finished.clear()
+        try:
+            if kind is None:
+                self._deliver()
+                self._records = self.collect()
+                self._note_unmeasured()
+        finally:
+            self._model, self._targets, self._handles, self._uses = None, (), [], None
+            self._passes.finished.clear()
+
+    def _note_unmeasured(self) -> None:
+        """At the end: add the weights that have no norms in any pass to `left_out`."""
+        why = "its module did not run, or no gradient reached it" if self._gradients else "its module did not run"
+        found = {
+            target.parameter.name: why
+            for index, target in enumerate(self._targets)
+            if index not in self._measured and label_left_out(self._targets, index - target.expert) not in self.left_out
+        }
+        if found and self._measured:
+            self.left_out |= found
+            logger.warning("parameter scan: %s", say_left_out(found))
 
     def name_samples(self, names: Sequence[str], source: str = "") -> None:
         """Name the samples of the next recorded forward pass, and their source."""
@@ -111,7 +142,11 @@ class ParameterTensorScanner:
         """
         records, self._records = self._records, []
         while self._passes.finished:
-            record, skipped = to_record(self._passes.finished.popleft(), gradients=self._gradients)
+            measured = self._passes.finished.popleft()
+            self._measured |= set(measured.squares.out_gradient if self._gradients else measured.squares.activation)
+            record, skipped = to_record(measured, gradients=self._gradients)
+            if skipped and not self.skipped:
+                logger.warning("parameter scan: samples without a supervised token are skipped: %s", some(skipped))
             self.skipped += skipped
             if record is not None:
                 records.append(record)
@@ -131,7 +166,8 @@ class ParameterTensorScanner:
         if self._gradients and not torch.is_grad_enabled():
             return None
         arguments = bind_arguments(model, args, kwargs)
-        facts = read_call(arguments)
+        config = getattr(model, "config", None)
+        facts = read_call(arguments, encoder_decoder=getattr(config, "is_encoder_decoder", False) is True)
         self._step += 1
         names = self._names or [f"step {self._step}, sample {sample + 1}" for sample in range(facts.samples)]
         if len(names) != facts.samples:
@@ -140,12 +176,16 @@ class ParameterTensorScanner:
             )
         self._passes.begin(ScanPass(facts, self._layout, names, self._source, self._per_token))
         self._names, self._source = None, ""
+        if self._uses is not None:
+            self._uses.begin()
         embeds = arguments.get("inputs_embeds") if self._gradients else None
         if not isinstance(embeds, Tensor) or embeds.requires_grad:
             return None
         # With frozen weights the graph reaches the layers only if the inputs require a gradient.
-        return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}
+        return replace_argument(model, args, kwargs, "inputs_embeds", embeds.detach().requires_grad_())
 
-    def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
+    def _end(self, hooks: ModuleHooks, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also after a failed one (output None)."""
+        if self._uses is not None:
+            hooks.leave_out_used_elsewhere(self._uses.end())
         self._passes.end(output, gradients=self._gradients)

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from instruments.errors import ConfigError, some
 from instruments.mscan.header import WatchedParameter
@@ -84,15 +85,27 @@ class Selection:
     def _embeddings(self) -> Iterator[Target]:
         """Embeddings, each with its tied Linear. Raises ConfigError: only the tied Linear is requested."""
         self._heads: set[nn.Module] = set()
-        for name, module in self._modules.items():
-            if not isinstance(module, nn.Embedding):
-                continue
+        embeddings = {name: module for name, module in self._modules.items() if isinstance(module, nn.Embedding)}
+        users: dict[int, list[str]] = {}
+        for name, module in embeddings.items():
+            users.setdefault(id(stored_weight(module)), []).append(name)
+        for name, module in embeddings.items():
+            shared = users[id(stored_weight(module))]
             tied = {n: m for n, m in self.linears.items() if _tied(self._model, m, module)}
             self._heads.update(tied.values())
             if not self._wanted(name):
                 if alone := [other for other in tied if self._wanted(other)]:
                     what = f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses"
                     raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
+                continue
+            if len(shared) > 1:
+                self._leave_out(f"{name}.weight", f"{some(shared, 3, ', ')} share one weight")
+                continue
+            if stored_weight(module).is_complex():
+                self._leave_out(f"{name}.weight", "complex weights are not measured")
+                continue
+            if module.scale_grad_by_freq:
+                self._leave_out(f"{name}.weight", "scale_grad_by_freq mixes the gradients of samples")
                 continue
             if len(tied) > 1:
                 self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
@@ -107,13 +120,16 @@ class Selection:
         chosen = {n: m for n, m in self.linears.items() if self._wanted(n) and m not in self._heads}
         owners: dict[int, str] = {}
         for name, module in chosen.items():
-            first = name if module.weight.is_meta else owners.setdefault(id(module.weight), name)
+            weight = stored_weight(module)
+            first = name if weight.is_meta else owners.setdefault(id(weight), name)
             for shared in {first, name} if first != name else ():
                 why = f"{first} and {name} share one weight; its gradient is the sum of both"
                 self._leave_out(f"{shared}.weight", why)
         heads = find_head_widths(self._modules)
         for name, module in self._modules.items():
-            if name in chosen and f"{name}.weight" not in self.left_out:
+            if name in chosen and stored_weight(module).is_complex():
+                self._leave_out(f"{name}.weight", "complex weights are not measured")
+            elif name in chosen and f"{name}.weight" not in self.left_out:
                 inputs, outputs = _features(module)
                 parameter = WatchedParameter(f"{name}.weight", "linear", inputs, outputs, self._width)
                 yield Target(_cut_by_heads(parameter, heads.get(name)), module)
@@ -140,13 +156,25 @@ class Selection:
 
     def _others(self) -> dict[str, str]:
         """Weight matrices of the model outside all targets, by name."""
-        seen = {id(getattr(target.module, target.own or "weight")) for target in self.targets}
-        seen |= {id(module.weight) for module in self._heads}
+        weights = [getattr(target.module, target.own) for target in self.targets if target.own]
+        weights += [stored_weight(target.module) for target in self.targets if not target.own]
+        seen = {id(weight) for weight in (*weights, *map(stored_weight, self._heads))}
+        for target in self.targets:
+            seen |= {id(weight) for weight in getattr(target.module, "parametrizations", nn.Module()).parameters()}
         return {
             name: f"{type(self._modules[name.rpartition('.')[0]]).__name__} is no Linear, Conv1D or embedding"
             for name, weight in self._model.named_parameters()
             if weight.ndim >= 2 and id(weight) not in seen and name not in self.left_out
         }
+
+
+def stored_weight(module: Any) -> Tensor:  # noqa: ANN401 - a Linear, Conv1D or embedding
+    """The weight; of a parametrized one, a tensor it is computed from: reading it would run the parametrization."""
+    if not is_parametrized(module, "weight"):
+        weight: Tensor = module.weight
+        return weight
+    originals: list[Tensor] = list(module.parametrizations.weight.parameters(recurse=False))
+    return originals[-1]  # weight_norm's second is the direction
 
 
 def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> Selection:
@@ -207,15 +235,16 @@ def _cut_by_heads(parameter: WatchedParameter, heads: tuple[str, int] | None) ->
 def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a Linear or a Conv1D
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    inputs, outputs = module.weight.shape
+    inputs, outputs = stored_weight(module).shape
     return inputs, outputs
 
 
 def _tied(model: nn.Module, linear: Any, embedding: nn.Embedding) -> bool:  # noqa: ANN401
-    if linear.weight is embedding.weight:
+    weight, looked_up = stored_weight(linear), stored_weight(embedding)
+    if weight is looked_up:
         return True
     # Offloading gives every module its own placeholder; only the config shows the tie.
-    placeholders = linear.weight.is_meta and linear.weight.shape == embedding.weight.shape
+    placeholders = weight.is_meta and weight.shape == looked_up.shape
     output = getattr(model, "get_output_embeddings", lambda: None)()
     config: Any = getattr(model, "config", None)
     tied = placeholders and linear is output and bool(config and config.get_text_config().tie_word_embeddings)

@@ -174,6 +174,9 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
 
 
+_NAMED = 5  # records that the manifest names of each kind
+
+
 @dataclass
 class Manifest:
     """Expected and captured tensors of one process."""
@@ -184,8 +187,11 @@ class Manifest:
     captured: dict[str, dict[str, int]] = field(default_factory=dict)  # module → tensor → count
     never_fired: list[str] = field(default_factory=list)  # modules without any tensor
     missing: dict[str, list[str]] = field(default_factory=dict)  # module that ran → tensors never captured
-    zero_gradients: list[str] = field(default_factory=list)  # names of records
-    nonfinite: list[str] = field(default_factory=list)
+    zero_gradients: int = 0
+    nonfinite: int = 0
+    first_zero_gradients: list[str] = field(default_factory=list)  # names of records
+    first_nonfinite: list[str] = field(default_factory=list)
+    not_dumped: dict[str, dict[str, str]] = field(default_factory=dict)  # module → tensor → reason
     dropped: int = 0
     statistics_only: int = 0  # although bytes were requested
     lost: int = 0  # because writing failed
@@ -198,16 +204,20 @@ class Manifest:
         self.dropped += record.status == DROPPED
         self.statistics_only += bytes_wanted and record.status == STATISTICS
         if statistics is not None and statistics.nonfinite:
-            self.nonfinite.append(record.name)
+            self.nonfinite += 1
+            self.first_nonfinite += [record.name] * (self.nonfinite <= _NAMED)
         elif statistics is not None and statistics.all_zero and source.direction == "backward":
-            self.zero_gradients.append(record.name)
+            self.zero_gradients += 1
+            self.first_zero_gradients += [record.name] * (self.zero_gradients <= _NAMED)
 
     def finish(self, steps: int) -> None:
         """Compare captured with expected tensors, after `steps` dumped steps."""
         self.steps = steps
-        self.never_fired = [name for name in self.expected if name not in self.captured] if steps else []
+        fired = {*self.captured, *self.not_dumped}
+        self.never_fired = [name for name in self.expected if name not in fired] if steps else []
         for name, times in self.captured.items():
-            if missing := [tensor for tensor in self.expected[name] if tensor not in times]:
+            known = {*times, *self.not_dumped.get(name, ())}
+            if missing := [tensor for tensor in self.expected[name] if tensor not in known]:
                 self.missing[name] = missing
 
     def write(self, folder: Path, rank: int) -> None:
@@ -222,10 +232,16 @@ class Manifest:
             "weights are in no known kind of layer and are not dumped": self.unseen_weights,
             "modules never fired": self.never_fired,
             "modules gave no": [f"{name}: {', '.join(tensors)}" for name, tensors in self.missing.items()],
-            "gradients are zero everywhere": self.zero_gradients,
-            "tensors hold values that are not finite": self.nonfinite,
+            "modules are not dumped completely": [
+                f"{name}: {', '.join(tensors)} ({', '.join(sorted(set(tensors.values())))})"
+                for name, tensors in self.not_dumped.items()
+            ],
         }
         yield from (f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names)
+        if self.zero_gradients:
+            yield f"{self.zero_gradients} gradients are zero everywhere, first {'; '.join(self.first_zero_gradients)}"
+        if self.nonfinite:
+            yield f"{self.nonfinite} tensors hold values that are not finite, first {'; '.join(self.first_nonfinite)}"
         if self.dropped:
             yield f"{self.dropped} tensors dropped: the memory was full; raise memory_mib"
         if self.statistics_only:
@@ -234,7 +250,7 @@ class Manifest:
             yield f"{self.lost} tensors lost to a disk that failed"
 
 
-FORMAT, VERSION = "tiny-onn tensor dump", 3
+FORMAT, VERSION = "tiny-onn tensor dump", 4
 
 
 @dataclass(frozen=True)

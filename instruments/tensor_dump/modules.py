@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from instruments.precision.calls import is_sharded
 from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
-from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR
+from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR, TENSORS
 from instruments.tensor_dump.recorder import Call, Recorder
 from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters, look_inside
 
@@ -33,7 +34,8 @@ def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
             if isinstance(module, kind):
                 watch = watch_linear if kind is nn.Linear else watch_weighted
                 yield Watched(name, module, layer_type, layer_of(name), watch)
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        forward = getattr(type(module), "forward", None)  # a ScriptModule has none
+        code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
         if code is not None and _LOOK_UP in code.co_names:
             yield Watched(name, module, ATTENTION, layer_of(name), watch_attention)
         for own in fused_parameters(module):
@@ -68,20 +70,43 @@ def hook_layer(
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
+        if not _is_plain(inputs):
+            recorder.leave_out(watched, TENSORS[watched.layer_type], f"the input is {_describe(inputs)}")
+            return None
         call = recorder.begin_call(watched, inputs)
         if call is not None:
-            used, part = weight(args, kwargs)
             recorder.take(call, "input", inputs, input_part(inputs))
+            if is_parametrized(watched.module, "weight"):
+                why = "a parametrization computes it at every reading"
+                recorder.leave_out(watched, ["weight", "grad_weight"], why)
+                return call
+            used, part = weight(args, kwargs)
             recorder.take(call, "weight", take_local(used)[0], part)
             recorder.take_weight_gradient(call, used, part)
         return call
 
     def end(call: Call, result: object) -> None:
+        if not _is_plain(result[0] if isinstance(result, tuple) and result else result):
+            recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(result)}")
+            return
         given = output(result)
         recorder.take(call, "output", *given)
         recorder.take_gradient(call, "grad_output", *given)
 
     return _hook_calls(watched.module, begin, end)
+
+
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The output; a tuple also has the bias, the norm's output or the attention weights."""
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_nested
+
+
+def _describe(value: object) -> str:
+    return "a nested tensor" if isinstance(value, Tensor) and value.is_nested else f"of type {type(value).__name__}"
 
 
 def _hook_calls(
@@ -115,7 +140,7 @@ def watch_weighted(watched: Watched, recorder: Recorder) -> list[RemovableHandle
         recorder,
         input_part=lambda inputs: part(inputs, 0 if watched.layer_type == EMBEDDING else 1),
         weight=lambda _args, _kwargs: (module.weight, take_local(module.weight)[1]),
-        output=lambda result: (result, part(result, 1)),
+        output=lambda result: (output := _first(result), part(output, 1)),
     )
 
 
@@ -127,7 +152,7 @@ def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
         """Part of an output (`axis` 0 of the weight) or an input (1), whose features may be sharded."""
         # The second-last axis counts tokens in (batch, tokens, features) and in (tokens, features).
         token_axis = tensor.ndim - 2 if tensor.ndim >= 2 else None
-        if not is_sharded(module.weight) or tensor.shape[-1] == width:
+        if is_parametrized(module, "weight") or not is_sharded(module.weight) or tensor.shape[-1] == width:
             return Part.whole(tensor, token_axis)
         begin = take_local(module.weight)[1].offset[axis]
         return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), token_axis)
@@ -137,7 +162,7 @@ def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
         recorder,
         input_part=lambda inputs: part_of(inputs, module.in_features, 1),
         weight=lambda _args, _kwargs: (module.weight, take_local(module.weight)[1]),
-        output=lambda output: (output, part_of(output, module.out_features, 0)),
+        output=lambda result: (output := _first(result), part_of(output, module.out_features, 0)),
     )
 
 
@@ -214,7 +239,7 @@ def hook_attention(
         return take_heads(watched, recorder, dict(zip(("query", "key", "value"), given, strict=True)), part_of)
 
     def end(call: Call, result: Tensor | tuple[Tensor, ...]) -> None:
-        output = result if isinstance(result, Tensor) else result[0]
+        output = _first(result)
         recorder.take(call, "output", output, output_part(output))
 
     return _hook_calls(watched.module, begin, end)
@@ -307,7 +332,7 @@ def watch_te_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandl
         return module.weight, whole if axis is None else Part.of_axis(module.weight, axis, rank, size, None)
 
     def output(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Part]:
-        tensor = result if isinstance(result, Tensor) else result[0]  # a tuple also has the bias or the norm's output
+        tensor = _first(result)
         if mode == "column":
             return tensor, cut(tensor, tensor.ndim - 1)
         return tensor, cut(tensor, 0) if mode == "row" and module.sequence_parallel else Part.whole(

@@ -110,6 +110,11 @@ class Recorder:
             self._evaluating[chunk] = not torch.is_grad_enabled()
             self._microbatches[chunk, self._evaluating[chunk]] += 1
 
+    def end_microbatch(self, chunk: int) -> None:
+        """The model's forward pass has ended."""
+        if not in_backward():
+            self._evaluating.pop(chunk, None)
+
     @property
     def microbatches(self) -> int:
         """Forward passes with gradients in this step, over all chunks."""
@@ -119,13 +124,19 @@ class Recorder:
         """A watched module is called; None if this step is not dumped or the dump has ended."""
         if not (self._active and self._open):
             return None
-        evaluation = self._evaluating.get(watched.chunk, False)
+        # Outside a forward pass of the whole model, such as in model.encode(x), the call itself decides.
+        evaluation = self._evaluating.get(watched.chunk, not torch.is_grad_enabled())
         microbatch = max(self._microbatches[watched.chunk, evaluation] - 1, 0)
         if in_backward():
             turn = self._calls.repeat(watched, first_input) or Turn(microbatch, 0, evaluation)
             return Call(watched, self._step, turn, recompute=True)
         turn = self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
         return Call(watched, self._step, turn, recompute=False)
+
+    def leave_out(self, watched: Watched, tensors: Sequence[str], why: str) -> None:
+        """Report tensors of a module, as far as they are requested, that cannot be dumped; `why` says what they are."""
+        if wanted := [tensor for tensor in tensors if tensor in watched.expected(self._config)]:
+            self._writer.note_not_dumped(watched.name, wanted, why)
 
     def take(self, call: Call, tensor_name: str, tensor: Tensor, part: Part, direction: str = FORWARD) -> None:
         """Capture a tensor in its current state."""
@@ -134,6 +145,9 @@ class Recorder:
         if call.recompute and direction == FORWARD and not self._config.recomputed:
             return
         watched = call.watched
+        if tensor.is_complex():
+            self.leave_out(watched, [tensor_name], "complex numbers")
+            return
         source = Source(
             call.step, *call.turn, direction, call.recompute,
             watched.name, watched.layer, watched.layer_type, tensor_name,

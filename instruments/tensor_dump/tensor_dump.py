@@ -179,6 +179,8 @@ class TensorDump:
         for number, root in enumerate(self._roots):
             count = root.register_forward_pre_hook(lambda *_, chunk=number: recorder.begin_microbatch(chunk))
             self._hooks.enter_context(count)
+            end = root.register_forward_hook(lambda *_, chunk=number: recorder.end_microbatch(chunk), always_call=True)
+            self._hooks.enter_context(end)
         for one in self.watched:
             for hook in one.watch(one, recorder):
                 self._hooks.enter_context(hook)

@@ -92,6 +92,10 @@ class DumpWriter:
         """Queue a capture."""
         self._queue.put(capture)
 
+    def note_not_dumped(self, module: str, tensors: Sequence[str], why: str) -> None:
+        """Note tensors that cannot be dumped in the manifest."""
+        self._manifest.not_dumped.setdefault(module, {}).update(dict.fromkeys(tensors, why))
+
     def flush(self) -> Event:
         """Close the current file; the event is set when all captures so far are on the disk."""
         done = Event()

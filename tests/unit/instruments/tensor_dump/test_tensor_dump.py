@@ -198,8 +198,8 @@ def test_what_never_fired_and_what_is_wrong_is_reported(folder, caplog):
     manifest = dump.manifest
     assert manifest.never_fired == ["unused"]
     assert manifest.missing == {}
-    assert len(manifest.zero_gradients) == 2
-    assert len(manifest.nonfinite) == 2
+    assert manifest.zero_gradients == len(manifest.first_zero_gradients) == 2
+    assert manifest.nonfinite == len(manifest.first_nonfinite) == 2
     assert "1 modules never fired: unused" in caplog.text
     assert "2 gradients are zero everywhere" in caplog.text
     assert "2 tensors hold values that are not finite" in caplog.text
