@@ -2,11 +2,13 @@
 
 import logging
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from platform import machine
 from types import ModuleType
 from typing import Any
@@ -35,6 +37,33 @@ class ModelConfig:
     trust_remote_code: bool = False
     experts: int | None = field(default=None, metadata={"fingerprint": False})
     n: int | None = field(default=None, metadata={"fingerprint": False})
+
+    @property
+    def source_name(self) -> str:
+        """The repository on the hub, the name of the local folder, or the label of the embedded model."""
+        local = Path(self.path or "").resolve().name if self.kind == "local" else self.label
+        return str(self.name) if self.kind == "hub" else local
+
+
+def setting_word(key: str, value: str) -> str:
+    """`key=value` for the command line, with the quotes that the shell and Hydra need."""
+    if re.fullmatch(r"[\w./:+-]+( [\w./:+-]+)*", value):
+        return shlex.quote(f"{key}={value}")
+    escaped = value.replace("\\'", "'").replace("'", "\\'")
+    return shlex.quote(f"{key}='{escaped}'")
+
+
+def check_kind(model: ModelConfig) -> Iterator[ConfigError]:
+    """Yield an error if settings of one kind of source are given for another, which would ignore them."""
+    where = f"model.kind={model.kind}"
+    hub = {f"model.{name}": value for name in ("name", "revision") if (value := getattr(model, name))}
+    if model.kind != "hub" and hub:
+        what = f"only model=hub reads {' and '.join(f'{key}={value}' for key, value in hub.items())}"
+        do = " ".join(["model=hub", *(setting_word(*pair) for pair in hub.items())])
+        yield ConfigError(what, where=where, do=do if model.name else "model.revision=null")
+    if model.kind != "local" and model.path:
+        what, do = f"only model=local reads model.path={model.path}", setting_word("model.path", model.path)
+        yield ConfigError(what, where=where, do=f"model=local {do}")
 
 
 PER_LAYER, GLOBAL_POOL = "per_layer", "global_pool"

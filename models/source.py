@@ -30,7 +30,7 @@ from models.checkpoint.folder import (
     read_json,
     require_folder,
 )
-from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
+from models.config import ModelConfig, check_kind, check_placement, check_quantization, stored_quantization
 from models.dense import check_features, check_tensors, check_values, dense_family
 
 # Not every *.safetensors: some repositories hold a second copy of the weights under another name.
@@ -166,6 +166,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_source(model: ModelConfig) -> list[UserError]:
     """Errors for everything that prevents carving this source, found without reading a weight."""
+    if misplaced := [*check_kind(model)]:
+        return [*misplaced]
     try:
         config = read_source_config(model)
     except UserError as error:

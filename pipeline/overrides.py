@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
+from models.config import setting_word
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
@@ -104,11 +105,10 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
         return ConfigError(f"{key} has a value of {len(value):,} characters", where=WHERE, do=do)
     if value.startswith("~"):  # the shell does not expand it inside quotes
         value = str(expand_user(value))
-    escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
         f"{word} cannot be read: a value with characters such as = ! ( ) [ ] {{ }} needs quotes that the shell leaves",
         where=WHERE,
-        do=shlex.quote(f"{key}='{escaped}'"),
+        do=setting_word(key, value),
     )
 
 

@@ -230,7 +230,7 @@ class CheckpointFormat:
         write_card(
             folder,
             CarveFacts(
-                source=model.name or Path(model.path or model.label).resolve().name,
+                source=model.source_name,
                 target=self.target,
                 shape=self.shape,
                 width=partition.width,

@@ -1,7 +1,7 @@
 import pytest
 
 from models import config as model_config
-from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
+from models.config import ModelConfig, check_kind, check_placement, check_quantization, stored_quantization
 
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 INT8 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}}
@@ -39,6 +39,37 @@ def test_another_quantisation_than_the_stored_one():
         "  where: model.quantization\n"
         "  do:    model.quantization=none, which takes it as it is, or give the unquantised checkpoint"
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ({}, None),
+        ({"kind": "hub", "name": "a/b", "revision": "v2"}, None),
+        ({"kind": "local", "path": "/x"}, None),
+        (
+            {"name": "a/b", "revision": "v2"},
+            "only model=hub reads model.name=a/b and model.revision=v2\n"
+            "  where: model.kind=embedded\n  do:    model=hub model.name=a/b model.revision=v2",
+        ),
+        (
+            {"kind": "local", "path": "/x", "revision": "v2"},
+            "only model=hub reads model.revision=v2\n  where: model.kind=local\n  do:    model.revision=null",
+        ),
+        (
+            {"kind": "hub", "name": "a/b", "path": "/my x"},
+            "only model=local reads model.path=/my x\n  where: model.kind=hub\n  do:    model=local 'model.path=/my x'",
+        ),
+    ],
+)
+def test_settings_of_another_kind_of_source_are_refused(model, error):
+    assert [str(found) for found in check_kind(ModelConfig(**model))] == ([error] if error else [])
+
+
+def test_a_source_is_named_by_its_kind(tmp_path):
+    assert ModelConfig(kind="hub", label="q", name="a/b").source_name == "a/b"
+    assert ModelConfig(kind="local", label="q", path=str(tmp_path / "b" / ".." / "c")).source_name == "c"
+    assert ModelConfig(label="q", name="a/b").source_name == "q"
 
 
 def test_other_methods():
