@@ -10,6 +10,7 @@ from instruments.errors import ConfigError
 from instruments.tensor_dump.config import contradictions as of_dump
 from models.checkpoint.folder import read_json
 from models.config import GLOBAL_POOL, MoEShape
+from models.targets.base import MoETarget
 from pipeline.settings import ALL, STAGES, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
@@ -40,14 +41,16 @@ def involves(settings: Settings, stage: str) -> bool:
     return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
 
-def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Unread:
+def find_unread(
+    settings: Settings, shape: MoEShape | None = None, width: int = 0, target: MoETarget | None = None
+) -> Unread:
     """Settings that are not read; without a shape (none is carved, or it is unknown) only of groups that need none."""
     found = {
         "scan": settings.scan.unread(),
         "data": settings.data.unread(),
         "store": settings.store.unread(),
         "score": settings.score.unread(),
-        "train": settings.train.unread(),
+        "train": settings.train.unread(biased=None if target is None else target.selection_bias is not None),
     }
     if shape is None:
         return found
@@ -59,10 +62,12 @@ def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 
     }
 
 
-def warn_of_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0, *, clusters: bool = True) -> None:
-    """Log a warning for each setting without effect; `clusters`: this run uses stage cluster."""
-    found = dict(find_unread(settings, shape, width))
-    if clusters and shape is not None and not settings.cluster.reads_score(shape, width):
+def warn_of_unread(
+    settings: Settings, shape: MoEShape | None = None, width: int = 0, target: MoETarget | None = None
+) -> None:
+    """Log a warning for each setting without effect."""
+    found = dict(find_unread(settings, shape, width, target))
+    if involves(settings, "cluster") and shape is not None and not settings.cluster.reads_score(shape, width):
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
         found["score"] = {spec.name: reason for spec in fields(settings.score)}
@@ -125,6 +130,13 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
             where="setting model.device_map",
             do="model.device_map=none, or python -m pipeline without torchrun",
         )
+
+
+def balance_errors(settings: Settings, target: MoETarget) -> Iterator[ConfigError]:
+    """Errors: a load balancing that the architecture does not have."""
+    if involves(settings, "train") and settings.train.balance == "selection_bias" and target.selection_bias is None:
+        what = f"train.balance=selection_bias moves a bias of the router, and {target.model_type} has none"
+        yield ConfigError(what, where="setting train.balance", do="train.balance=auto")
 
 
 def _score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[ConfigError]:

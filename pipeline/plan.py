@@ -127,7 +127,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     named = absolute_paths(settings.data)
     cache_keys = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(named, hash_of)}
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
-    unread = find_unread(undrawn, shape, checked.request.width)
+    target = None if shape is None else checked.request.target(shape)
+    unread = find_unread(undrawn, shape, checked.request.width, target)
     counted = nodes | {"cluster": undrawn.cluster, "model": resolve_model(checked)}
     sample = sampled(settings.data)  # one object for all stages, so that its text is tokenized once
     steps: dict[str, Step] = {}

@@ -18,7 +18,7 @@ from models.checkpoint.folder import expand_user
 from models.config import ModelConfig, MoEShape
 from models.source import check_source, read_source_config
 from models.targets.config import check_target
-from pipeline.consistency import contradictions, find_uses, involves, map_errors, warn_of_unread
+from pipeline.consistency import balance_errors, contradictions, find_uses, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
@@ -188,8 +188,13 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
             return [*errors, *unusable]
         shape = resolve_shape(request, request.width)
         errors += shape_errors(request, shape, settings.model.label)
-        errors += _raised_by(lambda: request.target(shape)) or check_target(source, request.target(shape), shape)
-        warn_of_unread(settings, shape, request.width, clusters=involves(settings, "cluster"))
+        target = None
+        try:
+            target = request.target(shape)
+            errors += [*check_target(source, target, shape), *balance_errors(settings, target)]
+        except UserError as error:
+            errors.append(error)
+        warn_of_unread(settings, shape, request.width, target)
     else:
         warn_of_unread(settings)
     return errors

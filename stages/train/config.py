@@ -42,6 +42,19 @@ class TrainConfig:
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
 
-    def unread(self) -> dict[str, str]:
-        """Settings without effect, each with the setting that disables it."""
-        return {} if self.fsdp else {"fsdp_config": "train.fsdp=false"}
+    def unread(self, *, biased: bool | None = None) -> dict[str, str]:
+        """Settings without effect → the reason; `biased`: the architecture has a selection bias, None if unknown."""
+        found = {} if self.fsdp else {"fsdp_config": "train.fsdp=false"}
+        if not self.all_share:
+            found["rest_rate"] = "train.all_share=0"
+            if not self.experts_share:
+                found["expert_rate"] = "train.experts_share=0 and train.all_share=0"
+        kind, reason = self.balance, f"train.balance={self.balance}"
+        if kind == "auto" and biased is not None:
+            kind = "selection_bias" if biased else "loss"
+            reason = f"train.balance=auto selects {kind} for this architecture"
+        if kind in {"selection_bias", "none"}:
+            found["balance_weight"] = reason
+        if kind in {"loss", "none"}:
+            found["bias_rate"] = reason
+        return found

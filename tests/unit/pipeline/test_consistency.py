@@ -251,6 +251,49 @@ def test_a_training_must_add_up(texts):
     assert len(texts("stage=evaluate", "evaluate.checkpoint=train", *words)) == 3
 
 
+def test_a_selection_bias_is_moved_only_where_there_is_one(texts):
+    words = ["train.balance=selection_bias"]
+    assert texts("stage=train", "assemble.target=qwen3_moe", "always_on=0", *words) == [
+        "train.balance=selection_bias moves a bias of the router, and qwen3_moe has none\n"
+        "  where: setting train.balance\n"
+        "  do:    train.balance=auto"
+    ]
+    assert texts("stage=train", "assemble.target=tiny_onn", *words) == []
+    assert texts("stage=project", "assemble.target=qwen3_moe", "always_on=0", *words) == []
+
+
+BIASED = ["stage=train", "assemble.target=tiny_onn"]
+AUTO = "train.balance=auto selects {} for this architecture"
+
+
+@pytest.mark.parametrize(
+    ("words", "ignored"),
+    [
+        (["train.rest_rate=1", *BIASED], {"rest_rate=1.0": "train.all_share=0"}),
+        (
+            ["train=router_only", "train.expert_rate=1", *BIASED],
+            {"expert_rate=1.0": "train.experts_share=0 and train.all_share=0"},
+        ),
+        (["train=full", "train.expert_rate=1", "train.rest_rate=1", *BIASED], {}),
+        (["train.balance_weight=1", *BIASED], {"balance_weight=1.0": AUTO.format("selection_bias")}),
+        (["train.balance_weight=1", "train.balance=loss", *BIASED], {}),
+        (["train.bias_rate=1", *BIASED], {}),
+        (
+            ["train.bias_rate=1", "stage=train", "assemble.target=qwen3_moe", "always_on=0"],
+            {"bias_rate=1.0": AUTO.format("loss")},
+        ),
+        (
+            ["train.bias_rate=1", "train.balance_weight=1", "train.balance=none", *BIASED],
+            {"balance_weight=1.0": "train.balance=none", "bias_rate=1.0": "train.balance=none"},
+        ),
+    ],
+)
+def test_settings_of_a_training_that_no_phase_reads_are_said(texts, caplog, words, ignored):
+    assert texts(*words) == []
+    found = dict(message.removeprefix("train.").split(" is ignored: ") for message in caplog.messages)
+    assert found == ignored
+
+
 @pytest.mark.usefixtures("torchrun")
 def test_processes_share_a_batch(texts):
     assert texts("stage=train", "train.batch=16", "train.micro_batch=2") == [
