@@ -3,15 +3,21 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence, Set
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, printable
 from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import run_pipeline
-from pipeline.settings import compose, register_schema, run_hydra
+from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
 from stages.artifacts.job import LostWorkerError, find_workers
 
@@ -20,10 +26,11 @@ logger = logging.getLogger(__name__)
 # Seconds that the other workers wait before they report wrong settings. Usually all workers find the same errors, the
 # leading worker prints them, and torchrun then stops the others. Otherwise only this worker's machine has the error.
 HEAD_START = 3
+SWEEPING = {"-m", "--multirun"}
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Exit code: 0 done, 1 a stage failed, 2 the settings are wrong (nothing was started), 130 interrupted."""
+    """Exit code: 0 done, 1 a stage or a job failed, 2 wrong settings (nothing was started), 130 interrupted."""
     workers = find_workers()
     if workers.world > 1:
         signal(SIGTERM, stop_in_words)  # torchrun sends it to all workers when one is lost
@@ -76,15 +83,69 @@ def start(words: Sequence[str]) -> None:
     flags = {word for word in words if word.startswith("-")}
     refuse_flags(flags)
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
-    if faults := override_errors(settings, sweep=bool({"-m", "--multirun"} & flags)):
+    if faults := override_errors(settings, sweep=bool(SWEEPING & flags)):
         errors: list[UserError] = [error for found in faults.values() for error in found]
         if not flags:  # also report the errors of the other words
             sound, _folder = compose([word for word in words if word not in faults])
             errors += find_errors(sound, unreadable_groups={first_word(word) for word in faults})
         raise InvalidSettingsError(errors)
     if flags:
+        if SWEEPING & flags and not SHOWING & flags and (errors := sweep_errors(settings)):
+            raise InvalidSettingsError(errors)
         # Hydra requires all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
-        run_hydra(partial(run_pipeline, wait=True))
+        run_hydra(run_job if SWEEPING & flags else run_pipeline)
     else:
         run_pipeline(*compose(words), words)
+
+
+def sweep_errors(words: Sequence[str]) -> list[UserError]:
+    """The errors of all jobs of a sweep, each once with the jobs that have it; [] for another sweeper than Hydra's."""
+    if any(word.startswith("hydra/sweeper") for word in words):
+        return []
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
+    (jobs,) = BasicSweeper.split_arguments(overrides, None)
+    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    with without_warnings():  # each job logs its own
+        for number, job in enumerate(jobs):
+            name = " ".join([f"job {number},", *(word for word in job if word.partition("=")[0] in swept)])
+            for error in job_errors(job):
+                found[error.what, error.where, error.do].append(name)
+    return [
+        ConfigError(what, where=where if len(names) == len(jobs) else "; ".join(filter(None, [where, *names])), do=do)
+        for (what, where, do), names in found.items()
+    ]
+
+
+def job_errors(words: Sequence[str]) -> list[UserError]:
+    """The errors of one job of a sweep."""
+    try:
+        settings, _folder = compose(words)
+    except ConfigError as error:
+        return [error]
+    return find_errors(settings)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Log no warnings."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run_job(settings: Settings, folder: Path, words: Sequence[str]) -> None:
+    """One job of a sweep, which waits for results that another job is computing.
+
+    Raises:
+        UserError: the job failed; its error is on stderr. All other jobs still run.
+    """
+    try:
+        run_pipeline(settings, folder, words, wait=True)
+    except UserError as error:
+        sys.stderr.write(printable(f"job {HydraConfig.get().job.num}, {' '.join(words)}\n{error}\n\n"))
+        what = "not every job of the sweep is done; the errors are above"
+        raise UserError(what, do="the same command again, which keeps all finished results") from error

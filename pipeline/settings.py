@@ -204,7 +204,7 @@ def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
 
     Raises:
         ConfigError: the files contradict the schema or each other.
-        UserError: a job failed; all other jobs still ran.
+        UserError: the task failed; all other jobs of a sweep still ran.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors instead of ending the process
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, DataError
 from pipeline import cli
 from pipeline import settings as composition
 from pipeline.settings import register_schema
@@ -35,13 +35,51 @@ def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
     assert carved[1][2] == ["experts=2", "score=wanda", f"output_dir={tmp_path}"]
 
 
-def test_a_failing_job_of_a_sweep_ends_with_its_message(tmp_path, monkeypatch, capsys):
-    words = ["-m", "always_on=1024,2000", "stage=cluster", f"output_dir={tmp_path}"]
+def test_wrong_settings_of_all_jobs_are_found_before_the_first(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(cli, "run_pipeline", None)
+    words = ["-m", "always_on=0,1024", "seed=-1,1", "train.fsdp=true", "stage=train", "score.form=product"]
+    assert cli.run_command([*words, "score.method=random", f"output_dir={tmp_path}"]) == 2
+    assert capsys.readouterr().err == (
+        "seed=-1 must be at least 0\n"
+        "  where: setting seed; job 0, always_on=0 seed=-1; job 2, always_on=1024 seed=-1\n"
+        "  do:    seed=0\n\n"
+        "train.fsdp=true shards the model over processes, but there is only one\n"
+        "  where: setting train.fsdp\n"
+        "  do:    train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline\n\n"
+        "always_on=1024 leaves no neuron to route; at most 1023 of 1024 can be always on\n"
+        "  where: shape, model=embedded with F=1024 neurons a layer; job 3, always_on=1024 seed=1\n"
+        "  do:    top_k=4 always_on=256\n"
+    )
+    assert caplog.messages == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [ConfigError, DataError])
+def test_a_failing_job_of_a_sweep_is_named_and_the_others_run(tmp_path, monkeypatch, capsys, error):
+    done = []
+
+    def carve(settings, folder, words, *, wait):
+        done.append(settings.seed)
+        if settings.seed < 2:
+            raise error(f"no luck with {settings.seed}", where="here", do="another seed")
+
+    monkeypatch.setattr(cli, "run_pipeline", carve)
+    words = ["-m", "seed=0,1,2", f"output_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
-    assert cli.run_command(words) == 2
-    error = capsys.readouterr().err
-    assert "always_on=1024 leaves no neuron to route" in error
-    assert "Traceback" not in error
+    assert cli.run_command(words) == 1
+    assert done == [0, 1, 2]
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "".join(
+            f"job {seed}, seed={seed} output_dir={tmp_path}\n"
+            f"no luck with {seed}\n  where: here\n  do:    another seed\n\n"
+            for seed in (0, 1)
+        )
+    )
+    assert said.endswith(
+        "not every job of the sweep is done; the errors are above\n"
+        "  do:    the same command again, which keeps all finished results\n"
+    )
 
 
 def test_a_faulty_sweep_starts_nothing(tmp_path, capsys):
