@@ -75,9 +75,17 @@ def exit_code(work: Callable[[], int | None]) -> int:
     except UserError as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         return INVALID if isinstance(error, ConfigError) else FAILED
+    except PermissionError as error:
+        sys.stderr.write(f"{printable(str(access_denied(error)))}\n")
+        return FAILED
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         sys.stderr.close()
         return 0
+
+
+def access_denied(error: PermissionError) -> UserError:
+    """The error for a file or folder that the user may not open."""
+    return UserError(f"access denied: {error.filename}: {error.strerror}", do="check its permissions")
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, printable
+from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, access_denied, printable
 from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
@@ -38,6 +38,9 @@ def run_command(words: Sequence[str]) -> int:
         start(words)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except PermissionError as denied:  # such as a checkpoint below a folder that may not be entered
+        sys.stderr.write(f"{printable(str(access_denied(denied)))}\n")
+        return FAILED
     except UserError as error:
         invalid = isinstance(error, ConfigError)
         if invalid and not workers.leads:

@@ -4,6 +4,7 @@ import errno
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself, or its closest parent that exists."""
+    """The path itself, or its closest parent that exists; that of a folder that may not be entered is the folder."""
     path = path.absolute()
-    return path if path.exists() else nearest_existing(path.parent)
+    with suppress(PermissionError):
+        if path.exists():
+            return path
+    return nearest_existing(path.parent)
 
 
 def explain_os_error(error: Exception, *, where: str, folder: Path, expected: int = 0) -> UserError | None:

@@ -134,7 +134,7 @@ class _Check:
     @classmethod
     def of(cls, wanted: argparse.Namespace) -> "_Check":
         clients = Clients.of(wanted)
-        text = (wanted.text or Path(__file__)).read_text(encoding="utf-8")[: 20 * TOKENS]
+        text = _read_text(wanted.text or Path(__file__))
         if (wanted.checkpoint / "tokenizer.json").exists():
             text, ids = _first_tokens(wanted.checkpoint, text)
         else:
@@ -243,13 +243,26 @@ def _respell(checkpoint: Path, folder: Path) -> None:
         (folder / settings.name).write_text(text, encoding="utf-8")
 
 
+def _read_text(file: Path) -> str:
+    """The beginning of a text. Raises ConfigError: the file cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")[: 20 * TOKENS]
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"cannot read {file}: {why}", where="--text", do="--text FILE of plain text") from error
+
+
 def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
-    """The beginning of a text and its tokens, at most TOKENS."""
+    """The beginning of a text and its tokens, at most TOKENS. Raises ConfigError: fewer than two tokens."""
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = given["input_ids"][:TOKENS], given["offset_mapping"][:TOKENS]
-    start = text[: offsets[-1][1]]
-    return start, tokenizer(start, add_special_tokens=False)["input_ids"] if ids else ids
+    start = text[: offsets[-1][1]] if ids else ""
+    ids = tokenizer(start, add_special_tokens=False)["input_ids"]
+    if len(ids) < 2:
+        what = f"the text has {len(ids)} tokens, and predicting one from another needs at least 2"
+        raise ConfigError(what, where="--text", do="--text FILE with more text")
+    return start, ids
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -18,3 +18,15 @@ def _frozen_imports():
     """Every stage starts with a garbage collection; frozen imports are not searched each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def closed(tmp_path):
+    """A folder that this process may not enter; root gives up its rights during the test."""
+    folder, user = tmp_path / "closed", os.geteuid()
+    folder.mkdir(mode=0)
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    folder.chmod(0o700)

@@ -54,18 +54,28 @@ def list_files(path: str, option: str) -> list[Path]:
     """The file itself, or the sorted .jsonl and .txt files of a folder and its subfolders.
 
     Raises:
-        DataError: the path does not exist, the file has another suffix, or the folder holds no such file.
+        DataError: the path does not exist or may not be read, or is no such file and no folder that holds one.
     """
     found = expand_user(path)
-    if found.is_dir():
-        files = sorted(file for file in found.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    try:
+        folder, file = found.is_dir(), found.is_file()
+        files = (
+            sorted(file for file in found.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            if folder
+            else []
+        )
+    except PermissionError as error:
+        raise DataError(
+            f"cannot read {error.filename}: {error.strerror}", where=f"{option}={path}", do="check its permissions"
+        ) from error
+    if folder:
         if files:
             _require_readable_names(files, option)
             return files
         raise DataError(
             "the folder holds no .jsonl and no .txt file", where=f"{option}={path}", do=f"{option}=another folder"
         )
-    if not found.is_file():
+    if not file:
         raise DataError(
             f"no file and no folder {path}",
             where=f"{option}, from working folder {Path.cwd()}",

@@ -100,6 +100,17 @@ def test_an_output_folder_that_is_a_file(command, tmp_path):
     )
 
 
+def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
+    def deny(words):
+        (closed / "x").exists()
+
+    monkeypatch.setattr(cli, "start", deny)
+    assert cli.run_command([]) == 1
+    assert capsys.readouterr().err == (
+        f"access denied: {closed / 'x'}: Permission denied\n  do:    check its permissions\n"
+    )
+
+
 def test_a_disk_too_small_for_the_checkpoints(command, monkeypatch):
     monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 3 * 2**20)
     code, text = command()

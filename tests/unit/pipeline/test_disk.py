@@ -29,6 +29,11 @@ CONFIG = {
     "dtype": "float32",
 }
 
+
+def test_below_a_folder_that_may_not_be_entered(closed):
+    assert nearest_existing(closed / "x" / "y") in closed.joinpath("x").parents
+
+
 # A limit on file sizes imitates a full disk and needs no root rights.
 FILL = """
 import resource, sys

@@ -75,6 +75,26 @@ def test_what_is_no_carve_is_refused(tmp_path, capsys, carve):
     assert said.startswith("no config.json, so no checkpoint\n")
 
 
+def test_a_text_too_short_to_compare_is_refused(tmp_path, capsys, carve):
+    text = tmp_path / "text"
+
+    def check(content=None):
+        if content is not None:
+            text.write_bytes(content)
+        assert serve_check.main([str(carve), "--text", str(text)]) == 2
+        return capsys.readouterr().err.splitlines()[0]
+
+    assert check() == f"cannot read {text}: No such file or directory"
+    assert check(b"\xff") == f"cannot read {text}: not UTF-8"
+    for content, tokens in ((b"", 0), (b"a", 1)):
+        assert check(content) == f"the text has {tokens} tokens, and predicting one from another needs at least 2"
+
+
+def test_a_folder_that_may_not_be_entered(capsys, closed):
+    assert serve_check.main([str(closed / "x")]) == 1
+    assert capsys.readouterr().err.startswith(f"access denied: {closed / 'x'}")
+
+
 def test_an_existing_file_is_kept(tmp_path, capsys, carve):
     (tmp_path / "x.gguf").write_text("precious")
     code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")

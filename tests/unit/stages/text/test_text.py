@@ -17,6 +17,14 @@ def message_of(**settings):
     return str(caught.value)
 
 
+def test_a_path_below_a_folder_that_may_not_be_entered(closed):
+    assert message_of(path=str(closed / "x")) == (
+        f"cannot read {closed / 'x'}: Permission denied\n"
+        f"  where: data.path={closed / 'x'}\n"
+        "  do:    check its permissions"
+    )
+
+
 def test_a_jsonl_record_is_a_document_named_by_file_and_line(write_jsonl):
     path = write_jsonl("a.jsonl", [{"text": "one"}, {"text": ""}, {"messages": [{"role": "user", "content": "two"}]}])
     first, second = read(path=str(path), heldout_path=str(write_jsonl("b.jsonl", [])))
