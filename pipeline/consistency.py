@@ -1,12 +1,14 @@
 """Errors of valid settings that contradict each other, the source model or the number of workers."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from instruments.errors import ConfigError
+from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
 from instruments.tensor_dump.config import contradictions as of_dump
 from models.checkpoint.folder import read_json
 from models.config import GLOBAL_POOL, MoEShape
@@ -154,6 +156,10 @@ def _score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[Co
 
 def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
     """Errors: settings of the dump exclude each other, or leave nothing to dump."""
+    try:  # the setting takes precedence over CUSTOM_QUANT_TYPE; `field_errors` checks its value
+        read_control(Path(), DumpConfig(quant_type=dump.quant_type and QUANT_TYPES[0]), os.environ)
+    except ConfigError as error:
+        yield error
     yield from of_dump(dump, "dump.")
     if not dump.enabled:
         what = "the dump is switched off, and stage=dump does nothing else"

@@ -18,6 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from instruments.errors import ConfigError, redact
+from instruments.tensor_dump.config import read_variable
 from models.config import PER_LAYER, TOPOLOGIES, ModelConfig
 from pipeline.help import CONF, REPOSITORY
 from stages.accumulators.config import StoreConfig
@@ -167,9 +168,10 @@ def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
 
 @cache
 def register_schema() -> None:
-    """Register the schema with Hydra as `schema`, and `${repository:}` as the folder of this repository."""
+    """Register the schema as `schema`, and `${repository:}` and `${variable:NAME,default}`, of the environment."""
     ConfigStore.instance().store("schema", node=Settings)
     OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+    OmegaConf.register_new_resolver("variable", lambda name, default: read_variable(name, os.environ) or default)
 
 
 def to_settings(config: DictConfig) -> Settings:

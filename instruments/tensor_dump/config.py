@@ -96,6 +96,15 @@ ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_
 SETTINGS = "TENSOR_SAVE_CONFIG"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
+_WORDS = {ENABLED: (*_YES, *_NO), QUANT_TYPE: QUANT_TYPES}  # of variables that accept only these
+
+
+def read_variable(name: str, environment: Mapping[str, str]) -> str | None:
+    """The value of a variable; None if it is not set, empty, or invalid, which `read_control` reports."""
+    word = environment.get(name, "").strip()
+    word = word.lower() if name == ENABLED else word
+    return word if word and word in _WORDS.get(name, (word,)) else None
+
 
 def read_control(
     folder: Path | None, config: DumpConfig, environment: Mapping[str, str]
@@ -112,7 +121,7 @@ def read_control(
         raise ConfigError(
             f"{ENABLED}={word} is neither yes nor no", where=f"environment variable {ENABLED}", do=f"{ENABLED}=1, or 0"
         )
-    label = config.quant_type or environment.get(QUANT_TYPE) or None
+    label = config.quant_type or environment.get(QUANT_TYPE, "").strip() or None
     if label not in {None, *QUANT_TYPES}:
         where = "config.quant_type" if config.quant_type else f"environment variable {QUANT_TYPE}"
         raise ConfigError(

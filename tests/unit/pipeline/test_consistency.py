@@ -234,6 +234,27 @@ def test_one_worker_has_all_devices(texts, monkeypatch, environment):
     assert texts("model.device_map=auto") == []
 
 
+def test_variables_of_the_dump(texts, monkeypatch):
+    for value in ("", " "):
+        for name in ("TENSOR_SAVE_ENABLED", "CUSTOM_QUANT_TYPE", "TENSOR_SAVE_DIR"):
+            monkeypatch.setenv(name, value)
+        assert texts() == texts("stage=dump") == []
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "OFF")
+    assert texts() == []
+    assert texts("stage=dump")[0].startswith("the dump is switched off")
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "maybe")
+    assert texts() == []
+    assert texts("stage=dump") == [
+        "TENSOR_SAVE_ENABLED=maybe is neither yes nor no\n"
+        "  where: environment variable TENSOR_SAVE_ENABLED\n  do:    TENSOR_SAVE_ENABLED=1, or 0"
+    ]
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "1")
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "fp3")
+    assert texts() == texts("stage=dump", "dump.quant_type=mxfp8") == []
+    (error,) = texts("stage=dump")
+    assert "where: environment variable CUSTOM_QUANT_TYPE\n" in error
+
+
 def test_a_training_must_add_up(texts):
     words = ("train.router_share=0.5", "train.language_model=0", "train.batch=9", "train.micro_batch=4")
     assert texts("stage=train", *words) == [
