@@ -199,10 +199,10 @@ class Runner:
                 replace_link(Path(folder), step.folder)
         if alone:
             log.info("files      %s", NEW_LINE.join(written_files(Path(shown(last.folder)), manifest)))
-        checkpoints = [step.folder / "checkpoint" for step in steps if step.stage.name in CHECKPOINT_STAGES]
-        if checkpoints:
-            link = self.run_folder.link_checkpoint(checkpoints[-1])
-            log.info("checkpoint %s\n           %s", shown(checkpoints[-1]), shown(link))
+        checkpoint = find_checkpoint(steps)
+        latest = self.run_folder.link_latest(checkpoint)
+        if checkpoint is not None:
+            log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
         log.info("report     %s", shown(self.run_folder.write_page(last.folder) or self.run_folder.report))
         words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
         if words:
@@ -212,6 +212,17 @@ class Runner:
         """Write report.html for a run that ends early, about the stages it finished."""
         if done:
             self.run_folder.write_page(done[-1].folder)
+
+
+def find_checkpoint(steps: Sequence[Step]) -> Path | None:
+    """The checkpoint that a run wrote or read last; None if it has none."""
+    if named := getattr(steps[-1].inputs.get("diagnose"), "checkpoint", None):
+        return Path(named).resolve()
+    folders: dict[str, Path] = {}
+    for step in steps:
+        folders |= {**step.parents, step.stage.name: step.folder}
+    found = [folders[name] / "checkpoint" for name in reversed(CHECKPOINT_STAGES) if name in folders]
+    return next((folder for folder in found if folder.is_dir()), None)
 
 
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:

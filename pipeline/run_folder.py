@@ -108,12 +108,13 @@ class RunFolder:
             log.warning("no report.html: %s", error)
             return None
 
-    def link_checkpoint(self, checkpoint: Path) -> Path:
-        """Link this folder's `checkpoint` to `checkpoint`, and `latest` to this folder; returns `latest/checkpoint`."""
-        replace_link(self.folder / "checkpoint", checkpoint)
+    def link_latest(self, checkpoint: Path | None) -> Path:
+        """Link `latest` to this folder, and this folder's `checkpoint` to the run's, if any; returns `latest`."""
+        if checkpoint is not None:
+            replace_link(self.folder / "checkpoint", checkpoint)
+            self.append(f"\nCheckpoint: {checkpoint}\n")
         replace_link(self.latest, self.folder)
-        self.append(f"\nCheckpoint: {checkpoint}\n")
-        return self.latest / "checkpoint"
+        return self.latest
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -144,7 +145,8 @@ class RunFolder:
 def replace_link(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`; an older link is replaced atomically."""
     new = link.with_name(f".{link.name}.{os.getpid()}")
-    new.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+    # Resolved: the system follows `..` from the folder itself, not from the link through which it was reached.
+    new.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()), target_is_directory=True)
     new.replace(link)
 
 

@@ -5,10 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instruments.errors import ConfigError, UserError, exit_code
+from instruments.errors import ConfigError, UserError, check_output, exit_code
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
-from pipeline.report.run_record import find_latest
 
 OUTPUTS = REPOSITORY / "outputs"
 
@@ -17,23 +16,21 @@ def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 reading or writing failed, 2 the command line is wrong, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description="Write the report of a run.")
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER|latest", help="a folder under outputs/runs, or latest")
+    parser.add_argument(
+        "--output-dir", type=Path, default=OUTPUTS, metavar="FOLDER", help=f"where latest is (default: {OUTPUTS})"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="output file (default: report.html in the folder)")
     wanted = parser.parse_args(words)
-    return exit_code(lambda: _write(wanted.run, wanted.out))
+    return exit_code(lambda: _write(wanted.run, wanted.out, wanted.output_dir))
 
 
-def _write(run: Path, out: Path | None) -> None:
+def _write(run: Path, out: Path | None, output_dir: Path) -> None:
     """Write the page. Raises UserError: the run cannot be read, or the file cannot be written."""
-    folder = run if str(run) != "latest" or run.is_dir() else find_latest(OUTPUTS)
-    if folder is None:
-        raise ConfigError(f"no run is on record under {OUTPUTS}", where="command line", do="python -m pipeline")
-    out = out or folder / "report.html"
+    folder = (output_dir / run).resolve() if str(run) == "latest" and not run.is_dir() else run
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", where="command line", do="ls outputs/runs, or latest")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}", where="--out", do=f"mkdir -p {out.parent}")
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder", where="--out", do="name a file")
+    check_output(out)
+    out = out or folder / "report.html"
     from pipeline.report.page import find_source, write_page  # noqa: PLC0415 - loads matplotlib
 
     try:

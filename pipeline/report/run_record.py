@@ -66,21 +66,12 @@ def _read_stage_run(
 
 def read_all_records(output_dir: Path) -> Iterator[RunRecord]:
     """Every readable record, the newest run first."""
-    for path in sorted(_records(output_dir), key=lambda path: path.parent.name, reverse=True):
+    records = [path for pattern in ("runs", "sweeps/*") for path in output_dir.glob(f"{pattern}/*/{FILE}")]
+    for path in sorted(records, key=lambda path: path.parent.name, reverse=True):
         try:
             yield read_run_record(path.parent)
         except ContractError:
             continue
-
-
-def find_latest(output_dir: Path) -> Path | None:
-    """The folder of the run that finished a stage last; None if no run has."""
-    newest = sorted(_records(output_dir), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return next((path.parent for path in newest if read_run_record(path.parent).stages), None)
-
-
-def _records(output_dir: Path) -> list[Path]:
-    return [path for pattern in ("runs", "sweeps/*") for path in output_dir.glob(f"{pattern}/*/{FILE}")]
 
 
 def installed_versions() -> dict[str, str]:

@@ -38,7 +38,7 @@ def read_hub(data: DataConfig, split: Split) -> Iterator[Document]:
 def describe_missing_package() -> DataError:
     """The error for a missing package `datasets`."""
     return DataError(
-        "reading a dataset needs the package datasets", where="data.kind=hub", do="pip install 'tiny-onn[hub]'"
+        "reading a dataset needs the package datasets", where="data.kind=hub", do="pip install -e '.[hub]'"
     )
 
 

@@ -5,9 +5,11 @@ import shlex
 import pytest
 
 from pipeline.artifacts import Manifest
-from pipeline.run import NEXT, next_commands, written_files
+from pipeline.plan import Step
+from pipeline.run import NEXT, find_checkpoint, next_commands, written_files
 from pipeline.settings import STAGES, compose, register_schema
 from stages.artifacts.job import Table
+from stages.diagnose.config import DiagnoseConfig
 
 
 @pytest.mark.parametrize("stage", NEXT)
@@ -36,6 +38,22 @@ def test_after_assemble_the_way_to_the_checkpoint_to_use_is_said():
 @pytest.mark.parametrize("stage", ["evaluate", "dump", "diagnose"])
 def test_nothing_follows_where_a_run_ends_for_good(stage):
     assert next_commands(stage, []) == ("", [])
+
+
+def test_the_checkpoint_of_a_run_is_the_one_that_it_wrote_or_read_last(tmp_path):
+    def step(name, *parents, **inputs):
+        return Step(STAGES[name], "", {}, tmp_path / name, inputs, {parent: tmp_path / parent for parent in parents}, 0)
+
+    for name in ("assemble", "project", "train"):
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+    assert find_checkpoint([step("scan")]) is None
+    assert find_checkpoint([step("scan"), step("assemble", "scan")]) == tmp_path / "assemble" / "checkpoint"
+    assert find_checkpoint([step("evaluate", "assemble", "project")]) == tmp_path / "project" / "checkpoint"
+    assert find_checkpoint([step("evaluate", "assemble", "project", "train")]) == tmp_path / "train" / "checkpoint"
+    (tmp_path / "latest").symlink_to("train")
+    looked = step("diagnose", diagnose=DiagnoseConfig(checkpoint=str(tmp_path / "latest" / "checkpoint")))
+    assert find_checkpoint([looked]) == tmp_path / "train" / "checkpoint"
+    assert find_checkpoint([step("diagnose", diagnose=DiagnoseConfig())]) is None
 
 
 def test_files_are_named_with_their_sizes_the_largest_first(tmp_path):

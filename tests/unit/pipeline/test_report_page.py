@@ -1,6 +1,5 @@
 """The page: complete, safe to open, and clear about missing parts."""
 
-import os
 import re
 import struct
 from html.parser import HTMLParser
@@ -167,26 +166,18 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(outputs, tmp_path
     assert (run / "report.html").stat().st_size == (tmp_path / "there.html").stat().st_size
 
 
-def test_the_command_finds_the_run_that_finished_a_stage_last(outputs, monkeypatch, tmp_path, capsys):
-    evaluation = outputs.carve()
-    runs = [outputs.run(evaluation, name=name) for name in ("2", "1", "3")]
-    record = read_run_record(runs[2])
-    record.stages = []
-    record.write(runs[2])  # the last to begin; it has finished no stage
-    for age, run in enumerate(reversed(runs)):
-        os.utime(run / "stages.json", ns=(10**18 - age, 10**18 - age))
-    monkeypatch.setattr("pipeline.report.__main__.OUTPUTS", tmp_path)
+def test_the_command_finds_the_latest_run_of_an_output_folder(outputs, monkeypatch, tmp_path, capsys):
+    run, _newer = [outputs.run(outputs.carve(), name=name) for name in ("2", "3")]
+    (tmp_path / "latest").symlink_to("runs/2")
     monkeypatch.chdir("/")
-    assert main(["latest"]) == 0
-    assert capsys.readouterr().out == f"{runs[1] / 'report.html'}\n"
+    assert main(["latest", "--output-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
 
 
-def test_there_is_no_latest_run(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("pipeline.report.__main__.OUTPUTS", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["latest"]) == 2
+def test_there_is_no_latest_run(tmp_path, capsys):
+    assert main(["latest", "--output-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"no run is on record under {tmp_path}\n  where: command line\n  do:    python -m pipeline\n"
+        f"there is no folder {tmp_path / 'latest'}\n  where: command line\n  do:    ls outputs/runs, or latest\n"
     )
 
 
@@ -272,8 +263,8 @@ def test_a_run_whose_page_cannot_be_drawn_is_no_failure(outputs, caplog):
     ("words", "message"),
     [
         (["nowhere"], "there is no folder nowhere\n  where: command line\n  do:    ls outputs/runs, or latest\n"),
-        ([".", "--out", "no/x"], "there is no folder no\n  where: --out\n  do:    mkdir -p no\n"),
-        ([".", "--out", "."], ". is a folder\n  where: --out\n  do:    name a file\n"),
+        ([".", "--out", "no/x"], "there is no folder no\n  where: no/x\n  do:    mkdir -p no\n"),
+        ([".", "--out", "."], ". is a folder\n  where: command line\n  do:    name another output file\n"),
     ],
 )
 def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys, words, message):

@@ -62,10 +62,26 @@ def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):
     for name in ("one", "two"):
         checkpoint = tmp_path / "artifacts" / name
         checkpoint.mkdir(parents=True)
-        stable = run.link_checkpoint(checkpoint)
-        assert stable == tmp_path / "latest" / "checkpoint"
-        assert stable.resolve() == checkpoint
+        stable = run.link_latest(checkpoint)
+        assert stable == tmp_path / "latest"
+        assert (stable / "checkpoint").resolve() == checkpoint
     assert not (run.folder / "checkpoint").readlink().is_absolute()
+
+
+def test_latest_is_also_a_run_without_a_checkpoint(run, tmp_path):
+    (tmp_path / "older").mkdir()
+    replace_link(run.latest, tmp_path / "older")
+    assert run.link_latest(None).resolve() == run.folder
+    assert not (run.latest / "checkpoint").is_symlink()
+
+
+def test_links_in_a_folder_that_is_reached_through_a_link(tmp_path):
+    for folder in ("disk/deep/home", "outputs/artifact"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "home").symlink_to("disk/deep/home")
+    (tmp_path / "out").symlink_to("outputs")
+    replace_link(tmp_path / "home" / "link", tmp_path / "out" / "artifact")
+    assert (tmp_path / "home" / "link").resolve() == tmp_path / "outputs" / "artifact"
 
 
 def test_links_survive_moving_the_outputs(tmp_path):

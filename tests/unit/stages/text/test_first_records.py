@@ -99,5 +99,5 @@ def test_the_optional_package_is_missing(monkeypatch):
     assert messages_of(kind="hub", name="a/b") == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert messages_of(kind="hub", name="a/b") == [
-        "reading a dataset needs the package datasets\n  where: data.kind=hub\n  do:    pip install 'tiny-onn[hub]'"
+        "reading a dataset needs the package datasets\n  where: data.kind=hub\n  do:    pip install -e '.[hub]'"
     ]

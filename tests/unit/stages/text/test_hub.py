@@ -99,5 +99,5 @@ def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):
 def test_the_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert message_of(name="nobody/nothing") == (
-        "reading a dataset needs the package datasets\n  where: data.kind=hub\n  do:    pip install 'tiny-onn[hub]'"
+        "reading a dataset needs the package datasets\n  where: data.kind=hub\n  do:    pip install -e '.[hub]'"
     )
