@@ -2,9 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +49,15 @@ def hash_file(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
+
+
+def hash_code(root: Path, sources: Iterable[str]) -> str:
+    """SHA-256 of the .py and .lua files among `sources`, files and folders below `root`, and of their names."""
+    digest = sha256()
+    for source in sources:
+        path = root / source
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.suffix in {".py", ".lua"}:
+                digest.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0".encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

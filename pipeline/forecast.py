@@ -10,8 +10,11 @@ from pathlib import Path
 from pipeline.cost import COSTS, Cost, Sizes, draw, is_on_host, sizes_of, sizes_of_run
 from pipeline.disk import in_mib, nearest_existing
 from pipeline.plan import Step, lacks_pictures
+from pipeline.report.words import duration
+from pipeline.settings import Settings
 from pipeline.validate import Checked
 from stages.artifacts.job import Table
+from stages.calibration.token_memory import free_memory
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +129,9 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         flops = (cost.products + cost.solves) / 1e12
         peak = int(cost.host + (cost.device if is_on_host(settings) else 0))  # on a CPU tensors are in the process
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
-        rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, in_time(seconds)])
+        rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, duration(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    notes = [f"all stages {in_time(total)}, including library loading {in_time(loading)}", *describe_spilling(costs)]
+    notes = [f"all stages {duration(total)}, including library loading {duration(loading)}", *describe_spilling(costs)]
     return Table("plan", columns, rows, [*describe_rates(rates), *notes])
 
 
@@ -148,15 +151,22 @@ def describe_rates(rates: Rates | None) -> Iterator[str]:
         yield "an estimate: arithmetic and memory traffic at these rates, one process, without reading text"
 
 
-def in_time(seconds: float) -> str:
-    """A duration as text."""
-    if seconds < 90:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+def free_tensor_memory(settings: Settings) -> int | None:
+    """Free bytes of the memory that holds the tensors, of the host or of the GPU; None if unknown."""
+    if is_on_host(settings):
+        return free_memory()
+    import torch  # noqa: PLC0415 - slow to import
+
+    from models.loading import resolve_device  # noqa: PLC0415
+
+    return torch.cuda.mem_get_info(resolve_device(settings.model))[0]
 
 
 def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -> list[str]:
-    """A warning for each due stage that needs more than `free` bytes, with settings that would fit."""
+    """A warning for each due stage whose tensors need more than `free` bytes, with settings that would fit.
+
+    On a CPU, `free` also has to hold the rest of the process.
+    """
     if free is None:
         return []
     found = []
@@ -168,16 +178,17 @@ def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -
                 for words, other in smaller_settings(step.stage.name, checked)
                 if peak_bytes_of(step, other, steps) <= free
             )
-            do = next(fitting, None) or f"a machine with {in_mib(needed)} of memory, or a smaller model"
-            what = f"stage={step.stage.name} needs about {in_mib(needed)} of memory, {in_mib(free)} are free"
+            memory = "memory" if is_on_host(checked.settings) else "GPU memory"
+            do = next(fitting, None) or f"a machine with {in_mib(needed)} of {memory}, or a smaller model"
+            what = f"stage={step.stage.name} needs about {in_mib(needed)} of {memory}, {in_mib(free)} are free"
             found.append(f"{what}\n  do:    {do}")
     return found
 
 
 def peak_bytes_of(step: Step, checked: Checked, steps: Sequence[Step]) -> int:
-    """Bytes of the process and its tensors at the stage's peak; 0 if unknown."""
+    """Bytes of the tensors at the stage's peak, on a CPU with the rest of the process; 0 if unknown."""
     cost = costs_of(steps, checked).get(step.stage.name)
-    return int(cost.host + cost.device) if cost else 0
+    return int(cost.device + cost.host * is_on_host(checked.settings)) if cost else 0
 
 
 def smaller_settings(stage: str, checked: Checked) -> Iterator[tuple[str, Checked]]:

@@ -38,8 +38,12 @@ ONE: dict[Any, tuple[str, str]] = {
 
 
 def command_line(overrides: Sequence[str], **changes: object) -> str:
-    """The typed command with some settings changed, ready to paste; without passwords."""
-    kept = [word for word in overrides if word.partition("=")[0] not in changes]
+    """The typed command with some settings changed, ready to paste; without passwords.
+
+    A change to another stage than train leaves out FSDP, which one process does not have and only train reads.
+    """
+    dropped = {*changes} | ({"train.fsdp", "train.fsdp_config"} if changes.get("stage", "train") != "train" else set())
+    kept = [word for word in overrides if word.partition("=")[0] not in dropped]
     changed = [f"{key}={value}" for key, value in changes.items()]
     return redact(shlex.join(["python", "-m", "pipeline", *kept, *changed]))
 

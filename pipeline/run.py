@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import hashlib
 import logging
 import resource
 import sys
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from instruments.durable import hash_code
 from instruments.errors import ConfigError
 from pipeline.artifacts import (
     MANIFEST,
@@ -29,7 +29,8 @@ from pipeline.artifacts import (
 )
 from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
-from pipeline.forecast import forecast, memory_warnings
+from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
+from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
 from pipeline.plan import Step, lacks_pictures, make_plan, published_recipe
 from pipeline.run_folder import RunFolder, render, replace_link
@@ -45,7 +46,7 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
 CHECKPOINT_STAGES = ("assemble", "project", "train")
 # The packages whose code affects results.
-SOURCE_PACKAGES = tuple(Path(__file__).parents[1] / name for name in ("pipeline", "stages", "models", "instruments"))
+SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
 
 # Stage → how to continue after a run of `stage=<that stage>`: a sentence, and the changed settings of each command.
 # evaluate, dump and diagnose have no next step.
@@ -275,7 +276,8 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
         if settings.plan:
             if workers.leads:
                 table = render(forecast(checked, steps), "simple")
-                sys.stdout.write("\n\n".join([table, *memory_warnings(checked, steps, free_memory())]) + "\n")
+                warnings = memory_warnings(checked, steps, free_tensor_memory(settings))
+                sys.stdout.write("\n\n".join([table, *warnings]) + "\n")
             return
         if not workers.leads:
             run_shared_steps(steps, workers, overrides)
@@ -299,13 +301,13 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
     Raises:
         ConfigError: another worker runs different code, has different settings, or reads a different model or text.
     """
-    code = hash_code() if workers.world > 1 else ""
+    code = hash_code(REPOSITORY, SOURCE_PACKAGES) if workers.world > 1 else ""
     plan = [(step.stage.name, step.fingerprint, step.due) for step in steps]
     codes, plans = zip(*workers.gather((code, plan)), strict=True)
     if others := [rank for rank, theirs in enumerate(codes) if theirs != code]:
         raise ConfigError(
             f"workers {workers.rank} and {others[0]} run different code",
-            where=f"the checkout of this worker, {SOURCE_PACKAGES[0].parent}, and that of worker {others[0]}",
+            where=f"the checkout of this worker, {REPOSITORY}, and that of worker {others[0]}",
             do="one checkout, or the same commit on every machine",
         )
     for rank, plan in enumerate(plans):
@@ -318,17 +320,6 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
                 do="one command, one checkout and the same files on every machine",
             )
     return [replace(step, due=due) for step, (_, _, due) in zip(steps, plans[0], strict=True)]
-
-
-def hash_code() -> str:
-    """SHA-256 of the project's source files and their names."""
-    digest = hashlib.sha256()
-    for file in sorted(
-        file for floor in SOURCE_PACKAGES for file in floor.rglob("*") if file.suffix in {".py", ".lua"}
-    ):
-        digest.update(f"{file.relative_to(SOURCE_PACKAGES[0].parent)}\0{file.stat().st_size}\0".encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def log_shape(checked: Checked) -> None:

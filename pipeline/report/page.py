@@ -11,14 +11,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from instruments.durable import whole_file
-from instruments.errors import ConfigError, ContractError
+from instruments.errors import ConfigError, ContractError, redact
 from pipeline.artifacts import SHORT, artifact_folder, is_complete
 from pipeline.overrides import command_line
 from pipeline.report import sections
 from pipeline.report.charts import COLOURS
 from pipeline.report.evaluations import Evaluation, Published, read_chain, read_evaluation, read_published
 from pipeline.report.run_record import RunRecord, StageRun, read_run_record
-from pipeline.report.words import key_figures, plain, shape_words, verdict, without_secrets
+from pipeline.report.words import key_figures, plain, shape_words, verdict
 
 FILE = "report.html"
 
@@ -58,9 +58,9 @@ def draw_page(source: Source) -> str:
         training=sections.training(chain.get("train")),
         neurons=sections.neurons(chain),
         cost=sections.cost(sections.costs_of(chain, source.run, source.output_dir)),
-        command=without_secrets(command_line(source.run.overrides)),
+        command=command_line(source.run.overrides),
         reports={name: sections.filled(done.manifest.table) for name, done in chain.items() if name != "evaluate"},
-        config=without_secrets(source.config),
+        config=redact(source.config),
         fingerprints={name: done.manifest.fingerprint for name, done in chain.items()},
         versions=source.run.versions,
         made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
@@ -92,7 +92,7 @@ def find_source(folder: Path) -> Source:
     run = read_run_record(folder)
     label, output_dir, config = _read_config(folder / "config.yaml")
     if not run.stages:
-        command = without_secrets(command_line(run.overrides))
+        command = command_line(run.overrides)
         raise ConfigError("no stage of this run was finished", where=str(folder), do=command)
     output_dir, last = _find_result(folder, output_dir, label, run.stages[-1])
     return Source(label, run, config, last, output_dir)

@@ -1,13 +1,11 @@
 """Numbers, names and sentences of the report."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.config import MoEShape
 from pipeline.report.evaluations import TINY, Evaluation
 
-SECRET = re.compile(r"(?<=://)[^/\s@]+@")  # user and password in an address
 RIVALS = {
     "static_mask": "a static mask of the same width",
     "static_mask_aligned": "the aligned static mask",
@@ -86,11 +84,6 @@ def plain(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}".replace("-", "−")
     return "–" if value is None else str(value)
-
-
-def without_secrets(words: str) -> str:
-    """The text without users and passwords of addresses."""
-    return SECRET.sub("…@", words)
 
 
 def shape_words(shape: MoEShape) -> str:

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Never
 
@@ -12,6 +11,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from instruments.durable import hash_code
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig
 from models.ffn import ffn_modules, ffn_weight_names
@@ -96,21 +96,10 @@ def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch
         "scan": fingerprint,
         "text": text.hexdigest()[:16],
         "dtype": str(dtype).removeprefix("torch."),
-        "code": hash_code(),
+        "code": hash_code(REPOSITORY, SOURCES)[:16],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-@cache
-def hash_code() -> str:
-    """First 16 hex digits of the SHA-256 of `SOURCES`."""
-    digest = hashlib.sha256()
-    for source in SOURCES:
-        path = REPOSITORY / source
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.relative_to(REPOSITORY).as_posix().encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.config import ModelConfig
 from pipeline.cli import run_command
 from pipeline.cost import COSTS, Cost, sizes_of, sizes_of_run
-from pipeline.forecast import Rates, costs_of, describe_spilling, memory_warnings
+from pipeline.forecast import Rates, costs_of, describe_spilling, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
@@ -81,6 +82,18 @@ def test_memory_that_does_not_suffice_is_said_with_a_setting_that_does(planned, 
     assert words.startswith(remedy)
     again, steps = planned("cluster.map=none", *words.split())
     assert not [text for text in memory_warnings(again, steps, free * 2**20) if text.startswith(f"stage={stage} ")]
+
+
+def test_the_memory_of_a_gpu_holds_the_tensors_alone(planned, monkeypatch):
+    checked, steps = planned("cluster.map=none")
+    cost = costs_of(steps, checked)["project"]
+    on_gpu = replace(checked, settings=replace(checked.settings, model=ModelConfig(device="cuda")))
+    said = memory_warnings(on_gpu, steps, free=cost.device - 1)
+    assert any(text.startswith("stage=project needs about ") and "of GPU memory, " in text for text in said)
+    assert not [text for text in memory_warnings(on_gpu, steps, free=cost.device) if text.startswith("stage=project")]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (7, 8) if device.type == "cuda" else None)
+    assert free_tensor_memory(on_gpu.settings) == 7
 
 
 def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from pipeline.artifacts import Manifest
+from pipeline.overrides import command_line
 from pipeline.plan import Step
 from pipeline.run import NEXT, find_checkpoint, next_commands, written_files
 from pipeline.settings import STAGES, compose, register_schema
@@ -33,6 +34,16 @@ def test_after_assemble_the_way_to_the_checkpoint_to_use_is_said():
         "and writes the checkpoint to use"
     )
     assert commands == ["python -m pipeline experts=100 n=256 stage=project"]
+
+
+def test_shards_of_several_processes_are_left_to_the_stage_that_trains():
+    typed = ["stage=train", "train.fsdp=true", "train.fsdp_config=f.json", "train.tokens=9"]
+    assert next_commands("train", typed)[1] == [
+        "python -m pipeline train.tokens=9 stage=evaluate evaluate.checkpoint=train"
+    ]
+    assert command_line(typed, fresh="true") == (
+        "python -m pipeline stage=train train.fsdp=true train.fsdp_config=f.json train.tokens=9 fresh=true"
+    )
 
 
 @pytest.mark.parametrize("stage", ["evaluate", "dump", "diagnose"])

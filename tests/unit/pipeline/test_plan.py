@@ -9,11 +9,13 @@ from typing import ClassVar
 
 import pytest
 
+from instruments.durable import hash_code
 from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline.artifacts import open_staging, publish
+from pipeline.help import REPOSITORY
 from pipeline.plan import make_plan, published_recipe, select_stages
-from pipeline.run import SOURCE_PACKAGES, agree_on_plan, hash_code, require_parents
+from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents
 from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
 from pipeline.validate import validate
 from stages.artifacts.job import Table, Workers
@@ -344,13 +346,13 @@ def test_workers_that_were_started_with_other_settings_are_refused(steps, monkey
 def test_workers_of_another_commit_are_refused(steps, monkeypatch, tmp_path):
     ours = list(steps().values())
     monkeypatch.setattr(Pair, "theirs", [(step.stage.name, step.fingerprint, step.due) for step in ours])
-    shutil.copytree(SOURCE_PACKAGES[0], tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("pipeline.run.SOURCE_PACKAGES", (tmp_path / "pipeline",))
-        same = hash_code()
-        (tmp_path / "pipeline" / "run.py").write_text("# another run\n")
-        assert hash_code() != same
-    monkeypatch.setattr(Pair, "code", same)
+    for name in SOURCE_PACKAGES:
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    same = hash_code(tmp_path, SOURCE_PACKAGES)
+    assert same == hash_code(REPOSITORY, SOURCE_PACKAGES)
+    (tmp_path / "pipeline" / "run.py").write_text("# another run\n")
+    other = hash_code(tmp_path, SOURCE_PACKAGES)
+    monkeypatch.setattr(Pair, "code", other)
     with pytest.raises(
         ConfigError, match=r"workers 0 and 1 run different code\n.*\n  do:    one checkout, or the same commit"
     ):

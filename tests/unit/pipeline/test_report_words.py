@@ -14,7 +14,6 @@ from pipeline.report.words import (
     plain,
     size,
     verdict,
-    without_secrets,
 )
 
 
@@ -85,7 +84,6 @@ def test_models_unknown_so_far_get_a_hue_of_their_own():
         (plain(-12345), "−12,345"),
         (plain(0.123456), "0.1235"),
         (plain([1]), "[1]"),
-        (without_secrets("store.url=redis://user:word@host/0"), "store.url=redis://…@host/0"),
     ],
 )
 def test_numbers_as_a_reader_wants_them(shown, wanted):
