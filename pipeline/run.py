@@ -110,13 +110,23 @@ class Runner:
     """One run of a plan."""
 
     def __init__(
-        self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE, *, wait: bool = False
+        self,
+        run_folder: RunFolder,
+        overrides: Sequence[str],
+        workers: Workers = ALONE,
+        *,
+        wait: bool = False,
+        fresh: bool = False,
     ) -> None:
-        """`overrides`: words of the command line, for remedies; `wait` for results that another run is computing."""
+        """`overrides`: words of the command line, for remedies; `wait` for results that another run is computing.
+
+        `fresh`: published results are computed again.
+        """
         self.run_folder = run_folder
         self.overrides = overrides
         self.workers = workers
         self.wait = wait
+        self.fresh = fresh
         self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
@@ -133,7 +143,10 @@ class Runner:
                 self.run_step(step) if step.due else self.keep(step)
             except KeyboardInterrupt:
                 kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
-                log.info("\nstopped in %s; kept: %s; the same command goes on from there", step.stage.name, kept)
+                again = "the same command goes on from there"
+                if self.fresh:
+                    again = "the same command starts over; without fresh=true it keeps all published results"
+                log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
                 self.leave_page(steps[:position])
                 raise
             except Exception as error:
@@ -290,7 +303,8 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
                 if any(step.due for step in steps) and is_on_host(checked.settings):
                     for warning in memory_warnings(checked, steps, free_memory()):
                         log.warning("%s\n", warning)
-                Runner(run_folder, overrides, workers, wait=wait).run(steps, alone=settings.stage != ALL)
+                runner = Runner(run_folder, overrides, workers, wait=wait, fresh=settings.fresh)
+                runner.run(steps, alone=settings.stage != ALL)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
 

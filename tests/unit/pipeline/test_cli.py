@@ -111,6 +111,22 @@ def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ([], "the same command goes on from there"),
+        (["fresh=true"], "the same command starts over; without fresh=true it keeps all published results"),
+    ],
+)
+def test_an_interrupt_says_what_the_same_command_does(tmp_path, monkeypatch, capsys, words, again):
+    def interrupt(*_args, **_inputs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stages.scan.stage.run", interrupt)
+    assert cli.run_command(["stage=scan", *words, f"output_dir={tmp_path}"]) == 130
+    assert capsys.readouterr().out.endswith(f"stopped in scan; kept: nothing yet; {again}\n")
+
+
 def test_a_disk_too_small_for_the_checkpoints(command, monkeypatch):
     monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 3 * 2**20)
     code, text = command()
