@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from instruments.tensor_dump.config import contradictions as of_dump
 from models.checkpoint.folder import read_json
 from models.config import GLOBAL_POOL, MoEShape
 from models.targets.base import MoETarget
-from pipeline.settings import ALL, STAGES, Settings, Uses, with_ancestors
+from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.cluster.config import NOTHING_RANKED
 from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
+from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.score.config import ScoreConfig
 from stages.train.config import TrainConfig
 
@@ -73,12 +74,32 @@ def warn_of_unread(
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
         found["score"] = {spec.name: reason for spec in fields(settings.score)}
+    if settings.stage == "diagnose":
+        found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
+    if shape is not None and shape.pooled and involves(settings, "evaluate"):
+        _warn_of_baselines(settings.evaluate)
     # vocabulary=none agrees with a pool, which uses no random tokens.
     quiet = {"vocabulary"} if shape is not None and shape.pooled and not settings.vocabulary.tokens else set()
     for group, reasons in found.items():
         if group not in quiet:
             _warn_where_set(group, getattr(settings, group), reasons)
+
+
+def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
+    """Log a warning for words of the command line that concern train, dump or diagnose if the run does without."""
+    for stage in (TRAINED, *LOOKING):
+        groups = {stage, "check"} if stage == "diagnose" else {stage}
+        typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
+        if typed and not involves(settings, stage):
+            logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
+
+
+def _warn_of_baselines(evaluate: EvaluateConfig) -> None:
+    """Warn of requested baselines that a pool does not have."""
+    left_out = [name for name in evaluate.baselines if name not in POOL_BASELINES]
+    if left_out and evaluate.baselines != EvaluateConfig().baselines:
+        logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
 
 
 def _warn_of_sampling(settings: Settings) -> None:

@@ -27,6 +27,7 @@ from pipeline.artifacts import (
     remove_leftovers,
     verify,
 )
+from pipeline.consistency import warn_of_other_stages
 from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
@@ -284,6 +285,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
         UserError: the settings are wrong, or a stage failed.
     """
     checked, workers = validate(settings), find_workers()
+    warn_of_other_stages(settings, overrides)
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
         if settings.plan:

@@ -14,6 +14,8 @@ BASELINES = {  # name → row of the table
     "oracle": "output oracle, weights as cut",
     "oracle_aligned": "output oracle, aligned",
 }
+# Baselines of a pool; masks and oracles choose among one layer's neurons.
+POOL_BASELINES = frozenset({"unaligned", "random_router"})
 
 
 @dataclass

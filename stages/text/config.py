@@ -10,11 +10,14 @@ from instruments.errors import ConfigError, UserError
 KINDS = ("python_stdlib", "text", "hub", "mixture")
 # Settings that have no effect for a kind of source.
 FOREIGN_FIELDS = {
-    "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
-    "text": ("name", "subset", "revision", "heldout_split"),
-    "hub": ("path", "heldout_path"),
+    "python_stdlib": (
+        "path", "heldout_path", "name", "subset", "revision", "split", "heldout_split", "sources", "text_column",
+        "messages_column",
+    ),
+    "text": ("name", "subset", "revision", "split", "heldout_split", "sources"),
+    "hub": ("path", "heldout_path", "sources"),
     "mixture": ("path", "name", "subset", "revision", "heldout_split"),
-}
+}  # fmt: skip
 # Settings of data.labels=generated only.
 GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from models.config import MoEShape
-from pipeline.consistency import find_unread
+from pipeline.consistency import find_unread, warn_of_other_stages
 from pipeline.settings import Settings, compose, register_schema
 from pipeline.validate import find_errors
 from stages.calibration.config import ROUTERS
@@ -90,6 +90,53 @@ def test_settings_of_text_that_is_not_read_so(texts, caplog):
         "data.path=my_texts is ignored: data.kind=python_stdlib",
         "data.max_new_tokens=9 is ignored: data.labels=full_sequence",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "names"),
+    [
+        ([], "python_stdlib", ("split", "text_column", "messages_column", "sources")),
+        (["data=text", "data.path=x.txt"], "text", ("split", "sources")),
+        (["data=hub", "data.name=a/b"], "hub", ("sources",)),
+    ],
+)
+def test_columns_and_parts_of_another_kind_of_text_are_ignored(words, kind, names, texts, caplog):
+    values = {name: "x" for name in names} | {"sources": "[{path:x}]"}
+    texts(*words, *(f"data.{name}={values[name]}" for name in names))
+    said = {message.partition("=")[0] for message in caplog.messages if message.endswith(f": data.kind={kind}")}
+    assert said == {f"data.{name}" for name in names}
+
+
+def test_baselines_that_a_pool_lacks(texts, caplog):
+    pool = ["topology=global_pool", "evaluate.baselines=[oracle_aligned,unaligned,static_mask]"]
+    assert texts(*pool) == []
+    assert caplog.messages == ["evaluate.baselines=[oracle_aligned,static_mask] is ignored: topology=global_pool"]
+    caplog.clear()
+    assert texts(pool[0]) == texts(pool[1]) == texts(*pool, "stage=project") == []
+    assert caplog.messages == []
+
+
+def test_a_check_chooses_its_own_number_formats(texts, caplog):
+    assert texts("stage=diagnose", "model.dtype=float16") == []
+    assert caplog.messages == ["model.dtype=float16 is ignored: each check chooses the number formats"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "said"),
+    [
+        ("all", "train=distil train.tokens=9", "train=distil train.tokens=9 is ignored: stage=all does not run train"),
+        ("all", "check=watch experts=4", "check=watch is ignored: stage=all does not run diagnose"),
+        ("scan", "dump.steps=2", "dump.steps=2 is ignored: stage=scan does not run dump"),
+        ("all", "train=distil evaluate.checkpoint=train", None),
+        ("diagnose", "check=watch diagnose.tokens=9", None),
+        ("scan", "project.alpha=0.5", None),
+    ],
+)
+def test_settings_of_a_stage_that_the_run_does_without(stage, words, said, caplog):
+    register_schema()
+    words = [f"stage={stage}", *words.split()]
+    warn_of_other_stages(compose(words)[0], words)
+    assert caplog.messages == ([said] if said else [])
 
 
 GROUPS = ("scan", "data", "store", "score", "train", "vocabulary", "cluster", "assemble", "project")
