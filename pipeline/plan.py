@@ -135,7 +135,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     for stage in with_ancestors(settings.stage, checked.uses):
         parents = {name: steps[name].fingerprint for name in stage.parents}
         data = sample if stage.samples else settings.data
-        read = data if stage.reads_heldout else calibration_only(data)
+        read = data if stage.fixed_heldout else calibration_only(data)
         recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents, unread)
         address = fingerprint(recipe)
         if stage.name == "cluster" and settings.cluster.map != "none":

@@ -49,7 +49,8 @@ class Stage:
     parents: tuple[str, ...]
     nodes: tuple[str, ...]  # keyword arguments of its `run`; only these settings enter its fingerprint
     shared: bool = False  # all workers take part; otherwise the leading worker alone
-    reads_heldout: bool = False  # the fingerprint covers the settings of the held-out text
+    reads_heldout: bool = False  # needs held-out text
+    fixed_heldout: bool = False  # the fingerprint covers the settings of the held-out text
     samples: bool = False  # reads the first `data.sample_tokens` of the calibration text; otherwise all of it
     kept: bool = True  # False: reads user files that no fingerprint covers, so it runs at every request
     unread: tuple[str, ...] = ()  # nodes that `run` receives but does not use with the settings of this run
@@ -77,11 +78,12 @@ CHAIN = (
           shared=True, samples=True),
     Stage("project", ("cluster", "extract", "assemble"),
           ("model", "data", "vocabulary", "assemble", "project", "shape", "seed"), shared=True),
+    # Held-out losses are only recorded: more held-out text for evaluate needs no new training.
     Stage("train", ("project",), ("model", "data", "assemble", "train", "shape", "seed"),
           shared=True, reads_heldout=True),
     Stage("evaluate", ("scan", "cluster", "assemble", "project"),
           ("model", "data", "vocabulary", "project", "evaluate", "shape", "seed"),
-          shared=True, reads_heldout=True),
+          shared=True, reads_heldout=True, fixed_heldout=True),
     Stage("dump", (), ("model", "data", "dump")),
     Stage("diagnose", (), ("model", "data", "check", "diagnose", "seed"), kept=False),
 )  # fmt: skip

@@ -204,6 +204,12 @@ def test_a_setting_reaches_its_stage_and_all_below(steps, word, unchanged):
     assert {name for name in ALL if before[name] == after.get(name)} == unchanged
 
 
+def test_more_heldout_text_trains_no_model_again(steps):
+    words = ("stage=evaluate", "evaluate.checkpoint=train")
+    before, after = addresses(steps, *words), addresses(steps, *words, "data.heldout_tokens=1000")
+    assert {name for name in before if before[name] != after[name]} == {"evaluate"}
+
+
 def addresses(steps, *words):
     return {name: step.fingerprint for name, step in steps(*words).items()}
 
