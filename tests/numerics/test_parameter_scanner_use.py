@@ -141,14 +141,14 @@ def test_memory_is_flat(model):
     tracemalloc.start()
     try:
         with ParameterTensorScanner(model, sink=lambda _record: None, per_token=True):
-            run(5)
+            run(50)  # Python's own caches fill up
             tensors, allocated = live()
             run(50)
             tensors_after, allocated_after = live()
     finally:
         tracemalloc.stop()
     assert tensors_after <= tensors
-    assert allocated_after - allocated < 64 * 1024  # less than the buffers of one step
+    assert allocated_after - allocated < 32 * 1024  # less than the buffers of one step
 
 
 def test_a_sink_gets_every_record_in_order(model):
