@@ -137,9 +137,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     return tokenizer
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase, folder: Path) -> int:
-    """The id for padding; 0 if the tokenizer has none, or one that has no embedding in the checkpoint in `folder`."""
-    known, pad_id = read_config(folder).get("vocab_size"), tokenizer.pad_token_id
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id for padding; 0 if the tokenizer has none, or one that has no embedding in its checkpoint."""
+    known, pad_id = read_config(Path(tokenizer.name_or_path)).get("vocab_size"), tokenizer.pad_token_id
     return 0 if pad_id is None or (isinstance(known, int) and pad_id >= known) else int(pad_id)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from instruments.errors import NumericsError
 from models.config import ModelConfig
 from models.ffn import DenseFFN
-from models.loading import load_tokenizer, resolve_device
+from models.loading import load_tokenizer, padding_id, resolve_device
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream, StreamLayer
 from stages.artifacts.job import ALONE, Job, Workers
@@ -67,7 +67,7 @@ def calibration_batches(
     sequences = load_sequences(data, tokenizer, "calibration")
     total = sum(len(sequence.ids) for sequence in sequences)
     size = min(batch_tokens, max(1, total // LEAST_BATCHES))
-    pad_id = tokenizer.pad_token_id or 0
+    pad_id = padding_id(tokenizer)
     batches = batch_sequences(sequences, size, pad_id)
     if not vocabulary.tokens:
         return batches
@@ -237,6 +237,7 @@ def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
     ends = torch.tensor([len(batch_TD) for batch_TD in batches]).cumsum(0)
     until = torch.searchsorted(sorted_t, ends)
     counts = until.diff(prepend=until.new_zeros(1)).tolist()
+    sorted_t, order_t = (each_t.to(batches[0].device) for each_t in (sorted_t, order_t))  # copied once for all batches
     taken_tD, start = batches[0].new_empty(len(rows_t), batches[0].shape[1]), 0
     for batch_TD, places, rows in zip(
         batches, torch.split(order_t, counts), torch.split(sorted_t, counts), strict=True

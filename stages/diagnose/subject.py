@@ -49,7 +49,7 @@ def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Ten
     tokens, device = request.settings.tokens, input_device(model)
     tokenizer = tokenizer_for(request, model)
     data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
-    pad_id = padding_id(tokenizer, folder_of(request))
+    pad_id = padding_id(tokenizer)
     batch = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, pad_id)[0]
     return {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
 

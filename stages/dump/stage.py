@@ -45,7 +45,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
     folder = resolve_folder(model)
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     text = load_text(data, tokenizer, "calibration")
-    batches = batch_sequences(text.sequences, dump.batch_tokens, padding_id(tokenizer, folder))[: dump.steps]
+    batches = batch_sequences(text.sequences, dump.batch_tokens, padding_id(tokenizer))[: dump.steps]
     dense = load_dense(model, folder)
     if dump.gradients:
         save_memory(dense, asked=dump.gradient_checkpointing)

@@ -43,7 +43,7 @@ def run(
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
     partition = load_partition(job.parents["cluster"], shape)
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
-    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), padding_id(tokenizer, context.folder)
+    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), padding_id(tokenizer)
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)

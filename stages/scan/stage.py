@@ -15,7 +15,7 @@ from instruments.durable import hash_code
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig
 from models.ffn import ffn_modules, ffn_weight_names
-from models.loading import input_device, load_dense, load_tokenizer
+from models.loading import input_device, load_dense, load_tokenizer, padding_id
 from models.quantization import dense_weight
 from models.source import resolve_folder
 from stages.accumulators.config import StoreConfig
@@ -119,7 +119,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         if workers.leads:
             save_generated(text, job.scratch)
     save_memory(dense, asked=scan.gradient_checkpointing)
-    batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), tokenizer.pad_token_id or 0)
+    batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), padding_id(tokenizer))
     mlps = ffn_modules(dense)
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
     identity = sums_cache_key(job.fingerprint, batches, dense.dtype)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from instruments.durable import whole_file
 from instruments.errors import DataError
-from models.loading import input_device
+from models.loading import input_device, padding_id
 from stages.artifacts.job import ALONE, Workers
 from stages.text import sequences
 from stages.text.chat import encode_prompt
@@ -111,7 +111,7 @@ def continue_prompts(
     Raises:
         DataError: all continuations are empty.
     """
-    ends, pad_id = find_ends(model, tokenizer), tokenizer.pad_token_id or 0
+    ends, pad_id = find_ends(model, tokenizer), padding_id(tokenizer)
     ids = [prompt.ids for prompt in prompts.sequences]
     groups = sequences.group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
     written: list[list[int]] = []

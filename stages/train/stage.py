@@ -58,7 +58,7 @@ def run(
     routers = Routers.load(job.parents["project"])
     form = CheckpointFormat.of(source, read_config(source), assemble, shape)
     tokenizer = load_tokenizer(source, trust_remote_code=model.trust_remote_code)
-    text = read_text(data, train, tokenizer, padding_id(tokenizer, source))
+    text = read_text(data, train, tokenizer, padding_id(tokenizer))
     phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
     total, done = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.

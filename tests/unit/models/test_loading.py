@@ -194,13 +194,13 @@ def test_padding_has_an_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         json.loads((folder / "config.json").read_text())["vocab_size"],
     )
     tokenizer.pad_token = None
-    assert padding_id(tokenizer, folder) == 0
+    assert padding_id(tokenizer) == 0
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(7)
-    assert padding_id(tokenizer, folder) == 7
+    assert padding_id(tokenizer) == 7
     assert caplog.messages == []
     tokenizer.add_special_tokens({"pad_token": "<pad beyond>"})
     assert tokenizer.pad_token_id >= known
-    assert padding_id(tokenizer, folder) == 0
+    assert padding_id(tokenizer) == 0
     tokenizer.save_pretrained(folder)
     assert len(load_tokenizer(folder, trust_remote_code=False)) == known + 1
     assert caplog.messages == ["1 added tokens of the tokenizer have no embedding: text must not contain them"]
