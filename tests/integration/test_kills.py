@@ -1,7 +1,6 @@
 """Kills change no result: twenty at random moments of a scan, and one at each step of a pool's stages."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -24,7 +23,7 @@ KILLS = 20
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """A scan of 500 batches, with the parameter-level record, flushed several times a second."""
+    """A scan of 1,000 batches, with the parameter-level record, flushed several times a second."""
     folder = tmp_path_factory.mktemp("source")
     write_pico(folder / "pico", "qwen3", tokenizer=True)
     lines = (f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(4000))
@@ -33,7 +32,7 @@ def words(tmp_path_factory):
     return [
         *("stage=scan", "model=local", f"model.path={folder / 'pico'}", "model.label=pico", "scan=parameters"),
         *("data=text", f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}"),
-        *("data.tokens=20000", "data.sample_tokens=null", "data.heldout_tokens=100", "data.max_length=20"),
+        *("data.tokens=40000", "data.sample_tokens=null", "data.heldout_tokens=100", "data.max_length=20"),
         *("scan.batch_tokens=40", "scan.reservoir_tokens=500", "store.checkpoint_every=0.1"),
     ]
 
@@ -62,7 +61,7 @@ def kill_at_random(command, count_done, disturb=lambda kill: None):
         child = start(command)
         child.join(draw.uniform(0.5, longest))
         disturb(kill)
-        os.kill(child.pid, signal.SIGKILL)
+        child.kill()
         child.join()
         hits += child.exitcode == -signal.SIGKILL
         flushed = count_done()
@@ -103,7 +102,7 @@ def test_local_sums_survive_twenty_kills(words, whole, tmp_path):
 
     kill_at_random([*words, f"output_dir={tmp_path}"], count_done)
     assert_same(published(tmp_path), whole, exact=True)
-    assert len(read_mscan(published(tmp_path) / "parameters.mscan").sequences) == 1000
+    assert len(read_mscan(published(tmp_path) / "parameters.mscan").sequences) == 2000
 
 
 @pytest.mark.slow
