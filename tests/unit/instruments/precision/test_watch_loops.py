@@ -9,28 +9,11 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
+from unit.instruments.precision.watched_net import D, H, Net, T, V, batch
 
 from instruments.errors import ContractError
 from instruments.precision import watch_model
 from instruments.training_watch.step_log import read_step_log
-
-T, D, H, V = 7, 6, 11, 5
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.middle = nn.Linear(D, H), nn.LayerNorm(H), nn.Linear(H, H)
-        self.head = nn.Linear(H, V)
-
-    def forward(self, x):
-        return self.head(self.middle(self.norm(self.first(x))).tanh())
-
-
-def batch(step):
-    draw = torch.Generator().manual_seed(step)
-    return torch.randn(T, D, generator=draw), torch.randint(V, (T,), generator=draw)
 
 
 def train(model, steps):
