@@ -19,7 +19,8 @@ from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import Share, TokenStream, layer_seed
 from stages.calibration.token_memory import TokenMemory
-from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
+from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, LayerFacts, Memo, route, start_baseline
+from stages.evaluate.published import PUBLISHED
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
 
@@ -49,7 +50,7 @@ class BaselineRun:
         """Embed the splits; calibration text only if the baseline is fitted on its own hidden states."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
-        self.fitted = self.aligned or self.method == "best_mask"
+        self.fitted = self.aligned or self.method in {"best_mask", *PUBLISHED}
         calibration = text.calibration if self.fitted else []
         self._calibration = TokenStream(stream, calibration, workers, memory)
         self.heldout = TokenStream(stream, text.heldout, workers, memory)
@@ -67,7 +68,10 @@ class BaselineRun:
                 tokens.leave(map(layer.ffn, tokens.inputs))
             return
         hidden = Memo(layer.ffn.hidden) if self.fitted else hidden
-        baseline = start_baseline(self.method, facts, inputs if self.fitted else cut, hidden)
+        if self.method in PUBLISHED:
+            baseline = route(*PUBLISHED[self.method](facts, inputs))
+        else:
+            baseline = start_baseline(self.method, facts, inputs if self.fitted else cut, hidden)
         carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
         if not last:
             self._calibration.leave(map(carved, inputs))
