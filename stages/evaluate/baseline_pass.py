@@ -20,7 +20,7 @@ from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import Share, TokenStream, layer_seed
 from stages.calibration.token_memory import TokenMemory
 from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, LayerFacts, Memo, route, start_baseline
-from stages.evaluate.published import PUBLISHED
+from stages.evaluate.published import PUBLISHED, TOKENS, first_text
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
 
@@ -50,8 +50,9 @@ class BaselineRun:
         """Embed the splits; calibration text only if the baseline is fitted on its own hidden states."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
-        self.fitted = self.aligned or self.method in {"best_mask", *PUBLISHED}
-        calibration = text.calibration if self.fitted else []
+        reads_all = self.aligned or self.method == "best_mask"
+        calibration = text.calibration if reads_all else first_text(text.calibration, TOKENS.get(self.method, 0))
+        self.fitted = bool(calibration)
         self._calibration = TokenStream(stream, calibration, workers, memory)
         self.heldout = TokenStream(stream, text.heldout, workers, memory)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from models.routing import choose_experts
 from stages.calibration.balanced import assign_balanced, fit_balanced_kmeans
 from stages.calibration.batches import Share
 from stages.evaluate.baselines import Choice, LayerFacts
+from stages.text.sequences import TokenBatch
 
 CMOE_ACTIVE = 10  # K_a: neurons that count as active for a token
+# Calibration tokens that each method reads, as many as its published code.
+TOKENS = {"cmoe": 16_384, "moefication": 0}
 
 
 def carve_cmoe(facts: LayerFacts, inputs: Sequence[Tensor]) -> tuple[LayerFacts, Choice]:
@@ -85,6 +89,13 @@ PUBLISHED: dict[str, Callable[[LayerFacts, Sequence[Tensor]], tuple[LayerFacts, 
     "cmoe": carve_cmoe,
     "moefication": carve_moefication,
 }
+
+
+def first_text(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
+    """The first batches of text, until they hold `tokens`."""
+    text = [batch for batch in batches if batch.is_text]
+    before = accumulate((batch.tokens for batch in text), initial=0)
+    return [batch for batch, seen in zip(text, before, strict=False) if seen < tokens]
 
 
 def _carved(facts: LayerFacts, neurons_EN: Tensor, always_S: Tensor) -> LayerFacts:

@@ -12,7 +12,8 @@ from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from stages.evaluate.baselines import LayerFacts, route
-from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, carve_cmoe, carve_moefication
+from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, TOKENS, carve_cmoe, carve_moefication, first_text
+from stages.text.sequences import TokenBatch
 
 D, F, E, N, K, S = 12, 60, 9, 5, 3, 15
 
@@ -114,3 +115,11 @@ def test_published_methods_have_at_most_the_active_width_of_the_carve(wide, batc
     active_TF = route(carved, choose).features(batches[0], h_TF) / h_TF
     (width,) = {round(float(count)) for count in active_TF.sum(1)}
     assert shape.active_width - shape.n < width <= shape.active_width
+
+
+def test_cmoe_reads_as_much_text_as_its_code():
+    ids_BT = torch.zeros(1, 6000, dtype=torch.long)
+    text = [TokenBatch(ids_BT, torch.ones_like(ids_BT), ids_BT, []) for _ in range(4)]
+    batches = [*text, replace(text[0], is_text=False)]
+    assert first_text(batches, TOKENS["cmoe"]) == batches[:3]
+    assert first_text(batches[4:], TOKENS["cmoe"]) == first_text(batches, TOKENS["moefication"]) == []
