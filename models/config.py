@@ -45,6 +45,21 @@ class ModelConfig:
         return str(self.name) if self.kind == "hub" else local
 
 
+# Device files of CUDA (desktop, Jetson, WSL) and ROCm.
+DRIVERS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")
+
+
+def is_on_host(model: ModelConfig) -> bool:
+    """Whether the model computes on the CPU. Imports torch only for `auto` on a system with drivers of a GPU."""
+    if model.device != "auto":
+        return model.device == "cpu"
+    if "torch" not in sys.modules and sys.platform != "win32" and not any(map(list, map(Path("/dev").glob, DRIVERS))):
+        return True
+    import torch  # noqa: PLC0415 - slow to import
+
+    return not torch.cuda.is_available()
+
+
 def setting_word(key: str, value: str) -> str:
     """`key=value` for the command line, with the quotes that the shell and Hydra need."""
     if re.fullmatch(r"[\w./:+-]+( [\w./:+-]+)*", value):

@@ -11,7 +11,7 @@ from instruments.errors import ConfigError
 from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
 from instruments.tensor_dump.config import contradictions as of_dump
 from models.checkpoint.folder import read_json
-from models.config import GLOBAL_POOL, MoEShape
+from models.config import GLOBAL_POOL, ModelConfig, MoEShape, is_on_host
 from models.targets.base import MoETarget
 from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
@@ -137,7 +137,7 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
         yield from _training_contradictions(settings.train, workers)
-        yield from _shard_contradictions(settings.train, settings.model.device, workers)
+        yield from _shard_contradictions(settings.train, settings.model, workers)
         if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
             what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
             do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
@@ -230,9 +230,9 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
     yield from _batch_contradictions(train, workers)
 
 
-def _shard_contradictions(train: TrainConfig, device: str, workers: int) -> Iterator[ConfigError]:
+def _shard_contradictions(train: TrainConfig, model: ModelConfig, workers: int) -> Iterator[ConfigError]:
     """Errors: FSDP without a GPU or with one process, or a bad file of its settings."""
-    if train.fsdp and not _may_be_gpu(device):
+    if train.fsdp and is_on_host(model):
         # accelerate would train without it: with a copy of the model in each process.
         what = "train.fsdp=true shards the model over GPUs, and training would run on the CPU"
         yield ConfigError(what, where="settings train.fsdp and model.device", do="train.fsdp=false")
@@ -243,15 +243,6 @@ def _shard_contradictions(train: TrainConfig, device: str, workers: int) -> Iter
     if train.fsdp_config is not None and (fault := _json_fault(Path(train.fsdp_config))):
         do = "train.fsdp_config=null for the defaults of transformers, or a file that holds one JSON object"
         yield ConfigError(fault, where="setting train.fsdp_config", do=do)
-
-
-def _may_be_gpu(device: str) -> bool:
-    """Whether `model.device` is a GPU, here or at least by its name."""
-    if device != "auto":
-        return device != "cpu"
-    import torch  # noqa: PLC0415 - settings are checked without torch, except where FSDP is requested
-
-    return torch.cuda.is_available()
 
 
 def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:

@@ -6,20 +6,17 @@ reading text are not included. Formulas follow the default methods; a pool is co
 experts.
 """
 
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
-from typing import Any
 
-from models.config import MoEShape
 from models.targets.config import count_dense, source_dtype
 from pipeline.disk import BYTES
 from pipeline.settings import Settings
 from pipeline.validate import Checked
 from stages.artifacts.job import find_workers
 from stages.calibration.token_memory import KEPT, memory_limit
+from stages.text.config import sampled
 
 PROGRAM = 560 * 2**20  # bytes of host memory of an idle process with torch and transformers
 DRAWING = 220 * 2**20  # additional bytes once a map was drawn
@@ -31,7 +28,6 @@ DIRECTIONS = 64  # features of a neuron
 STEP = 2048  # tokens per step of router training
 BATCH = 4096  # tokens per batch of a layer pass
 MEMO = 2**30  # bytes of features that an aligned baseline keeps
-DRIVERS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")  # device files of CUDA (desktop, Jetson, WSL) and ROCm
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,7 @@ class Sizes:
     n: int = 0
     top_k: int = 0
     always_on: int = 0  # S
+    dense: int = 0  # layers whose FFN is not carved
     processes: int = 1
     room: float = inf  # bytes of memory for hidden states, per process; the excess is stored on disk
 
@@ -60,9 +57,28 @@ class Sizes:
         return self.always_on + self.top_k * self.n
 
     @property
+    def carved(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense
+
+    @property
+    def carved_weights(self) -> int:
+        """Weights of a carved layer's FFN."""
+        return 3 * self.hidden * (self.always_on + self.experts * self.n)
+
+    @property
+    def added_weights(self) -> int:
+        """Weights that the carved model has more than the dense model; may be negative."""
+        return self.carved * (self.carved_weights - 3 * self.hidden * self.width)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one dense layer in fp32."""
         return 4 * (self.attention + 3 * self.hidden * self.width)
+
+
+# Fields of a cost that are maxima over time; the others are sums.
+PEAKS = {"tokens", "spilled", "device", "host"}
 
 
 @dataclass(frozen=True)
@@ -83,9 +99,8 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         """Two costs in sequence: the sum of the work, the maximum of the peaks."""
-        peaks = {"tokens", "spilled", "device", "host"}
-        pairs = {spec.name: (getattr(self, spec.name), getattr(other, spec.name)) for spec in fields(self)}
-        return Cost(**{name: max(pair) if name in peaks else sum(pair) for name, pair in pairs.items()})
+        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        return Cost(**{name: max(pair) if name in PEAKS else sum(pair) for name, pair in pairs.items()})
 
     def add_memory(self, size: float) -> "Cost":
         """The same cost with `size` more bytes of tensors at its peak."""
@@ -93,40 +108,25 @@ class Cost:
 
     def __mul__(self, times: float) -> "Cost":
         """The work repeated; peaks do not change."""
-        kept = {"tokens": self.tokens, "spilled": self.spilled, "device": self.device, "host": self.host}
-        return Cost(**{spec.name: getattr(self, spec.name) * times for spec in fields(self)} | kept)
+        return Cost(**{name: value * (1 if name in PEAKS else times) for name, value in vars(self).items()})
 
 
-def sizes_of(source: Mapping[str, Any], shape: MoEShape | None, length: int) -> Sizes:
-    """Sizes from config.json; attention has Q, K, V and output projections."""
+def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
+    """Sizes of this run; attention has Q, K, V and output projections.
+
+    `on_host`: tensors are in host memory, which limits `room`.
+    """
+    settings, source, shape, workers = checked.settings, checked.source, checked.shape, find_workers()
     hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
     head = int(source.get("head_dim") or hidden // heads)
     keys = int(source.get("num_key_value_heads") or heads)
-    dials = (shape.experts, shape.n, shape.top_k, shape.always_on) if shape else ()
+    dials = (shape.experts, shape.n, shape.top_k, shape.always_on, len(shape.dense_layers)) if shape else ()
     return Sizes(
         int(source["num_hidden_layers"]), hidden, int(source["intermediate_size"]), int(source["vocab_size"]),
-        2 * hidden * head * (heads + keys), heads * head, length, count_dense(source).total,
-        BYTES.get(source_dtype(source) or "", 2), *dials,
+        2 * hidden * head * (heads + keys), heads * head, settings.data.max_length, count_dense(source).total,
+        BYTES.get(source_dtype(source) or "", 2), *dials, processes=workers.world,
+        room=memory_limit(settings.model, workers.local_world) if on_host else inf,
     )  # fmt: skip
-
-
-def sizes_of_run(checked: Checked, *, on_host: bool) -> Sizes:
-    """Sizes of this run, with its number of processes; `on_host`: tensors are in host memory, which limits `room`."""
-    settings, workers = checked.settings, find_workers()
-    sizes = sizes_of(checked.source, checked.shape, settings.data.max_length)
-    room = memory_limit(settings.model, workers.local_world) if on_host else inf
-    return replace(sizes, processes=workers.world, room=room)
-
-
-def is_on_host(settings: Settings) -> bool:
-    """Whether the stages compute in host memory. Imports torch only for `auto` on a system with drivers of a GPU."""
-    if settings.model.device != "auto":
-        return settings.model.device == "cpu"
-    if "torch" not in sys.modules and sys.platform != "win32" and not any(map(list, map(Path("/dev").glob, DRIVERS))):
-        return True
-    import torch  # noqa: PLC0415 - slow to import
-
-    return not torch.cuda.is_available()
 
 
 def attend(s: Sizes, tokens: float) -> Cost:
@@ -145,8 +145,9 @@ def head(s: Sizes, tokens: float) -> Cost:
 
 
 def forward(s: Sizes, tokens: float, width: int | None = None) -> Cost:
-    """All layers, with FFNs of `width` active neurons (default F), and the head."""
-    return (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers + head(s, tokens)
+    """All layers and the head; FFNs of carved layers with `width` active neurons (default F)."""
+    ffns = ffn(s, tokens, width or s.width) * s.carved + ffn(s, tokens, s.width) * s.dense
+    return attend(s, tokens) * s.layers + ffns + head(s, tokens)
 
 
 def scan(s: Sizes, settings: Settings) -> Cost:
@@ -156,7 +157,7 @@ def scan(s: Sizes, settings: Settings) -> Cost:
     that layers save for the backward pass, (T, 16·D + 8·F) per layer, and three times the logits.
     """
     kind = "cpu" if settings.model.device in {"auto", "cpu"} else "cuda"
-    tokens, batch = calibration_tokens(settings, sampled=True), settings.scan.read_batch(kind)
+    tokens, batch = sampled(settings.data).tokens, settings.scan.read_batch(kind)
     kept = 4 * batch * (16 * s.hidden + 8 * s.width) * (1 if settings.scan.gradient_checkpointing else s.layers)
     cost = forward(s, tokens)
     if settings.scan.gradients:
@@ -174,13 +175,13 @@ def score(s: Sizes, _settings: Settings) -> Cost:
     return Cost(touched=4000 * s.layers * s.width, read=64 * s.layers * s.width, written=32 * s.layers * s.width)
 
 
-def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
+def layer_pass(s: Sizes, tokens: float) -> Cost:
     """Tokens through all layers, whose weights are read from the shards one layer at a time.
 
     Memory: two layers in fp32, a batch's activations (six times (4096, F)), and hidden states unless they are on disk.
     """
     memory = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width
-    work = (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers
+    work = (attend(s, tokens) + ffn(s, tokens, s.width)) * s.layers
     passed = work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
     kept = kept_bytes(s, tokens)
     return passed + Cost(spilled=kept * s.processes) if kept > s.room else passed.add_memory(kept)
@@ -206,7 +207,7 @@ def cluster(s: Sizes, settings: Settings) -> Cost:
     A round: 4·t·U·E + 4·t·D·E FLOPs and an assignment of U neurons to E experts. Memory: the pass, and t·(3·F + 2·U).
     """
     config, routed = settings.cluster, s.width - s.always_on
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
+    tokens = with_vocabulary(sampled(settings.data).tokens, settings, s)
     few, kept = min(config.sample_tokens, tokens), settings.scan.reservoir_tokens
     cost = layer_pass(s, tokens) if config.method == "router_aware" or config.always_on_by == "alignment" else Cost()
     each = Cost(products=8 * s.width * kept * DIRECTIONS, touched=4 * s.width * kept)
@@ -220,21 +221,20 @@ def cluster(s: Sizes, settings: Settings) -> Cost:
         each += Cost(cells=(REGROUPINGS + MEANS_ROUNDS) * routed * s.experts)
     if config.always_on_by == "alignment":
         each += ridge(s, few, s.width, 0) + Cost(products=2 * s.width**3)
-    return cost + each * s.layers + Cost(written=4 * s.layers * s.width) + draw(s, settings)
+    return cost + each * s.carved + Cost(written=4 * s.carved * s.width) + draw(s, settings)
 
 
 def draw(s: Sizes, settings: Settings) -> Cost:
     """The maps of stage cluster."""
     config = settings.cluster
-    drawn = 0 if config.map == "none" else len(config.map_layers or range(min(3, s.layers)))
+    drawn = 0 if config.map == "none" else len(config.map_layers or range(min(3, s.carved)))
     return Cost(points=drawn * s.width, host=PROGRAM + DRAWING * bool(drawn))
 
 
 def extract(s: Sizes, _settings: Settings) -> Cost:
-    """Reading every FFN; writing experts and always-on neurons."""
-    neuron = 3 * s.hidden * s.stored
-    written = s.layers * neuron * (s.always_on + s.experts * s.n)
-    return Cost(read=s.layers * neuron * s.width, written=written, device=2 * s.width * neuron)
+    """Reading every FFN to carve; writing experts and always-on neurons."""
+    ffn_bytes = 3 * s.hidden * s.width * s.stored
+    return Cost(read=s.carved * ffn_bytes, written=s.carved * s.carved_weights * s.stored, device=2 * ffn_bytes)
 
 
 def regression(s: Sizes, tokens: float) -> Cost:
@@ -264,8 +264,7 @@ def descent(s: Sizes, tokens: float, steps: int) -> Cost:
 
 def checkpoint(s: Sizes) -> Cost:
     """Reading the dense checkpoint and writing the MoE."""
-    grown = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
-    return Cost(read=s.parameters * s.stored, written=int((s.parameters + max(0, grown)) * s.stored))
+    return Cost(read=s.parameters * s.stored, written=(s.parameters + max(0, s.added_weights)) * s.stored)
 
 
 def assemble(s: Sizes, settings: Settings) -> Cost:
@@ -274,14 +273,14 @@ def assemble(s: Sizes, settings: Settings) -> Cost:
     Memory: the pass, and three times the activations (t, F) that a router is fitted on.
     """
     config = settings.assemble
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
+    tokens = with_vocabulary(sampled(settings.data).tokens, settings, s)
     few = min(config.router_tokens, tokens)
     each = Cost(products=2 * tokens * s.experts * (s.width + 6 * s.hidden), touched=8 * tokens * s.width)
     if config.router != "random":
         each += regression(s, few)
     if config.router == "error":
         each += descent(s, few, config.router_steps)
-    return (layer_pass(s, tokens) + each * s.layers).add_memory(12 * few * s.width) + checkpoint(s)
+    return (layer_pass(s, tokens) + each * s.carved).add_memory(12 * few * s.width) + checkpoint(s)
 
 
 def align(s: Sizes, tokens: float, penalties: float) -> Cost:
@@ -307,7 +306,7 @@ def project(s: Sizes, settings: Settings) -> Cost:
     round's logits.
     """
     config = settings.project
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
+    tokens = with_vocabulary(settings.data.tokens, settings, s)
     seen = min(config.refit_tokens, tokens) if config.rounds else tokens
     cost = layer_pass(s, tokens).add_memory(8 * min(config.refit_tokens, tokens) * s.hidden + 3 * s.layer_bytes)
     if config.alignment == "ridge":
@@ -320,27 +319,27 @@ def project(s: Sizes, settings: Settings) -> Cost:
             each += Cost(products=16 * seen * s.hidden * s.experts)
             if seen < tokens:
                 each += align(s, tokens, PENALTIES - 1)
-        cost += each * s.layers
+        cost += each * s.carved
     if config.descent_steps:
-        numbers = 3 * s.hidden * (s.always_on + s.experts * s.n)
-        step = ffn(s, config.descent_tokens, s.active) * 3 + Cost(touched=4 * 12 * numbers)
-        cost += step * config.descent_steps * s.layers
+        step = ffn(s, config.descent_tokens, s.active) * 3 + Cost(touched=4 * 12 * s.carved_weights)
+        cost += step * config.descent_steps * s.carved
     if config.gradient_projection:
-        cost += rounds(s, settings, calibration_tokens(settings, sampled=False))
+        cost += rounds(s, settings)
     return cost + checkpoint(s) + extract(s, settings)
 
 
-def rounds(s: Sizes, settings: Settings, text: int) -> Cost:
+def rounds(s: Sizes, settings: Settings) -> Cost:
     """Gradient projection, see `project`; the carved model is validated after every eighth of the rounds."""
-    config = settings.project
+    config, text = settings.project, settings.data.tokens
     tokens = min(config.gradient_tokens, (1 - VALIDATION) * text)
     tried = tokens * 9 / 8  # the first eighth is tried with two step lengths, on average
-    experts = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n)
+    experts = s.carved * s.carved_weights
     carved = forward(s, tried, s.active)
     work = forward(s, tokens) + head(s, tried) + carved + carved * 1.6
     work += Cost(touched=4 * tried * 8 * s.vocabulary)  # both distributions, computed again in the backward pass
     work += Cost(touched=4 * 12 * experts * tried / config.round_tokens)
-    checked = forward(s, min(4096, text * VALIDATION), s.active) + head(s, min(4096, text * VALIDATION))
+    held_out = min(4096, text * VALIDATION)
+    checked = forward(s, held_out, s.active) + head(s, held_out)
     logits = 4 * 2 * config.round_tokens * s.vocabulary
     return work + checked * 10 + Cost(device=4 * s.parameters + 20 * experts + logits)
 
@@ -351,24 +350,23 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
     Memory, whichever is more: both models, or the hidden states of all baselines that fit in `room`, and features.
     """
     heldout, config = settings.data.heldout_tokens, settings.evaluate
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
-    compared = (ffn(s, heldout, s.width) + Cost(products=2 * heldout * s.experts * s.n**2)) * s.layers
+    tokens = with_vocabulary(settings.data.tokens, settings, s)
+    compared = (ffn(s, heldout, s.width) + Cost(products=2 * heldout * s.experts * s.n**2)) * s.carved
     cost = forward(s, heldout) + forward(s, heldout, s.active) + compared
     speed = min(config.speed_tokens, heldout)
     cost += (forward(s, speed) + forward(s, speed, s.active)) * bool(speed)
-    cost += forward(s, config.layer_tokens, s.active) * (s.layers + 1) * bool(config.layer_tokens)
+    cost += forward(s, config.layer_tokens, s.active) * (s.carved + 1) * bool(config.layer_tokens)
     kept = features = 0
     for name in config.baselines:
         one = layer_pass(s, heldout) + head(s, heldout)
         if name == "oracle":
-            one += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.layers
+            one += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.carved
         kept += kept_bytes(s, heldout)
         if name.endswith("_aligned"):
             fitted = tokens * (1 - VALIDATION)
-            one += layer_pass(s, tokens) + ffn(s, tokens, s.active) * s.layers
             solve = s.active**3 / 3 + 2 * s.active**2 * s.hidden
             moments = Cost(products=fitted * s.active * (s.active + 2 * s.hidden), solves=PENALTIES * solve)
-            one += moments * s.layers
+            one += layer_pass(s, tokens) + (ffn(s, tokens, s.active) + moments) * s.carved
             kept += kept_bytes(s, tokens)
             features = min(MEMO, 4 * tokens * s.active)
         cost += one
@@ -384,7 +382,7 @@ def train(s: Sizes, settings: Settings) -> Cost:
     Memory: weights, gradients and two moments in fp32, and a micro-batch's activations.
     """
     config = settings.train
-    numbers = s.parameters + s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
+    numbers = s.parameters + s.added_weights
     width = s.always_on + s.experts * s.n if config.straight_through else s.active
     cost = forward(s, config.tokens, width) * 3
     steps = config.tokens / (config.batch * s.length)
@@ -410,12 +408,6 @@ COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {
     "scan": scan, "score": score, "cluster": cluster, "extract": extract, "assemble": assemble, "project": project,
     "train": train, "evaluate": evaluate, "dump": dump,
 }  # fmt: skip
-
-
-def calibration_tokens(settings: Settings, *, sampled: bool) -> int:
-    """Calibration tokens; `sampled`: of the part that scan, cluster and assemble read."""
-    data = settings.data
-    return min(data.tokens, data.sample_tokens or data.tokens) if sampled else data.tokens
 
 
 def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:

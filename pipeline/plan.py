@@ -10,12 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 from instruments.errors import ConfigError, ContractError
-from models.config import ModelConfig
+from models.config import ModelConfig, is_on_host
 from models.source import source_cache_key
 from models.targets.config import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
-from pipeline.cost import COSTS, is_on_host, sizes_of_run
+from pipeline.cost import COSTS, sizes_of
 from pipeline.disk import expected_bytes, free_bytes, in_mib
 from pipeline.settings import CHAIN, Settings, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
@@ -157,7 +157,7 @@ def resolve_model(checked: Checked) -> ModelConfig:
 
     The format of dtype=auto depends on the device, see `resolve_dtype`; auto remains if config.json names none.
     """
-    model, on_host = checked.settings.model, is_on_host(checked.settings)
+    model, on_host = checked.settings.model, is_on_host(checked.settings.model)
     device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
     own = "float32" if on_host else source_dtype(checked.source) or "auto"
     dtype = own if model.dtype == "auto" else model.dtype
@@ -241,10 +241,10 @@ def require_device(model: ModelConfig) -> None:
 def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
     """Due stage → bytes of hidden states on disk while it runs; stages without any are left out."""
     known = [name for name in COSTS if name in due]
-    sizes = sizes_of_run(checked, on_host=True) if known else None
+    sizes = sizes_of(checked, on_host=True) if known else None
     found = {name: COSTS[name](sizes, checked.settings).spilled for name in known if sizes}
     found = {name: size for name, size in found.items() if size}
-    return found if found and is_on_host(checked.settings) else {}  # is_on_host last, since it may load torch
+    return found if found and is_on_host(checked.settings.model) else {}  # is_on_host last, since it may load torch
 
 
 def require_room(

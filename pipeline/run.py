@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from instruments.durable import hash_code
 from instruments.errors import ConfigError
+from models.config import is_on_host
 from pipeline.artifacts import (
     MANIFEST,
     MOST_FILES,
@@ -28,7 +29,6 @@ from pipeline.artifacts import (
     verify,
 )
 from pipeline.consistency import warn_of_other_stages
-from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
@@ -302,7 +302,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
             with run_folder.logging():
                 log_shape(checked)
                 # The free memory of a GPU is not known here.
-                if any(step.due for step in steps) and is_on_host(checked.settings):
+                if any(step.due for step in steps) and is_on_host(settings.model):
                     for warning in memory_warnings(checked, steps, free_memory()):
                         log.warning("%s\n", warning)
                 runner = Runner(run_folder, overrides, workers, wait=wait, fresh=settings.fresh)
