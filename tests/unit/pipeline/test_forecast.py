@@ -134,7 +134,8 @@ def test_hidden_states_above_the_limit_are_on_disk(planned):
 
 def test_a_layer_that_stays_dense_costs_no_carving(planned):
     words = ("project=align", "experts=12", "n=64", "always_on=256", "top_k=4", "evaluate.baselines=[]")
-    words += ("evaluate.speed_tokens=0", "evaluate.layer_tokens=0", "data.heldout_tokens=1000", "cluster.map=none")
+    words += ("evaluate.speed_tokens=0", "evaluate.layer_tokens=0", "data.heldout_tokens=1024", "cluster.map=none")
+    words += ("active=0.75", "assemble.target=tiny_onn")
     all_carved, half = (costs(planned, *words, f"dense_layers={kept}") for kept in ("[]", "[0,-1]"))
     assert half["scan"] == all_carved["scan"]
     assert half["extract"].written == pytest.approx(all_carved["extract"].written / 2)
@@ -142,7 +143,7 @@ def test_a_layer_that_stays_dense_costs_no_carving(planned):
         assert half[stage].solves == pytest.approx(all_carved[stage].solves / 2), stage
         assert half[stage].cells == pytest.approx(all_carved[stage].cells / 2), stage
     # Two layers: the carved model computes 1024 neurons instead of 512, and no comparison with the dense FFN is made.
-    saved = 2 * 1000 * (6 * 256 * (1024 - (1024 - 512)) + 2 * 12 * 64**2)
+    saved = 2 * 1024 * (6 * 256 * (1024 - (1024 - 512)) + 2 * 12 * 64**2)
     assert all_carved["evaluate"].products - half["evaluate"].products == pytest.approx(saved)
 
 
