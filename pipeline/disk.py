@@ -44,7 +44,7 @@ def nearest_existing(path: Path) -> Path:
     return nearest_existing(path.parent)
 
 
-def explain_os_error(error: Exception, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
+def explain_os_error(error: BaseException, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
     """The UserError for a full disk or denied access; None for any other error.
 
     `error` is an OSError, or an error of safetensors or torch.save, which give the cause only in their text; `expected`

@@ -1,14 +1,12 @@
 """Runs one carve: validates the settings, runs the due stages, writes the report."""
 
-import ctypes
-import gc
 import logging
 import resource
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,8 +34,8 @@ from pipeline.overrides import command_line
 from pipeline.plan import Step, lacks_pictures, make_plan, published_recipe
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, STAGES, Settings
-from pipeline.shape import describe_shape, find_remedy, shape_warnings
-from pipeline.validate import Checked, validate
+from pipeline.shape_advice import log_shape
+from pipeline.validate import validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.calibration.token_memory import free_memory
 
@@ -87,14 +85,11 @@ def shown(path: Path) -> str:
 
 
 def start_measuring() -> None:
-    """Free the memory of earlier stages and reset the peak.
+    """Free the memory of earlier stages and reset the peak."""
+    from models.loading import release_freed_memory  # noqa: PLC0415 - loads torch
 
-    A system that cannot reset it (macOS) reports the peak of the whole process.
-    """
-    gc.collect()
-    with suppress(AttributeError):  # glibc returns freed memory to the system only on request
-        ctypes.CDLL(None).malloc_trim(0)
-    with suppress(OSError):
+    release_freed_memory()
+    with suppress(OSError):  # macOS has no such file: there the peak is that of the whole process
         CLEAR_REFS.write_text("5")
 
 
@@ -107,28 +102,18 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+@dataclass
 class Runner:
     """One run of a plan."""
 
-    def __init__(
-        self,
-        run_folder: RunFolder,
-        overrides: Sequence[str],
-        workers: Workers = ALONE,
-        *,
-        wait: bool = False,
-        fresh: bool = False,
-    ) -> None:
-        """`overrides`: words of the command line, for remedies; `wait` for results that another run is computing.
+    run_folder: RunFolder
+    overrides: Sequence[str]  # words of the command line, for remedies
+    workers: Workers = ALONE
+    wait: bool = False  # for results that another run is computing
+    fresh: bool = False  # published results are computed again
 
-        `fresh`: published results are computed again.
-        """
-        self.run_folder = run_folder
-        self.overrides = overrides
-        self.workers = workers
-        self.wait = wait
-        self.fresh = fresh
-        self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
+    def __post_init__(self) -> None:
+        self.hash_of = FileHashes(hashes_file(self.run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
         """Run the due steps and verify the others; `alone`: a single stage was requested, so log the next commands.
@@ -142,16 +127,15 @@ class Runner:
         for position, step in enumerate(steps):
             try:
                 self.run_step(step) if step.due else self.keep(step)
-            except KeyboardInterrupt:
-                kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
-                again = "the same command goes on from there"
-                if self.fresh:
-                    again = "the same command starts over; without fresh=true it keeps all published results"
-                log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
-                self.leave_page(steps[:position])
-                raise
-            except Exception as error:
-                self.leave_page(steps[:position])
+            except (Exception, KeyboardInterrupt) as error:
+                if isinstance(error, KeyboardInterrupt):
+                    kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
+                    again = "the same command goes on from there"
+                    if self.fresh:
+                        again = "the same command starts over; without fresh=true it keeps all published results"
+                    log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
+                if position:
+                    self.run_folder.write_page(steps[position - 1].folder)
                 where, folder = f"stage={step.stage.name}", step.folder.parent
                 if explained := explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes):
                     raise explained from error
@@ -205,9 +189,8 @@ class Runner:
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
         manifest = Manifest.read(last.folder, remedy=remedy)
         if not last.due:
-            table = manifest.table
-            log.info("\n%s\n", render(table, "simple"))
-            self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", table)
+            log.info("\n%s\n", render(manifest.table, "simple"))
+            self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", manifest.table)
         for step in steps:
             if folder := getattr(step.inputs.get("dump"), "folder", None):
                 Path(folder).parent.mkdir(parents=True, exist_ok=True)
@@ -222,11 +205,6 @@ class Runner:
         words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
-
-    def leave_page(self, done: Sequence[Step]) -> None:
-        """Write report.html for a run that ends early, about the stages it finished."""
-        if done:
-            self.run_folder.write_page(done[-1].folder)
 
 
 def find_checkpoint(steps: Sequence[Step]) -> Path | None:
@@ -300,12 +278,12 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
         try:
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
-                log_shape(checked)
+                log_shape(checked.request, checked.shape, settings.model.label)
                 # The free memory of a GPU is not known here.
                 if any(step.due for step in steps) and is_on_host(settings.model):
                     for warning in memory_warnings(checked, steps, free_memory()):
                         log.warning("%s\n", warning)
-                runner = Runner(run_folder, overrides, workers, wait=wait, fresh=settings.fresh)
+                runner = Runner(run_folder, overrides, workers, wait, settings.fresh)
                 runner.run(steps, alone=settings.stage != ALL)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
@@ -336,18 +314,3 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
                 do="one command, one checkout and the same files on every machine",
             )
     return [replace(step, due=due) for step, (_, _, due) in zip(steps, plans[0], strict=True)]
-
-
-def log_shape(checked: Checked) -> None:
-    """Log the source, the shape and its costs, and warn of the shape's weaknesses."""
-    shape, request = checked.shape, checked.request
-    source = f"{checked.settings.model.label}: {request.layers} layers of {request.width} neurons"
-    if shape is None:
-        log.info("%s\n", source)
-        return
-    experts = f"{shape.experts} experts of {shape.n}{' in all, shared by every layer' if shape.pooled else ''}"
-    log.info("%s -> %s, %d per token, and %d always on", source, experts, shape.top_k, shape.always_on)
-    log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(request, shape)))
-    if warnings := shape_warnings(request, shape):
-        remedy = find_remedy(request)
-        log.warning("%s\n", "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])]))

@@ -22,7 +22,8 @@ from pipeline.consistency import balance_errors, contradictions, find_uses, map_
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
-from pipeline.shape import ShapeRequest, dense_layer_errors, resolve_shape, shape_errors
+from pipeline.shape import ShapeRequest, resolve_shape
+from pipeline.shape_advice import dense_layer_errors, shape_errors
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
 from stages.text.config import check_length
