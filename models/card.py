@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config import MoEShape
-from models.targets.base import BLOCK, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
+from models.targets.base import BLOCK, RUNTIMES, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def suitable_runtimes(
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
     lines += [f"{name}: {fault}." for name, fault in target.faults(shape, activation).items()]
-    if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in target.runtimes]:
+    if absent := [name for name in RUNTIMES if name not in target.runtimes]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines
 

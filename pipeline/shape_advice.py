@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from instruments.errors import ConfigError
 from models.config import MoEShape
 from models.dense import activation_of, keeps_tied
+from models.targets.base import RUNTIMES
 from models.targets.config import check_target, count_dense
 from pipeline.disk import expected_bytes, in_mib
 from pipeline.shape import EXPERT_WIDTH, ShapeRequest, fill_experts, resolve_shape
@@ -53,42 +55,32 @@ def shape_errors(request: ShapeRequest, shape: MoEShape, model: str) -> Iterator
             yield ConfigError(what, where=f"shape, model={model} with F={request.width} neurons a layer{more}", do=do)
 
 
-def shape_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
+def shape_warnings(request: ShapeRequest, shape: MoEShape) -> Iterator[str]:
     """Weaknesses of a valid shape."""
-    width, active = request.width, shape.active_width
-    found = []
+    width, layers, active = request.width, request.layers, shape.active_width
     if active >= width:
-        found.append(
+        yield (
             f"no saving: top_k={shape.top_k} x n={shape.n} + always_on={shape.always_on} = {active} neurons serve each "
             f"token, the dense FFN has {width}"
         )
     if shape.top_k == shape.experts:
-        found.append(f"no routing: every token is sent to every expert (top_k={shape.top_k} of {shape.experts})")
+        yield f"no routing: every token is sent to every expert (top_k={shape.top_k} of {shape.experts})"
     elif (routed := shape.top_k * shape.n) < LEAST_ROUTED * active:
-        found.append(
+        yield (
             f"little routing: {routed:,} of {active:,} active neurons are chosen for a token ({routed / active:.0%}), "
             "the others are always on"
         )
     dropped = width - shape.always_on - shape.experts * shape.n
     if dropped > 0 and not shape.pooled:
-        found.append(f"dropped: {dropped:,} of {width:,} neurons a layer are in no expert and not always on")
-    return found + _size_warnings(request, shape)
-
-
-def _size_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
-    found = []
-    neurons, dense_neurons = shape.neurons(request.layers), request.width * request.layers
-    if shape.pooled and neurons >= dense_neurons:
-        found.append(
-            f"no smaller: the pool's {shape.experts} x {shape.n} neurons and {request.layers} x {shape.always_on} "
-            f"always-on ones are {neurons:,}, the dense FFNs have {dense_neurons:,}"
+        yield f"dropped: {dropped:,} of {width:,} neurons a layer are in no expert and not always on"
+    if shape.pooled and (neurons := shape.neurons(layers)) >= width * layers:
+        yield (
+            f"no smaller: the pool's {shape.experts} x {shape.n} neurons and {layers} x {shape.always_on} "
+            f"always-on ones are {neurons:,}, the dense FFNs have {width * layers:,}"
         )
     total, dense = request.count(shape).total, count_dense(request.source).total
     if total > MOST_GROWTH * dense:
-        found.append(
-            f"larger: {in_millions(total)} parameters, {total / dense:.1f} x the dense model's {in_millions(dense)}"
-        )
-    return found
+        yield f"larger: {in_millions(total)} parameters, {total / dense:.1f} x the dense model's {in_millions(dense)}"
 
 
 def log_shape(request: ShapeRequest, shape: MoEShape | None, model: str) -> None:
@@ -100,7 +92,7 @@ def log_shape(request: ShapeRequest, shape: MoEShape | None, model: str) -> None
     experts = f"{shape.experts} experts of {shape.n}{' in all, shared by every layer' if shape.pooled else ''}"
     log.info("%s -> %s, %d per token, and %d always on", source, experts, shape.top_k, shape.always_on)
     log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(request, shape)))
-    if warnings := shape_warnings(request, shape):
+    if warnings := [*shape_warnings(request, shape)]:
         remedy = find_remedy(request)
         log.warning("%s\n", "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])]))
 
@@ -110,15 +102,11 @@ def find_remedy(request: ShapeRequest) -> str | None:
     target = request.assemble.target
     for name in dict.fromkeys([target, "auto", "tiny_onn"]):
         tried = replace(request, assemble=replace(request.assemble, target=name))
-        if shape := next((shape for shape in _close_shapes(request) if _is_good(tried, shape)), None):
-            words = {
-                f"experts={shape.experts}": shape.experts != request.experts,
-                f"n={shape.n}": shape.n != request.n,
-                f"top_k={shape.top_k}": True,
-                f"always_on={shape.always_on}": True,
-                f"assemble.target={name}": name != target,
-            }
-            return " ".join(word for word, changed in words.items() if changed)
+        for shape in filter(partial(_is_good, tried), _close_shapes(request)):
+            words = [f"experts={shape.experts}"] * (shape.experts != request.experts)
+            words += [f"n={shape.n}"] * (shape.n != request.n)
+            words += [f"top_k={shape.top_k}", f"always_on={shape.always_on}"]
+            return " ".join([*words, *[f"assemble.target={name}"] * (name != target)])
     return None
 
 
@@ -139,12 +127,9 @@ def _close_shapes(request: ShapeRequest) -> list[MoEShape]:
     for size in sizes:
         tried.append(replace(open_split, experts=None, n=size))
         tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
-    shapes = [resolve_shape(candidate, width) for candidate in tried]
     if request.top_k is not None and request.always_on is None:
-        shapes.insert(
-            0, MoEShape(experts, n, request.top_k, max(0, width - experts * n), dense_layers=request.dense_layers)
-        )
-    return shapes
+        tried.insert(0, replace(request, experts=experts, n=n, always_on=max(0, width - experts * n)))
+    return [resolve_shape(candidate, width) for candidate in tried]
 
 
 def _is_good(request: ShapeRequest, shape: MoEShape) -> bool:
@@ -155,12 +140,12 @@ def _is_good(request: ShapeRequest, shape: MoEShape) -> bool:
         target = request.target(shape)
     except ConfigError:
         return False
-    return not check_target(request.source, target, shape) and not shape_warnings(request, shape)
+    return not check_target(request.source, target, shape) and not any(shape_warnings(request, shape))
 
 
 def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
     """Active neurons and the routed share of them, parameters, size on disk, and runtimes."""
-    dense, carved = count_dense(request.source), request.count(shape)
+    dense, carved, target = count_dense(request.source), request.count(shape), request.target(shape)
     routed, active = shape.top_k * shape.n, shape.active_width
     kept = ", ".join(map(str, shape.dense_layers))
     share = shape.active_share(request.width, request.layers)
@@ -172,21 +157,15 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         f"{in_millions(dense.total)}), {in_millions(carved.active)} active per token "
         f"({carved.active / dense.total:.2f} x)",
     ]
-    if keeps_tied(request.source) and not request.target(shape).is_tiny_onn:
+    if keeps_tied(request.source) and not target.is_tiny_onn:
         head = in_millions(int(request.source["vocab_size"]) * int(request.source["hidden_size"]))
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
-    lines.append(f"checkpoint  about {in_mib(size)} on disk")
-    return [*lines, f"serving     {_describe_serving(request, shape)}"]
-
-
-def _describe_serving(request: ShapeRequest, shape: MoEShape) -> str:
-    """The runtimes that support the checkpoint, and those that do not."""
-    target = request.target(shape)
     served = target.served_by(shape, activation_of(request.source))
-    known = ", ".join(["transformers", *served])
-    given_up = [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]
-    return f"{target.architecture}: {known}" + (f"; not {', '.join(given_up)}" if given_up else "")
+    not_served = [name for name in RUNTIMES if name not in served]
+    serving = f"{target.architecture}: {', '.join(['transformers', *served])}"
+    serving += f"; not {', '.join(not_served)}" if not_served else ""
+    return [*lines, f"checkpoint  about {in_mib(size)} on disk", f"serving     {serving}"]
 
 
 def in_millions(count: int) -> str:
