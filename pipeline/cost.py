@@ -1,24 +1,16 @@
 """The cost of each stage: arithmetic, memory traffic and peak memory, as functions of sizes and settings.
 
-T tokens, D hidden, F neurons of an FFN, L layers, V vocabulary, E experts of N neurons, K chosen for a token, S
-always-on neurons, A = S + K·N active. A product of (T, D) and (D, F) takes 2·T·D·F FLOPs. Starting the program and
-reading text are not included. Formulas follow the default methods; a pool is counted as if each layer had its own
-experts.
+T tokens; other letters as in `Sizes`. A product of (T, D) and (D, F) takes 2·T·D·F FLOPs. Starting the program and
+reading text are not included. Formulas follow the default methods, and count a pool as if each layer had its experts.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from math import inf
 
-from models.targets.config import count_dense, source_dtype
 from pipeline.disk import BYTES
 from pipeline.settings import Settings
-from pipeline.validate import Checked
-from stages.artifacts.job import find_workers
-from stages.calibration.token_memory import KEPT, memory_limit
+from pipeline.workload import PROGRAM, Cost, Sizes
 from stages.text.config import sampled
 
-PROGRAM = 560 * 2**20  # bytes of host memory of an idle process with torch and transformers
 DRAWING = 220 * 2**20  # additional bytes once a map was drawn
 VALIDATION = 1 / 8  # share of the calibration batches in the validation split
 PENALTIES = 4  # of the five default ridge penalties, tried before the error rises
@@ -28,105 +20,6 @@ DIRECTIONS = 64  # features of a neuron
 STEP = 2048  # tokens per step of router training
 BATCH = 4096  # tokens per batch of a layer pass
 MEMO = 2**30  # bytes of features that an aligned baseline keeps
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the dense model and of the carved shape."""
-
-    layers: int  # L
-    hidden: int  # D
-    width: int  # F
-    vocabulary: int  # V
-    attention: int  # weights of the attention matrices of a layer
-    heads: int  # width of all heads together
-    length: int  # tokens of a sequence
-    parameters: int
-    stored: int  # bytes of a weight on disk
-    experts: int = 0  # E
-    n: int = 0
-    top_k: int = 0
-    always_on: int = 0  # S
-    dense: int = 0  # layers whose FFN is not carved
-    processes: int = 1
-    room: float = inf  # bytes of memory for hidden states, per process; the excess is stored on disk
-
-    @property
-    def active(self) -> int:
-        """A."""
-        return self.always_on + self.top_k * self.n
-
-    @property
-    def carved(self) -> int:
-        """Layers with experts."""
-        return self.layers - self.dense
-
-    @property
-    def carved_weights(self) -> int:
-        """Weights of a carved layer's FFN."""
-        return 3 * self.hidden * (self.always_on + self.experts * self.n)
-
-    @property
-    def added_weights(self) -> int:
-        """Weights that the carved model has more than the dense model; may be negative."""
-        return self.carved * (self.carved_weights - 3 * self.hidden * self.width)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one dense layer in fp32."""
-        return 4 * (self.attention + 3 * self.hidden * self.width)
-
-
-# Fields of a cost that are maxima over time; the others are sums.
-PEAKS = {"tokens", "spilled", "device", "host"}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a stage. Peaks are per process; on a CPU, `device` is host memory in addition to `host`."""
-
-    tokens: int = 0
-    products: float = 0.0  # FLOPs of matrix products
-    solves: float = 0.0  # FLOPs of factorisations and triangular solves, in fp64
-    touched: float = 0.0  # bytes read and written by everything else
-    cells: float = 0.0  # neurons × experts of all assignment problems, on the host
-    points: int = 0  # neurons of the maps
-    read: int = 0  # bytes
-    written: int = 0  # bytes
-    spilled: int = 0  # bytes of hidden states on disk at the stage's peak, of all processes
-    device: int = 0  # peak bytes of tensors
-    host: int = PROGRAM  # peak bytes of the process without tensors
-
-    def __add__(self, other: "Cost") -> "Cost":
-        """Two costs in sequence: the sum of the work, the maximum of the peaks."""
-        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        return Cost(**{name: max(pair) if name in PEAKS else sum(pair) for name, pair in pairs.items()})
-
-    def add_memory(self, size: float) -> "Cost":
-        """The same cost with `size` more bytes of tensors at its peak."""
-        return replace(self, device=int(self.device + size))
-
-    def __mul__(self, times: float) -> "Cost":
-        """The work repeated; peaks do not change."""
-        return Cost(**{name: value * (1 if name in PEAKS else times) for name, value in vars(self).items()})
-
-
-def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
-    """Sizes of this run; attention has Q, K, V and output projections.
-
-    `on_host`: tensors are in host memory, which limits `room`.
-    """
-    settings, source, shape, workers = checked.settings, checked.source, checked.shape, find_workers()
-    hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
-    head = int(source.get("head_dim") or hidden // heads)
-    keys = int(source.get("num_key_value_heads") or heads)
-    dials = (shape.experts, shape.n, shape.top_k, shape.always_on, len(shape.dense_layers)) if shape else ()
-    return Sizes(
-        int(source["num_hidden_layers"]), hidden, int(source["intermediate_size"]), int(source["vocab_size"]),
-        2 * hidden * head * (heads + keys), heads * head, settings.data.max_length, count_dense(source).total,
-        BYTES.get(source_dtype(source) or "", 2), *dials, processes=workers.world,
-        room=memory_limit(settings.model, workers.local_world) if on_host else inf,
-    )  # fmt: skip
 
 
 def attend(s: Sizes, tokens: float) -> Cost:
@@ -153,20 +46,17 @@ def forward(s: Sizes, tokens: float, width: int | None = None) -> Cost:
 def scan(s: Sizes, settings: Settings) -> Cost:
     """Forward pass, a backward pass of equal cost (no weight gradients), and norms of each sample's gradients.
 
-    Norms take min(2·length·(2D + 3F), 6·D·F) FLOPs per token and layer. Memory: the model, and per batch the tensors
-    that layers save for the backward pass, (T, 16·D + 8·F) per layer, and three times the logits.
+    Norms take min(2·length·(2D + 3F), 6·D·F) FLOPs per token and layer. Memory: the model, and see `Sizes.saved_bytes`.
     """
     kind = "cpu" if settings.model.device in {"auto", "cpu"} else "cuda"
     tokens, batch = sampled(settings.data).tokens, settings.scan.read_batch(kind)
-    kept = 4 * batch * (16 * s.hidden + 8 * s.width) * (1 if settings.scan.gradient_checkpointing else s.layers)
     cost = forward(s, tokens)
     if settings.scan.gradients:
         norms = tokens * min(2 * s.length * (2 * s.hidden + 3 * s.width), 6 * s.hidden * s.width)
         # The top share of every token's neurons, bitmaps and sums.
         cost = cost * 2 + Cost(products=norms, touched=4 * tokens * 25 * s.width) * s.layers
-    memory = loaded_bytes(s, settings) + kept + 12 * batch * s.vocabulary
-    bits = s.layers * s.width * (settings.scan.reservoir_tokens // 8)
-    written = bits + 64 * s.layers * s.width
+    memory = loaded_bytes(s, settings) + s.saved_bytes(batch, s.width, settings.scan.gradient_checkpointing)
+    written = s.layers * s.width * (settings.scan.reservoir_tokens // 8 + 64)
     return cost + Cost(tokens=tokens, read=s.parameters * s.stored, written=written, device=memory)
 
 
@@ -180,25 +70,21 @@ def layer_pass(s: Sizes, tokens: float) -> Cost:
 
     Memory: two layers in fp32, a batch's activations (six times (4096, F)), and hidden states unless they are on disk.
     """
-    memory = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width
+    memory, kept = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width, s.kept_bytes(tokens)
     work = (attend(s, tokens) + ffn(s, tokens, s.width)) * s.layers
     passed = work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
-    kept = kept_bytes(s, tokens)
     return passed + Cost(spilled=kept * s.processes) if kept > s.room else passed.add_memory(kept)
 
 
-def kept_bytes(s: Sizes, tokens: float) -> int:
-    """Bytes per process: three (T, D) tensors of its own tokens; with several processes also two of all tokens."""
-    shared = 2 if s.processes > 1 else 0
-    return int(4 * tokens * s.hidden * (KEPT / s.processes + shared))
-
-
 def ridge(s: Sizes, tokens: float, inputs: int, outputs: int) -> Cost:
-    """T·(2·inputs² + 2·inputs·outputs) FLOPs for moments, inputs³/3 + 2·inputs²·outputs in fp64 for the solve."""
-    solves = inputs**3 / 3 + 2 * inputs**2 * outputs
-    return Cost(
-        products=2 * tokens * inputs * (inputs + outputs), solves=solves, device=8 * inputs * (2 * inputs + 2 * outputs)
-    )
+    """T·(2·inputs² + 2·inputs·outputs) FLOPs for moments, and a solve in fp64."""
+    memory, solve = 16 * inputs * (inputs + outputs), solve_flops(inputs, outputs)
+    return Cost(products=2 * tokens * inputs * (inputs + outputs), solves=solve, device=memory)
+
+
+def solve_flops(inputs: int, outputs: int) -> float:
+    """A Cholesky factorisation and two triangular solves."""
+    return inputs**3 / 3 + 2 * inputs**2 * outputs
 
 
 def cluster(s: Sizes, settings: Settings) -> Cost:
@@ -256,10 +142,8 @@ def descent(s: Sizes, tokens: float, steps: int) -> Cost:
         products=2 * tokens * s.experts * s.hidden * (s.experts + 1), touched=12 * tokens * s.experts * s.hidden,
         device=int(4 * tokens * s.experts * (s.experts + 2)),
     )  # fmt: skip
-    step = Cost(
-        products=STEP * s.experts * (4 * s.hidden + 2 * s.experts), touched=STEP * (60 * s.experts + 4 * s.experts**2)
-    )
-    return outputs + step * steps
+    products, touched = s.experts * (4 * s.hidden + 2 * s.experts), 60 * s.experts + 4 * s.experts**2
+    return outputs + Cost(products=STEP * products, touched=STEP * touched) * steps
 
 
 def checkpoint(s: Sizes) -> Cost:
@@ -284,18 +168,14 @@ def assemble(s: Sizes, settings: Settings) -> Cost:
 
 
 def align(s: Sizes, tokens: float, penalties: float) -> Cost:
-    """Down columns by ridge on the A active neurons: moments by blocks, a solve and a validation for each penalty.
-
-    T·(2·S·(S + E·N) + K·E·N² + 2·A·D) FLOPs for moments, F³/3 + 2·F²·D for each solve.
-    """
+    """Down columns by ridge on the A active neurons: moments by blocks, a solve and a validation for each penalty."""
     fitted, held_out = tokens * (1 - VALIDATION), tokens * VALIDATION
     routed = s.experts * s.n
     moments = 2 * s.always_on * (s.always_on + routed) + s.top_k * s.n * routed + 2 * s.active * s.hidden
-    solve = Cost(solves=s.width**3 / 3 + 2 * s.width**2 * s.hidden, touched=48 * s.width**2)
-    checks = ffn(s, held_out, s.active) * (penalties + 1)
+    solve = Cost(solves=solve_flops(s.width, s.hidden), touched=48 * s.width**2)
     memory = 8 * s.width * (3 * s.width + s.hidden)
     blocks = Cost(touched=16 * fitted * s.width, products=fitted * moments, device=memory)
-    return ffn(s, fitted, s.active) + blocks + solve * penalties + checks
+    return ffn(s, fitted, s.active) + blocks + solve * penalties + ffn(s, held_out, s.active) * (penalties + 1)
 
 
 def project(s: Sizes, settings: Settings) -> Cost:
@@ -334,8 +214,7 @@ def rounds(s: Sizes, settings: Settings) -> Cost:
     tokens = min(config.gradient_tokens, (1 - VALIDATION) * text)
     tried = tokens * 9 / 8  # the first eighth is tried with two step lengths, on average
     experts = s.carved * s.carved_weights
-    carved = forward(s, tried, s.active)
-    work = forward(s, tokens) + head(s, tried) + carved + carved * 1.6
+    work = forward(s, tokens) + head(s, tried) + forward(s, tried, s.active) * 2.6
     work += Cost(touched=4 * tried * 8 * s.vocabulary)  # both distributions, computed again in the backward pass
     work += Cost(touched=4 * 12 * experts * tried / config.round_tokens)
     held_out = min(4096, text * VALIDATION)
@@ -356,20 +235,18 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
     speed = min(config.speed_tokens, heldout)
     cost += (forward(s, speed) + forward(s, speed, s.active)) * bool(speed)
     cost += forward(s, config.layer_tokens, s.active) * (s.carved + 1) * bool(config.layer_tokens)
+    moments, solves = s.active * (s.active + 2 * s.hidden), PENALTIES * solve_flops(s.active, s.hidden)
+    fit = ffn(s, tokens, s.active) + Cost(products=tokens * (1 - VALIDATION) * moments, solves=solves)
     kept = features = 0
     for name in config.baselines:
-        one = layer_pass(s, heldout) + head(s, heldout)
+        cost += layer_pass(s, heldout) + head(s, heldout)
+        kept += s.kept_bytes(heldout)
         if name == "oracle":
-            one += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.carved
-        kept += kept_bytes(s, heldout)
+            cost += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.carved
         if name.endswith("_aligned"):
-            fitted = tokens * (1 - VALIDATION)
-            solve = s.active**3 / 3 + 2 * s.active**2 * s.hidden
-            moments = Cost(products=fitted * s.active * (s.active + 2 * s.hidden), solves=PENALTIES * solve)
-            one += layer_pass(s, tokens) + (ffn(s, tokens, s.active) + moments) * s.carved
-            kept += kept_bytes(s, tokens)
+            cost += layer_pass(s, tokens) + fit * s.carved
+            kept += s.kept_bytes(tokens)
             features = min(MEMO, 4 * tokens * s.active)
-        cost += one
     both = 2 * loaded_bytes(s, settings) + 8 * config.batch_tokens * s.vocabulary
     spilled = int(max(0.0, kept - s.room))
     passing = kept - spilled + features + 3 * s.layer_bytes + 24 * BATCH * s.width
@@ -379,21 +256,18 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
 def train(s: Sizes, settings: Settings) -> Cost:
     """Forward pass and a backward pass of twice its cost, on the active or all neurons; `train.logits`: a teacher.
 
-    Memory: weights, gradients and two moments in fp32, and a micro-batch's activations.
+    Memory: weights, gradients and two moments in fp32, and see `Sizes.saved_bytes`.
     """
     config = settings.train
     numbers = s.parameters + s.added_weights
     width = s.always_on + s.experts * s.n if config.straight_through else s.active
-    cost = forward(s, config.tokens, width) * 3
     steps = config.tokens / (config.batch * s.length)
-    cost += Cost(touched=4 * 10 * numbers * steps)
+    cost = forward(s, config.tokens, width) * 3 + Cost(touched=4 * 10 * numbers * steps)
     if config.logits:
         cost += forward(s, config.tokens) + Cost(touched=24 * config.tokens * s.vocabulary)
-    batch = config.micro_batch * s.length
-    kept = 4 * batch * (16 * s.hidden + 8 * width) * (1 if config.gradient_checkpointing else s.layers)
     teacher = loaded_bytes(s, settings) if config.logits else 0
-    memory = 16 * numbers + kept + 12 * batch * s.vocabulary + teacher
-    return cost + checkpoint(s) + Cost(tokens=config.tokens, device=memory)
+    saved = s.saved_bytes(config.micro_batch * s.length, width, config.gradient_checkpointing)
+    return cost + checkpoint(s) + Cost(tokens=config.tokens, device=16 * numbers + saved + teacher)
 
 
 def dump(s: Sizes, settings: Settings) -> Cost:
@@ -404,10 +278,8 @@ def dump(s: Sizes, settings: Settings) -> Cost:
     return cost + Cost(tokens=tokens, read=s.parameters * s.stored, written=written, device=loaded_bytes(s, settings))
 
 
-COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {
-    "scan": scan, "score": score, "cluster": cluster, "extract": extract, "assemble": assemble, "project": project,
-    "train": train, "evaluate": evaluate, "dump": dump,
-}  # fmt: skip
+_FORMULAS = (scan, score, cluster, extract, assemble, project, train, evaluate, dump)
+COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {formula.__name__: formula for formula in _FORMULAS}
 
 
 def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
@@ -419,9 +291,8 @@ def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
 
 def loaded_bytes(s: Sizes, settings: Settings) -> int:
     """Bytes of the dense model as transformers loads it; with dtype=auto in fp32 on a CPU."""
-    dtype = settings.model.dtype
-    if settings.model.quantization in {"nf4", "fp4"}:
+    model = settings.model
+    if model.quantization in {"nf4", "fp4"}:
         return s.parameters * 5 // 8
-    if dtype == "auto":
-        return s.parameters * (4 if settings.model.device in {"auto", "cpu"} else s.stored)
-    return s.parameters * BYTES.get(dtype, 4)
+    auto = 4 if model.device in {"auto", "cpu"} else s.stored
+    return s.parameters * BYTES.get(model.dtype, auto)

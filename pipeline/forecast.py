@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from models.config import is_on_host
-from pipeline.cost import COSTS, Cost, draw, sizes_of
+from pipeline.cost import COSTS, draw
 from pipeline.disk import in_mib, nearest_existing
 from pipeline.plan import Step, lacks_pictures
 from pipeline.report.words import duration
 from pipeline.settings import Settings
 from pipeline.validate import Checked
+from pipeline.workload import Cost, sizes_of
 from stages.artifacts.job import Table
 from stages.calibration.token_memory import free_memory
 

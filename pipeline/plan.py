@@ -15,10 +15,11 @@ from models.source import source_cache_key
 from models.targets.config import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
-from pipeline.cost import COSTS, sizes_of
+from pipeline.cost import COSTS
 from pipeline.disk import expected_bytes, free_bytes, in_mib
 from pipeline.settings import CHAIN, Settings, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
+from pipeline.workload import sizes_of
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
 from stages.text.config import DataConfig, calibration_only, sampled

@@ -7,12 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
 from pipeline.cli import run_command
-from pipeline.cost import COSTS, Cost, sizes_of
+from pipeline.cost import COSTS
 from pipeline.forecast import Rates, costs_of, describe_spilling, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
 from pipeline.validate import validate
+from pipeline.workload import Cost, sizes_of
 
 CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")
 
