@@ -13,19 +13,7 @@ from tempfile import TemporaryDirectory
 from instruments.durable import hash_code
 from instruments.errors import ConfigError
 from models.config import is_on_host
-from pipeline.artifacts import (
-    MANIFEST,
-    MOST_FILES,
-    FileHashes,
-    Manifest,
-    StagingDir,
-    hashes_file,
-    is_complete,
-    open_staging,
-    publish,
-    remove_leftovers,
-    verify,
-)
+from pipeline import artifacts
 from pipeline.consistency import warn_of_other_stages
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
@@ -43,7 +31,6 @@ log = logging.getLogger(__name__)
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
-CHECKPOINT_STAGES = ("assemble", "project", "train")
 # The packages whose code affects results.
 SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
 
@@ -71,12 +58,12 @@ def next_commands(stage: str, overrides: Sequence[str]) -> tuple[str, list[str]]
     return words, [command_line(kept, **change) for change in changes]
 
 
-def written_files(folder: Path, manifest: Manifest) -> list[str]:
+def written_files(folder: Path, manifest: artifacts.Manifest) -> list[str]:
     """The largest files of a published result with their sizes; the manifest is not listed."""
     files = sorted(manifest.files.items(), key=lambda item: (-item[1].get("size", 0), item[0]))
-    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[:MOST_FILES]]
+    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[: artifacts.MOST_FILES]]
     left = len(files) - len(lines)
-    return [*lines, f"and {left} smaller; {MANIFEST} lists all"] if left else lines
+    return [*lines, f"and {left} smaller; {artifacts.MANIFEST} lists all"] if left else lines
 
 
 def shown(path: Path) -> str:
@@ -113,13 +100,12 @@ class Runner:
     fresh: bool = False  # published results are computed again
 
     def __post_init__(self) -> None:
-        self.hash_of = FileHashes(hashes_file(self.run_folder.output_dir))
+        self.hash_of = artifacts.FileHashes(artifacts.hashes_file(self.run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
         """Run the due steps and verify the others; `alone`: a single stage was requested, so log the next commands.
 
-        Raises:
-            UserError: a stage failed, or its inputs are damaged. Results published before stay.
+        Raises UserError: a stage failed, or its inputs are damaged. Results published before stay.
         """
         for step in steps:
             if not step.due:
@@ -144,14 +130,14 @@ class Runner:
 
     def keep(self, step: Step) -> None:
         """Record that a published result is used again, and clean up after killed runs of its stage."""
-        remove_leftovers(step.folder.parent)
+        artifacts.remove_leftovers(step.folder.parent)
         self.run_folder.record_stage(step.stage.name, step.fingerprint)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
     def run_step(self, step: Step) -> None:
         """Run one stage in its staging folder and publish the result."""
-        with open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
-            complete = is_complete(step.folder) and not step.fresh
+        with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
+            complete = artifacts.is_complete(step.folder) and not step.fresh
             kept = complete and not lacks_pictures(step)  # published by another run since the plan was made
             if step.stage.shared:
                 self.workers.broadcast(not kept)
@@ -168,12 +154,12 @@ class Runner:
             start = time.perf_counter()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
-            publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
+            artifacts.publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
         self.report_stage(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:
         """Check a kept result, or an input, against its manifest. Raises ContractError."""
-        verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
+        artifacts.verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
     def report_stage(self, step: Step, table: Table, seconds: float) -> None:
         """Log the table of a stage and add it to the report."""
@@ -187,7 +173,7 @@ class Runner:
         """Log the last stage's table if it was kept, then files, checkpoint, report and the next commands."""
         last = steps[-1]
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
-        manifest = Manifest.read(last.folder, remedy=remedy)
+        manifest = artifacts.Manifest.read(last.folder, remedy=remedy)
         if not last.due:
             log.info("\n%s\n", render(manifest.table, "simple"))
             self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", manifest.table)
@@ -214,8 +200,8 @@ def find_checkpoint(steps: Sequence[Step]) -> Path | None:
     folders: dict[str, Path] = {}
     for step in steps:
         folders |= {**step.parents, step.stage.name: step.folder}
-    found = [folders[name] / "checkpoint" for name in reversed(CHECKPOINT_STAGES) if name in folders]
-    return next((folder for folder in found if folder.is_dir()), None)
+    found = (folders[name] / "checkpoint" for name in ("train", "project", "assemble") if name in folders)
+    return next(filter(Path.is_dir, found), None)
 
 
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
@@ -230,14 +216,13 @@ def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
 def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequence[str]) -> None:
     """Run this worker's share of every due shared step, as soon as the leading worker begins the step.
 
-    Raises:
-        UserError: the stage failed, or another worker is gone.
+    Raises UserError: the stage failed, or another worker is gone.
     """
     for step in steps:
         if not (step.due and step.stage.shared and workers.broadcast(None)):
             continue
         require_parents(step, workers)
-        scratch = StagingDir(step.folder).scratch
+        scratch = artifacts.StagingDir(step.folder).scratch
         scratch.mkdir(parents=True, exist_ok=True)  # missing on another machine's disk
         with TemporaryDirectory() as out:
             job = Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh)
@@ -246,7 +231,7 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequenc
 
 def require_parents(step: Step, workers: Workers) -> None:
     """Raises ConfigError: this worker does not find the leading worker's results, so its disk may be another one."""
-    if missing := [folder for folder in step.parents.values() if not is_complete(folder)]:
+    if missing := [folder for folder in step.parents.values() if not artifacts.is_complete(folder)]:
         raise ConfigError(
             f"worker {workers.rank} does not find the results that stage={step.stage.name} starts from",
             where=", ".join(map(str, missing)),
@@ -258,9 +243,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
     """Validate all settings, then run the due stages, with the record of the run in `folder`.
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
-
-    Raises:
-        UserError: the settings are wrong, or a stage failed.
+    Raises UserError: the settings are wrong, or a stage failed.
     """
     checked, workers = validate(settings), find_workers()
     warn_of_other_stages(settings, overrides)
@@ -292,8 +275,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
     """Replace every worker's plan by the leading worker's: another process may publish a result during planning.
 
-    Raises:
-        ConfigError: another worker runs different code, has different settings, or reads a different model or text.
+    Raises ConfigError: another worker runs different code, has different settings, or reads a different model or text.
     """
     code = hash_code(REPOSITORY, SOURCE_PACKAGES) if workers.world > 1 else ""
     plan = [(step.stage.name, step.fingerprint, step.due) for step in steps]
