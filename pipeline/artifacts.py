@@ -104,10 +104,8 @@ def is_complete(folder: Path) -> bool:
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Relative path → size and SHA-256, for every file below the folder."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": hash_file(path)} for path in paths
-    }
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: {"size": path.stat().st_size, "sha256": hash_file(path)} for name, path in files.items()}
 
 
 def tensors_hash(folder: Path) -> str:
@@ -144,15 +142,12 @@ class FileHashes:
         digest = hash_file(file)
         if start - status.st_ctime_ns > SETTLED:
             self._known[key] = [*state, digest]
-            self._save()
+            present = {key: value for key, value in self._known.items() if Path(key).exists()}
+            with suppress(OSError):  # a full disk, or another process writes too: the file is hashed again next time
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(self._path) as unfinished:
+                    unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
         return digest
-
-    def _save(self) -> None:
-        present = {key: value for key, value in self._known.items() if Path(key).exists()}
-        with suppress(OSError):  # a full disk, or another process writes too: the file is hashed again next time
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._path) as unfinished:
-                unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
 
 
 def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
@@ -163,10 +158,11 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
             (an adapter, a second tokenizer, shards), so an added file may make the folder another model.
     """
     manifest = Manifest.read(folder, remedy=remedy)
+    present = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     faults = []
     for name, expected in manifest.files.items():
         path = folder / name
-        if not _is_present(path):
+        if name not in present or not path.is_file():
             faults.append(f"{path} is missing")
         elif path.stat().st_size != expected.get("size"):
             faults.append(f"{path} has {path.stat().st_size} bytes; {expected.get('size')} were published")
@@ -176,30 +172,18 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
         faults.append(f"{folder} holds the result {manifest.fingerprint}")
     if faults:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
-    if added := _added_files(folder, manifest):
+    unknown = present.keys() - {MANIFEST, *manifest.files}
+    if added := sorted(present[name] for name in unknown if _is_loadable(folder, name)):
         what = f"files were added to the result of {folder.parent.name} after it was published"
         where = ", ".join(map(str, added[:MOST_FILES])) + (" ..." if len(added) > MOST_FILES else "")
         do = f"{shlex.join(['mv', *map(str, added), '.'])}, or {remedy}" if len(added) <= MOST_FILES else remedy
         raise ContractError(what, where=where, do=do)
 
 
-def _added_files(folder: Path, manifest: Manifest) -> list[Path]:
-    """Files and links that were not published, except hidden and GGUF files, which loaders ignore."""
-    added = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in name.parts)
-        inert = hidden or name.suffix == ".gguf" or name.as_posix() in (MANIFEST, *manifest.files)
-        if not inert and (path.is_symlink() or not path.is_dir()):
-            added.append(path)
-    return added
-
-
-def _is_present(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the name is invalid for a file
-        return False
+def _is_loadable(folder: Path, name: str) -> bool:
+    """Whether `name` is a file or a link that loaders may read: they ignore hidden and GGUF files."""
+    path, hidden = folder / name, any(part.startswith(".") for part in name.split("/"))
+    return not hidden and path.suffix != ".gguf" and (path.is_symlink() or not path.is_dir())
 
 
 class LockedError(UserError):
