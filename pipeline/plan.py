@@ -106,7 +106,7 @@ def make_plan(checked: Checked) -> list[Step]:
     steps = make_steps(checked)
     stale: set[str] = set()
     for name, step in steps.items():
-        if stale & set(step.parents) or is_stale(step):
+        if stale & step.parents.keys() or is_stale(step):
             stale.add(name)
     fresh |= stale
     redrawn = {name for name, step in steps.items() if lacks_pictures(step)} - fresh
@@ -142,9 +142,9 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         if stage.name == "cluster" and settings.cluster.map != "none":
             recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}
         steps[stage.name] = Step(
-            stage=stage,
-            fingerprint=address,
-            recipe=recipe,
+            stage,
+            address,
+            recipe,
             folder=artifact_folder(output_dir, settings.model.label, stage.name, address),
             inputs={node: data if node == "data" else nodes[node] for node in stage.nodes},
             parents={name: steps[name].folder for name in stage.parents},
@@ -184,9 +184,7 @@ def published_recipe(step: Step) -> dict[str, Any]:
 
 def is_stale(step: Step) -> bool:
     """Whether the result was computed from other tensors than its parents hold now."""
-    if not is_complete(step.folder):
-        return False
-    with suppress(ContractError):  # reported when the result is verified
+    with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
         read, now = Manifest.read(step.folder, remedy="").recipe.get(READ, {}), published_recipe(step)[READ]
         return any(read[name] != now[name] for name in read.keys() & now.keys())
     return False
@@ -194,10 +192,9 @@ def is_stale(step: Step) -> bool:
 
 def lacks_pictures(step: Step) -> bool:
     """Whether the result exists, but with other pictures than requested; then this stage runs again to draw them."""
-    if DRAWN not in step.recipe or not is_complete(step.folder):
-        return False
-    with suppress(ContractError):  # reported when the result is verified
-        return bool(Manifest.read(step.folder, remedy="").recipe.get(DRAWN) != step.recipe[DRAWN])
+    with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
+        drawn = Manifest.read(step.folder, remedy="").recipe.get(DRAWN)
+        return DRAWN in step.recipe and bool(drawn != step.recipe[DRAWN])
     return False
 
 
@@ -220,39 +217,28 @@ def has_results(stage: Stage, settings: Settings) -> bool:
 def require_means(checked: Checked, due: Collection[str]) -> None:
     """Raises ConfigError or DataError: due stages lack disk space, their device or the hub."""
     settings, stages = checked.settings, [stage for stage in CHAIN if stage.name in due]
-    require_room(
-        {stage.name: expected_bytes(stage.name, checked.source, checked.shape, settings.assemble) for stage in stages},
-        Path(settings.output_dir),
-        spilled_bytes(checked, due),
-    )
-    if any("model" in stage.nodes for stage in stages):
-        require_device(settings.model)
+    require_room(checked, [stage.name for stage in stages])
+    if settings.model.device not in {"auto", "cpu"} and any("model" in stage.nodes for stage in stages):
+        from models.loading import resolve_device  # noqa: PLC0415 - loads torch
+
+        resolve_device(settings.model)
     if any("data" in stage.nodes for stage in stages):
         require_hub(settings.data)
 
 
-def require_device(model: ModelConfig) -> None:
-    """Raises ConfigError: this machine does not have the requested device."""
-    if model.device not in {"auto", "cpu"}:
-        from models.loading import resolve_device  # noqa: PLC0415 - loads torch
-
-        resolve_device(model)
-
-
 def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
     """Due stage → bytes of hidden states on disk while it runs; stages without any are left out."""
-    known = [name for name in COSTS if name in due]
-    sizes = sizes_of(checked, on_host=True) if known else None
-    found = {name: COSTS[name](sizes, checked.settings).spilled for name in known if sizes}
-    found = {name: size for name, size in found.items() if size}
+    sizes = sizes_of(checked, on_host=True)
+    found = {name: size for name in due if name in COSTS and (size := COSTS[name](sizes, checked.settings).spilled)}
     return found if found and is_on_host(checked.settings.model) else {}  # is_on_host last, since it may load torch
 
 
-def require_room(
-    expected: Mapping[str, int], output_dir: Path, spilled: Mapping[str, int] = MappingProxyType({})
-) -> None:
-    """Raises ConfigError: the expected results and the largest `spilled` need more bytes than are free."""
-    written, most, free = sum(expected.values()), max(spilled.values(), default=0), free_bytes(output_dir)
+def require_room(checked: Checked, due: Sequence[str]) -> None:
+    """Raises ConfigError: results, and the hidden states of the stage with the most, need more bytes than are free."""
+    settings, output_dir = checked.settings, Path(checked.settings.output_dir)
+    expected = {name: expected_bytes(name, checked.source, checked.shape, settings.assemble) for name in due}
+    spilled, free = spilled_bytes(checked, due), free_bytes(output_dir)
+    written, most = sum(expected.values()), max(spilled.values(), default=0)
     if written + most > free:
         what = f"about {in_mib(written + most)} will be written, {in_mib(free)} are free"
         where = f"{output_dir}, stages {', '.join(name for name, size in expected.items() if size or name in spilled)}"
