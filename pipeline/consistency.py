@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.score.config import ScoreConfig
+from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -73,17 +73,21 @@ def warn_of_unread(
     if involves(settings, "cluster") and shape is not None and not settings.cluster.reads_score(shape, width):
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
-        found["score"] = {spec.name: reason for spec in fields(settings.score)}
+        found["score"] = dict.fromkeys(vars(settings.score), reason)
     if settings.stage == "diagnose":
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
-    if shape is not None and shape.pooled and involves(settings, "evaluate"):
-        _warn_of_baselines(settings.evaluate)
-    # vocabulary=none agrees with a pool, which uses no random tokens.
-    quiet = {"vocabulary"} if shape is not None and shape.pooled and not settings.vocabulary.tokens else set()
+    pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
+    left_out = [name for name in baselines if name not in POOL_BASELINES]
+    if pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
+        logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
+    if pooled and not settings.vocabulary.tokens:
+        del found["vocabulary"]  # vocabulary=none agrees with a pool, which uses no random tokens
     for group, reasons in found.items():
-        if group not in quiet:
-            _warn_where_set(group, getattr(settings, group), reasons)
+        node = getattr(settings, group)
+        for name, value in vars(node).items():
+            if name in reasons and value != getattr(type(node)(), name):
+                logger.warning("%s.%s=%s is ignored: %s", group, name, value, reasons[name])
 
 
 def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
@@ -95,30 +99,15 @@ def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
             logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
 
 
-def _warn_of_baselines(evaluate: EvaluateConfig) -> None:
-    """Warn of requested baselines that a pool does not have."""
-    left_out = [name for name in evaluate.baselines if name not in POOL_BASELINES]
-    if left_out and evaluate.baselines != EvaluateConfig().baselines:
-        logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
-
-
 def _warn_of_sampling(settings: Settings) -> None:
     """Warn if data.tokens is set, but all stages of the run read only the first data.sample_tokens."""
     tokens, sample = settings.data.tokens, settings.data.sample_tokens
-    asked = any(spec.name == "tokens" and spec.default != tokens for spec in fields(settings.data))
     reading = [stage for stage in with_ancestors(settings.stage, find_uses(settings)) if "data" in stage.nodes]
-    if asked and sample and sample < tokens and all(stage.samples for stage in reading):
+    if tokens != DataConfig().tokens and sample and sample < tokens and all(stage.samples for stage in reading):
         logger.warning(
             "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
             settings.stage, sample, tokens,
         )  # fmt: skip
-
-
-def _warn_where_set(group: str, node: Any, reasons: Mapping[str, str]) -> None:  # noqa: ANN401 - any dataclass
-    for spec in fields(node):
-        default = spec.default if spec.default_factory is MISSING else spec.default_factory()
-        if spec.name in reasons and (value := getattr(node, spec.name)) != default:
-            logger.warning("%s.%s=%s is ignored: %s", group, spec.name, value, reasons[spec.name])
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
