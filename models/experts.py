@@ -32,11 +32,7 @@ class ExpertWeights:
 
 
 def slice_experts(
-    reader: ShardReader,
-    family: DenseFamily,
-    layer: int,
-    neurons_EN: Int[Tensor, "E N"],
-    always_on_S: Int[Tensor, "S"],
+    reader: ShardReader, family: DenseFamily, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
 ) -> ExpertWeights:
     """Copy rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
     return _slice(map(reader.tensor, family.ffn(layer)), neurons_EN, always_on_S)
