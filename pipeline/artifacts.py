@@ -65,8 +65,7 @@ class Manifest:
     def read(cls, folder: Path, *, remedy: str) -> "Manifest":
         """Read `folder/manifest.json`; `remedy` is the command that errors suggest.
 
-        Raises:
-            ContractError: missing, damaged, or naming files outside the folder.
+        Raises ContractError: missing, damaged, or naming files outside the folder.
         """
         path = folder / MANIFEST
         try:
@@ -153,9 +152,8 @@ class FileHashes:
 def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
     """Check every file of a published result against its manifest; `remedy` is the command that computes it again.
 
-    Raises:
-        ContractError: files are missing, were changed or were added; all of them are named. Loaders find files by name
-            (an adapter, a second tokenizer, shards), so an added file may make the folder another model.
+    Raises ContractError: files are missing, were changed or were added; all of them are named. Loaders find files by
+    name (an adapter, a second tokenizer, shards), so an added file may make the folder another model.
     """
     manifest = Manifest.read(folder, remedy=remedy)
     present = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
@@ -194,8 +192,7 @@ class LockedError(UserError):
 def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock file `path`, which contains this process's id; the file is removed afterwards.
 
-    Raises:
-        LockedError: another process holds it, and `wait` is False.
+    Raises LockedError: another process holds it, and `wait` is False.
     """
     lock = FileLock(path, timeout=LOCK_TIMEOUT)
     try:
@@ -249,8 +246,7 @@ class StagingDir:
 def open_staging(final: Path, *, fresh: bool, wait: bool = False) -> Iterator[StagingDir]:
     """Lock the fingerprint and make its staging folder; `fresh` also removes unfinished work of earlier runs.
 
-    Raises:
-        LockedError: another process is computing this fingerprint, and `wait` is False.
+    Raises LockedError: another process is computing this fingerprint, and `wait` is False.
     """
     staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)

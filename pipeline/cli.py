@@ -135,8 +135,7 @@ def job_errors(words: Sequence[str]) -> list[UserError]:
 def run_job(settings: Settings, folder: Path, words: Sequence[str]) -> None:
     """One job of a sweep, which waits for results that another job is computing.
 
-    Raises:
-        UserError: the job failed; its error is on stderr. All other jobs still run.
+    Raises UserError: the job failed; its error is on stderr. All other jobs still run.
     """
     try:
         run_pipeline(settings, folder, words, wait=True)

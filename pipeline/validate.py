@@ -145,11 +145,7 @@ class Checked:
 
 
 def validate(settings: Settings) -> Checked:
-    """Check the settings against each other, the source model, the data and the disk.
-
-    Raises:
-        InvalidSettingsError: with all errors found.
-    """
+    """Check the settings against each other, the source model, the data and the disk. Raises InvalidSettingsError."""
     if errors := find_errors(settings):
         raise InvalidSettingsError(errors)
     source = read_source_config(settings.model)

@@ -84,9 +84,7 @@ def _check_sizes(files: Iterable[Path]) -> None:
 def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
     """Parse an untrusted JSON file of a checkpoint.
 
-    Raises:
-        OSError: missing, unreadable, or not a regular file.
-        ValueError: not JSON, nested too deeply, or above MAX_JSON_BYTES.
+    Raises OSError: missing, unreadable, or not a regular file; ValueError: not JSON, nested too deeply, or too large.
     """
     status = path.stat()
     if not S_ISREG(status.st_mode):
