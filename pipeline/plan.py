@@ -89,7 +89,7 @@ class Step:
 
 
 def make_plan(checked: Checked) -> list[Step]:
-    """Steps for the requested stages and the stages they use, in the order of the chain. Raises: see `require_means`."""
+    """Steps for the requested stages and those they use, in the order of the chain. Raises: see `require_means`."""
     settings = checked.settings
     chain, asked = with_ancestors(settings.stage, checked.uses), asked_stages(settings.stage, checked.uses)
     wanted = {stage.name for stage in asked}
