@@ -137,11 +137,9 @@ def dense_family(config: Mapping[str, Any]) -> DenseFamily:
     if isinstance(model_type, str) and model_type in DENSE_FAMILIES:
         return DENSE_FAMILIES[model_type]
     reason = "has no gated FFN" if _UNGATED.fullmatch(str(model_type)) else "is not supported"
-    raise CheckpointError(
-        f"architecture {repr(model_type)[:100]} {reason}",
-        where="model_type in config.json",
-        do=f"choose a dense model of one of these: {', '.join(sorted(DENSE_FAMILIES))}",
-    )
+    what = f"architecture {repr(model_type)[:100]} {reason}"
+    do = f"choose a dense model of one of these: {', '.join(sorted(DENSE_FAMILIES))}"
+    raise CheckpointError(what, where="model_type in config.json", do=do)
 
 
 def keeps_tied(config: Mapping[str, Any]) -> bool:

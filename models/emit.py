@@ -232,11 +232,9 @@ def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tens
         return weight.to(dtype)
     scaled = (weight.float() * scale).to(dtype)
     if not scaled.isfinite().all():
-        raise NumericsError(
-            f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}",
-            where=name,
-            do="assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights",
-        )
+        what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
+        do = "assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
+        raise NumericsError(what, where=name, do=do)
     return scaled
 
 
@@ -248,8 +246,5 @@ def _check_shape(layer: int, experts: ExpertWeights, shape: MoEShape) -> None:
         wanted = (count, shape.n if count else n, shape.always_on)
     if found != wanted:
         described = "{} experts of {} neurons and {} always-on neurons"
-        raise ContractError(
-            f"{described.format(*found)}, not {described.format(*wanted)}",
-            where=f"layer {layer}",
-            do="stage=extract fresh=true",
-        )
+        what = f"{described.format(*found)}, not {described.format(*wanted)}"
+        raise ContractError(what, where=f"layer {layer}", do="stage=extract fresh=true")

@@ -77,11 +77,9 @@ def separate_fused(model: PreTrainedModel) -> None:
             continue
         whole_GD = fused.gate_up_proj.weight
         if type(fused.gate_up_proj) is not nn.Linear or whole_GD.device == torch.device("meta"):
-            raise ConfigError(
-                "gate and up are one weight, which cannot be split where it is quantised or offloaded",
-                where=f"layer {index}, gate_up_proj",
-                do="model.quantization=none model.device_map=none, or a source that keeps them apart",
-            )
+            what = "gate and up are one weight, which cannot be split where it is quantised or offloaded"
+            do = "model.quantization=none model.device_map=none, or a source that keeps them apart"
+            raise ConfigError(what, where=f"layer {index}, gate_up_proj", do=do)
         gate_FD, up_FD = whole_GD.detach().chunk(2)
         layer.mlp = TinyONNExpert.from_tensors(gate_FD, up_FD, fused.down_proj.weight, fused.activation_fn)
         layer.mlp.requires_grad_(whole_GD.requires_grad)
@@ -98,11 +96,8 @@ def resolve_device(model: ModelConfig) -> torch.device:
         raise ConfigError(f"unknown device {model.device!r}", where="model.device", do="model.device=auto") from error
     found = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
     if (device.index or 0) >= found:
-        raise ConfigError(
-            f"device {model.device} is not here: {found} GPUs found",
-            where="model.device",
-            do="model.device=auto, or model.device=cpu",
-        )
+        what = f"device {model.device} is not here: {found} GPUs found"
+        raise ConfigError(what, where="model.device", do="model.device=auto, or model.device=cpu")
     return device
 
 
@@ -189,11 +184,9 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         )
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
     if drawn:
-        raise CheckpointError(
-            f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape",
-            where=f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else ""),
-            do=_BELONGS,
-        )
+        what = f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape"
+        where = f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else "")
+        raise CheckpointError(what, where=where, do=_BELONGS)
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
 

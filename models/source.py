@@ -93,11 +93,9 @@ def _missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
     """The error when the hub does not answer and `what` is not in the cache."""
     offline = offline_by_choice()
     silence = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached at {constants.ENDPOINT}"
-    return CheckpointError(
-        f"{silence} and {what} not in the cache",
-        where=_place(model),
-        do=f"{'HF_HUB_OFFLINE=0 before the command' if offline else CONNECT}, or model=local model.path=<its folder>",
-    )
+    what = f"{silence} and {what} not in the cache"
+    do = f"{'HF_HUB_OFFLINE=0 before the command' if offline else CONNECT}, or model=local model.path=<its folder>"
+    return CheckpointError(what, where=_place(model), do=do)
 
 
 def _place(model: ModelConfig) -> str:

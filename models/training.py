@@ -82,11 +82,9 @@ def router_names(model: nn.Module) -> list[str]:
     """Names of the router modules, in layer order. Raises CheckpointError: there are none."""
     names = [name for name, _ in model.named_parameters() if part_of(name) is Part.ROUTER]
     if not names:
-        raise CheckpointError(
-            "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture",
-            where="names of its parameters",
-            do="load the checkpoint of stage=assemble or stage=project",
-        )
+        what = "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture"
+        do = "load the checkpoint of stage=assemble or stage=project"
+        raise CheckpointError(what, where="names of its parameters", do=do)
     return [name.removesuffix(".weight") for name in names]
 
 

@@ -202,11 +202,9 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
         with suppress(OSError):
             holder = path.read_text(encoding="utf-8") or holder
         if not wait:
-            raise LockedError(
-                "another run is computing the same result",
-                where=f"process {holder}, lock {path}",
-                do="wait for it, then run the same command again: what it publishes will be reused",
-            ) from None
+            what = "another run is computing the same result"
+            do = "wait for it, then run the same command again: what it publishes will be reused"
+            raise LockedError(what, where=f"process {holder}, lock {path}", do=do) from None
         log.info("%-9s waiting for process %s, which computes the same result", path.parent.name, holder)
         lock.acquire(timeout=-1, poll_interval=LOCK_TIMEOUT)
     try:

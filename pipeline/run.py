@@ -232,11 +232,8 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequenc
 def require_parents(step: Step, workers: Workers) -> None:
     """Raises ConfigError: this worker does not find the leading worker's results, so its disk may be another one."""
     if missing := [folder for folder in step.parents.values() if not artifacts.is_complete(folder)]:
-        raise ConfigError(
-            f"worker {workers.rank} does not find the results that stage={step.stage.name} starts from",
-            where=", ".join(map(str, missing)),
-            do="output_dir= on a disk that all workers share",
-        )
+        what = f"worker {workers.rank} does not find the results that stage={step.stage.name} starts from"
+        raise ConfigError(what, where=", ".join(map(str, missing)), do="output_dir= on a disk that all workers share")
 
 
 def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
@@ -281,18 +278,14 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
     plan = [(step.stage.name, step.fingerprint, step.due) for step in steps]
     codes, plans = zip(*workers.gather((code, plan)), strict=True)
     if others := [rank for rank, theirs in enumerate(codes) if theirs != code]:
-        raise ConfigError(
-            f"workers {workers.rank} and {others[0]} run different code",
-            where=f"the checkout of this worker, {REPOSITORY}, and that of worker {others[0]}",
-            do="one checkout, or the same commit on every machine",
-        )
+        what = f"workers {workers.rank} and {others[0]} run different code"
+        where = f"the checkout of this worker, {REPOSITORY}, and that of worker {others[0]}"
+        raise ConfigError(what, where=where, do="one checkout, or the same commit on every machine")
     for rank, plan in enumerate(plans):
         theirs, ours = ([step[:2] for step in each] for each in (plan, plans[0]))
         if theirs != ours:
             other = {name for name, _ in {*theirs} ^ {*ours}}
-            raise ConfigError(
-                f"workers 0 and {rank} were started with different settings, models or texts",
-                where=f"stages {', '.join(name for name in STAGES if name in other)}",
-                do="one command, one checkout and the same files on every machine",
-            )
+            what = f"workers 0 and {rank} were started with different settings, models or texts"
+            do = "one command, one checkout and the same files on every machine"
+            raise ConfigError(what, where=f"stages {', '.join(name for name in STAGES if name in other)}", do=do)
     return [replace(step, due=due) for step, (_, _, due) in zip(steps, plans[0], strict=True)]

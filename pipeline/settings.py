@@ -225,8 +225,6 @@ def composition_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            " ".join(str(error).strip().splitlines()[:2]),  # two lines: Hydra's action, and the fault
-            where=f"the files under {CONF} and the command line",
-            do="python -m pipeline --help lists settings and options",
-        ) from error
+        what = " ".join(str(error).strip().splitlines()[:2])  # two lines: Hydra's action, and the fault
+        where, do = f"the files under {CONF} and the command line", "python -m pipeline --help lists settings and options"
+        raise ConfigError(what, where=where, do=do) from error

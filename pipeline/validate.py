@@ -71,11 +71,8 @@ def text_errors(settings: Settings) -> Iterator[ConfigError]:
                 continue
             longest = max(len(part.encode("utf-8", "surrogateescape")) for part in text.split("/"))
             if len(text) > LONGEST or "\0" in text or longest > 255:
-                yield ConfigError(
-                    f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has",
-                    where=f"setting {name}",
-                    do=f"{name}={default_text(spec)}",
-                )
+                what = f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has"
+                yield ConfigError(what, where=f"setting {name}", do=f"{name}={default_text(spec)}")
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
