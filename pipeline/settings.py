@@ -226,5 +226,5 @@ def composition_errors() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         what = " ".join(str(error).strip().splitlines()[:2])  # two lines: Hydra's action, and the fault
-        where, do = f"the files under {CONF} and the command line", "python -m pipeline --help lists settings and options"
-        raise ConfigError(what, where=where, do=do) from error
+        where = f"the files under {CONF} and the command line"
+        raise ConfigError(what, where=where, do="python -m pipeline --help lists settings and options") from error
