@@ -63,10 +63,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, *, remedy: str) -> "Manifest":
-        """Read `folder/manifest.json`; `remedy` is the command that errors suggest.
-
-        Raises ContractError: missing, damaged, or naming files outside the folder.
-        """
+        """Read `folder/manifest.json`. Raises ContractError with this remedy: missing, or damaged."""
         path = folder / MANIFEST
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -108,10 +105,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def tensors_hash(folder: Path) -> str:
-    """Hash of the names and hashes of a published folder's tensor files, as its manifest lists them.
-
-    Raises ContractError: the manifest is not readable.
-    """
+    """Hash of a published folder's tensor files by its manifest. Raises ContractError: the manifest is not readable."""
     files = Manifest.read(folder, remedy="").files
     return _seal({name: facts.get("sha256") for name, facts in files.items() if name.endswith(".safetensors")})
 
@@ -190,10 +184,7 @@ class LockedError(UserError):
 
 @contextmanager
 def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`, which contains this process's id; the file is removed afterwards.
-
-    Raises LockedError: another process holds it, and `wait` is False.
-    """
+    """Hold the lock file `path`, which names this process until the end. Raises LockedError: taken, and not `wait`."""
     lock = FileLock(path, timeout=LOCK_TIMEOUT)
     try:
         lock.acquire()
@@ -216,10 +207,7 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 class StagingDir:
-    """Private folder of a stage until its result is published: hidden, next to the result, so a rename publishes it.
-
-    It belongs to the process that holds the lock.
-    """
+    """Private folder of a stage, of the process with the lock: hidden, next to the result, so a rename publishes it."""
 
     def __init__(self, final: Path) -> None:
         """`final` is the folder to publish."""
@@ -242,10 +230,7 @@ class StagingDir:
 
 @contextmanager
 def open_staging(final: Path, *, fresh: bool, wait: bool = False) -> Iterator[StagingDir]:
-    """Lock the fingerprint and make its staging folder; `fresh` also removes unfinished work of earlier runs.
-
-    Raises LockedError: another process is computing this fingerprint, and `wait` is False.
-    """
+    """Lock the result and make its staging folder; `fresh` removes unfinished work. Raises LockedError."""
     staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(staging.lock, wait=wait):

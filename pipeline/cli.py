@@ -133,10 +133,7 @@ def job_errors(words: Sequence[str]) -> list[UserError]:
 
 
 def run_job(settings: Settings, folder: Path, words: Sequence[str]) -> None:
-    """One job of a sweep, which waits for results that another job is computing.
-
-    Raises UserError: the job failed; its error is on stderr. All other jobs still run.
-    """
+    """A job of a sweep, which waits for results of other jobs. Raises UserError: it failed; the error is on stderr."""
     try:
         run_pipeline(settings, folder, words, wait=True)
     except UserError as error:

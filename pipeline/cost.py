@@ -132,10 +132,7 @@ def regression(s: Sizes, tokens: float) -> Cost:
 
 
 def descent(s: Sizes, tokens: float, steps: int) -> Cost:
-    """A trained router: all experts' outputs and their products once, 2·t·E²·D FLOPs; then `steps` on 2,048 tokens.
-
-    Memory: the t·E² products.
-    """
+    """A trained router: all experts' outputs once and their t·E² products, 2·t·E²·D FLOPs; then `steps` on batches."""
     if not steps:
         return Cost()
     outputs = ffn(s, tokens, s.experts * s.n) + Cost(

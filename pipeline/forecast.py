@@ -164,10 +164,7 @@ def free_tensor_memory(settings: Settings) -> int | None:
 
 
 def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -> list[str]:
-    """A warning for each due stage whose tensors need more than `free` bytes, with settings that would fit.
-
-    On a CPU, `free` also has to hold the rest of the process.
-    """
+    """A warning for each due stage with a peak above `free` bytes, see `peak_bytes_of`, and settings that would fit."""
     if free is None:
         return []
     found, memory = [], "memory" if is_on_host(checked.settings.model) else "GPU memory"

@@ -214,10 +214,7 @@ def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
 
 
 def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequence[str]) -> None:
-    """Run this worker's share of every due shared step, as soon as the leading worker begins the step.
-
-    Raises UserError: the stage failed, or another worker is gone.
-    """
+    """Run this worker's share of every due shared step once the leading worker begins it. Raises UserError."""
     for step in steps:
         if not (step.due and step.stage.shared and workers.broadcast(None)):
             continue
@@ -237,10 +234,9 @@ def require_parents(step: Step, workers: Workers) -> None:
 
 
 def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
-    """Validate all settings, then run the due stages, with the record of the run in `folder`.
+    """Validate all settings, then run the due stages, with the record of the run in `folder`. Raises UserError.
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
-    Raises UserError: the settings are wrong, or a stage failed.
     """
     checked, workers = validate(settings), find_workers()
     warn_of_other_stages(settings, overrides)

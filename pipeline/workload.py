@@ -103,10 +103,7 @@ class Cost:
 
 
 def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
-    """Sizes of this run; attention has Q, K, V and output projections.
-
-    `on_host`: tensors are in host memory, which limits `room`.
-    """
+    """Sizes of this run; attention has Q, K, V and output projections. `on_host`: host memory limits `room`."""
     settings, source, shape, workers = checked.settings, checked.source, checked.shape, find_workers()
     hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
     head = int(source.get("head_dim") or hidden // heads)

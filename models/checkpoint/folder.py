@@ -159,23 +159,19 @@ def read_checkpoint(folder: Path) -> dict[str, Entry]:
 
 
 def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
-    """Read all headers: tensors of the intact shards by name, and one error for each damaged part.
-
-    Packed weights are joined into one entry if all shards are intact.
-    """
+    """Read all headers: tensors by name, with packed weights as one entry if all shards are intact; and all errors."""
     try:
         shards, index = list_shards(folder), _read_index(folder)
     except CheckpointError as error:
         return {}, [error]
     stored: dict[str, TensorEntry] = {}
     errors = []
-    there = [os.path.lexists(shard) for shard in shards]
-    missing = [shard.name for shard, found in zip(shards, there, strict=True) if not found]
+    missing = [shard for shard in shards if not os.path.lexists(shard)]
     if len(missing) > 1:  # one error for all: an index may name any number of shards
-        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        names = ", ".join(shard.name for shard in missing[:3]) + (" ..." if len(missing) > 3 else "")
         what = f"{len(missing):,} of {len(shards):,} shards are missing: {names}"
         errors.append(CheckpointError(what, where=str(folder), do=RESTORE))
-        shards = [shard for shard, found in zip(shards, there, strict=True) if found]
+        shards = sorted({*shards}.difference(missing))
     for shard in shards:
         try:
             stored |= read_header(shard)

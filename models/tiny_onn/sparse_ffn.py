@@ -118,13 +118,7 @@ class TinyONNSparseFFN(nn.Module):
     def __init__(
         self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor], pool: TinyONNExperts | None = None
     ) -> None:
-        """Create the layer's own modules.
-
-        Args:
-            config: of the whole model.
-            act_fn: the dense FFN's activation.
-            pool: experts that all layers share; None: the layer has its own.
-        """
+        """`pool`: experts that all layers share; None: the layer has its own."""
         super().__init__()
         self.gate = TinyONNRouter(config)
         if pool is None:
