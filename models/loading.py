@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -122,14 +123,20 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             raise ValueError("it finds no token in plain text")
         if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
-        if isinstance(vocabulary, int) and (beyond := len(tokenizer) - vocabulary) > 0:
-            # Some checkpoints are published so; their text does not contain these tokens.
-            logger.warning("%d added tokens of the tokenizer have no embedding: text must not contain them", beyond)
+        if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
+            _warn_of_tokens(len(tokenizer), vocabulary)
     except Exception as error:  # the files are untrusted, and tokenizer classes raise errors of any type
         _check_config(folder, trust_remote_code=trust_remote_code)
         do = "put the model's tokenizer files beside its config.json"
         raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
     return tokenizer
+
+
+@cache  # every stage loads the same tokenizer
+def _warn_of_tokens(known: int, vocabulary: int) -> None:
+    """Warn of tokens without an embedding. Some checkpoints are published so; their text does not contain them."""
+    beyond = known - vocabulary
+    logger.warning("%d added tokens of the tokenizer have no embedding: text must not contain them", beyond)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
