@@ -1,11 +1,10 @@
 """The dense model and its tokenizer through transformers: frozen, from local files only."""
 
 import ctypes
-import ctypes.util
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -248,9 +247,8 @@ def release_freed_memory() -> None:
     """
     gc.collect()
     torch.cuda.empty_cache()  # does nothing before the first use of a GPU
-    library = ctypes.CDLL(ctypes.util.find_library("c"))
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
