@@ -44,9 +44,7 @@ def involves(settings: Settings, stage: str) -> bool:
     return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
 
-def find_unread(
-    settings: Settings, shape: MoEShape | None = None, width: int = 0, target: MoETarget | None = None
-) -> Unread:
+def find_unread(settings: Settings, shape: MoEShape | None, width: int, target: MoETarget | None = None) -> Unread:
     """Settings that are not read; without a shape (none is carved, or it is unknown) only of groups that need none."""
     found = {
         "scan": settings.scan.unread(),
