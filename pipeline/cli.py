@@ -113,7 +113,11 @@ def sweep_errors(words: Sequence[str]) -> list[UserError]:
     try:
         for number, job in enumerate(jobs):
             name = " ".join([f"job {number},", *(word for word in job if word.partition("=")[0] in swept)])
-            for error in job_errors(job):
+            try:
+                errors = find_errors(compose(job)[0])
+            except ConfigError as error:
+                errors = [error]
+            for error in errors:
                 found[error.what, error.where, error.do].append(name)
     finally:
         logging.disable(logging.NOTSET)
@@ -121,15 +125,6 @@ def sweep_errors(words: Sequence[str]) -> list[UserError]:
         ConfigError(what, where=where if len(names) == len(jobs) else "; ".join(filter(None, [where, *names])), do=do)
         for (what, where, do), names in found.items()
     ]
-
-
-def job_errors(words: Sequence[str]) -> list[UserError]:
-    """The errors of one job of a sweep."""
-    try:
-        settings, _folder = compose(words)
-    except ConfigError as error:
-        return [error]
-    return find_errors(settings)
 
 
 def run_job(settings: Settings, folder: Path, words: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, 
 from pipeline.consistency import Unread, find_unread
 from pipeline.cost import COSTS
 from pipeline.disk import expected_bytes, free_bytes, in_mib
-from pipeline.settings import CHAIN, Settings, Stage, asked_stages, with_ancestors
+from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from pipeline.workload import sizes_of
 from stages.calibration.config import without_random_tokens
@@ -95,7 +95,8 @@ def make_plan(checked: Checked) -> list[Step]:
     wanted = {stage.name for stage in asked}
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
     # Hashing a large model takes long, so stages that are due with any fingerprint are checked before.
-    published = {stage.name for stage in chain if has_results(stage, settings)} - fresh
+    results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")
+    published = {stage.name for stage in chain if any(results.glob(f"{stage.name}/[!.]*/{MANIFEST}"))} - fresh
     surely_due = select_stages(wanted, published, chain)[1]
     require_means(checked, surely_due)
     steps = make_steps(checked)
@@ -203,12 +204,6 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
     return used, due
 
 
-def has_results(stage: Stage, settings: Settings) -> bool:
-    """Whether a result of this stage and model is published, with any fingerprint."""
-    folder = artifact_folder(Path(settings.output_dir), settings.model.label, stage.name, "")
-    return any(folder.glob(f"[!.]*/{MANIFEST}"))
-
-
 def require_means(checked: Checked, due: Collection[str]) -> None:
     """Raises ConfigError or DataError: due stages lack disk space, their device or the hub."""
     settings, stages = checked.settings, [stage for stage in CHAIN if stage.name in due]
@@ -221,18 +216,14 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
         require_hub(settings.data)
 
 
-def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
-    """Due stage → bytes of hidden states on disk while it runs; stages without any are left out."""
-    sizes = sizes_of(checked, on_host=True)
-    found = {name: size for name in due if name in COSTS and (size := COSTS[name](sizes, checked.settings).spilled)}
-    return found if found and is_on_host(checked.settings.model) else {}  # is_on_host last, since it may load torch
-
-
 def require_room(checked: Checked, due: Sequence[str]) -> None:
     """Raises ConfigError: results, and the hidden states of the stage with the most, need more bytes than are free."""
     settings, output_dir = checked.settings, Path(checked.settings.output_dir)
     expected = {name: expected_bytes(name, checked.source, checked.shape, settings.assemble) for name in due}
-    spilled, free = spilled_bytes(checked, due), free_bytes(output_dir)
+    sizes, free = sizes_of(checked, on_host=True), free_bytes(output_dir)
+    spilled = {name: size for name in due if name in COSTS and (size := COSTS[name](sizes, settings).spilled)}
+    if spilled and not is_on_host(settings.model):  # asked last, since it may load torch
+        spilled = {}
     written, most = sum(expected.values()), max(spilled.values(), default=0)
     if written + most > free:
         what = f"about {in_mib(written + most)} will be written, {in_mib(free)} are free"
