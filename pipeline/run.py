@@ -150,8 +150,8 @@ class Runner:
             for name, folder in step.parents.items():
                 self.verify(name, folder)
             log.info("%-9s running", step.stage.name)
-            start_measuring()
             start = time.perf_counter()
+            start_measuring()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
             artifacts.publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
