@@ -139,11 +139,9 @@ class _Check:
                 absent[name] = WANTED[module]
         for versions in self.found.values():
             for module, version in versions.items():
-                if module in OLDEST and _numbers(version) < OLDEST[module]:
-                    oldest = ".".join(map(str, OLDEST[module]))
-                    absent[f"{module} {version}"] = (
-                        f"too old: pip install --upgrade '{module.replace('_cpp', '-cpp-python')}>={oldest}'"
-                    )
+                if _numbers(version) < OLDEST[module]:
+                    package, oldest = module.replace("_cpp", "-cpp-python"), ".".join(map(str, OLDEST[module]))
+                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{package}>={oldest}'"
         return absent
 
     def _holding(self, module: str) -> Path | None:
