@@ -115,8 +115,8 @@ def sweep_errors(words: Sequence[str]) -> list[UserError]:
             name = " ".join([f"job {number},", *(word for word in job if word.partition("=")[0] in swept)])
             try:
                 errors = find_errors(compose(job)[0])
-            except ConfigError as error:
-                errors = [error]
+            except ConfigError as wrong:
+                errors = [wrong]
             for error in errors:
                 found[error.what, error.where, error.do].append(name)
     finally:

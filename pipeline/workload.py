@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import inf
 
+from models.config import MoEShape
 from models.targets.config import count_dense, source_dtype
 from pipeline.disk import BYTES
 from pipeline.validate import Checked
@@ -25,13 +26,13 @@ class Sizes:
     length: int  # tokens of a sequence
     parameters: int
     stored: int  # bytes of a weight on disk
-    experts: int = 0  # E
-    n: int = 0  # neurons of an expert
-    top_k: int = 0  # K, chosen for a token
-    always_on: int = 0  # S neurons
-    dense: int = 0  # layers whose FFN is not carved
-    processes: int = 1
-    room: float = inf  # bytes of memory for hidden states, per process; the excess is stored on disk
+    experts: int  # E
+    n: int  # neurons of an expert
+    top_k: int  # K, chosen for a token
+    always_on: int  # S neurons
+    dense: int  # layers whose FFN is not carved
+    processes: int
+    room: float  # bytes of memory for hidden states, per process; the excess is stored on disk
 
     @property
     def active(self) -> int:
@@ -104,14 +105,14 @@ class Cost:
 
 def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
     """Sizes of this run; attention has Q, K, V and output projections. `on_host`: host memory limits `room`."""
-    settings, source, shape, workers = checked.settings, checked.source, checked.shape, find_workers()
+    settings, source, workers = checked.settings, checked.source, find_workers()
+    shape = checked.shape or MoEShape(0, 0, 0, 0)
     hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
     head = int(source.get("head_dim") or hidden // heads)
     keys = int(source.get("num_key_value_heads") or heads)
-    dials = (shape.experts, shape.n, shape.top_k, shape.always_on, len(shape.dense_layers)) if shape else ()
     return Sizes(
         int(source["num_hidden_layers"]), hidden, int(source["intermediate_size"]), int(source["vocab_size"]),
         2 * hidden * head * (heads + keys), heads * head, settings.data.max_length, count_dense(source).total,
-        BYTES.get(source_dtype(source) or "", 2), *dials, processes=workers.world,
-        room=memory_limit(settings.model, workers.local_world) if on_host else inf,
+        BYTES.get(source_dtype(source) or "", 2), shape.experts, shape.n, shape.top_k, shape.always_on,
+        len(shape.dense_layers), workers.world, memory_limit(settings.model, workers.local_world) if on_host else inf,
     )  # fmt: skip
