@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config import MoEShape
-from models.targets.base import BLOCK, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
+from models.targets.base import BLOCK, RUNTIMES, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,12 @@ class CarveFacts:
     projection: str  # result of stage=project, or a note that it has not run
     pad_to: int | None = None
     activation: str = "silu"
+
+    @property
+    def name(self) -> str:
+        """A repository's name or the last part of a folder's path, without characters of markup."""
+        source = self.source if _REPOSITORY.fullmatch(self.source) else Path(self.source).name
+        return re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
 
 
 # owner/name on the hub; any other source is a folder.
@@ -47,10 +53,8 @@ def copy_card(source: Path, folder: Path, training: str) -> None:
 
 def render_card(facts: CarveFacts) -> str:
     """The card as Markdown, with the front matter that hubs read."""
-    # A hub repository keeps its name, a folder gives the last part of its path; characters of markup are replaced.
-    source = facts.source if _REPOSITORY.fullmatch(facts.source) else Path(facts.source).name
-    share = f"{facts.shape.active_share(facts.width, facts.layers):.0%}"
-    shape, name = facts.shape, re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
+    shape, name = facts.shape, facts.name
+    share = f"{shape.active_share(facts.width, facts.layers):.0%}"
     remote_code = ", trust_remote_code=True" if facts.target.is_tiny_onn else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to, facts.activation))
     return f"""---
@@ -115,8 +119,7 @@ def suitable_runtimes(
             "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
         )
     if width != shape.n:
-        multiple = pad_to or (8 if width % BLOCK else BLOCK)
-        why = f"a multiple of {multiple}"
+        why = f"a multiple of {pad_to or (8 if width % BLOCK else BLOCK)}"
         lines.append(f"Experts are padded with zero neurons to {width}, {why}; the output is the same.")
     if shared > shape.always_on:
         lines.append(f"{shape.always_on} always-on neurons are padded with zero neurons to {shared}.")
@@ -128,7 +131,7 @@ def suitable_runtimes(
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
     lines += [f"{name}: {fault}." for name, fault in target.faults(shape, activation).items()]
-    if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in target.runtimes]:
+    if absent := [name for name in RUNTIMES if name not in target.runtimes]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines
 

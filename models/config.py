@@ -45,6 +45,21 @@ class ModelConfig:
         return str(self.name) if self.kind == "hub" else local
 
 
+# Device files of CUDA (desktop, Jetson, WSL) and ROCm.
+DRIVERS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")
+
+
+def is_on_host(model: ModelConfig) -> bool:
+    """Whether the model computes on the CPU. Imports torch only for `auto` on a system with drivers of a GPU."""
+    if model.device != "auto":
+        return model.device == "cpu"
+    if "torch" not in sys.modules and sys.platform != "win32" and not any(map(list, map(Path("/dev").glob, DRIVERS))):
+        return True
+    import torch  # noqa: PLC0415 - slow to import
+
+    return not torch.cuda.is_available()
+
+
 def setting_word(key: str, value: str) -> str:
     """`key=value` for the command line, with the quotes that the shell and Hydra need."""
     if re.fullmatch(r"[\w./:+-]+( [\w./:+-]+)*", value):
@@ -125,18 +140,13 @@ def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterato
     """Yield an error for quantisation that the installation or the checkpoint does not support."""
     stored, asked = stored_quantization(config), model.quantization
     if stored not in {None, "nf4", "fp4", "int8"}:
-        yield CheckpointError(
-            f"weights quantised by {stored} cannot be sliced",
-            where="quantization_config in config.json",
-            do="give the unquantised checkpoint, or one stored by bitsandbytes",
-        )
+        what, where = f"weights quantised by {stored} cannot be sliced", "quantization_config in config.json"
+        yield CheckpointError(what, where=where, do="give the unquantised checkpoint, or one stored by bitsandbytes")
         return
     if stored and asked not in {"none", stored}:
-        yield ConfigError(
-            f"model.quantization={asked}, but the checkpoint is stored in {stored}",
-            where="model.quantization",
-            do="model.quantization=none, which takes it as it is, or give the unquantised checkpoint",
-        )
+        what = f"model.quantization={asked}, but the checkpoint is stored in {stored}"
+        do = "model.quantization=none, which takes it as it is, or give the unquantised checkpoint"
+        yield ConfigError(what, where="model.quantization", do=do)
     if (stored or asked != "none") and not find_spec("bitsandbytes"):
         yield _missing_bitsandbytes(f"a checkpoint stored in {stored}" if stored else f"model.quantization={asked}")
 
@@ -145,11 +155,9 @@ def _missing_bitsandbytes(what: str) -> ConfigError:
     """The error for a missing bitsandbytes, with the remedy for this platform."""
     platform = f"{sys.platform} {machine()}"
     known = platform in _PLATFORMS
-    return ConfigError(
-        f"{what} needs the package bitsandbytes" + ("" if known else f", which is not made for {platform}"),
-        where="model.quantization",
-        do="pip install -e '.[quantization]'" if known else "model.quantization=none and an unquantised checkpoint",
-    )
+    what = f"{what} needs the package bitsandbytes" + ("" if known else f", which is not made for {platform}")
+    do = "pip install -e '.[quantization]'" if known else "model.quantization=none and an unquantised checkpoint"
+    return ConfigError(what, where="model.quantization", do=do)
 
 
 def import_bitsandbytes(what: str = "quantisation") -> ModuleType:
@@ -176,11 +184,8 @@ def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
         if amount is None:
             continue
         if model.device_map == "none" and name != "hidden_memory":
-            yield ConfigError(
-                f"model.{name}={amount} has no effect on a model that is all on one device",
-                where=f"model.{name}",
-                do=f"model.device_map=auto model.{name}={amount}",
-            )
+            what = f"model.{name}={amount} has no effect on a model that is all on one device"
+            yield ConfigError(what, where=f"model.{name}", do=f"model.device_map=auto model.{name}={amount}")
         if not _MEMORY.fullmatch(amount):
             yield ConfigError(
                 f"model.{name}={amount} is no amount of memory", where=f"model.{name}", do=f"model.{name}=20GiB"

@@ -8,13 +8,8 @@ from typing import Any, TypeGuard
 from instruments.errors import CheckpointError
 
 # Part → name of the fused tensor. Gate and up have half of its rows each; q, k and v have their heads' rows.
-_FUSED = {
-    "mlp.gate_proj": "mlp.gate_up_proj",
-    "mlp.up_proj": "mlp.gate_up_proj",
-    "self_attn.q_proj": "self_attn.qkv_proj",
-    "self_attn.k_proj": "self_attn.qkv_proj",
-    "self_attn.v_proj": "self_attn.qkv_proj",
-}
+_FUSED = {f"mlp.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")}
+_FUSED |= {f"self_attn.{part}_proj": "self_attn.qkv_proj" for part in "qkv"}
 
 
 def fused_name(name: str) -> str:
@@ -101,22 +96,15 @@ class DenseFamily:
 
 
 _LLAMA_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
+_MISTRAL_DEFAULTS = {
+    **_LLAMA_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+}  # fmt: skip
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 _OLMO2_DEFAULTS = {"pad_token_id": 1, "eos_token_id": 50279, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 _PHI3_DEFAULTS = {
-    "bos_token_id": 1,
-    "eos_token_id": 32000,
-    "pad_token_id": 32000,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "sliding_window": None,
-}
+    "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": None,
+}  # fmt: skip
 # Only TinyONN can hold these families, and it copies their config.json: only keys that affect shapes are needed here.
 _GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 _SMOLLM3_DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True}
@@ -149,11 +137,9 @@ def dense_family(config: Mapping[str, Any]) -> DenseFamily:
     if isinstance(model_type, str) and model_type in DENSE_FAMILIES:
         return DENSE_FAMILIES[model_type]
     reason = "has no gated FFN" if _UNGATED.fullmatch(str(model_type)) else "is not supported"
-    raise CheckpointError(
-        f"architecture {repr(model_type)[:100]} {reason}",
-        where="model_type in config.json",
-        do=f"choose a dense model of one of these: {', '.join(sorted(DENSE_FAMILIES))}",
-    )
+    what = f"architecture {repr(model_type)[:100]} {reason}"
+    do = f"choose a dense model of one of these: {', '.join(sorted(DENSE_FAMILIES))}"
+    raise CheckpointError(what, where="model_type in config.json", do=do)
 
 
 def keeps_tied(config: Mapping[str, Any]) -> bool:
@@ -180,19 +166,17 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _is_tokens(value: object) -> bool:
-    return all(
-        type(token) is int and abs(token) <= _LARGEST for token in (value if isinstance(value, list) else [value])
-    )
+    tokens = value if isinstance(value, list) else [value]
+    return all(type(token) is int and abs(token) <= _LARGEST for token in tokens)
 
 
 def _is_rope(value: object) -> bool:
     """Whether this is a position encoding: numbers, lists of numbers and a type; or such an object per layer type."""
-    if not isinstance(value, dict) or not all(
-        isinstance(value.get(key, ""), str | None) for key in ("rope_type", "type")
-    ):
+    if not isinstance(value, dict):
         return False
-    sizes = [value[key] for key in ("factor", "rope_theta", "original_max_position_embeddings") if key in value]
-    if not all(size is None or (_is_number(size) and size > 0) for size in sizes):
+    sizes = [value.get(key) for key in ("factor", "rope_theta", "original_max_position_embeddings")]
+    named = all(isinstance(value.get(key), str | None) for key in ("rope_type", "type"))
+    if not named or not all(size is None or (_is_number(size) and size > 0) for size in sizes):
         return False
     numbers = [item for item in value.values() if isinstance(item, int | float) and not isinstance(item, bool)]
     lists = [item for item in value.values() if isinstance(item, list)]
@@ -231,14 +215,11 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
 
 def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
     """Errors for values in config.json that no dense model has: negative or infinite sizes, wrong types."""
-    problems = []
     absent = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), int)]
-    if absent:
-        problems.append((f"config.json gives no number for {', '.join(absent)}", ""))
+    problems = [(f"config.json gives no number for {', '.join(absent)}", "")] if absent else []
+    given = {key: value for key, value in config.items() if value is not None and key not in absent}
     wrong = [
-        f"{key}={repr(config[key])[:60]}"
-        for key, holds in _KINDS.items()
-        if key not in absent and config.get(key) is not None and not holds(config[key])
+        f"{key}={repr(given[key])[:60]}" for key, holds in _KINDS.items() if key in given and not holds(given[key])
     ]
     if wrong:
         problems.append(("config.json holds values that no model has", ", ".join(wrong)))
@@ -280,9 +261,8 @@ def check_tensors(
         return [CheckpointError(what, where="num_hidden_layers in config.json", do=_BELONGS)]
     embedding = (int(config["vocab_size"]), hidden)
     expected: dict[str, tuple[int, ...]] = {family.embedding: embedding, family.final_norm: (hidden,)}
-    of_layer = family.layer_shapes(config)
-    for layer in range(layers):
-        expected |= {name.format(layer=layer): shape for name, shape in of_layer.items()}
+    for name, shape in family.layer_shapes(config).items():
+        expected |= {name.format(layer=layer): shape for layer in range(layers)}
     if family.head in shapes or not keeps_tied(config):
         expected[family.head] = embedding
     ignored = {_UNUSED.format(layer=layer) for layer in range(layers)}
@@ -294,12 +274,8 @@ def check_tensors(
             f"{name} is {shapes[name]}, not {expected[name]}" for name in both if shapes[name] != expected[name]
         ],
     }
-    return [
-        CheckpointError(
-            f"{len(names)} {what}",
-            where=", ".join(name[:200] for name in names[:3]) + (" ..." if len(names) > 3 else ""),
-            do=_BELONGS,
-        )
-        for what, names in problems.items()
-        if names
-    ]
+    found = []
+    for what, names in problems.items():
+        where = ", ".join(name[:200] for name in names[:3]) + (" ..." if len(names) > 3 else "")
+        found += [CheckpointError(f"{len(names)} {what}", where=where, do=_BELONGS)] if names else []
+    return found

@@ -82,40 +82,29 @@ def emit_checkpoint(
     """Write a Hugging Face folder that transformers loads, without remote code unless the target is TinyONN.
 
     config.json is written last: an interrupted write leaves no checkpoint. `target` must pass `check_target`. For each
-    layer, `routers` gives ``(E, D)`` rows, written unchanged; `selection_bias` an ``(E,)`` bias that affects only the
-    choice; `experts` unscaled experts, to which `gate_scale_of` is applied here. Down may be in fp32; it is rounded
-    once, to the number format of its gate. A pool holds the layers' experts in layer order. With dtype=source every
-    tensor keeps its number format, and routers take the format in config.json. `pad_to`: see `expert_width`.
+    layer, `routers` gives ``(E, D)`` rows, written unchanged; `selection_bias` an ``(E,)`` bias of the choice only;
+    `experts` unscaled experts, which are scaled here, and down rounded once to the number format of its gate. A pool
+    holds them in layer order. With dtype=source every tensor keeps its number format, and routers take that of
+    config.json. `pad_to`: see `expert_width`.
     Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
     if out_folder.resolve() == source_folder.resolve():
         raise CheckpointError("the MoE would overwrite its source", where=str(out_folder), do="choose another folder")
     with ShardReader(source_folder) as reader, ShardWriter(out_folder) as writer:
-        config, family, main_dtype = reader.config, reader.family, _main_dtype(reader, dtype)
-        cast = None if dtype == "source" else main_dtype
-        emission = _Emission(reader, writer, target, shape, pad_to, main_dtype, cast)
-        emission.copy(family.embedding)
-        for layer in tqdm(range(config["num_hidden_layers"]), desc="write checkpoint", unit="layer"):
-            dense = layer in shape.dense_layers
-            kept = [*family.kept(layer, config), *(family.ffn(layer) if dense else ())]
-            for name in family.stored(kept) if target.is_tiny_onn else kept:
-                emission.copy(name)
-            if dense:
-                continue
-            emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
-            emission.add_experts(layer, experts(layer))
-        if shape.pooled:
-            emission.add_pool()
-        emission.copy(family.final_norm)
-        if not (target.is_tiny_onn and keeps_tied(config)):
-            # Some runtimes do not tie embeddings, even if config.json says so.
-            emission.copy(family.head if family.head in reader.names else family.embedding, family.head)
+        emission = _Emission(reader, writer, target, shape, pad_to, _main_dtype(reader, dtype), dtype == "source")
+        emission.copy(reader.family.embedding)
+        for layer in tqdm(range(reader.config["num_hidden_layers"]), desc="write checkpoint", unit="layer"):
+            emission.copy_layer(layer)
+            if layer not in shape.dense_layers:
+                emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
+                emission.add_experts(layer, experts(layer))
+        emission.finish()
     copy_tokenizer_files(source_folder, out_folder)
     if target.is_tiny_onn:
         copy_code(out_folder)
-    moe_config = emit_config(config, target, shape, str(main_dtype).removeprefix("torch."), pad_to)
-    (out_folder / "config.json").write_text(json.dumps(moe_config, indent=2) + "\n", encoding="utf-8")
+    config = emit_config(reader.config, target, shape, str(emission.main_dtype).removeprefix("torch."), pad_to)
+    (out_folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
@@ -145,18 +134,34 @@ class _Emission:
     shape: MoEShape
     pad_to: int | None
     main_dtype: torch.dtype
-    cast: torch.dtype | None  # None: every tensor keeps its number format
+    keeps_dtypes: bool  # every tensor keeps its number format; otherwise all get `main_dtype`
     pool: list[Projections] = field(default_factory=list)
 
     def copy(self, name: str, out_name: str | None = None) -> None:
         self._add(out_name or name, self.reader.tensor(name))
 
+    def copy_layer(self, layer: int) -> None:
+        """Copy attention and norms, and the FFN of a layer that stays dense."""
+        family, dense = self.reader.family, layer in self.shape.dense_layers
+        names = [*family.kept(layer, self.reader.config), *(family.ffn(layer) if dense else ())]
+        for name in family.stored(names) if self.target.is_tiny_onn else names:
+            self.copy(name)
+
+    def finish(self) -> None:
+        """Write the experts of all layers as one pool, the final norm and the output embedding."""
+        if self.shape.pooled:
+            self._add_pool()
+        family = self.reader.family
+        self.copy(family.final_norm)
+        if not (self.target.is_tiny_onn and keeps_tied(self.reader.config)):
+            # Some runtimes do not tie embeddings, even if config.json says so.
+            self.copy(family.head if family.head in self.reader.names else family.embedding, family.head)
+
     def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:
         experts = self.shape.experts
         if router_ED.ndim != 2 or len(router_ED) != experts:
-            raise ContractError(
-                f"router of shape {tuple(router_ED.shape)} for {experts} experts", where=f"layer {layer}"
-            )
+            what = f"router of shape {tuple(router_ED.shape)} for {experts} experts"
+            raise ContractError(what, where=f"layer {layer}")
         self.writer.add(self.target.router.format(layer=layer), router_ED.to(self.main_dtype))
         if self.target.selection_bias:
             bias_E = torch.zeros(experts) if bias_E is None else bias_E.float() * self.target.selection_bias_scale
@@ -185,17 +190,15 @@ class _Emission:
             row_1D = torch.full((1, experts.gate_END.shape[2]), tiny, dtype=self.main_dtype)
             self.writer.add(target.shared_router.format(layer=layer), row_1D)
 
-    def add_pool(self) -> None:
-        """Write the experts of all layers as one pool."""
+    def _add_pool(self) -> None:
         assert self.target.packed_pool is not None, "checked by check_target"
         gate, up, down = (torch.cat(parts) for parts in zip(*self.pool, strict=True))
         if len(gate) != self.shape.experts:
-            raise ContractError(
-                f"the layers give {len(gate)} experts, not {self.shape.experts}", do="stage=extract fresh=true"
-            )
+            what = f"the layers give {len(gate)} experts, not {self.shape.experts}"
+            raise ContractError(what, do="stage=extract fresh=true")
         self.pool = []
-        scale = gate_scale_of(self.target, self.shape)
-        self._add_ffn(self.target.packed_pool, 0, (gate, up, down), scale.down_scale)
+        down_scale = gate_scale_of(self.target, self.shape).down_scale
+        self._add_ffn(self.target.packed_pool, 0, (gate, up, down), down_scale)
 
     def _add_ffn(self, names: tuple[str, ...], layer: int, weights: Projections, down_scale: float) -> None:
         """Write gate, up and down under three names; or gate above up under one, down under another.
@@ -207,10 +210,11 @@ class _Emission:
         *row_names, down_name = (name.format(layer=layer) for name in names)
         for name, tensor in zip(row_names, rows, strict=True):
             self._add(name, tensor)
-        self.writer.add(down_name, _scaled(down_name, down, down_scale, self.cast or gate.dtype))
+        dtype = gate.dtype if self.keeps_dtypes else self.main_dtype
+        self.writer.add(down_name, _scaled(down_name, down, down_scale, dtype))
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        self.writer.add(name, tensor if self.cast is None else tensor.to(self.cast))
+        self.writer.add(name, tensor if self.keeps_dtypes else tensor.to(self.main_dtype))
 
 
 def _widened(weights: Projections, width: int) -> Projections:
@@ -228,11 +232,9 @@ def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tens
         return weight.to(dtype)
     scaled = (weight.float() * scale).to(dtype)
     if not scaled.isfinite().all():
-        raise NumericsError(
-            f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}",
-            where=name,
-            do="assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights",
-        )
+        what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
+        do = "assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
+        raise NumericsError(what, where=name, do=do)
     return scaled
 
 
@@ -240,12 +242,9 @@ def _check_shape(layer: int, experts: ExpertWeights, shape: MoEShape) -> None:
     count, n = experts.gate_END.shape[:2]
     found = (count, n, len(experts.shared_gate_SD))
     wanted = (shape.experts, shape.n, shape.always_on)
-    if shape.pooled:  # a layer may give any number of experts, or none; `add_pool` checks the sum
+    if shape.pooled:  # a layer may give any number of experts, or none; `_add_pool` checks the sum
         wanted = (count, shape.n if count else n, shape.always_on)
     if found != wanted:
         described = "{} experts of {} neurons and {} always-on neurons"
-        raise ContractError(
-            f"{described.format(*found)}, not {described.format(*wanted)}",
-            where=f"layer {layer}",
-            do="stage=extract fresh=true",
-        )
+        what = f"{described.format(*found)}, not {described.format(*wanted)}"
+        raise ContractError(what, where=f"layer {layer}", do="stage=extract fresh=true")

@@ -32,11 +32,7 @@ class ExpertWeights:
 
 
 def slice_experts(
-    reader: ShardReader,
-    family: DenseFamily,
-    layer: int,
-    neurons_EN: Int[Tensor, "E N"],
-    always_on_S: Int[Tensor, "S"],
+    reader: ShardReader, family: DenseFamily, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
 ) -> ExpertWeights:
     """Copy rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
     return _slice(map(reader.tensor, family.ffn(layer)), neurons_EN, always_on_S)
@@ -176,10 +172,8 @@ class ExpertLoop:
     def part(self, index: int, parts: int) -> "ExpertLoop":
         """Every `parts`-th expert and always-on neuron from `index` on; the parts' outputs sum to the layer's."""
         held, experts = slice(index, None, parts), self.experts
-        weights = {
-            name: weight[:, held] if name == "shared_down_DS" else weight[held]
-            for name, weight in vars(experts).items()
-        }
+        weights = {name: weight[held] for name, weight in vars(experts).items()}
+        weights["shared_down_DS"] = experts.shared_down_DS[:, held]
         copied = ExpertWeights(**{name: weight.contiguous() for name, weight in weights.items()})
         return replace(self, experts=copied, neurons_EN=self.neurons_EN[held], always_S=self.always_S[held], held=held)
 

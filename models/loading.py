@@ -1,11 +1,11 @@
 """The dense model and its tokenizer through transformers: frozen, from local files only."""
 
 import ctypes
-import ctypes.util
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -77,11 +77,9 @@ def separate_fused(model: PreTrainedModel) -> None:
             continue
         whole_GD = fused.gate_up_proj.weight
         if type(fused.gate_up_proj) is not nn.Linear or whole_GD.device == torch.device("meta"):
-            raise ConfigError(
-                "gate and up are one weight, which cannot be split where it is quantised or offloaded",
-                where=f"layer {index}, gate_up_proj",
-                do="model.quantization=none model.device_map=none, or a source that keeps them apart",
-            )
+            what = "gate and up are one weight, which cannot be split where it is quantised or offloaded"
+            do = "model.quantization=none model.device_map=none, or a source that keeps them apart"
+            raise ConfigError(what, where=f"layer {index}, gate_up_proj", do=do)
         gate_FD, up_FD = whole_GD.detach().chunk(2)
         layer.mlp = TinyONNExpert.from_tensors(gate_FD, up_FD, fused.down_proj.weight, fused.activation_fn)
         layer.mlp.requires_grad_(whole_GD.requires_grad)
@@ -98,11 +96,8 @@ def resolve_device(model: ModelConfig) -> torch.device:
         raise ConfigError(f"unknown device {model.device!r}", where="model.device", do="model.device=auto") from error
     found = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
     if (device.index or 0) >= found:
-        raise ConfigError(
-            f"device {model.device} is not here: {found} GPUs found",
-            where="model.device",
-            do="model.device=auto, or model.device=cpu",
-        )
+        what = f"device {model.device} is not here: {found} GPUs found"
+        raise ConfigError(what, where="model.device", do="model.device=auto, or model.device=cpu")
     return device
 
 
@@ -127,14 +122,20 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             raise ValueError("it finds no token in plain text")
         if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
-        if isinstance(vocabulary, int) and (beyond := len(tokenizer) - vocabulary) > 0:
-            # Some checkpoints are published so; their text does not contain these tokens.
-            logger.warning("%d added tokens of the tokenizer have no embedding: text must not contain them", beyond)
+        if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
+            _warn_of_tokens(len(tokenizer), vocabulary)
     except Exception as error:  # the files are untrusted, and tokenizer classes raise errors of any type
         _check_config(folder, trust_remote_code=trust_remote_code)
         do = "put the model's tokenizer files beside its config.json"
         raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
     return tokenizer
+
+
+@cache  # every stage loads the same tokenizer
+def _warn_of_tokens(known: int, vocabulary: int) -> None:
+    """Warn of tokens without an embedding. Some checkpoints are published so; their text does not contain them."""
+    beyond = known - vocabulary
+    logger.warning("%d added tokens of the tokenizer have no embedding: text must not contain them", beyond)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -189,11 +190,9 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         )
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
     if drawn:
-        raise CheckpointError(
-            f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape",
-            where=f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else ""),
-            do=_BELONGS,
-        )
+        what = f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape"
+        where = f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else "")
+        raise CheckpointError(what, where=where, do=_BELONGS)
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
 
@@ -248,9 +247,8 @@ def release_freed_memory() -> None:
     """
     gc.collect()
     torch.cuda.empty_cache()  # does nothing before the first use of a GPU
-    library = ctypes.CDLL(ctypes.util.find_library("c"))
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -39,11 +39,9 @@ def require_bitsandbytes(quantization: str) -> None:
 
         validate_bnb_backend_availability(raise_exception=True)
     except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"bitsandbytes cannot be used here: {str(error).splitlines()[0]}",
-            where=f"weights in {quantization}",
-            do="pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint",
-        ) from error
+        what = f"bitsandbytes cannot be used here: {str(error).splitlines()[0]}"
+        do = "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
+        raise ConfigError(what, where=f"weights in {quantization}", do=do) from error
 
 
 @contextmanager
@@ -54,11 +52,9 @@ def explained_offload(model: ModelConfig) -> Iterator[None]:
     except ValueError as error:
         if "dispatched on the CPU or the disk" not in str(error):
             raise
-        raise ConfigError(
-            "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices",
-            where=f"model.device_map={model.device_map}",
-            do="model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory",
-        ) from error
+        what = "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices"
+        do = "model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
+        raise ConfigError(what, where=f"model.device_map={model.device_map}", do=do) from error
 
 
 def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:

@@ -15,29 +15,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from instruments.durable import hash_file
 from instruments.errors import CheckpointError, ConfigError, UserError
-from models.checkpoint.folder import (
-    GIVE_FOLDER,
-    INDEX,
-    LICENCES,
-    SINGLE,
-    TOKENIZER_PATTERNS,
-    Entry,
-    PackedEntry,
-    check_shards,
-    expand_user,
-    list_shards,
-    missing_weights,
-    read_json,
-    require_folder,
-)
+from models.checkpoint import folder as checkpoint
 from models.config import ModelConfig, check_kind, check_placement, check_quantization, stored_quantization
 from models.dense import check_features, check_tensors, check_values, dense_family
 
 # Not every *.safetensors: some repositories hold a second copy of the weights under another name.
-_FILES = ["model*.safetensors", "*.json", *TOKENIZER_PATTERNS, *LICENCES]
+_FILES = ["model*.safetensors", "*.json", *checkpoint.TOKENIZER_PATTERNS, *checkpoint.LICENCES]
 
 # Files that affect the result, apart from the weights; generation_config.json is copied into the carved checkpoint.
-_RESULT_FILES = ["*.json", *TOKENIZER_PATTERNS]
+_RESULT_FILES = ["*.json", *checkpoint.TOKENIZER_PATTERNS]
 
 # Remedy when the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
@@ -93,11 +79,9 @@ def _missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
     """The error when the hub does not answer and `what` is not in the cache."""
     offline = offline_by_choice()
     silence = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached at {constants.ENDPOINT}"
-    return CheckpointError(
-        f"{silence} and {what} not in the cache",
-        where=_place(model),
-        do=f"{'HF_HUB_OFFLINE=0 before the command' if offline else CONNECT}, or model=local model.path=<its folder>",
-    )
+    what = f"{silence} and {what} not in the cache"
+    do = f"{'HF_HUB_OFFLINE=0 before the command' if offline else CONNECT}, or model=local model.path=<its folder>"
+    return CheckpointError(what, where=_place(model), do=do)
 
 
 def _place(model: ModelConfig) -> str:
@@ -140,7 +124,7 @@ def _config_folder(model: ModelConfig) -> Path:
             return Path(hf_hub_download(name, "config.json", revision=model.revision, local_files_only=cached)).parent
     if model.path is None:
         raise ConfigError("model=local needs a folder", where="model.path", do="model.path=<folder of the checkpoint>")
-    return expand_user(model.path)
+    return checkpoint.expand_user(model.path)
 
 
 def read_source_config(model: ModelConfig) -> dict[str, Any]:
@@ -150,13 +134,12 @@ def read_source_config(model: ModelConfig) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder. Raises CheckpointError."""
-    path = require_folder(folder) / "config.json"
+    path = checkpoint.require_folder(folder) / "config.json"
     try:
-        config = read_json(path)
+        config = checkpoint.read_json(path)
     except OSError as error:
-        raise CheckpointError(
-            f"no checkpoint: cannot read config.json ({error.strerror})", where=str(folder), do=GIVE_FOLDER
-        ) from error
+        what = f"no checkpoint: cannot read config.json ({error.strerror})"
+        raise CheckpointError(what, where=str(folder), do=checkpoint.GIVE_FOLDER) from error
     except ValueError as error:
         raise CheckpointError(f"config.json is no JSON: {error}", where=str(path), do="download it again") from error
     if not isinstance(config, dict):
@@ -176,7 +159,7 @@ def check_source(model: ModelConfig) -> list[UserError]:
     errors = [*check_placement(model), *_check_config(model, config), *wrong_weights]
     if errors or entries is None:
         return errors
-    packed = [name for name, entry in entries.items() if isinstance(entry, PackedEntry)]
+    packed = [name for name, entry in entries.items() if isinstance(entry, checkpoint.PackedEntry)]
     if packed and not stored_quantization(config):
         what = f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it"
         where = ", ".join(packed[:3]) + (" ..." if len(packed) > 3 else "")
@@ -200,20 +183,20 @@ def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]
     return [*check_quantization(model, config), *check_features(config, family)]
 
 
-def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, Sequence[UserError]]:
+def _check_weights(model: ModelConfig) -> tuple[dict[str, checkpoint.Entry] | None, Sequence[UserError]]:
     """The tensors of a local checkpoint, None for a hub model; and errors about the weights."""
     if model.kind != "hub":
-        return check_shards(_config_folder(model))
-    names = None
+        return checkpoint.check_shards(_config_folder(model))
+    names, weights = None, {checkpoint.SINGLE, checkpoint.INDEX}
     if hub_answers():
         with suppress(OSError):
             files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
             names = [file.filename for file in files]
     if names is None:
         # Without the hub, cached weights are checked when they are read.
-        cached = any((_config_folder(model) / name).exists() for name in (SINGLE, INDEX))
+        cached = any((_config_folder(model) / name).exists() for name in weights)
         return None, [] if cached else [_missing_from_cache(model, "the model's weights are")]
-    return None, [] if {SINGLE, INDEX} & set(names) else [missing_weights(_repository(model), names)]
+    return None, [] if weights & {*names} else [checkpoint.missing_weights(_repository(model), names)]
 
 
 def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:
@@ -224,4 +207,4 @@ def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_f
         return {"name": model.name, "commit": folder.name}
     patterns = [*_RESULT_FILES, "*.py"] if model.trust_remote_code else _RESULT_FILES
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return {"files": {path.name: hash_of(path) for path in sorted(files | {*list_shards(folder)})}}
+    return {"files": {path.name: hash_of(path) for path in sorted(files | {*checkpoint.list_shards(folder)})}}

@@ -103,17 +103,17 @@ class LayerStream(AbstractContextManager["LayerStream"]):
     or capped logits need no code here.
     """
 
-    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """Read the configuration; weights are read when they are needed."""
-        self.device, self.dtype = device, dtype
+    def __init__(self, folder: Path, *, device: torch.device) -> None:
+        """Read the configuration; weights are read when they are needed, and computed with in fp32."""
+        self.device = device
         self._reader = ShardReader(folder)
         self._family = self._reader.family
         with explained_loading(folder), torch.device("meta"):
             self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._skeleton = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
+            self._skeleton = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
         small = copy.deepcopy(self.config)
         small.num_hidden_layers, small.vocab_size, small.pad_token_id = 0, 1, None
-        self._model = AutoModelForCausalLM.from_config(small, dtype=dtype).eval().to(device)
+        self._model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval().to(device)
         self._decoder = self._model.get_decoder()
         self._norm, self._decoder.norm = self._decoder.norm, nn.Identity()
         self._stand_ins = [_LayerStandIn(layer) for layer in self._skeleton.get_decoder().layers]
@@ -132,7 +132,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         for ids_BT in batches:
             # Only the rows in use are cast and moved.
             used, rows_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
-            rows_UD = table_VD[used].to(self.device, self.dtype)
+            rows_UD = table_VD[used].to(self.device, torch.float32)
             self._decoder.embed_tokens.weight = nn.Parameter(rows_UD, requires_grad=False)
             self._decoder(input_ids=rows_BT.to(self.device), use_cache=False)
             yield self._stand_ins[0].hidden
@@ -168,7 +168,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         return logits
 
     def _tensor(self, name: str) -> Tensor:
-        return self._reader.tensor(name).to(self.device, self.dtype)
+        return self._reader.tensor(name).to(self.device, torch.float32)
 
     def _arguments(self, index: int, length: int) -> dict[str, Any]:
         return self._arguments_of_length(length)[index]
@@ -176,6 +176,6 @@ class LayerStream(AbstractContextManager["LayerStream"]):
     @torch.no_grad()
     def _layer_arguments(self, length: int) -> list[dict[str, Any]]:
         """Each layer's arguments other than hidden states; those for one sequence serve any batch size."""
-        like_1TD = torch.zeros(1, length, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        like_1TD = torch.zeros(1, length, self.config.hidden_size, device=self.device)
         self._decoder(inputs_embeds=like_1TD, use_cache=False)
         return [stand_in.arguments for stand_in in self._stand_ins]

@@ -44,11 +44,8 @@ def parameter_groups(
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
     Shared experts count as experts. Weight decay applies to matrices of experts and the rest, never to routers, norms
-    and biases.
-    Returns:
-        Dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`.
-    Raises:
-        CheckpointError: the model has no routers.
+    and biases. Returns dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`. Raises CheckpointError:
+    the model has no routers.
     """
     find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}
@@ -82,11 +79,9 @@ def router_names(model: nn.Module) -> list[str]:
     """Names of the router modules, in layer order. Raises CheckpointError: there are none."""
     names = [name for name, _ in model.named_parameters() if part_of(name) is Part.ROUTER]
     if not names:
-        raise CheckpointError(
-            "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture",
-            where="names of its parameters",
-            do="load the checkpoint of stage=assemble or stage=project",
-        )
+        what = "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture"
+        do = "load the checkpoint of stage=assemble or stage=project"
+        raise CheckpointError(what, where="names of its parameters", do=do)
     return [name.removesuffix(".weight") for name in names]
 
 

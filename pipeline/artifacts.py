@@ -63,11 +63,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, *, remedy: str) -> "Manifest":
-        """Read `folder/manifest.json`; `remedy` is the command that errors suggest.
-
-        Raises:
-            ContractError: missing, damaged, or naming files outside the folder.
-        """
+        """Read `folder/manifest.json`. Raises ContractError with this remedy: missing, or damaged."""
         path = folder / MANIFEST
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -104,17 +100,12 @@ def is_complete(folder: Path) -> bool:
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Relative path → size and SHA-256, for every file below the folder."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": hash_file(path)} for path in paths
-    }
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: {"size": path.stat().st_size, "sha256": hash_file(path)} for name, path in files.items()}
 
 
 def tensors_hash(folder: Path) -> str:
-    """Hash of the names and hashes of a published folder's tensor files, as its manifest lists them.
-
-    Raises ContractError: the manifest is not readable.
-    """
+    """Hash of a published folder's tensor files by its manifest. Raises ContractError: the manifest is not readable."""
     files = Manifest.read(folder, remedy="").files
     return _seal({name: facts.get("sha256") for name, facts in files.items() if name.endswith(".safetensors")})
 
@@ -144,29 +135,26 @@ class FileHashes:
         digest = hash_file(file)
         if start - status.st_ctime_ns > SETTLED:
             self._known[key] = [*state, digest]
-            self._save()
+            present = {key: value for key, value in self._known.items() if Path(key).exists()}
+            with suppress(OSError):  # a full disk, or another process writes too: the file is hashed again next time
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(self._path) as unfinished:
+                    unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
         return digest
-
-    def _save(self) -> None:
-        present = {key: value for key, value in self._known.items() if Path(key).exists()}
-        with suppress(OSError):  # a full disk, or another process writes too: the file is hashed again next time
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._path) as unfinished:
-                unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
 
 
 def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
     """Check every file of a published result against its manifest; `remedy` is the command that computes it again.
 
-    Raises:
-        ContractError: files are missing, were changed or were added; all of them are named. Loaders find files by name
-            (an adapter, a second tokenizer, shards), so an added file may make the folder another model.
+    Raises ContractError: files are missing, were changed or were added; all of them are named. Loaders find files by
+    name (an adapter, a second tokenizer, shards), so an added file may make the folder another model.
     """
     manifest = Manifest.read(folder, remedy=remedy)
+    present = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     faults = []
     for name, expected in manifest.files.items():
         path = folder / name
-        if not _is_present(path):
+        if name not in present or not path.is_file():
             faults.append(f"{path} is missing")
         elif path.stat().st_size != expected.get("size"):
             faults.append(f"{path} has {path.stat().st_size} bytes; {expected.get('size')} were published")
@@ -176,30 +164,18 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
         faults.append(f"{folder} holds the result {manifest.fingerprint}")
     if faults:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
-    if added := _added_files(folder, manifest):
+    unknown = present.keys() - {MANIFEST, *manifest.files}
+    if added := sorted(present[name] for name in unknown if _is_loadable(folder, name)):
         what = f"files were added to the result of {folder.parent.name} after it was published"
         where = ", ".join(map(str, added[:MOST_FILES])) + (" ..." if len(added) > MOST_FILES else "")
         do = f"{shlex.join(['mv', *map(str, added), '.'])}, or {remedy}" if len(added) <= MOST_FILES else remedy
         raise ContractError(what, where=where, do=do)
 
 
-def _added_files(folder: Path, manifest: Manifest) -> list[Path]:
-    """Files and links that were not published, except hidden and GGUF files, which loaders ignore."""
-    added = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in name.parts)
-        inert = hidden or name.suffix == ".gguf" or name.as_posix() in (MANIFEST, *manifest.files)
-        if not inert and (path.is_symlink() or not path.is_dir()):
-            added.append(path)
-    return added
-
-
-def _is_present(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the name is invalid for a file
-        return False
+def _is_loadable(folder: Path, name: str) -> bool:
+    """Whether `name` is a file or a link that loaders may read: they ignore hidden and GGUF files."""
+    path, hidden = folder / name, any(part.startswith(".") for part in name.split("/"))
+    return not hidden and path.suffix != ".gguf" and (path.is_symlink() or not path.is_dir())
 
 
 class LockedError(UserError):
@@ -208,11 +184,7 @@ class LockedError(UserError):
 
 @contextmanager
 def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`, which contains this process's id; the file is removed afterwards.
-
-    Raises:
-        LockedError: another process holds it, and `wait` is False.
-    """
+    """Hold the lock file `path`, which names this process until the end. Raises LockedError: taken, and not `wait`."""
     lock = FileLock(path, timeout=LOCK_TIMEOUT)
     try:
         lock.acquire()
@@ -221,11 +193,9 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
         with suppress(OSError):
             holder = path.read_text(encoding="utf-8") or holder
         if not wait:
-            raise LockedError(
-                "another run is computing the same result",
-                where=f"process {holder}, lock {path}",
-                do="wait for it, then run the same command again: what it publishes will be reused",
-            ) from None
+            what = "another run is computing the same result"
+            do = "wait for it, then run the same command again: what it publishes will be reused"
+            raise LockedError(what, where=f"process {holder}, lock {path}", do=do) from None
         log.info("%-9s waiting for process %s, which computes the same result", path.parent.name, holder)
         lock.acquire(timeout=-1, poll_interval=LOCK_TIMEOUT)
     try:
@@ -237,10 +207,7 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 class StagingDir:
-    """Private folder of a stage until its result is published: hidden, next to the result, so a rename publishes it.
-
-    It belongs to the process that holds the lock.
-    """
+    """Private folder of a stage, of the process with the lock: hidden, next to the result, so a rename publishes it."""
 
     def __init__(self, final: Path) -> None:
         """`final` is the folder to publish."""
@@ -263,11 +230,7 @@ class StagingDir:
 
 @contextmanager
 def open_staging(final: Path, *, fresh: bool, wait: bool = False) -> Iterator[StagingDir]:
-    """Lock the fingerprint and make its staging folder; `fresh` also removes unfinished work of earlier runs.
-
-    Raises:
-        LockedError: another process is computing this fingerprint, and `wait` is False.
-    """
+    """Lock the result and make its staging folder; `fresh` removes unfinished work. Raises LockedError."""
     staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(staging.lock, wait=wait):

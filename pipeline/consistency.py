@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from instruments.errors import ConfigError
 from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
 from instruments.tensor_dump.config import contradictions as of_dump
 from models.checkpoint.folder import read_json
-from models.config import GLOBAL_POOL, MoEShape
+from models.config import GLOBAL_POOL, ModelConfig, MoEShape, is_on_host
 from models.targets.base import MoETarget
 from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
@@ -21,6 +20,7 @@ from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.score.config import ScoreConfig
+from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,7 @@ def involves(settings: Settings, stage: str) -> bool:
     return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
 
-def find_unread(
-    settings: Settings, shape: MoEShape | None = None, width: int = 0, target: MoETarget | None = None
-) -> Unread:
+def find_unread(settings: Settings, shape: MoEShape | None, width: int, target: MoETarget | None = None) -> Unread:
     """Settings that are not read; without a shape (none is carved, or it is unknown) only of groups that need none."""
     found = {
         "scan": settings.scan.unread(),
@@ -73,17 +71,21 @@ def warn_of_unread(
     if involves(settings, "cluster") and shape is not None and not settings.cluster.reads_score(shape, width):
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
-        found["score"] = {spec.name: reason for spec in fields(settings.score)}
+        found["score"] = dict.fromkeys(vars(settings.score), reason)
     if settings.stage == "diagnose":
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
-    if shape is not None and shape.pooled and involves(settings, "evaluate"):
-        _warn_of_baselines(settings.evaluate)
-    # vocabulary=none agrees with a pool, which uses no random tokens.
-    quiet = {"vocabulary"} if shape is not None and shape.pooled and not settings.vocabulary.tokens else set()
+    pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
+    left_out = [name for name in baselines if name not in POOL_BASELINES]
+    if pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
+        logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
+    if pooled and not settings.vocabulary.tokens:
+        del found["vocabulary"]  # vocabulary=none agrees with a pool, which uses no random tokens
     for group, reasons in found.items():
-        if group not in quiet:
-            _warn_where_set(group, getattr(settings, group), reasons)
+        node = getattr(settings, group)
+        for name, value in vars(node).items():
+            if name in reasons and value != getattr(type(node)(), name):
+                logger.warning("%s.%s=%s is ignored: %s", group, name, value, reasons[name])
 
 
 def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
@@ -95,30 +97,15 @@ def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
             logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
 
 
-def _warn_of_baselines(evaluate: EvaluateConfig) -> None:
-    """Warn of requested baselines that a pool does not have."""
-    left_out = [name for name in evaluate.baselines if name not in POOL_BASELINES]
-    if left_out and evaluate.baselines != EvaluateConfig().baselines:
-        logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
-
-
 def _warn_of_sampling(settings: Settings) -> None:
     """Warn if data.tokens is set, but all stages of the run read only the first data.sample_tokens."""
     tokens, sample = settings.data.tokens, settings.data.sample_tokens
-    asked = any(spec.name == "tokens" and spec.default != tokens for spec in fields(settings.data))
     reading = [stage for stage in with_ancestors(settings.stage, find_uses(settings)) if "data" in stage.nodes]
-    if asked and sample and sample < tokens and all(stage.samples for stage in reading):
+    if tokens != DataConfig().tokens and sample and sample < tokens and all(stage.samples for stage in reading):
         logger.warning(
             "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
             settings.stage, sample, tokens,
         )  # fmt: skip
-
-
-def _warn_where_set(group: str, node: Any, reasons: Mapping[str, str]) -> None:  # noqa: ANN401 - any dataclass
-    for spec in fields(node):
-        default = spec.default if spec.default_factory is MISSING else spec.default_factory()
-        if spec.name in reasons and (value := getattr(node, spec.name)) != default:
-            logger.warning("%s.%s=%s is ignored: %s", group, spec.name, value, reasons[spec.name])
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
@@ -137,7 +124,7 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
         yield from _training_contradictions(settings.train, workers)
-        yield from _shard_contradictions(settings.train, settings.model.device, workers)
+        yield from _shard_contradictions(settings.train, settings.model, workers)
         if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
             what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
             do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
@@ -230,9 +217,9 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
     yield from _batch_contradictions(train, workers)
 
 
-def _shard_contradictions(train: TrainConfig, device: str, workers: int) -> Iterator[ConfigError]:
+def _shard_contradictions(train: TrainConfig, model: ModelConfig, workers: int) -> Iterator[ConfigError]:
     """Errors: FSDP without a GPU or with one process, or a bad file of its settings."""
-    if train.fsdp and not _may_be_gpu(device):
+    if train.fsdp and is_on_host(model):
         # accelerate would train without it: with a copy of the model in each process.
         what = "train.fsdp=true shards the model over GPUs, and training would run on the CPU"
         yield ConfigError(what, where="settings train.fsdp and model.device", do="train.fsdp=false")
@@ -243,15 +230,6 @@ def _shard_contradictions(train: TrainConfig, device: str, workers: int) -> Iter
     if train.fsdp_config is not None and (fault := _json_fault(Path(train.fsdp_config))):
         do = "train.fsdp_config=null for the defaults of transformers, or a file that holds one JSON object"
         yield ConfigError(fault, where="setting train.fsdp_config", do=do)
-
-
-def _may_be_gpu(device: str) -> bool:
-    """Whether `model.device` is a GPU, here or at least by its name."""
-    if device != "auto":
-        return device != "cpu"
-    import torch  # noqa: PLC0415 - settings are checked without torch, except where FSDP is requested
-
-    return torch.cuda.is_available()
 
 
 def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:

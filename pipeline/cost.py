@@ -1,27 +1,16 @@
 """The cost of each stage: arithmetic, memory traffic and peak memory, as functions of sizes and settings.
 
-T tokens, D hidden, F neurons of an FFN, L layers, V vocabulary, E experts of N neurons, K chosen for a token, S
-always-on neurons, A = S + K·N active. A product of (T, D) and (D, F) takes 2·T·D·F FLOPs. Starting the program and
-reading text are not included. Formulas follow the default methods; a pool is counted as if each layer had its own
-experts.
+T tokens; other letters as in `Sizes`. A product of (T, D) and (D, F) takes 2·T·D·F FLOPs. Starting the program and
+reading text are not included. Formulas follow the default methods, and count a pool as if each layer had its experts.
 """
 
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from math import inf
-from pathlib import Path
-from typing import Any
 
-from models.config import MoEShape
-from models.targets.config import count_dense, source_dtype
 from pipeline.disk import BYTES
 from pipeline.settings import Settings
-from pipeline.validate import Checked
-from stages.artifacts.job import find_workers
-from stages.calibration.token_memory import KEPT, memory_limit
+from pipeline.workload import PROGRAM, Cost, Sizes
+from stages.text.config import sampled
 
-PROGRAM = 560 * 2**20  # bytes of host memory of an idle process with torch and transformers
 DRAWING = 220 * 2**20  # additional bytes once a map was drawn
 VALIDATION = 1 / 8  # share of the calibration batches in the validation split
 PENALTIES = 4  # of the five default ridge penalties, tried before the error rises
@@ -31,102 +20,6 @@ DIRECTIONS = 64  # features of a neuron
 STEP = 2048  # tokens per step of router training
 BATCH = 4096  # tokens per batch of a layer pass
 MEMO = 2**30  # bytes of features that an aligned baseline keeps
-DRIVERS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")  # device files of CUDA (desktop, Jetson, WSL) and ROCm
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the dense model and of the carved shape."""
-
-    layers: int  # L
-    hidden: int  # D
-    width: int  # F
-    vocabulary: int  # V
-    attention: int  # weights of the attention matrices of a layer
-    heads: int  # width of all heads together
-    length: int  # tokens of a sequence
-    parameters: int
-    stored: int  # bytes of a weight on disk
-    experts: int = 0  # E
-    n: int = 0
-    top_k: int = 0
-    always_on: int = 0  # S
-    processes: int = 1
-    room: float = inf  # bytes of memory for hidden states, per process; the excess is stored on disk
-
-    @property
-    def active(self) -> int:
-        """A."""
-        return self.always_on + self.top_k * self.n
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one dense layer in fp32."""
-        return 4 * (self.attention + 3 * self.hidden * self.width)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a stage. Peaks are per process; on a CPU, `device` is host memory in addition to `host`."""
-
-    tokens: int = 0
-    products: float = 0.0  # FLOPs of matrix products
-    solves: float = 0.0  # FLOPs of factorisations and triangular solves, in fp64
-    touched: float = 0.0  # bytes read and written by everything else
-    cells: float = 0.0  # neurons × experts of all assignment problems, on the host
-    points: int = 0  # neurons of the maps
-    read: int = 0  # bytes
-    written: int = 0  # bytes
-    spilled: int = 0  # bytes of hidden states on disk at the stage's peak, of all processes
-    device: int = 0  # peak bytes of tensors
-    host: int = PROGRAM  # peak bytes of the process without tensors
-
-    def __add__(self, other: "Cost") -> "Cost":
-        """Two costs in sequence: the sum of the work, the maximum of the peaks."""
-        peaks = {"tokens", "spilled", "device", "host"}
-        pairs = {spec.name: (getattr(self, spec.name), getattr(other, spec.name)) for spec in fields(self)}
-        return Cost(**{name: max(pair) if name in peaks else sum(pair) for name, pair in pairs.items()})
-
-    def add_memory(self, size: float) -> "Cost":
-        """The same cost with `size` more bytes of tensors at its peak."""
-        return replace(self, device=int(self.device + size))
-
-    def __mul__(self, times: float) -> "Cost":
-        """The work repeated; peaks do not change."""
-        kept = {"tokens": self.tokens, "spilled": self.spilled, "device": self.device, "host": self.host}
-        return Cost(**{spec.name: getattr(self, spec.name) * times for spec in fields(self)} | kept)
-
-
-def sizes_of(source: Mapping[str, Any], shape: MoEShape | None, length: int) -> Sizes:
-    """Sizes from config.json; attention has Q, K, V and output projections."""
-    hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
-    head = int(source.get("head_dim") or hidden // heads)
-    keys = int(source.get("num_key_value_heads") or heads)
-    dials = (shape.experts, shape.n, shape.top_k, shape.always_on) if shape else ()
-    return Sizes(
-        int(source["num_hidden_layers"]), hidden, int(source["intermediate_size"]), int(source["vocab_size"]),
-        2 * hidden * head * (heads + keys), heads * head, length, count_dense(source).total,
-        BYTES.get(source_dtype(source) or "", 2), *dials,
-    )  # fmt: skip
-
-
-def sizes_of_run(checked: Checked, *, on_host: bool) -> Sizes:
-    """Sizes of this run, with its number of processes; `on_host`: tensors are in host memory, which limits `room`."""
-    settings, workers = checked.settings, find_workers()
-    sizes = sizes_of(checked.source, checked.shape, settings.data.max_length)
-    room = memory_limit(settings.model, workers.local_world) if on_host else inf
-    return replace(sizes, processes=workers.world, room=room)
-
-
-def is_on_host(settings: Settings) -> bool:
-    """Whether the stages compute in host memory. Imports torch only for `auto` on a system with drivers of a GPU."""
-    if settings.model.device != "auto":
-        return settings.model.device == "cpu"
-    if "torch" not in sys.modules and sys.platform != "win32" and not any(map(list, map(Path("/dev").glob, DRIVERS))):
-        return True
-    import torch  # noqa: PLC0415 - slow to import
-
-    return not torch.cuda.is_available()
 
 
 def attend(s: Sizes, tokens: float) -> Cost:
@@ -145,27 +38,25 @@ def head(s: Sizes, tokens: float) -> Cost:
 
 
 def forward(s: Sizes, tokens: float, width: int | None = None) -> Cost:
-    """All layers, with FFNs of `width` active neurons (default F), and the head."""
-    return (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers + head(s, tokens)
+    """All layers and the head; FFNs of carved layers with `width` active neurons (default F)."""
+    ffns = ffn(s, tokens, width or s.width) * s.carved + ffn(s, tokens, s.width) * s.dense
+    return attend(s, tokens) * s.layers + ffns + head(s, tokens)
 
 
 def scan(s: Sizes, settings: Settings) -> Cost:
     """Forward pass, a backward pass of equal cost (no weight gradients), and norms of each sample's gradients.
 
-    Norms take min(2·length·(2D + 3F), 6·D·F) FLOPs per token and layer. Memory: the model, and per batch the tensors
-    that layers save for the backward pass, (T, 16·D + 8·F) per layer, and three times the logits.
+    Norms take min(2·length·(2D + 3F), 6·D·F) FLOPs per token and layer. Memory: the model, and see `Sizes.saved_bytes`.
     """
     kind = "cpu" if settings.model.device in {"auto", "cpu"} else "cuda"
-    tokens, batch = calibration_tokens(settings, sampled=True), settings.scan.read_batch(kind)
-    kept = 4 * batch * (16 * s.hidden + 8 * s.width) * (1 if settings.scan.gradient_checkpointing else s.layers)
+    tokens, batch = sampled(settings.data).tokens, settings.scan.read_batch(kind)
     cost = forward(s, tokens)
     if settings.scan.gradients:
         norms = tokens * min(2 * s.length * (2 * s.hidden + 3 * s.width), 6 * s.hidden * s.width)
         # The top share of every token's neurons, bitmaps and sums.
         cost = cost * 2 + Cost(products=norms, touched=4 * tokens * 25 * s.width) * s.layers
-    memory = loaded_bytes(s, settings) + kept + 12 * batch * s.vocabulary
-    bits = s.layers * s.width * (settings.scan.reservoir_tokens // 8)
-    written = bits + 64 * s.layers * s.width
+    memory = loaded_bytes(s, settings) + s.saved_bytes(batch, s.width, settings.scan.gradient_checkpointing)
+    written = s.layers * s.width * (settings.scan.reservoir_tokens // 8 + 64)
     return cost + Cost(tokens=tokens, read=s.parameters * s.stored, written=written, device=memory)
 
 
@@ -174,30 +65,26 @@ def score(s: Sizes, _settings: Settings) -> Cost:
     return Cost(touched=4000 * s.layers * s.width, read=64 * s.layers * s.width, written=32 * s.layers * s.width)
 
 
-def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
+def layer_pass(s: Sizes, tokens: float) -> Cost:
     """Tokens through all layers, whose weights are read from the shards one layer at a time.
 
     Memory: two layers in fp32, a batch's activations (six times (4096, F)), and hidden states unless they are on disk.
     """
-    memory = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width
-    work = (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers
+    memory, kept = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width, s.kept_bytes(tokens)
+    work = (attend(s, tokens) + ffn(s, tokens, s.width)) * s.layers
     passed = work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
-    kept = kept_bytes(s, tokens)
     return passed + Cost(spilled=kept * s.processes) if kept > s.room else passed.add_memory(kept)
 
 
-def kept_bytes(s: Sizes, tokens: float) -> int:
-    """Bytes per process: three (T, D) tensors of its own tokens; with several processes also two of all tokens."""
-    shared = 2 if s.processes > 1 else 0
-    return int(4 * tokens * s.hidden * (KEPT / s.processes + shared))
-
-
 def ridge(s: Sizes, tokens: float, inputs: int, outputs: int) -> Cost:
-    """T·(2·inputs² + 2·inputs·outputs) FLOPs for moments, inputs³/3 + 2·inputs²·outputs in fp64 for the solve."""
-    solves = inputs**3 / 3 + 2 * inputs**2 * outputs
-    return Cost(
-        products=2 * tokens * inputs * (inputs + outputs), solves=solves, device=8 * inputs * (2 * inputs + 2 * outputs)
-    )
+    """T·(2·inputs² + 2·inputs·outputs) FLOPs for moments, and a solve in fp64."""
+    memory, solve = 16 * inputs * (inputs + outputs), solve_flops(inputs, outputs)
+    return Cost(products=2 * tokens * inputs * (inputs + outputs), solves=solve, device=memory)
+
+
+def solve_flops(inputs: int, outputs: int) -> float:
+    """A Cholesky factorisation and two triangular solves."""
+    return inputs**3 / 3 + 2 * inputs**2 * outputs
 
 
 def cluster(s: Sizes, settings: Settings) -> Cost:
@@ -206,7 +93,7 @@ def cluster(s: Sizes, settings: Settings) -> Cost:
     A round: 4·t·U·E + 4·t·D·E FLOPs and an assignment of U neurons to E experts. Memory: the pass, and t·(3·F + 2·U).
     """
     config, routed = settings.cluster, s.width - s.always_on
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
+    tokens = with_vocabulary(sampled(settings.data).tokens, settings, s)
     few, kept = min(config.sample_tokens, tokens), settings.scan.reservoir_tokens
     cost = layer_pass(s, tokens) if config.method == "router_aware" or config.always_on_by == "alignment" else Cost()
     each = Cost(products=8 * s.width * kept * DIRECTIONS, touched=4 * s.width * kept)
@@ -220,21 +107,20 @@ def cluster(s: Sizes, settings: Settings) -> Cost:
         each += Cost(cells=(REGROUPINGS + MEANS_ROUNDS) * routed * s.experts)
     if config.always_on_by == "alignment":
         each += ridge(s, few, s.width, 0) + Cost(products=2 * s.width**3)
-    return cost + each * s.layers + Cost(written=4 * s.layers * s.width) + draw(s, settings)
+    return cost + each * s.carved + Cost(written=4 * s.carved * s.width) + draw(s, settings)
 
 
 def draw(s: Sizes, settings: Settings) -> Cost:
     """The maps of stage cluster."""
     config = settings.cluster
-    drawn = 0 if config.map == "none" else len(config.map_layers or range(min(3, s.layers)))
+    drawn = 0 if config.map == "none" else len(config.map_layers or range(min(3, s.carved)))
     return Cost(points=drawn * s.width, host=PROGRAM + DRAWING * bool(drawn))
 
 
 def extract(s: Sizes, _settings: Settings) -> Cost:
-    """Reading every FFN; writing experts and always-on neurons."""
-    neuron = 3 * s.hidden * s.stored
-    written = s.layers * neuron * (s.always_on + s.experts * s.n)
-    return Cost(read=s.layers * neuron * s.width, written=written, device=2 * s.width * neuron)
+    """Reading every FFN to carve; writing experts and always-on neurons."""
+    ffn_bytes = 3 * s.hidden * s.width * s.stored
+    return Cost(read=s.carved * ffn_bytes, written=s.carved * s.carved_weights * s.stored, device=2 * ffn_bytes)
 
 
 def regression(s: Sizes, tokens: float) -> Cost:
@@ -246,26 +132,20 @@ def regression(s: Sizes, tokens: float) -> Cost:
 
 
 def descent(s: Sizes, tokens: float, steps: int) -> Cost:
-    """A trained router: all experts' outputs and their products once, 2·t·E²·D FLOPs; then `steps` on 2,048 tokens.
-
-    Memory: the t·E² products.
-    """
+    """A trained router: all experts' outputs once and their t·E² products, 2·t·E²·D FLOPs; then `steps` on batches."""
     if not steps:
         return Cost()
     outputs = ffn(s, tokens, s.experts * s.n) + Cost(
         products=2 * tokens * s.experts * s.hidden * (s.experts + 1), touched=12 * tokens * s.experts * s.hidden,
         device=int(4 * tokens * s.experts * (s.experts + 2)),
     )  # fmt: skip
-    step = Cost(
-        products=STEP * s.experts * (4 * s.hidden + 2 * s.experts), touched=STEP * (60 * s.experts + 4 * s.experts**2)
-    )
-    return outputs + step * steps
+    products, touched = s.experts * (4 * s.hidden + 2 * s.experts), 60 * s.experts + 4 * s.experts**2
+    return outputs + Cost(products=STEP * products, touched=STEP * touched) * steps
 
 
 def checkpoint(s: Sizes) -> Cost:
     """Reading the dense checkpoint and writing the MoE."""
-    grown = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
-    return Cost(read=s.parameters * s.stored, written=int((s.parameters + max(0, grown)) * s.stored))
+    return Cost(read=s.parameters * s.stored, written=(s.parameters + max(0, s.added_weights)) * s.stored)
 
 
 def assemble(s: Sizes, settings: Settings) -> Cost:
@@ -274,29 +154,25 @@ def assemble(s: Sizes, settings: Settings) -> Cost:
     Memory: the pass, and three times the activations (t, F) that a router is fitted on.
     """
     config = settings.assemble
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
+    tokens = with_vocabulary(sampled(settings.data).tokens, settings, s)
     few = min(config.router_tokens, tokens)
     each = Cost(products=2 * tokens * s.experts * (s.width + 6 * s.hidden), touched=8 * tokens * s.width)
     if config.router != "random":
         each += regression(s, few)
     if config.router == "error":
         each += descent(s, few, config.router_steps)
-    return (layer_pass(s, tokens) + each * s.layers).add_memory(12 * few * s.width) + checkpoint(s)
+    return (layer_pass(s, tokens) + each * s.carved).add_memory(12 * few * s.width) + checkpoint(s)
 
 
 def align(s: Sizes, tokens: float, penalties: float) -> Cost:
-    """Down columns by ridge on the A active neurons: moments by blocks, a solve and a validation for each penalty.
-
-    T·(2·S·(S + E·N) + K·E·N² + 2·A·D) FLOPs for moments, F³/3 + 2·F²·D for each solve.
-    """
+    """Down columns by ridge on the A active neurons: moments by blocks, a solve and a validation for each penalty."""
     fitted, held_out = tokens * (1 - VALIDATION), tokens * VALIDATION
     routed = s.experts * s.n
     moments = 2 * s.always_on * (s.always_on + routed) + s.top_k * s.n * routed + 2 * s.active * s.hidden
-    solve = Cost(solves=s.width**3 / 3 + 2 * s.width**2 * s.hidden, touched=48 * s.width**2)
-    checks = ffn(s, held_out, s.active) * (penalties + 1)
+    solve = Cost(solves=solve_flops(s.width, s.hidden), touched=48 * s.width**2)
     memory = 8 * s.width * (3 * s.width + s.hidden)
     blocks = Cost(touched=16 * fitted * s.width, products=fitted * moments, device=memory)
-    return ffn(s, fitted, s.active) + blocks + solve * penalties + checks
+    return ffn(s, fitted, s.active) + blocks + solve * penalties + ffn(s, held_out, s.active) * (penalties + 1)
 
 
 def project(s: Sizes, settings: Settings) -> Cost:
@@ -307,7 +183,7 @@ def project(s: Sizes, settings: Settings) -> Cost:
     round's logits.
     """
     config = settings.project
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
+    tokens = with_vocabulary(settings.data.tokens, settings, s)
     seen = min(config.refit_tokens, tokens) if config.rounds else tokens
     cost = layer_pass(s, tokens).add_memory(8 * min(config.refit_tokens, tokens) * s.hidden + 3 * s.layer_bytes)
     if config.alignment == "ridge":
@@ -320,27 +196,26 @@ def project(s: Sizes, settings: Settings) -> Cost:
             each += Cost(products=16 * seen * s.hidden * s.experts)
             if seen < tokens:
                 each += align(s, tokens, PENALTIES - 1)
-        cost += each * s.layers
+        cost += each * s.carved
     if config.descent_steps:
-        numbers = 3 * s.hidden * (s.always_on + s.experts * s.n)
-        step = ffn(s, config.descent_tokens, s.active) * 3 + Cost(touched=4 * 12 * numbers)
-        cost += step * config.descent_steps * s.layers
+        step = ffn(s, config.descent_tokens, s.active) * 3 + Cost(touched=4 * 12 * s.carved_weights)
+        cost += step * config.descent_steps * s.carved
     if config.gradient_projection:
-        cost += rounds(s, settings, calibration_tokens(settings, sampled=False))
+        cost += rounds(s, settings)
     return cost + checkpoint(s) + extract(s, settings)
 
 
-def rounds(s: Sizes, settings: Settings, text: int) -> Cost:
+def rounds(s: Sizes, settings: Settings) -> Cost:
     """Gradient projection, see `project`; the carved model is validated after every eighth of the rounds."""
-    config = settings.project
+    config, text = settings.project, settings.data.tokens
     tokens = min(config.gradient_tokens, (1 - VALIDATION) * text)
     tried = tokens * 9 / 8  # the first eighth is tried with two step lengths, on average
-    experts = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n)
-    carved = forward(s, tried, s.active)
-    work = forward(s, tokens) + head(s, tried) + carved + carved * 1.6
+    experts = s.carved * s.carved_weights
+    work = forward(s, tokens) + head(s, tried) + forward(s, tried, s.active) * 2.6
     work += Cost(touched=4 * tried * 8 * s.vocabulary)  # both distributions, computed again in the backward pass
     work += Cost(touched=4 * 12 * experts * tried / config.round_tokens)
-    checked = forward(s, min(4096, text * VALIDATION), s.active) + head(s, min(4096, text * VALIDATION))
+    held_out = min(4096, text * VALIDATION)
+    checked = forward(s, held_out, s.active) + head(s, held_out)
     logits = 4 * 2 * config.round_tokens * s.vocabulary
     return work + checked * 10 + Cost(device=4 * s.parameters + 20 * experts + logits)
 
@@ -351,27 +226,24 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
     Memory, whichever is more: both models, or the hidden states of all baselines that fit in `room`, and features.
     """
     heldout, config = settings.data.heldout_tokens, settings.evaluate
-    tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
-    compared = (ffn(s, heldout, s.width) + Cost(products=2 * heldout * s.experts * s.n**2)) * s.layers
+    tokens = with_vocabulary(settings.data.tokens, settings, s)
+    compared = (ffn(s, heldout, s.width) + Cost(products=2 * heldout * s.experts * s.n**2)) * s.carved
     cost = forward(s, heldout) + forward(s, heldout, s.active) + compared
     speed = min(config.speed_tokens, heldout)
     cost += (forward(s, speed) + forward(s, speed, s.active)) * bool(speed)
-    cost += forward(s, config.layer_tokens, s.active) * (s.layers + 1) * bool(config.layer_tokens)
+    cost += forward(s, config.layer_tokens, s.active) * (s.carved + 1) * bool(config.layer_tokens)
+    moments, solves = s.active * (s.active + 2 * s.hidden), PENALTIES * solve_flops(s.active, s.hidden)
+    fit = ffn(s, tokens, s.active) + Cost(products=tokens * (1 - VALIDATION) * moments, solves=solves)
     kept = features = 0
     for name in config.baselines:
-        one = layer_pass(s, heldout) + head(s, heldout)
+        cost += layer_pass(s, heldout) + head(s, heldout)
+        kept += s.kept_bytes(heldout)
         if name == "oracle":
-            one += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.layers
-        kept += kept_bytes(s, heldout)
+            cost += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.carved
         if name.endswith("_aligned"):
-            fitted = tokens * (1 - VALIDATION)
-            one += layer_pass(s, tokens) + ffn(s, tokens, s.active) * s.layers
-            solve = s.active**3 / 3 + 2 * s.active**2 * s.hidden
-            moments = Cost(products=fitted * s.active * (s.active + 2 * s.hidden), solves=PENALTIES * solve)
-            one += moments * s.layers
-            kept += kept_bytes(s, tokens)
+            cost += layer_pass(s, tokens) + fit * s.carved
+            kept += s.kept_bytes(tokens)
             features = min(MEMO, 4 * tokens * s.active)
-        cost += one
     both = 2 * loaded_bytes(s, settings) + 8 * config.batch_tokens * s.vocabulary
     spilled = int(max(0.0, kept - s.room))
     passing = kept - spilled + features + 3 * s.layer_bytes + 24 * BATCH * s.width
@@ -381,21 +253,18 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
 def train(s: Sizes, settings: Settings) -> Cost:
     """Forward pass and a backward pass of twice its cost, on the active or all neurons; `train.logits`: a teacher.
 
-    Memory: weights, gradients and two moments in fp32, and a micro-batch's activations.
+    Memory: weights, gradients and two moments in fp32, and see `Sizes.saved_bytes`.
     """
     config = settings.train
-    numbers = s.parameters + s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
+    numbers = s.parameters + s.added_weights
     width = s.always_on + s.experts * s.n if config.straight_through else s.active
-    cost = forward(s, config.tokens, width) * 3
     steps = config.tokens / (config.batch * s.length)
-    cost += Cost(touched=4 * 10 * numbers * steps)
+    cost = forward(s, config.tokens, width) * 3 + Cost(touched=4 * 10 * numbers * steps)
     if config.logits:
         cost += forward(s, config.tokens) + Cost(touched=24 * config.tokens * s.vocabulary)
-    batch = config.micro_batch * s.length
-    kept = 4 * batch * (16 * s.hidden + 8 * width) * (1 if config.gradient_checkpointing else s.layers)
     teacher = loaded_bytes(s, settings) if config.logits else 0
-    memory = 16 * numbers + kept + 12 * batch * s.vocabulary + teacher
-    return cost + checkpoint(s) + Cost(tokens=config.tokens, device=memory)
+    saved = s.saved_bytes(config.micro_batch * s.length, width, config.gradient_checkpointing)
+    return cost + checkpoint(s) + Cost(tokens=config.tokens, device=16 * numbers + saved + teacher)
 
 
 def dump(s: Sizes, settings: Settings) -> Cost:
@@ -406,16 +275,8 @@ def dump(s: Sizes, settings: Settings) -> Cost:
     return cost + Cost(tokens=tokens, read=s.parameters * s.stored, written=written, device=loaded_bytes(s, settings))
 
 
-COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {
-    "scan": scan, "score": score, "cluster": cluster, "extract": extract, "assemble": assemble, "project": project,
-    "train": train, "evaluate": evaluate, "dump": dump,
-}  # fmt: skip
-
-
-def calibration_tokens(settings: Settings, *, sampled: bool) -> int:
-    """Calibration tokens; `sampled`: of the part that scan, cluster and assemble read."""
-    data = settings.data
-    return min(data.tokens, data.sample_tokens or data.tokens) if sampled else data.tokens
+_FORMULAS = (scan, score, cluster, extract, assemble, project, train, evaluate, dump)
+COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {formula.__name__: formula for formula in _FORMULAS}
 
 
 def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
@@ -427,9 +288,8 @@ def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
 
 def loaded_bytes(s: Sizes, settings: Settings) -> int:
     """Bytes of the dense model as transformers loads it; with dtype=auto in fp32 on a CPU."""
-    dtype = settings.model.dtype
-    if settings.model.quantization in {"nf4", "fp4"}:
+    model = settings.model
+    if model.quantization in {"nf4", "fp4"}:
         return s.parameters * 5 // 8
-    if dtype == "auto":
-        return s.parameters * (4 if settings.model.device in {"auto", "cpu"} else s.stored)
-    return s.parameters * BYTES.get(dtype, 4)
+    auto = 4 if model.device in {"auto", "cpu"} else s.stored
+    return s.parameters * BYTES.get(model.dtype, auto)

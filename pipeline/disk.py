@@ -44,7 +44,7 @@ def nearest_existing(path: Path) -> Path:
     return nearest_existing(path.parent)
 
 
-def explain_os_error(error: Exception, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
+def explain_os_error(error: BaseException, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
     """The UserError for a full disk or denied access; None for any other error.
 
     `error` is an OSError, or an error of safetensors or torch.save, which give the cause only in their text; `expected`
@@ -56,11 +56,10 @@ def explain_os_error(error: Exception, *, where: str, folder: Path, expected: in
         number = errno.ENOSPC
     if number in FULL:
         wanted = f"about {in_mib(expected)} wanted, " if expected else ""
-        return UserError(
-            f"no room left on the disk: {wanted}{in_mib(free_bytes(folder))} free now",
-            where=f"{where}, {folder}, {error}; unfinished files were removed, published ones are whole",
-            do="free some space, or output_dir= on another disk, then the same command again",
-        )
+        what = f"no room left on the disk: {wanted}{in_mib(free_bytes(folder))} free now"
+        where = f"{where}, {folder}, {error}; unfinished files were removed, published ones are whole"
+        do = "free some space, or output_dir= on another disk, then the same command again"
+        return UserError(what, where=where, do=do)
     if number in DENIED:
         do = "check who may read and write there, or choose another output_dir="
         return UserError(f"access denied: {error}", where=f"{where}, {folder}", do=do)

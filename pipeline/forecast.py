@@ -1,22 +1,22 @@
 """Estimates the cost of a run before it starts: the table of `plan=true`, and warnings of too little memory."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from pipeline.cost import COSTS, Cost, Sizes, draw, is_on_host, sizes_of, sizes_of_run
+from models.config import is_on_host
+from pipeline.cost import COSTS, draw
 from pipeline.disk import in_mib, nearest_existing
 from pipeline.plan import Step, lacks_pictures
 from pipeline.report.words import duration
 from pipeline.settings import Settings
 from pipeline.validate import Checked
+from pipeline.workload import Cost, sizes_of
 from stages.artifacts.job import Table
 from stages.calibration.token_memory import free_memory
-
-log = logging.getLogger(__name__)
 
 SECONDS = 0.6  # to measure each rate; all rates together take less than 5 s
 ROWS = 4096  # tokens of a batch, large enough that its tensors are newly allocated each time
@@ -44,8 +44,8 @@ class Rates:
         return STARTING + sum(parts) + (DRAWING + cost.points / POINTS) * bool(cost.points)
 
 
-def measure_rates(sizes: Sizes, device_name: str, folder: Path) -> Rates:
-    """Measure the machine's rates on operations of the model's sizes, at most 2,048 wide, in about 4 seconds.
+def measure_rates(hidden: int, width: int, device_name: str, folder: Path) -> Rates:
+    """Measure the machine's rates on operations of the model's D and F, at most 2,048 wide, in about 4 seconds.
 
     The fastest try counts. On a CPU, time is processor time per thread, which excludes other programs.
     """
@@ -64,7 +64,7 @@ def measure_rates(sizes: Sizes, device_name: str, folder: Path) -> Rates:
         torch.accelerator.synchronize(device)
         return time.perf_counter()
 
-    inner, width = min(sizes.hidden, 2048), min(sizes.width, 2048)
+    inner, width = min(hidden, 2048), min(width, 2048)
     x_TD, w_DF = torch.rand(ROWS, inner, device=device), torch.rand(inner, width, device=device)
     a_TF, b_TF = torch.rand(2, ROWS, width, device=device)
     gram_FF = torch.eye(width, dtype=torch.float64, device=device) + 1 / width
@@ -98,11 +98,11 @@ def best_of(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 def costs_of(steps: Sequence[Step], checked: Checked) -> dict[str, Cost]:
     """Due stage → cost, for stages with a formula (not diagnose). Libraries loaded by a stage stay in memory."""
-    sizes, found, host = sizes_of_run(checked, on_host=is_on_host(checked.settings)), {}, 0
+    sizes, found, host = sizes_of(checked, on_host=is_on_host(checked.settings.model)), {}, 0
     for step in steps:
         if step.due and step.stage.name in COSTS:
-            cost_of = draw if lacks_pictures(step) and not step.fresh else COSTS[step.stage.name]
-            cost = cost_of(sizes, checked.settings)
+            formula = draw if lacks_pictures(step) and not step.fresh else COSTS[step.stage.name]
+            cost = formula(sizes, checked.settings)
             host = max(host, cost.host)
             found[step.stage.name] = replace(cost, host=host)
     return found
@@ -110,29 +110,31 @@ def costs_of(steps: Sequence[Step], checked: Checked) -> dict[str, Cost]:
 
 def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
     """The table of `plan=true`, a row for each stage; kept results cost nothing."""
-    settings = checked.settings
+    settings, on_host = checked.settings, is_on_host(checked.settings.model)
     due = [step for step in steps if step.due]
     start = time.process_time()
     for step in due:
         import_module(f"stages.{step.stage.name}.stage")
     loading = time.process_time() - start
-    sizes = sizes_of(checked.source, checked.shape, settings.data.max_length)
-    rates = measure_rates(sizes, settings.model.device, Path(settings.output_dir)) if due else None
-    rows, total, costs = [], loading, costs_of(steps, checked)
+    rows, notes, total, costs = [], [], loading, costs_of(steps, checked)
+    if due:
+        hidden, device = int(checked.source["hidden_size"]), settings.model.device
+        rates = measure_rates(hidden, checked.request.width, device, Path(settings.output_dir))
+        notes = [*describe_rates(rates)]
     for step in steps:
         cost = costs.get(step.stage.name)
-        if cost is None or rates is None:
+        if cost is None:
             rows.append([step.stage.name, *["-"] * 6, "kept" if not step.due else "unknown"])
             continue
         seconds = rates.seconds(cost)
         total += seconds
         flops = (cost.products + cost.solves) / 1e12
-        peak = int(cost.host + (cost.device if is_on_host(settings) else 0))  # on a CPU tensors are in the process
+        peak = cost.host + cost.device * on_host  # on a CPU tensors are in the process
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, duration(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    notes = [f"all stages {duration(total)}, including library loading {duration(loading)}", *describe_spilling(costs)]
-    return Table("plan", columns, rows, [*describe_rates(rates), *notes])
+    notes += [f"all stages {duration(total)}, including library loading {duration(loading)}", *describe_spilling(costs)]
+    return Table("plan", columns, rows, notes)
 
 
 def describe_spilling(costs: Mapping[str, Cost]) -> Iterator[str]:
@@ -141,19 +143,18 @@ def describe_spilling(costs: Mapping[str, Cost]) -> Iterator[str]:
         yield f"hidden states above model.hidden_memory, temporarily on the disk of output_dir: {', '.join(found)}"
 
 
-def describe_rates(rates: Rates | None) -> Iterator[str]:
+def describe_rates(rates: Rates) -> Iterator[str]:
     """Notes on the measured rates."""
-    if rates is not None:
-        yield (
-            f"measured here: products {rates.products / 1e9:,.0f} GFLOP/s, fp64 solves {rates.solves / 1e9:,.0f} "
-            f"GFLOP/s, other operations {rates.touched / 1e9:,.1f} GB/s, disk {rates.disk / 1e9:,.1f} GB/s"
-        )
-        yield "an estimate: arithmetic and memory traffic at these rates, one process, without reading text"
+    yield (
+        f"measured here: products {rates.products / 1e9:,.0f} GFLOP/s, fp64 solves {rates.solves / 1e9:,.0f} "
+        f"GFLOP/s, other operations {rates.touched / 1e9:,.1f} GB/s, disk {rates.disk / 1e9:,.1f} GB/s"
+    )
+    yield "an estimate: arithmetic and memory traffic at these rates, one process, without reading text"
 
 
 def free_tensor_memory(settings: Settings) -> int | None:
     """Free bytes of the memory that holds the tensors, of the host or of the GPU; None if unknown."""
-    if is_on_host(settings):
+    if is_on_host(settings.model):
         return free_memory()
     import torch  # noqa: PLC0415 - slow to import
 
@@ -163,22 +164,15 @@ def free_tensor_memory(settings: Settings) -> int | None:
 
 
 def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -> list[str]:
-    """A warning for each due stage whose tensors need more than `free` bytes, with settings that would fit.
-
-    On a CPU, `free` also has to hold the rest of the process.
-    """
+    """A warning for each due stage with a peak above `free` bytes, see `peak_bytes_of`, and settings that would fit."""
     if free is None:
         return []
-    found = []
+    found, memory = [], "memory" if is_on_host(checked.settings.model) else "GPU memory"
     for step in steps:
         needed = peak_bytes_of(step, checked, steps)
         if needed > free:
-            fitting = (
-                words
-                for words, other in smaller_settings(step.stage.name, checked)
-                if peak_bytes_of(step, other, steps) <= free
-            )
-            memory = "memory" if is_on_host(checked.settings) else "GPU memory"
+            tried = smaller_settings(step.stage.name, checked)
+            fitting = (words for words, other in tried if peak_bytes_of(step, other, steps) <= free)
             do = next(fitting, None) or f"a machine with {in_mib(needed)} of {memory}, or a smaller model"
             what = f"stage={step.stage.name} needs about {in_mib(needed)} of {memory}, {in_mib(free)} are free"
             found.append(f"{what}\n  do:    {do}")
@@ -188,36 +182,35 @@ def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -
 def peak_bytes_of(step: Step, checked: Checked, steps: Sequence[Step]) -> int:
     """Bytes of the tensors at the stage's peak, on a CPU with the rest of the process; 0 if unknown."""
     cost = costs_of(steps, checked).get(step.stage.name)
-    return int(cost.device + cost.host * is_on_host(checked.settings)) if cost else 0
+    return int(cost.device + cost.host * is_on_host(checked.settings.model)) if cost else 0
 
 
 def smaller_settings(stage: str, checked: Checked) -> Iterator[tuple[str, Checked]]:
     """Settings that need less memory, as text and as settings, the smallest change first."""
-    settings = checked.settings
-    least = settings.data.max_length
+    settings, least = checked.settings, checked.settings.data.max_length
+
+    def change(group: str, **values: object) -> tuple[str, Checked]:
+        texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+        node: Any = replace(getattr(settings, group), **values)
+        changed = replace(checked, settings=replace(settings, **{group: node}))
+        return " ".join(f"{group}.{key}={text}" for key, text in texts.items()), changed
+
     if stage == "scan":
-        asked = settings.scan.read_batch("cpu")
-        while (asked := asked // 2) >= least:
-            scan = replace(settings.scan, batch_tokens=asked)
-            yield f"scan.batch_tokens={asked}", replace(checked, settings=replace(settings, scan=scan))
-        scan = replace(settings.scan, batch_tokens=least, gradient_checkpointing=True)
-        yield (
-            f"scan.batch_tokens={least} scan.gradient_checkpointing=true",
-            replace(checked, settings=replace(settings, scan=scan)),
-        )
+        for count in halves(settings.scan.read_batch("cpu"), least):
+            yield change("scan", batch_tokens=count)
+        yield change("scan", batch_tokens=least, gradient_checkpointing=True)
     elif stage == "train":
-        asked = settings.train.micro_batch
-        while (asked := asked // 2) >= 1:
-            train = replace(settings.train, micro_batch=asked, gradient_checkpointing=True)
-            words = f"train.micro_batch={asked} train.gradient_checkpointing=true"
-            yield words, replace(checked, settings=replace(settings, train=train))
+        for count in halves(settings.train.micro_batch, 1):
+            yield change("train", micro_batch=count, gradient_checkpointing=True)
     elif stage in {"cluster", "assemble", "project", "evaluate"}:
-        model = replace(settings.model, hidden_memory="0GB")
-        yield "model.hidden_memory=0GB", replace(checked, settings=replace(settings, model=model))
-        asked = settings.data.tokens
-        while (asked := asked // 2) >= max(2, least):
-            data = replace(settings.data, tokens=asked)
-            yield f"data.tokens={asked}", replace(checked, settings=replace(settings, data=data))
+        yield change("model", hidden_memory="0GB")
+        for count in halves(settings.data.tokens, max(2, least)):
+            yield change("data", tokens=count)
     if stage == "project":
-        project = replace(settings.project, gradient_projection=False)
-        yield "project.gradient_projection=false", replace(checked, settings=replace(settings, project=project))
+        yield change("project", gradient_projection=False)
+
+
+def halves(count: int, least: int) -> Iterator[int]:
+    """A half, a quarter ... of `count`, at least `least`."""
+    while (count := count // 2) >= least:
+        yield count

@@ -185,12 +185,8 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
             run_client(python, "convert", request | {"outtype": steps[0]})
             if quantiser:
                 smaller = Path(scratch) / "quantised.gguf"
-                threads = os.cpu_count() or 1
-                run_client(
-                    quantiser,
-                    "quantise",
-                    {"source": str(whole), "out": str(smaller), "outtype": outtype, "threads": threads},
-                )
+                request = {"source": str(whole), "out": str(smaller), "outtype": outtype}
+                run_client(quantiser, "quantise", request | {"threads": os.cpu_count() or 1})
                 whole = smaller
             whole.rename(out)
     except OSError as error:

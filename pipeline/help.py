@@ -84,18 +84,13 @@ def dial_lines() -> Iterator[str]:
 def group_lines() -> Iterator[str]:
     """Every group and its options with the first line of each file, in the order of the defaults list."""
     options = groups()
-    for group, default in default_options().items():
+    chosen = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    defaults = {group: option for entry in chosen if isinstance(entry, dict) for group, option in entry.items()}
+    for group in filter(options.get, defaults):  # without Hydra's own groups
         yield f"  {group}"
         for option in options[group]:
-            star = "*" if option == default else " "
+            star = "*" if option == defaults[group] else " "
             yield f"    {star} {option:20}{summary(CONF / group / f'{option}.yaml')}"
-
-
-def default_options() -> dict[str, str | None]:
-    """Group → its default option in conf/config.yaml."""
-    chosen = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    entries = [entry for entry in chosen if isinstance(entry, dict)]
-    return {group: option for entry in entries for group, option in entry.items() if " " not in group}
 
 
 def summary(path: Path) -> str:

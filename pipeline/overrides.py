@@ -79,9 +79,10 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
         yield _unreadable_word(word, options)
         return
     key = override.key_or_group
-    empty = key in FOLDERS and not override.is_sweep_override() and not str(override.value() or "").strip()
-    if empty:  # Hydra would write to this folder before any check
-        yield EMPTY_OUTPUT if key == "output_dir" else _empty_folder(key)
+    if key in FOLDERS and not override.is_sweep_override() and not str(override.value() or "").strip():
+        # Hydra would write to this folder before any check.
+        what, do = f"{key} is empty: is a variable of the shell not set?", f"{key}=outputs/runs/now"
+        yield EMPTY_OUTPUT if key == "output_dir" else ConfigError(what, where=WHERE, do=do)
         return
     if override.is_hydra_override() or override.is_delete():
         return
@@ -91,7 +92,9 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
     values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
     for value in values:
         if key in options:
-            yield from _option_errors(key, value, options[key])
+            known = [*options[key], *([None] if key in OVERLAYS else [])]
+            chosen = value if isinstance(value, list) else [value]
+            yield from (unknown_choice(key, option, options[key]) for option in chosen if option not in known)
         elif (kind := find_type(key)) is None:
             yield _unknown_key(word, options)
             return
@@ -114,20 +117,6 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
         where=WHERE,
         do=setting_word(key, value),
     )
-
-
-def _empty_folder(key: str) -> ConfigError:
-    """The error for an empty folder in Hydra's own settings."""
-    return ConfigError(
-        f"{key} is empty: is a variable of the shell not set?", where=WHERE, do=f"{key}=outputs/runs/now"
-    )
-
-
-def _option_errors(key: str, value: object, known: list[str]) -> Iterator[ConfigError]:
-    """Errors for options that the group does not have; overlays also accept null."""
-    for option in value if isinstance(value, list) else [value]:
-        if option not in known and not (option is None and key in OVERLAYS):
-            yield unknown_choice(key, option, known)
 
 
 def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation

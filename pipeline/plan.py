@@ -10,15 +10,16 @@ from types import MappingProxyType
 from typing import Any
 
 from instruments.errors import ConfigError, ContractError
-from models.config import ModelConfig
+from models.config import ModelConfig, is_on_host
 from models.source import source_cache_key
 from models.targets.config import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
-from pipeline.cost import COSTS, is_on_host, sizes_of_run
+from pipeline.cost import COSTS
 from pipeline.disk import expected_bytes, free_bytes, in_mib
-from pipeline.settings import CHAIN, Settings, Stage, asked_stages, with_ancestors
+from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
+from pipeline.workload import sizes_of
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
 from stages.text.config import DataConfig, calibration_only, sampled
@@ -88,24 +89,20 @@ class Step:
 
 
 def make_plan(checked: Checked) -> list[Step]:
-    """Steps for the requested stages and the stages they use, in the order of the chain.
-
-    Raises:
-        ConfigError: the disk has no room for the results of the due steps, or the device does not exist.
-        DataError: a due step reads text from a hub that does not answer.
-    """
+    """Steps for the requested stages and those they use, in the order of the chain. Raises: see `require_means`."""
     settings = checked.settings
     chain, asked = with_ancestors(settings.stage, checked.uses), asked_stages(settings.stage, checked.uses)
     wanted = {stage.name for stage in asked}
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
     # Hashing a large model takes long, so stages that are due with any fingerprint are checked before.
-    published = {stage.name for stage in chain if has_results(stage, settings)} - fresh
+    results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")
+    published = {stage.name for stage in chain if any(results.glob(f"{stage.name}/[!.]*/{MANIFEST}"))} - fresh
     surely_due = select_stages(wanted, published, chain)[1]
     require_means(checked, surely_due)
     steps = make_steps(checked)
     stale: set[str] = set()
     for name, step in steps.items():
-        if stale & set(step.parents) or is_stale(step):
+        if stale & step.parents.keys() or is_stale(step):
             stale.add(name)
     fresh |= stale
     redrawn = {name for name, step in steps.items() if lacks_pictures(step)} - fresh
@@ -141,9 +138,9 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         if stage.name == "cluster" and settings.cluster.map != "none":
             recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}
         steps[stage.name] = Step(
-            stage=stage,
-            fingerprint=address,
-            recipe=recipe,
+            stage,
+            address,
+            recipe,
             folder=artifact_folder(output_dir, settings.model.label, stage.name, address),
             inputs={node: data if node == "data" else nodes[node] for node in stage.nodes},
             parents={name: steps[name].folder for name in stage.parents},
@@ -157,7 +154,7 @@ def resolve_model(checked: Checked) -> ModelConfig:
 
     The format of dtype=auto depends on the device, see `resolve_dtype`; auto remains if config.json names none.
     """
-    model, on_host = checked.settings.model, is_on_host(checked.settings)
+    model, on_host = checked.settings.model, is_on_host(checked.settings.model)
     device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
     own = "float32" if on_host else source_dtype(checked.source) or "auto"
     dtype = own if model.dtype == "auto" else model.dtype
@@ -183,9 +180,7 @@ def published_recipe(step: Step) -> dict[str, Any]:
 
 def is_stale(step: Step) -> bool:
     """Whether the result was computed from other tensors than its parents hold now."""
-    if not is_complete(step.folder):
-        return False
-    with suppress(ContractError):  # reported when the result is verified
+    with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
         read, now = Manifest.read(step.folder, remedy="").recipe.get(READ, {}), published_recipe(step)[READ]
         return any(read[name] != now[name] for name in read.keys() & now.keys())
     return False
@@ -193,10 +188,9 @@ def is_stale(step: Step) -> bool:
 
 def lacks_pictures(step: Step) -> bool:
     """Whether the result exists, but with other pictures than requested; then this stage runs again to draw them."""
-    if DRAWN not in step.recipe or not is_complete(step.folder):
-        return False
-    with suppress(ContractError):  # reported when the result is verified
-        return bool(Manifest.read(step.folder, remedy="").recipe.get(DRAWN) != step.recipe[DRAWN])
+    with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
+        drawn = Manifest.read(step.folder, remedy="").recipe.get(DRAWN)
+        return DRAWN in step.recipe and bool(drawn != step.recipe[DRAWN])
     return False
 
 
@@ -210,48 +204,27 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
     return used, due
 
 
-def has_results(stage: Stage, settings: Settings) -> bool:
-    """Whether a result of this stage and model is published, with any fingerprint."""
-    folder = artifact_folder(Path(settings.output_dir), settings.model.label, stage.name, "")
-    return any(folder.glob(f"[!.]*/{MANIFEST}"))
-
-
 def require_means(checked: Checked, due: Collection[str]) -> None:
     """Raises ConfigError or DataError: due stages lack disk space, their device or the hub."""
     settings, stages = checked.settings, [stage for stage in CHAIN if stage.name in due]
-    require_room(
-        {stage.name: expected_bytes(stage.name, checked.source, checked.shape, settings.assemble) for stage in stages},
-        Path(settings.output_dir),
-        spilled_bytes(checked, due),
-    )
-    if any("model" in stage.nodes for stage in stages):
-        require_device(settings.model)
+    require_room(checked, [stage.name for stage in stages])
+    if settings.model.device not in {"auto", "cpu"} and any("model" in stage.nodes for stage in stages):
+        from models.loading import resolve_device  # noqa: PLC0415 - loads torch
+
+        resolve_device(settings.model)
     if any("data" in stage.nodes for stage in stages):
         require_hub(settings.data)
 
 
-def require_device(model: ModelConfig) -> None:
-    """Raises ConfigError: this machine does not have the requested device."""
-    if model.device not in {"auto", "cpu"}:
-        from models.loading import resolve_device  # noqa: PLC0415 - loads torch
-
-        resolve_device(model)
-
-
-def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
-    """Due stage → bytes of hidden states on disk while it runs; stages without any are left out."""
-    known = [name for name in COSTS if name in due]
-    sizes = sizes_of_run(checked, on_host=True) if known else None
-    found = {name: COSTS[name](sizes, checked.settings).spilled for name in known if sizes}
-    found = {name: size for name, size in found.items() if size}
-    return found if found and is_on_host(checked.settings) else {}  # is_on_host last, since it may load torch
-
-
-def require_room(
-    expected: Mapping[str, int], output_dir: Path, spilled: Mapping[str, int] = MappingProxyType({})
-) -> None:
-    """Raises ConfigError: the expected results and the largest `spilled` need more bytes than are free."""
-    written, most, free = sum(expected.values()), max(spilled.values(), default=0), free_bytes(output_dir)
+def require_room(checked: Checked, due: Sequence[str]) -> None:
+    """Raises ConfigError: results, and the hidden states of the stage with the most, need more bytes than are free."""
+    settings, output_dir = checked.settings, Path(checked.settings.output_dir)
+    expected = {name: expected_bytes(name, checked.source, checked.shape, settings.assemble) for name in due}
+    sizes, free = sizes_of(checked, on_host=True), free_bytes(output_dir)
+    spilled = {name: size for name in due if name in COSTS and (size := COSTS[name](sizes, settings).spilled)}
+    if spilled and not is_on_host(settings.model):  # asked last, since it may load torch
+        spilled = {}
+    written, most = sum(expected.values()), max(spilled.values(), default=0)
     if written + most > free:
         what = f"about {in_mib(written + most)} will be written, {in_mib(free)} are free"
         where = f"{output_dir}, stages {', '.join(name for name, size in expected.items() if size or name in spilled)}"

@@ -1,34 +1,20 @@
 """Runs one carve: validates the settings, runs the due stages, writes the report."""
 
-import ctypes
-import gc
 import logging
 import resource
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from instruments.durable import hash_code
 from instruments.errors import ConfigError
-from pipeline.artifacts import (
-    MANIFEST,
-    MOST_FILES,
-    FileHashes,
-    Manifest,
-    StagingDir,
-    hashes_file,
-    is_complete,
-    open_staging,
-    publish,
-    remove_leftovers,
-    verify,
-)
+from models.config import is_on_host
+from pipeline import artifacts
 from pipeline.consistency import warn_of_other_stages
-from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
@@ -36,8 +22,8 @@ from pipeline.overrides import command_line
 from pipeline.plan import Step, lacks_pictures, make_plan, published_recipe
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, STAGES, Settings
-from pipeline.shape import describe_shape, find_remedy, shape_warnings
-from pipeline.validate import Checked, validate
+from pipeline.shape_advice import log_shape
+from pipeline.validate import validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.calibration.token_memory import free_memory
 
@@ -45,7 +31,6 @@ log = logging.getLogger(__name__)
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
-CHECKPOINT_STAGES = ("assemble", "project", "train")
 # The packages whose code affects results.
 SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
 
@@ -73,12 +58,12 @@ def next_commands(stage: str, overrides: Sequence[str]) -> tuple[str, list[str]]
     return words, [command_line(kept, **change) for change in changes]
 
 
-def written_files(folder: Path, manifest: Manifest) -> list[str]:
+def written_files(folder: Path, manifest: artifacts.Manifest) -> list[str]:
     """The largest files of a published result with their sizes; the manifest is not listed."""
     files = sorted(manifest.files.items(), key=lambda item: (-item[1].get("size", 0), item[0]))
-    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[:MOST_FILES]]
+    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[: artifacts.MOST_FILES]]
     left = len(files) - len(lines)
-    return [*lines, f"and {left} smaller; {MANIFEST} lists all"] if left else lines
+    return [*lines, f"and {left} smaller; {artifacts.MANIFEST} lists all"] if left else lines
 
 
 def shown(path: Path) -> str:
@@ -87,14 +72,11 @@ def shown(path: Path) -> str:
 
 
 def start_measuring() -> None:
-    """Free the memory of earlier stages and reset the peak.
+    """Free the memory of earlier stages and reset the peak."""
+    from models.loading import release_freed_memory  # noqa: PLC0415 - loads torch
 
-    A system that cannot reset it (macOS) reports the peak of the whole process.
-    """
-    gc.collect()
-    with suppress(AttributeError):  # glibc returns freed memory to the system only on request
-        ctypes.CDLL(None).malloc_trim(0)
-    with suppress(OSError):
+    release_freed_memory()
+    with suppress(OSError):  # macOS has no such file: there the peak is that of the whole process
         CLEAR_REFS.write_text("5")
 
 
@@ -107,34 +89,23 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+@dataclass
 class Runner:
     """One run of a plan."""
 
-    def __init__(
-        self,
-        run_folder: RunFolder,
-        overrides: Sequence[str],
-        workers: Workers = ALONE,
-        *,
-        wait: bool = False,
-        fresh: bool = False,
-    ) -> None:
-        """`overrides`: words of the command line, for remedies; `wait` for results that another run is computing.
+    run_folder: RunFolder
+    overrides: Sequence[str]  # words of the command line, for remedies
+    workers: Workers = ALONE
+    wait: bool = False  # for results that another run is computing
+    fresh: bool = False  # published results are computed again
 
-        `fresh`: published results are computed again.
-        """
-        self.run_folder = run_folder
-        self.overrides = overrides
-        self.workers = workers
-        self.wait = wait
-        self.fresh = fresh
-        self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
+    def __post_init__(self) -> None:
+        self.hash_of = artifacts.FileHashes(artifacts.hashes_file(self.run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
         """Run the due steps and verify the others; `alone`: a single stage was requested, so log the next commands.
 
-        Raises:
-            UserError: a stage failed, or its inputs are damaged. Results published before stay.
+        Raises UserError: a stage failed, or its inputs are damaged. Results published before stay.
         """
         for step in steps:
             if not step.due:
@@ -142,16 +113,15 @@ class Runner:
         for position, step in enumerate(steps):
             try:
                 self.run_step(step) if step.due else self.keep(step)
-            except KeyboardInterrupt:
-                kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
-                again = "the same command goes on from there"
-                if self.fresh:
-                    again = "the same command starts over; without fresh=true it keeps all published results"
-                log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
-                self.leave_page(steps[:position])
-                raise
-            except Exception as error:
-                self.leave_page(steps[:position])
+            except (Exception, KeyboardInterrupt) as error:
+                if isinstance(error, KeyboardInterrupt):
+                    kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
+                    again = "the same command goes on from there"
+                    if self.fresh:
+                        again = "the same command starts over; without fresh=true it keeps all published results"
+                    log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
+                if position:
+                    self.run_folder.write_page(steps[position - 1].folder)
                 where, folder = f"stage={step.stage.name}", step.folder.parent
                 if explained := explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes):
                     raise explained from error
@@ -160,14 +130,14 @@ class Runner:
 
     def keep(self, step: Step) -> None:
         """Record that a published result is used again, and clean up after killed runs of its stage."""
-        remove_leftovers(step.folder.parent)
+        artifacts.remove_leftovers(step.folder.parent)
         self.run_folder.record_stage(step.stage.name, step.fingerprint)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
     def run_step(self, step: Step) -> None:
         """Run one stage in its staging folder and publish the result."""
-        with open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
-            complete = is_complete(step.folder) and not step.fresh
+        with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
+            complete = artifacts.is_complete(step.folder) and not step.fresh
             kept = complete and not lacks_pictures(step)  # published by another run since the plan was made
             if step.stage.shared:
                 self.workers.broadcast(not kept)
@@ -180,16 +150,16 @@ class Runner:
             for name, folder in step.parents.items():
                 self.verify(name, folder)
             log.info("%-9s running", step.stage.name)
-            start_measuring()
             start = time.perf_counter()
+            start_measuring()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
-            publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
+            artifacts.publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
         self.report_stage(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:
         """Check a kept result, or an input, against its manifest. Raises ContractError."""
-        verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
+        artifacts.verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
     def report_stage(self, step: Step, table: Table, seconds: float) -> None:
         """Log the table of a stage and add it to the report."""
@@ -203,11 +173,10 @@ class Runner:
         """Log the last stage's table if it was kept, then files, checkpoint, report and the next commands."""
         last = steps[-1]
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
-        manifest = Manifest.read(last.folder, remedy=remedy)
+        manifest = artifacts.Manifest.read(last.folder, remedy=remedy)
         if not last.due:
-            table = manifest.table
-            log.info("\n%s\n", render(table, "simple"))
-            self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", table)
+            log.info("\n%s\n", render(manifest.table, "simple"))
+            self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", manifest.table)
         for step in steps:
             if folder := getattr(step.inputs.get("dump"), "folder", None):
                 Path(folder).parent.mkdir(parents=True, exist_ok=True)
@@ -223,11 +192,6 @@ class Runner:
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
 
-    def leave_page(self, done: Sequence[Step]) -> None:
-        """Write report.html for a run that ends early, about the stages it finished."""
-        if done:
-            self.run_folder.write_page(done[-1].folder)
-
 
 def find_checkpoint(steps: Sequence[Step]) -> Path | None:
     """The checkpoint that a run wrote or read last; None if it has none."""
@@ -236,8 +200,8 @@ def find_checkpoint(steps: Sequence[Step]) -> Path | None:
     folders: dict[str, Path] = {}
     for step in steps:
         folders |= {**step.parents, step.stage.name: step.folder}
-    found = [folders[name] / "checkpoint" for name in reversed(CHECKPOINT_STAGES) if name in folders]
-    return next((folder for folder in found if folder.is_dir()), None)
+    found = (folders[name] / "checkpoint" for name in ("train", "project", "assemble") if name in folders)
+    return next(filter(Path.is_dir, found), None)
 
 
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
@@ -250,16 +214,12 @@ def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
 
 
 def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequence[str]) -> None:
-    """Run this worker's share of every due shared step, as soon as the leading worker begins the step.
-
-    Raises:
-        UserError: the stage failed, or another worker is gone.
-    """
+    """Run this worker's share of every due shared step once the leading worker begins it. Raises UserError."""
     for step in steps:
         if not (step.due and step.stage.shared and workers.broadcast(None)):
             continue
         require_parents(step, workers)
-        scratch = StagingDir(step.folder).scratch
+        scratch = artifacts.StagingDir(step.folder).scratch
         scratch.mkdir(parents=True, exist_ok=True)  # missing on another machine's disk
         with TemporaryDirectory() as out:
             job = Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh)
@@ -268,21 +228,15 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequenc
 
 def require_parents(step: Step, workers: Workers) -> None:
     """Raises ConfigError: this worker does not find the leading worker's results, so its disk may be another one."""
-    if missing := [folder for folder in step.parents.values() if not is_complete(folder)]:
-        raise ConfigError(
-            f"worker {workers.rank} does not find the results that stage={step.stage.name} starts from",
-            where=", ".join(map(str, missing)),
-            do="output_dir= on a disk that all workers share",
-        )
+    if missing := [folder for folder in step.parents.values() if not artifacts.is_complete(folder)]:
+        what = f"worker {workers.rank} does not find the results that stage={step.stage.name} starts from"
+        raise ConfigError(what, where=", ".join(map(str, missing)), do="output_dir= on a disk that all workers share")
 
 
 def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
-    """Validate all settings, then run the due stages, with the record of the run in `folder`.
+    """Validate all settings, then run the due stages, with the record of the run in `folder`. Raises UserError.
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
-
-    Raises:
-        UserError: the settings are wrong, or a stage failed.
     """
     checked, workers = validate(settings), find_workers()
     warn_of_other_stages(settings, overrides)
@@ -300,12 +254,12 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
         try:
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
-                log_shape(checked)
+                log_shape(checked.request, checked.shape, settings.model.label)
                 # The free memory of a GPU is not known here.
-                if any(step.due for step in steps) and is_on_host(checked.settings):
+                if any(step.due for step in steps) and is_on_host(settings.model):
                     for warning in memory_warnings(checked, steps, free_memory()):
                         log.warning("%s\n", warning)
-                runner = Runner(run_folder, overrides, workers, wait=wait, fresh=settings.fresh)
+                runner = Runner(run_folder, overrides, workers, wait, settings.fresh)
                 runner.run(steps, alone=settings.stage != ALL)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
@@ -314,40 +268,20 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
     """Replace every worker's plan by the leading worker's: another process may publish a result during planning.
 
-    Raises:
-        ConfigError: another worker runs different code, has different settings, or reads a different model or text.
+    Raises ConfigError: another worker runs different code, has different settings, or reads a different model or text.
     """
     code = hash_code(REPOSITORY, SOURCE_PACKAGES) if workers.world > 1 else ""
     plan = [(step.stage.name, step.fingerprint, step.due) for step in steps]
     codes, plans = zip(*workers.gather((code, plan)), strict=True)
     if others := [rank for rank, theirs in enumerate(codes) if theirs != code]:
-        raise ConfigError(
-            f"workers {workers.rank} and {others[0]} run different code",
-            where=f"the checkout of this worker, {REPOSITORY}, and that of worker {others[0]}",
-            do="one checkout, or the same commit on every machine",
-        )
+        what = f"workers {workers.rank} and {others[0]} run different code"
+        where = f"the checkout of this worker, {REPOSITORY}, and that of worker {others[0]}"
+        raise ConfigError(what, where=where, do="one checkout, or the same commit on every machine")
     for rank, plan in enumerate(plans):
         theirs, ours = ([step[:2] for step in each] for each in (plan, plans[0]))
         if theirs != ours:
             other = {name for name, _ in {*theirs} ^ {*ours}}
-            raise ConfigError(
-                f"workers 0 and {rank} were started with different settings, models or texts",
-                where=f"stages {', '.join(name for name in STAGES if name in other)}",
-                do="one command, one checkout and the same files on every machine",
-            )
+            what = f"workers 0 and {rank} were started with different settings, models or texts"
+            do = "one command, one checkout and the same files on every machine"
+            raise ConfigError(what, where=f"stages {', '.join(name for name in STAGES if name in other)}", do=do)
     return [replace(step, due=due) for step, (_, _, due) in zip(steps, plans[0], strict=True)]
-
-
-def log_shape(checked: Checked) -> None:
-    """Log the source, the shape and its costs, and warn of the shape's weaknesses."""
-    shape, request = checked.shape, checked.request
-    source = f"{checked.settings.model.label}: {request.layers} layers of {request.width} neurons"
-    if shape is None:
-        log.info("%s\n", source)
-        return
-    experts = f"{shape.experts} experts of {shape.n}{' in all, shared by every layer' if shape.pooled else ''}"
-    log.info("%s -> %s, %d per token, and %d always on", source, experts, shape.top_k, shape.always_on)
-    log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(request, shape)))
-    if warnings := shape_warnings(request, shape):
-        remedy = find_remedy(request)
-        log.warning("%s\n", "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])]))

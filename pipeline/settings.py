@@ -186,11 +186,7 @@ def to_settings(config: DictConfig) -> Settings:
 
 
 def compose(words: Sequence[str]) -> tuple[Settings, Path]:
-    """The settings that the words select, and the run folder.
-
-    Raises:
-        ConfigError: the files contradict the schema or each other.
-    """
+    """The settings that the words select, and the run folder. Raises ConfigError: see `composition_errors`."""
     with composition_errors():
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             try:
@@ -206,9 +202,7 @@ def compose(words: Sequence[str]) -> tuple[Settings, Path]:
 def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
     """Let Hydra read the command line (sweeps with `-m`, `--cfg job`, `--info`) and run the task for each job.
 
-    Raises:
-        ConfigError: the files contradict the schema or each other.
-        UserError: the task failed; all other jobs of a sweep still ran.
+    Raises ConfigError: see `composition_errors`; UserError: the task failed; all other jobs of a sweep still ran.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors instead of ending the process
 
@@ -231,8 +225,6 @@ def composition_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            " ".join(str(error).strip().splitlines()[:2]),  # two lines: Hydra's action, and the fault
-            where=f"the files under {CONF} and the command line",
-            do="python -m pipeline --help lists settings and options",
-        ) from error
+        what = " ".join(str(error).strip().splitlines()[:2])  # two lines: Hydra's action, and the fault
+        where = f"the files under {CONF} and the command line"
+        raise ConfigError(what, where=where, do="python -m pipeline --help lists settings and options") from error

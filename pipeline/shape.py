@@ -1,15 +1,12 @@
-"""Resolves the dials to the shape of a carve; reports its costs and weaknesses, and suggests better settings."""
+"""Resolves the dials to the shape of a carve."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from instruments.errors import ConfigError
 from models.config import PER_LAYER, MoEShape
-from models.dense import activation_of, keeps_tied
 from models.targets.base import MoETarget
-from models.targets.config import ParameterCount, check_target, count_carved, count_dense, select_target
-from pipeline.disk import expected_bytes, in_mib
+from models.targets.config import ParameterCount, count_carved, select_target
 from stages.assemble.config import AssembleConfig
 
 # Default share of always-on neurons: the smaller of this share of the FFN and this share of its active neurons.
@@ -17,10 +14,6 @@ ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48
 # Neurons of an expert: kernels need at least 64, and larger experts lose more quality. Widths are multiples of 8.
 EXPERT_WIDTH, WIDTH_STEP = 64, 8
 POOL_EXPERTS, POOL_EXPERT_WIDTH = 100, 256
-# Smallest routed share of a token's active neurons without a warning.
-LEAST_ROUTED = 0.25
-# Largest number of parameters without a warning, relative to the dense model.
-MOST_GROWTH = 1.5
 
 
 @dataclass(frozen=True)
@@ -144,166 +137,3 @@ def _round_to_step(n: float, at_most: int) -> int:
 def largest_power_of_two(bound: int) -> int:
     """The largest power of two <= bound, or 0."""
     return 1 << (bound.bit_length() - 1) if bound > 0 else 0
-
-
-def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
-    """Errors of a shape for FFNs of `width` neurons, each with a note for its `where`."""
-    faults = []
-    if shape.top_k > shape.experts:
-        faults.append((f"top_k={shape.top_k} is more than experts={shape.experts}", ""))
-    if shape.always_on >= width:
-        most = f"at most {width - 1} of {width} can be always on"
-        faults.append((f"always_on={shape.always_on} leaves no neuron to route; {most}", ""))
-    elif shape.n > (routable := width - shape.always_on):
-        what = f"n={shape.n} needs at least {shape.n} neurons a layer that are not always on; there are {routable}"
-        faults.append((what, f", {shape.always_on} of them always on"))
-    return faults
-
-
-def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
-    """Errors: the model has no such layer, a pool is requested, or the dense layers use up the active share."""
-    layers, asked = request.layers, request.dense_layers
-    where = f"setting dense_layers={[*asked]}"
-    if unknown := [layer for layer in asked if not 0 <= layer < layers]:
-        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
-        yield ConfigError(what, where=where, do="dense_layers=[0]")
-    elif asked and request.pooled:
-        yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
-    elif asked and request.carved_share <= 0:
-        what = f"{len(asked)} of {layers} layers dense leave nothing of active={request.active:g} to the others"
-        yield ConfigError(what, where=where, do="dense_layers=[]")
-
-
-def shape_errors(request: ShapeRequest, shape: MoEShape, model: str) -> Iterator[ConfigError]:
-    """Errors of a shape, each with better settings; `model` is the source's label."""
-    if faults := shape_faults(shape, request.width):
-        do = find_remedy(request) or "a model with wider FFNs"
-        for what, more in faults:
-            yield ConfigError(what, where=f"shape, model={model} with F={request.width} neurons a layer{more}", do=do)
-
-
-def shape_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
-    """Weaknesses of a valid shape."""
-    width, active = request.width, shape.active_width
-    found = []
-    if active >= width:
-        found.append(
-            f"no saving: top_k={shape.top_k} x n={shape.n} + always_on={shape.always_on} = {active} neurons serve each "
-            f"token, the dense FFN has {width}"
-        )
-    if shape.top_k == shape.experts:
-        found.append(f"no routing: every token is sent to every expert (top_k={shape.top_k} of {shape.experts})")
-    elif (routed := shape.top_k * shape.n) < LEAST_ROUTED * active:
-        found.append(
-            f"little routing: {routed:,} of {active:,} active neurons are chosen for a token ({routed / active:.0%}), "
-            "the others are always on"
-        )
-    dropped = width - shape.always_on - shape.experts * shape.n
-    if dropped > 0 and not shape.pooled:
-        found.append(f"dropped: {dropped:,} of {width:,} neurons a layer are in no expert and not always on")
-    return found + _size_warnings(request, shape)
-
-
-def _size_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
-    found = []
-    neurons, dense_neurons = shape.neurons(request.layers), request.width * request.layers
-    if shape.pooled and neurons >= dense_neurons:
-        found.append(
-            f"no smaller: the pool's {shape.experts} x {shape.n} neurons and {request.layers} x {shape.always_on} "
-            f"always-on ones are {neurons:,}, the dense FFNs have {dense_neurons:,}"
-        )
-    total, dense = request.count(shape).total, count_dense(request.source).total
-    if total > MOST_GROWTH * dense:
-        found.append(
-            f"larger: {in_millions(total)} parameters, {total / dense:.1f} x the dense model's {in_millions(dense)}"
-        )
-    return found
-
-
-def find_remedy(request: ShapeRequest) -> str | None:
-    """Settings of the closest shape without weaknesses, ready to paste; None if there is none."""
-    target = request.assemble.target
-    for name in dict.fromkeys([target, "auto", "tiny_onn"]):
-        tried = replace(request, assemble=replace(request.assemble, target=name))
-        if shape := next((shape for shape in _close_shapes(request) if _is_good(tried, shape)), None):
-            words = {
-                f"experts={shape.experts}": shape.experts != request.experts,
-                f"n={shape.n}": shape.n != request.n,
-                f"top_k={shape.top_k}": True,
-                f"always_on={shape.always_on}": True,
-                f"assemble.target={name}": name != target,
-            }
-            return " ".join(word for word, changed in words.items() if changed)
-    return None
-
-
-def _close_shapes(request: ShapeRequest) -> list[MoEShape]:
-    """Candidates to suggest instead of the requested shape, the closest first; some have weaknesses themselves."""
-    # active=1 saves nothing.
-    asked = replace(request, top_k=None, active=request.active if request.active < 1 else 0.5)
-    width, (experts, n) = request.width, fill_experts(request, request.width)
-    open_split = replace(asked, always_on=None)
-    sizes = dict.fromkeys([min(n, EXPERT_WIDTH), n, 64, 128, 256, 32, 16, 8, 4, 2, 1])
-    tried = [asked, open_split]
-    if request.pooled:
-        half = request.layers * width // 2  # of the dense FFNs' neurons
-        tried += [replace(open_split, experts=max(1, half // size), n=size) for size in sizes]
-        return [resolve_shape(candidate, width) for candidate in tried]
-    if request.experts and fill_experts(parts := replace(open_split, n=None), width)[1] >= EXPERT_WIDTH:
-        tried.append(parts)
-    for size in sizes:
-        tried.append(replace(open_split, experts=None, n=size))
-        tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
-    shapes = [resolve_shape(candidate, width) for candidate in tried]
-    if request.top_k is not None and request.always_on is None:
-        shapes.insert(
-            0, MoEShape(experts, n, request.top_k, max(0, width - experts * n), dense_layers=request.dense_layers)
-        )
-    return shapes
-
-
-def _is_good(request: ShapeRequest, shape: MoEShape) -> bool:
-    """Whether a shape is valid, its target can express it, and it has no weaknesses."""
-    if shape_faults(shape, request.width):
-        return False
-    try:
-        target = request.target(shape)
-    except ConfigError:
-        return False
-    return not check_target(request.source, target, shape) and not shape_warnings(request, shape)
-
-
-def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
-    """Active neurons and the routed share of them, parameters, size on disk, and runtimes."""
-    dense, carved = count_dense(request.source), request.count(shape)
-    routed, active = shape.top_k * shape.n, shape.active_width
-    kept = ", ".join(map(str, shape.dense_layers))
-    share = shape.active_share(request.width, request.layers)
-    lines = [f"dense       layers {kept} keep all neurons: {share:.0%} active on average"] if kept else []
-    lines += [
-        f"neurons     {active:,} of {request.width:,} serve a token ({active / request.width:.0%} active), "
-        f"{routed:,} of them chosen for it ({routed / active:.0%} routed)",
-        f"parameters  {in_millions(carved.total)} ({carved.total / dense.total:.2f} x the dense model's "
-        f"{in_millions(dense.total)}), {in_millions(carved.active)} active per token "
-        f"({carved.active / dense.total:.2f} x)",
-    ]
-    if keeps_tied(request.source) and not request.target(shape).is_tiny_onn:
-        head = in_millions(int(request.source["vocab_size"]) * int(request.source["hidden_size"]))
-        lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
-    size = expected_bytes("assemble", request.source, shape, request.assemble)
-    lines.append(f"checkpoint  about {in_mib(size)} on disk")
-    return [*lines, f"serving     {_describe_serving(request, shape)}"]
-
-
-def _describe_serving(request: ShapeRequest, shape: MoEShape) -> str:
-    """The runtimes that support the checkpoint, and those that do not."""
-    target = request.target(shape)
-    served = target.served_by(shape, activation_of(request.source))
-    known = ", ".join(["transformers", *served])
-    given_up = [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]
-    return f"{target.architecture}: {known}" + (f"; not {', '.join(given_up)}" if given_up else "")
-
-
-def in_millions(count: int) -> str:
-    """A number of parameters as text."""
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -22,7 +22,8 @@ from pipeline.consistency import balance_errors, contradictions, find_uses, map_
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
-from pipeline.shape import ShapeRequest, dense_layer_errors, resolve_shape, shape_errors
+from pipeline.shape import ShapeRequest, resolve_shape
+from pipeline.shape_advice import dense_layer_errors, shape_errors
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
 from stages.text.config import check_length
@@ -70,11 +71,8 @@ def text_errors(settings: Settings) -> Iterator[ConfigError]:
                 continue
             longest = max(len(part.encode("utf-8", "surrogateescape")) for part in text.split("/"))
             if len(text) > LONGEST or "\0" in text or longest > 255:
-                yield ConfigError(
-                    f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has",
-                    where=f"setting {name}",
-                    do=f"{name}={default_text(spec)}",
-                )
+                what = f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has"
+                yield ConfigError(what, where=f"setting {name}", do=f"{name}={default_text(spec)}")
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
@@ -144,11 +142,7 @@ class Checked:
 
 
 def validate(settings: Settings) -> Checked:
-    """Check the settings against each other, the source model, the data and the disk.
-
-    Raises:
-        InvalidSettingsError: with all errors found.
-    """
+    """Check the settings against each other, the source model, the data and the disk. Raises InvalidSettingsError."""
     if errors := find_errors(settings):
         raise InvalidSettingsError(errors)
     source = read_source_config(settings.model)
@@ -172,31 +166,36 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
         stages = with_ancestors(settings.stage, find_uses(settings))
         errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
     if "store" not in unreadable_groups:
-        errors += _raised_by(lambda: check_store(settings.store))
+        try:
+            check_store(settings.store)
+        except UserError as error:
+            errors.append(error)
     source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
-    errors += source_faults
     if "model" in unreadable_groups or source_faults:
         warn_of_unread(settings)
-        return errors
+        return errors + source_faults
     source = read_source_config(settings.model)
     if "data" not in unreadable_groups:
         errors += check_length(settings.data, source)
     errors += map_errors(settings, source)
     if sound and carves(settings):
-        request = request_shape(settings, source)
-        if unusable := [*dense_layer_errors(request)]:
-            return [*errors, *unusable]
-        shape = resolve_shape(request, request.width)
-        errors += shape_errors(request, shape, settings.model.label)
-        target = None
-        try:
-            target = request.target(shape)
-            errors += [*check_target(source, target, shape), *balance_errors(settings, target)]
-        except UserError as error:
-            errors.append(error)
-        warn_of_unread(settings, shape, request.width, target)
-    else:
-        warn_of_unread(settings)
+        return errors + _carve_errors(settings, request_shape(settings, source))
+    warn_of_unread(settings)
+    return errors
+
+
+def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
+    """Errors of the shape and its target; warns of settings without effect."""
+    if unusable := [*dense_layer_errors(request)]:
+        return [*unusable]
+    shape, target = resolve_shape(request, request.width), None
+    errors: list[UserError] = [*shape_errors(request, shape, settings.model.label)]
+    try:
+        target = request.target(shape)
+        errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
+    except UserError as error:
+        errors.append(error)
+    warn_of_unread(settings, shape, request.width, target)
     return errors
 
 
@@ -211,14 +210,6 @@ def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest
 def carves(settings: Settings) -> bool:
     """Whether a stage of this run depends on the shape."""
     return any("shape" in stage.nodes for stage in with_ancestors(settings.stage, find_uses(settings)))
-
-
-def _raised_by(check: Callable[[], object]) -> list[UserError]:
-    try:
-        check()
-    except UserError as error:
-        return [error]
-    return []
 
 
 def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
@@ -245,15 +236,10 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
         do = f"output_dir={home if home.is_absolute() else 'outputs'}"
         yield ConfigError(what, where="setting output_dir", do=do)
         return
-    place, fault = nearest_existing(Path(output_dir)), ""
-    if not place.is_dir():
-        fault = f"{place} is a file, not a folder"
-    else:
-        try:
-            # Permission bits do not suffice: root, read-only mounts, kernel file systems.
-            with TemporaryFile(dir=place):
-                pass
-        except OSError as error:
-            fault = f"cannot write to {place}: {error.strerror}"
-    if fault:
+    place = nearest_existing(Path(output_dir))
+    try:
+        # Permission bits do not suffice: root, read-only mounts, kernel file systems.
+        TemporaryFile(dir=place).close()
+    except OSError as error:
+        fault = f"cannot write to {place}: {error.strerror}" if place.is_dir() else f"{place} is a file, not a folder"
         yield ConfigError(fault, where="setting output_dir", do="output_dir=outputs")

@@ -54,11 +54,8 @@ def require_folder(folder: Path) -> Path:
             if not odd:
                 _check_sizes(files)
                 return folder
-            raise CheckpointError(
-                f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint",
-                where=str(folder),
-                do=f"remove it, or {RESTORE}",
-            )
+            what = f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint"
+            raise CheckpointError(what, where=str(folder), do=f"remove it, or {RESTORE}")
         found = "is a file, not a folder" if folder.exists() else "does not exist"
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
@@ -84,9 +81,7 @@ def _check_sizes(files: Iterable[Path]) -> None:
 def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
     """Parse an untrusted JSON file of a checkpoint.
 
-    Raises:
-        OSError: missing, unreadable, or not a regular file.
-        ValueError: not JSON, nested too deeply, or above MAX_JSON_BYTES.
+    Raises OSError: missing, unreadable, or not a regular file; ValueError: not JSON, nested too deeply, or too large.
     """
     status = path.stat()
     if not S_ISREG(status.st_mode):
@@ -110,11 +105,8 @@ def _read_index(folder: Path) -> dict[str, str]:
             raise ValueError(f"it names files outside its folder: {', '.join(map(ascii, outside[:3]))}")
         return index
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"unreadable shard index ({type(error).__name__}: {str(error)[:200]})",
-            where=str(path),
-            do="download or copy it again",
-        ) from error
+        what = f"unreadable shard index ({type(error).__name__}: {str(error)[:200]})"
+        raise CheckpointError(what, where=str(path), do="download or copy it again") from error
 
 
 def list_shards(folder: Path) -> list[Path]:
@@ -167,23 +159,19 @@ def read_checkpoint(folder: Path) -> dict[str, Entry]:
 
 
 def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
-    """Read all headers: tensors of the intact shards by name, and one error for each damaged part.
-
-    Packed weights are joined into one entry if all shards are intact.
-    """
+    """Read all headers: tensors by name, with packed weights as one entry if all shards are intact; and all errors."""
     try:
         shards, index = list_shards(folder), _read_index(folder)
     except CheckpointError as error:
         return {}, [error]
     stored: dict[str, TensorEntry] = {}
     errors = []
-    there = [os.path.lexists(shard) for shard in shards]
-    missing = [shard.name for shard, found in zip(shards, there, strict=True) if not found]
+    missing = [shard for shard in shards if not os.path.lexists(shard)]
     if len(missing) > 1:  # one error for all: an index may name any number of shards
-        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        names = ", ".join(shard.name for shard in missing[:3]) + (" ..." if len(missing) > 3 else "")
         what = f"{len(missing):,} of {len(shards):,} shards are missing: {names}"
         errors.append(CheckpointError(what, where=str(folder), do=RESTORE))
-        shards = [shard for shard, found in zip(shards, there, strict=True) if found]
+        shards = sorted({*shards}.difference(missing))
     for shard in shards:
         try:
             stored |= read_header(shard)
@@ -234,11 +222,8 @@ def _four_bits(entries: Mapping[str, TensorEntry], weight: str, state_name: str,
     wanted = (ceil(prod(shape) / 2), ceil(prod(shape) / int(state["blocksize"])))
     found = (parts["weight"].nbytes, prod(parts["absmax"].shape))
     if found != wanted:
-        raise CheckpointError(
-            f"a weight of {shape} needs {wanted[0]} bytes in {wanted[1]} blocks, has {found[0]} in {found[1]}",
-            where=f"{parts['weight'].path}, {weight}",
-            do=RESTORE,
-        )
+        what = f"a weight of {shape} needs {wanted[0]} bytes in {wanted[1]} blocks, has {found[0]} in {found[1]}"
+        raise CheckpointError(what, where=f"{parts['weight'].path}, {weight}", do=RESTORE)
     return PackedEntry(kind, _DTYPES[state["dtype"]], shape, parts)
 
 
@@ -246,11 +231,9 @@ def _eight_bits(entries: Mapping[str, TensorEntry], weight: str, scales: str, dt
     entry, layout = _part(entries, weight, weight), entries.get(f"{weight}_format")
     code = 0 if layout is None else _read(layout, weight)[0]
     if entry.dtype != "I8" or entries[scales].shape != entry.shape[:1] or code:
-        raise CheckpointError(
-            f"int8 weights are not stored row by row (format {code}, {entry.dtype} {list(entry.shape)})",
-            where=f"{entry.path}, {weight}",
-            do="load and save the model with bitsandbytes 0.45 or later, or give the unquantised checkpoint",
-        )
+        what = f"int8 weights are not stored row by row (format {code}, {entry.dtype} {list(entry.shape)})"
+        do = "load and save the model with bitsandbytes 0.45 or later, or give the unquantised checkpoint"
+        raise CheckpointError(what, where=f"{entry.path}, {weight}", do=do)
     return PackedEntry("int8", dtype, entry.shape, {"weight": entry, "SCB": entries[scales]})
 
 
@@ -268,11 +251,8 @@ def _read_state(entry: TensorEntry, weight: str) -> dict[str, Any]:
         if not (sound and isinstance(state["dtype"], str) and state["dtype"] in _DTYPES):
             raise ValueError(state)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"unreadable quantisation state ({type(error).__name__}: {str(error)[:200]})",
-            where=f"{entry.path}, {weight}",
-            do=RESTORE,
-        ) from error
+        what = f"unreadable quantisation state ({type(error).__name__}: {str(error)[:200]})"
+        raise CheckpointError(what, where=f"{entry.path}, {weight}", do=RESTORE) from error
     return state
 
 

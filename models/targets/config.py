@@ -13,15 +13,11 @@ from models.config import MoEShape
 from models.dense import DENSE_FAMILIES, keeps_tied
 from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
 
-
-def _discover() -> Iterator[MoETarget]:
-    """The `TARGETS` of every module in this folder."""
-    for module in iter_modules(models.targets.__path__, "models.targets."):
-        if module.name != __name__:
-            yield from getattr(import_module(module.name), "TARGETS", ())
-
-
-MOE_TARGETS: dict[str, MoETarget] = {target.model_type: target for target in _discover()}
+# The `TARGETS` of every module in this folder.
+MOE_TARGETS: dict[str, MoETarget] = {}
+for _module in iter_modules(models.targets.__path__, "models.targets."):
+    if _module.name != __name__:
+        MOE_TARGETS |= {target.model_type: target for target in getattr(import_module(_module.name), "TARGETS", ())}
 
 
 def targets_of(source_model_type: str, always_on: int) -> list[MoETarget]:

@@ -1,8 +1,10 @@
-"""dots.llm1: Qwen3's attention with its biases and with windows in some layers, and shared experts without a gate."""
+"""dots.llm1: GLM-4-MoE's experts, with Qwen3's attention, its biases, and windows in some layers."""
 
+from dataclasses import replace
 from typing import Any
 
-from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
+from models.targets.base import ConfigInput
+from models.targets.glm4_moe import GLM4_MOE, expert_keys
 
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
@@ -13,13 +15,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
     if window is not None and dense.get("layer_types"):
         kinds = list(dense["layer_types"])
-    return {
-        "n_routed_experts": given.shape.experts,
-        "moe_intermediate_size": given.width,
-        "n_shared_experts": given.shared // given.width,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": len(given.shape.dense_layers),
+    return expert_keys(given) | {
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         # vLLM also multiplies the shared experts by it, so the scale goes into the down projections.
@@ -32,24 +28,16 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
 
 
 TARGETS = (
-    MoETarget(
+    replace(
+        GLM4_MOE,
         model_type="dots1",
         architecture="Dots1ForCausalLM",
         sources={"qwen3": 3},
         config_keys=_config_keys,
-        runtimes=("vLLM", "SGLang", "llama.cpp"),
         runtime_note="vLLM gives this architecture no sliding window and no bias on o_proj: serve such a source by "
         "transformers.",
         llama_cpp_equal_heads=True,
-        shared=LAYER + "mlp.shared_experts.{part}.weight",
-        dense_layers="first",
-        always_has_shared=True,
-        shared_as_experts=True,
-        selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
-        selection_bias_scale=0.25,  # it chooses by σ(z) + bias, and σ(z) ≈ ½ + z/4 for small logits z
-        scoring="sigmoid",
-        normalised=several_chosen,
-        least_experts=2,
+        factor_key=False,
         output_bias=True,
         layer_windows=True,
     ),

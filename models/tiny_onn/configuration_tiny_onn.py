@@ -21,7 +21,25 @@ _SHARED = (
 
 
 class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is not typed
-    """Configuration of a TinyONNForCausalLM."""
+    """Configuration of a TinyONNForCausalLM.
+
+    Args:
+        dense: config.json of the dense model, by transformers 4 or 5; None: transformers' default Llama.
+        num_experts: E.
+        num_experts_per_tok: K.
+        moe_intermediate_size: N, the width of an expert; grouped kernels need a multiple of 8.
+        shared_intermediate_size: S, the width of the shared FFN that every token passes; 0: there is none.
+        routed_scaling_factor: factor of the gates.
+        norm_topk_prob: the K chosen gates are normalised to a sum of 1 before the factor.
+        scoring: softmax or sigmoid, which turns router logits into gates.
+        topology: per_layer, E experts in every layer; or global_pool, E experts in all, shared by every layer.
+        dense_layers: numbers of the layers that keep the dense model's FFN.
+        router_aux_loss_coef: weight of the load balancing loss.
+        output_router_logits: return router logits, and add the load balancing loss to the loss.
+        kwargs: values that replace those in `dense`, and keys that transformers writes to every config.json.
+    Raises:
+        ValueError: an unknown scoring or topology, or K is not in 1 ... E.
+    """
 
     model_type = "tiny_onn"
     has_no_defaults_at_init = True
@@ -43,26 +61,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         output_router_logits: bool = False,
         **kwargs: Any,  # noqa: ANN401 - the other keys of config.json
     ) -> None:
-        """Set the configuration of the dense model and of the sparse FFNs.
-
-        Args:
-            dense: config.json of the dense model, by transformers 4 or 5; None: transformers' default Llama.
-            num_experts: E.
-            num_experts_per_tok: K.
-            moe_intermediate_size: N, the width of an expert; grouped kernels need a multiple of 8.
-            shared_intermediate_size: S, the width of the shared FFN that every token passes; 0: there is none.
-            routed_scaling_factor: factor of the gates.
-            norm_topk_prob: the K chosen gates are normalised to a sum of 1 before the factor.
-            scoring: softmax or sigmoid, which turns router logits into gates.
-            topology: per_layer, E experts in every layer; or global_pool, E experts in all, shared by every layer.
-            dense_layers: numbers of the layers that keep the dense model's FFN.
-            router_aux_loss_coef: weight of the load balancing loss.
-            output_router_logits: return router logits, and add the load balancing loss to the loss.
-            kwargs: values that replace those in `dense`, and keys that transformers writes to every config.json.
-
-        Raises:
-            ValueError: an unknown scoring or topology, or K is not in 1 ... E.
-        """
+        """Check the values, and read the configuration of the dense model."""
         if scoring not in SCORINGS:
             raise ValueError(f"scoring={scoring!r} is not one of {', '.join(SCORINGS)}")
         if topology not in TOPOLOGIES:

@@ -50,7 +50,11 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         self._tied_weights_keys = dense._tied_weights_keys
         for name, module in dense.named_children():
             self.add_module(name, module)
-        self._install_experts()
+        pool = None
+        if config.topology == "global_pool":
+            pool = self.experts = TinyONNExperts(config, _activation(self.base_model.layers[0].mlp))
+        for layer in self._sparse_layers():
+            layer.mlp = TinyONNSparseFFN(config, _activation(layer.mlp), pool)
         # The dense model shares this model's modules, also after one is replaced. It is no submodule itself, so it is
         # neither saved nor counted.
         dense._modules = self._modules
@@ -60,18 +64,8 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         kept: set[str] = set(self._keep_in_fp32_modules_strict or ())  # type: ignore[has-type]
         self._keep_in_fp32_modules_strict = kept | {"e_score_correction_bias"}
 
-    def _layers(self) -> Any:  # noqa: ANN401 - a module list
-        return self.base_model.layers
-
-    def _install_experts(self) -> None:
-        layers, pool = self._layers(), None
-        if self.config.topology == "global_pool":
-            pool = self.experts = TinyONNExperts(self.config, _activation(layers[0].mlp))
-        for layer in self._sparse_layers():
-            layer.mlp = TinyONNSparseFFN(self.config, _activation(layer.mlp), pool)
-
     def _sparse_layers(self) -> list[Any]:
-        return [layer for index, layer in enumerate(self._layers()) if index not in self.config.dense_layers]
+        return [layer for index, layer in enumerate(self.base_model.layers) if index not in self.config.dense_layers]
 
     def initialize_weights(self) -> None:
         """Initialise parameters that no checkpoint has filled."""

@@ -51,13 +51,10 @@ class TinyONNRouter(nn.Module):
             logits_TE = linear(x_TD.to(wide), self.weight.to(wide))
             biased_TE = logits_TE.detach() + self.e_score_correction_bias
             chosen_TK = biased_TE.topk(self.top_k, dim=-1, sorted=False).indices
-            return logits_TE, self._gates(logits_TE, chosen_TK), chosen_TK
-
-    def _gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        gates_TK = score_logits(logits_TE, self.scoring).gather(1, chosen_TK)
-        if self.norm_topk_prob:
-            gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20)
-        return gates_TK * self.routed_scaling_factor
+            gates_TK = score_logits(logits_TE, self.scoring).gather(1, chosen_TK)
+            if self.norm_topk_prob:
+                gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20)
+            return logits_TE, gates_TK * self.routed_scaling_factor, chosen_TK
 
 
 def score_logits(logits_TE: Tensor, scoring: str) -> Tensor:
@@ -118,13 +115,7 @@ class TinyONNSparseFFN(nn.Module):
     def __init__(
         self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor], pool: TinyONNExperts | None = None
     ) -> None:
-        """Create the layer's own modules.
-
-        Args:
-            config: of the whole model.
-            act_fn: the dense FFN's activation.
-            pool: experts that all layers share; None: the layer has its own.
-        """
+        """`pool`: experts that all layers share; None: the layer has its own."""
         super().__init__()
         self.gate = TinyONNRouter(config)
         if pool is None:
@@ -139,6 +130,5 @@ class TinyONNSparseFFN(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         _, gates_TK, chosen_TK = self.gate(x_TD)
         # The pool may be on another device than this layer.
-
         output: Tensor = experts(x_TD, chosen_TK, gates_TK).to(x.device).view(x.shape)
         return output if self.shared_experts is None else output + self.shared_experts(x)

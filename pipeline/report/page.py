@@ -16,7 +16,7 @@ from pipeline.artifacts import SHORT, artifact_folder, is_complete
 from pipeline.overrides import command_line
 from pipeline.report import sections
 from pipeline.report.charts import COLOURS
-from pipeline.report.evaluations import Evaluation, Published, read_chain, read_evaluation, read_published
+from pipeline.report.evaluations import Published, read_chain, read_evaluation, read_published
 from pipeline.report.run_record import RunRecord, StageRun, read_run_record
 from pipeline.report.words import key_figures, plain, shape_words, verdict
 
@@ -54,7 +54,7 @@ def draw_page(source: Source) -> str:
     return environment.get_template("page.html.j2").render(
         colours=COLOURS,
         label=source.label,
-        **(_evaluation_parts(read_evaluation(source.last)) if last.stage == "evaluate" else _describe(last)),
+        **_main_parts(last),
         training=sections.training(chain.get("train")),
         neurons=sections.neurons(chain),
         cost=sections.cost(sections.costs_of(chain, source.run, source.output_dir)),
@@ -67,23 +67,21 @@ def draw_page(source: Source) -> str:
     )
 
 
-def _evaluation_parts(evaluation: Evaluation) -> dict[str, Any]:
-    """The parts of a page that show an evaluation."""
+def _main_parts(last: Published) -> dict[str, Any]:
+    """The parts that show an evaluation, or the results of another last stage."""
+    absent = dict.fromkeys(("verdict", "tiles", "found", "quality", "widths", "layers"))
+    if last.stage != "evaluate":
+        return {**absent, "heading": last.stage, "found": sections.found(last)}
+    evaluation = read_evaluation(last.folder)
     return {
+        **absent,
         "heading": shape_words(evaluation.shape),
         "verdict": verdict(evaluation),
         "tiles": key_figures(evaluation),
-        "found": None,
         "quality": sections.quality(evaluation),
         "widths": sections.widths(evaluation),
         "layers": sections.layers(evaluation),
     }
-
-
-def _describe(last: Published) -> dict[str, Any]:
-    """The same parts for a run without an evaluation."""
-    absent = dict.fromkeys(("verdict", "tiles", "quality", "widths", "layers"))
-    return {**absent, "heading": last.stage, "found": sections.found(last)}
 
 
 def find_source(folder: Path) -> Source:

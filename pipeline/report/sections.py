@@ -50,6 +50,8 @@ def widths(evaluation: Evaluation) -> Section:
     compared = curves_of(mine, names, MASK) if len(mine) > 1 else {}
     shown = {name: points for name, points in compared.items() if max(point.mean for point in points) <= AXIS_LIMIT}
     parts = {method_of(name, names): points for name, points in shown.items()}
+    rows = [[method_of(name, names).name, *(_gap(group, name) for group in mine)] for name in names]
+    rows.append(["seeds", *(", ".join(map(str, seeds_of(group))) for group in mine)])
     title = "Loss gap against the share of active FFN neurons, one curve per method"
     part_title = "Loss gap as a part of the static mask's, one curve per method"
     return {
@@ -59,17 +61,11 @@ def widths(evaluation: Evaluation) -> Section:
         "most": AXIS_LIMIT,
         "widths": len(mine),
         "seeds": max(len(seeds_of(group)) for group in mine),
-        "numbers": _numbers_of_widths(mine, names),
+        "numbers": Table("", ["model", *(f"{percent(group[0].share)} active" for group in mine)], rows),
         "strong": names.index("carved"),
         "others": len(others),
         "other_carves": _other_carves(others, evaluation),
     }
-
-
-def _numbers_of_widths(groups: Sequence[Group], names: Sequence[str]) -> Table:
-    rows = [[method_of(name, names).name, *(_gap(group, name) for group in groups)] for name in names]
-    rows.append(["seeds", *(", ".join(map(str, seeds_of(group))) for group in groups)])
-    return Table("", ["model", *(f"{percent(group[0].share)} active" for group in groups)], rows)
 
 
 def _gap(group: Group, name: str) -> str:

@@ -284,7 +284,7 @@ class TokenStream:
         self._mine, mine = slice(workers.rank, None, workers.world), batches[workers.rank :: workers.world]
         # Indices of the real tokens: with masks, every use would wait for the GPU to count them.
         self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in mine]
-        like = torch.empty(0, stream.config.hidden_size, device=stream.device, dtype=stream.dtype)
+        like = torch.empty(0, stream.config.hidden_size, device=stream.device)
         keep: Keep = as_it_is
         if memory and stream.device.type == "cpu":
             # With several processes, this one may also receive the others' inputs and outputs.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cost import DRIVERS
+from models.config import DRIVERS
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 3

@@ -274,7 +274,7 @@ def test_a_kill_within_gradient_projection_costs_no_layer_and_changes_nothing(ou
 @pytest.mark.parametrize(
     ("moment", "calls"),
     [
-        pytest.param("pipeline.run:publish", 1, id="before publishing"),
+        pytest.param("pipeline.artifacts:publish", 1, id="before publishing"),
         pytest.param("pipeline.artifacts:sync_tree", 1, id="before the rename"),
         pytest.param("pathlib:Path.rename", 2, id="between the renames of a fresh result"),
         pytest.param("pipeline.run:Runner.report_stage", 1, id="after publishing"),
@@ -304,7 +304,7 @@ def test_generated_text_is_not_generated_again(words, tmp_path, monkeypatch):
 def test_every_stage_survives_a_kill(outputs, words, stage):
     before = hashes(outputs, stage)
     forget(outputs, stage)
-    run_killed(outputs, words, f"stage={stage}", at="pipeline.run:publish")
+    run_killed(outputs, words, f"stage={stage}", at="pipeline.artifacts:publish")
     assert in_process(outputs, words, f"stage={stage}") == 0
     assert hashes(outputs, stage) == before
 

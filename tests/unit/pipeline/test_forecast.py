@@ -7,12 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
 from pipeline.cli import run_command
-from pipeline.cost import COSTS, Cost, sizes_of, sizes_of_run
+from pipeline.cost import COSTS
 from pipeline.forecast import Rates, costs_of, describe_spilling, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
 from pipeline.validate import validate
+from pipeline.workload import Cost, sizes_of
 
 CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")
 
@@ -55,7 +56,7 @@ def test_a_kept_stage_costs_nothing(planned):
 
 def test_no_stage_grows_worse_than_the_cube_of_the_width(planned):
     checked, _ = planned()
-    small = sizes_of(checked.source, checked.shape, 256)
+    small = sizes_of(checked, on_host=False)
     wide = replace(small, width=4 * small.width, experts=4 * small.experts)
     for stage, cost in COSTS.items():
         few, many = cost(small, checked.settings), cost(wide, checked.settings)
@@ -115,7 +116,7 @@ def test_the_processes_of_a_machine_share_its_memory(planned, monkeypatch):
     for name, value in places.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda: 4000)
-    sizes = sizes_of_run(planned("stage=scan")[0], on_host=True)
+    sizes = sizes_of(planned("stage=scan")[0], on_host=True)
     assert (sizes.processes, sizes.room) == (8, 1000)
 
 
@@ -130,6 +131,21 @@ def test_hidden_states_above_the_limit_are_on_disk(planned):
     (said,) = describe_spilling({"project": outside["project"]})
     assert said.endswith("384.0 MiB in stage=project")
     assert [*describe_spilling(inside)] == []
+
+
+def test_a_layer_that_stays_dense_costs_no_carving(planned):
+    words = ("project=align", "experts=12", "n=64", "always_on=256", "top_k=4", "evaluate.baselines=[]")
+    words += ("evaluate.speed_tokens=0", "evaluate.layer_tokens=0", "data.heldout_tokens=1024", "cluster.map=none")
+    words += ("active=0.75", "assemble.target=tiny_onn")
+    all_carved, half = (costs(planned, *words, f"dense_layers={kept}") for kept in ("[]", "[0,-1]"))
+    assert half["scan"] == all_carved["scan"]
+    assert half["extract"].written == pytest.approx(all_carved["extract"].written / 2)
+    for stage in ("cluster", "assemble", "project"):
+        assert half[stage].solves == pytest.approx(all_carved[stage].solves / 2), stage
+        assert half[stage].cells == pytest.approx(all_carved[stage].cells / 2), stage
+    # Two layers: the carved model computes 1024 neurons instead of 512, and no comparison with the dense FFN is made.
+    saved = 2 * 1024 * (6 * 256 * (1024 - (1024 - 512)) + 2 * 12 * 64**2)
+    assert all_carved["evaluate"].products - half["evaluate"].products == pytest.approx(saved)
 
 
 @pytest.mark.slow

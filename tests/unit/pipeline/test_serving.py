@@ -15,7 +15,7 @@ from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.targets.config import MOE_TARGETS
 from pipeline import gguf, serve_check
-from pipeline.serve_check import Row, ceilings, render
+from pipeline.serve_rows import Row, ceilings, render
 
 # Targets that llama.cpp runs → source model type, always-on neurons.
 SERVED = {

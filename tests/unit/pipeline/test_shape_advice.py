@@ -9,9 +9,9 @@ from pico import write_pico
 from models.config import MoEShape
 from models.source import EMBEDDED, read_config
 from models.targets.config import count_carved, count_dense
-from pipeline.run import log_shape
 from pipeline.settings import compose, register_schema
-from pipeline.shape import ShapeRequest, describe_shape, find_remedy, shape_warnings
+from pipeline.shape import ShapeRequest
+from pipeline.shape_advice import describe_shape, find_remedy, log_shape, shape_warnings
 from pipeline.validate import InvalidSettingsError, validate
 from stages.assemble.config import AssembleConfig
 
@@ -36,7 +36,8 @@ def said(tmp_path, caplog, wide):
         model, *rest = words
         caplog.clear()
         settings, _folder = compose([*models[model], *rest, "data.max_length=256", f"output_dir={tmp_path}"])
-        log_shape(validate(settings))
+        checked = validate(settings)
+        log_shape(checked.request, checked.shape, settings.model.label)
         lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) <= 1
@@ -168,7 +169,7 @@ def test_chosen_experts_that_are_typed_are_kept_where_the_others_neurons_can_be_
 def test_a_model_too_narrow_for_any_good_shape_is_given_no_advice():
     source = read_config(EMBEDDED) | {"intermediate_size": 2}
     request = ShapeRequest(None, None, None, None, 0.5, assemble=AssembleConfig(pad_to=256), source=source)
-    assert shape_warnings(request, MoEShape(2, 1, 1, 0)) != []
+    assert any(shape_warnings(request, MoEShape(2, 1, 1, 0)))
     assert find_remedy(request) is None
 
 
