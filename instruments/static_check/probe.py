@@ -5,11 +5,12 @@ nothing.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from operator import methodcaller
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from instruments.errors import ConfigError
@@ -59,7 +60,7 @@ def probe_autocast(device: str) -> dict[str, str]:
         )
     low = torch.get_autocast_dtype(device)
     was = torch.is_autocast_enabled(device)
-    with _presence_of(device), torch.no_grad():
+    with nullcontext() if device == "cpu" else FakeTensorMode(), torch.no_grad():
         # Not by torch.autocast, which turns itself off without such a device.
         torch.set_autocast_enabled(device, True)
         try:
@@ -73,14 +74,6 @@ def _has_autocast(device: str) -> bool:
         return torch.amp.is_autocast_available(device)
     except RuntimeError:  # a device type unknown to torch
         return False
-
-
-def _presence_of(device: str) -> AbstractContextManager[object]:
-    if device == "cpu":
-        return nullcontext()
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - only for devices other than cpu
-
-    return FakeTensorMode()
 
 
 def _ask(operation: _Operation, device: str, low: torch.dtype) -> str:
