@@ -227,25 +227,14 @@ def _output(arguments: list[Value], frame: Frame, *, idle: bool = False) -> Valu
     return Value(low.precision, "weights" if low.is_low else "", "output")
 
 
-def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
+def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
     """Value of all other calls: tensor methods keep the type; most others are unknown."""
     node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
+    _check_names(call, frame)
+    if word in _NO_TENSORS | _PLAIN or "loss" in word.lower() or _CRITERION.fullmatch(word):
+        return UNKNOWN
     full, asked = frame.definitions.full_name(func), call.words.get("dtype", UNKNOWN)
     method = isinstance(func, ast.Attribute) and not full
-    if _CRITERION.fullmatch(word):
-        low = next((value for value in every if value.is_low), None)
-        if low and low.origin == "autocast" and not frame.region.enabled and not frame.no_grad:
-            severity = None if low.precision == FLOAT16 else WARNING
-            report(frame, "LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
-        return UNKNOWN
-    if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(node, every):
-        check_growing(node, base, frame)
-    if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:
-        tensor = next((value for value in [base, *every] if value.is_low), base)
-        for value in every:
-            check_constant(node, value.number, tensor, frame)
-    if word in _NO_TENSORS | _PLAIN or "loss" in word.lower():
-        return UNKNOWN
     own = isinstance(func, ast.Attribute) and text_of(func.value) == "self"
     if own and frame.class_name and frame.definitions.is_module_class(frame.class_name):
         return _output(every, frame)
@@ -258,8 +247,7 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
     if method and base.precision is not None and not base.kind:
         if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
             return UNKNOWN
-        tag, cast = base.tag if word in KEEPING else "", base.cast if word in SAME_MODULE else None
-        return Value(base.precision, base.origin, tag, base.scaled, cast=cast)
+        return replace(base, tag=base.tag if word in KEEPING else "", cast=base.cast if word in SAME_MODULE else None)
     if full.startswith("torch.") and word in _NEW:
         return Value(tag="new")
     if method and word in KEEPING and base.tag in _PASSING:
@@ -267,13 +255,29 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
     if full.startswith("einops.") and every:
         return Value(every[0].precision, every[0].origin)
     if full and not node.keywords and len(every) == 1:
-        return Value(mix(every).precision, mix(every).origin)
+        return mix(every)
     return UNKNOWN
 
 
-def _averages(node: ast.Call, every: list[Value]) -> bool:
+def _check_names(call: Call, frame: Frame) -> None:
+    """LP102 of a criterion, LP105 of a running average, LP107 of a bound, all known by the name of the function."""
+    node, word, base, every = call.node, call.word, call.base, call.every
+    low = next((value for value in every if value.is_low), None)
+    if _CRITERION.fullmatch(word) and low and low.origin == "autocast" and not (frame.region.enabled or frame.no_grad):
+        severity = None if low.precision == FLOAT16 else WARNING
+        report(frame, "LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
+    if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(call):
+        check_growing(node, base, frame)
+    if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:
+        tensor = base if base.is_low else low or base
+        for value in every:
+            check_constant(node, value.number, tensor, frame)
+
+
+def _averages(call: Call) -> bool:
     """Whether the call multiplies by a decay close to 1."""
-    numbers = [value.constant for value in every if isinstance(value.constant, float)]
-    named = re.search(r"decay|ema|momentum|beta", " ".join(ast.unparse(part) for part in node.args), re.IGNORECASE)
-    most = 0.1 if called_name(node) == "lerp_" else 0.0
-    return any(0.9 <= abs(number) < 1 or 0 < number <= most for number in numbers) or bool(named)
+    numbers = [value.constant for value in call.every if isinstance(value.constant, float)]
+    words = " ".join(ast.unparse(part) for part in call.node.args)
+    most = 0.1 if call.word == "lerp_" else 0.0
+    decays = any(0.9 <= abs(number) < 1 or 0 < number <= most for number in numbers)
+    return decays or bool(re.search(r"decay|ema|momentum|beta", words, re.IGNORECASE))

@@ -47,7 +47,7 @@ def check_operation(
         report(frame, "LP105", node, f"{operation} in {_words(result.precision)}{where}", severity)
     elif operation in NORMS and result.is_low and result.origin == "cast" and not frame.region.enabled:
         report(frame, "LP106", node, f"{operation} in {_words(result.precision)}", NOTE)
-    return Value(result.precision, result.origin, tag, constant=result.constant)
+    return Value(result.precision, result.origin, tag)
 
 
 def _check_binary(node: ast.Call, inputs: list[Value], frame: Frame) -> None:
