@@ -64,11 +64,8 @@ def rows_with_error(reference: Shaped[Tensor, "*rows K"], found: Shaped[Tensor, 
     return float((relative > mean_square).double().mean())
 
 
-FORMATS = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
+FORMATS: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 }
 _SHORT = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8_e4m3fn",
@@ -78,11 +75,7 @@ _SHORT = {
 
 
 def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dtype:
-    """Low-precision dtype of a name, such as "bf16", "bfloat16" or torch.bfloat16.
-
-    Raises:
-        ConfigError: unknown name.
-    """
+    """Low-precision dtype of a name, such as "bf16", "bfloat16" or torch.bfloat16. Raises ConfigError: unknown name."""
     name = str(name).removeprefix("torch.")
     found = _SHORT.get(name.lower(), name)
     if found not in FORMATS:
@@ -121,11 +114,6 @@ class AxisRange:
     def ratio(self) -> float:
         """Largest over smallest; 1 where there is no value above 0."""
         return self.largest / self.smallest if self.smallest else 1.0
-
-    @property
-    def wide(self) -> bool:
-        """Whether large values may swamp small ones in a sum over the axis."""
-        return self.ratio > 1e4
 
 
 @torch.no_grad()
