@@ -1,25 +1,22 @@
 """Receives tensors from the hooks, tracks step, microbatch and call, and decides what is captured."""
 
-import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.errors import ConfigError
 from instruments.precision.calls import dtype_name, in_backward
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
-from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
+from instruments.tensor_dump.record import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import DumpWriter
 
@@ -104,8 +101,7 @@ class Recorder:
         self._begin_step(0)
 
     def begin_microbatch(self, chunk: int) -> None:
-        """The model's forward pass begins. Raises ConfigError: the model is compiled, which would trace the hooks."""
-        refuse_compiled_call()
+        """The model's forward pass begins."""
         if not in_backward():
             self._evaluating[chunk] = not torch.is_grad_enabled()
             self._microbatches[chunk, self._evaluating[chunk]] += 1
@@ -286,39 +282,3 @@ class Recorder:
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def refuse_compiled_call() -> None:
-    """Raise ConfigError if torch.compile makes this call."""
-    if "torch._dynamo" not in sys.modules:
-        return
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        # Calls that are not compiled, such as checkpointing, also have frames of torch._dynamo.
-        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
-            frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
-        ):
-            raise compiled_error()
-        frame = frame.f_back
-
-
-def refuse_compiled(roots: Sequence[nn.Module]) -> None:
-    """Raise ConfigError if a model is compiled."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return
-    for module in (module for root in roots for module in root.modules()):
-        # A disabled torch.compile returns its argument.
-        in_place = hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
-        if in_place or isinstance(module, dynamo.OptimizedModule):
-            raise compiled_error()
-
-
-def compiled_error() -> ConfigError:
-    """The error of a compiled model."""
-    return ConfigError(
-        "the model is compiled: fused kernels have no inputs and outputs of layers to dump",
-        where="TensorDump, torch.compile",
-        do="TORCHDYNAMO_DISABLE=1 in the environment of this run, which makes torch.compile do nothing; "
-        "or dump before the model is compiled",
-    )
