@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -77,20 +77,16 @@ def hook_layer(
             return None
         recorder.take(call, "input", inputs, input_part(inputs))
         if is_parametrized(module, "weight"):
-            why = "a parametrization computes it at every reading"
-            recorder.leave_out(watched, ["weight", "grad_weight"], why)
-            return call
-        given = given_weight(args, kwargs)
-        weight = module.weight if given is None else given
-        part = weight_part(weight)
-        recorder.take(call, "weight", take_local(weight)[0], part)
-        recorder.take_weight_gradient(call, weight, part)
+            recorder.leave_out(watched, ["weight", "grad_weight"], "a parametrization computes it at every reading")
+        else:
+            given = given_weight(args, kwargs)
+            weight = module.weight if given is None else given
+            recorder.take_weight(call, weight, weight_part(weight))
         return call
 
-    def end(call: Call, result: object) -> None:
-        output = _first(result)
+    def end(call: Call, output: Any) -> None:  # noqa: ANN401 - any output of a module
         if not _is_plain(output):
-            recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(result)}")
+            recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(output)}")
             return
         part = output_part(output)
         recorder.take(call, "output", output, part)
@@ -99,12 +95,7 @@ def hook_layer(
     return _hook_calls(module, begin, end)
 
 
-def _first(result: Any) -> Any:  # noqa: ANN401 - any output of a module
-    """The output; a tuple also has the bias, the norm's output or the attention weights."""
-    return result[0] if isinstance(result, tuple) and result else result
-
-
-def _is_plain(value: object) -> TypeGuard[Tensor]:
+def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_nested
 
 
@@ -115,15 +106,15 @@ def _describe(value: object) -> str:
 def _hook_calls(
     module: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Call | None], end: Callable[[Call, Any], None]
 ) -> list[RemovableHandle]:
-    """Hooks around every call of a module; `end` also receives its result."""
+    """Hooks around every call of a module; `end` also receives its output, the first element of a tuple."""
     calls: list[Call] = []  # the running call: one, or none
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[:] = filter(None, [begin(args, kwargs)])
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], result: object) -> None:
-        if calls:
-            end(calls.pop(), result)
+    def after(_module: nn.Module, _args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
+        if calls:  # a tuple also has the bias, the norm's output or the attention weights
+            end(calls.pop(), result[0] if isinstance(result, tuple) and result else result)
 
     return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
@@ -237,11 +228,9 @@ def hook_attention(
         given = [*args[:3], *named[len(args[:3]) :]]
         return take_heads(watched, recorder, dict(zip(("query", "key", "value"), given, strict=True)), part_of)
 
-    def end(call: Call, result: object) -> None:
-        output = _first(result)
-        recorder.take(call, "output", output, output_part(output))
-
-    return _hook_calls(watched.module, begin, end)
+    return _hook_calls(
+        watched.module, begin, lambda call, output: recorder.take(call, "output", output, output_part(output))
+    )
 
 
 def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) -> Part:

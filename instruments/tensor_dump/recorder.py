@@ -171,6 +171,11 @@ class Recorder:
         self._reached[call.watched] = call
         self.take(call, tensor_name, gradient, part, BACKWARD)
 
+    def take_weight(self, call: Call, weight: Tensor, part: Part) -> None:
+        """Capture this process's part of a layer's weight, and its gradient."""
+        self.take(call, "weight", capture.take_local(weight)[0], part)
+        self.take_weight_gradient(call, weight, part)
+
     def take_weight_gradient(self, call: Call, weight: Tensor, part: Part) -> None:
         """Capture what each backward pass adds to a weight's gradient, over all calls and all layers that share it."""
         if "grad_weight" not in self._config.tensors or not (weight.is_leaf and weight.requires_grad):
