@@ -50,10 +50,6 @@ class Definitions:
         """The first policy of these libraries."""
         return next((one for one in self.policies if one.manager in managers), None)
 
-    def updates(self, scaler: ast.expr) -> bool:
-        """Whether `update` is called on a scaler of that name anywhere in the file."""
-        return "update" in self.called.get(last_word(text_of(scaler)), ())
-
     def is_scaler_name(self, text: str) -> bool:
         """Whether an object has the name and the calls of a GradScaler."""
         word = last_word(text).lower()

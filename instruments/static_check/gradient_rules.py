@@ -143,7 +143,7 @@ def _scaler(call: Call, scaler: ast.expr, state: State, frame: Frame) -> Value |
         state.unscaled |= optimizer
         state.surely_unscaled |= optimizer
     elif call.word == "step":
-        updates = frame.definitions.updates(scaler)
+        updates = "update" in frame.definitions.called.get(last_word(text_of(scaler)), ())
         if not updates or optimizer <= state.stepped:
             report(frame, "LP202", node, f"{text} {'a second time before' if updates else 'without'} {update}")
         if state.plain and not state.scaled and node.args:

@@ -59,15 +59,16 @@ def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
     unmatched = [glob for glob in config.modules if not any(fnmatchcase(one.name, glob) for one in found)]
     if unmatched or not config.modules:
         raise _nothing_matched(unmatched, found)
-    chosen = [one for one in found if any(fnmatchcase(one.name, glob) for glob in config.modules)]
-    if not any(one.expected(config) for one in chosen):
-        kinds = ", ".join(sorted({one.layer_type for one in chosen}))
+    matched = [one for one in found if any(fnmatchcase(one.name, glob) for glob in config.modules)]
+    chosen = [one for one in matched if one.expected(config)]
+    if not chosen:
+        kinds = ", ".join(sorted({one.layer_type for one in matched}))
         raise ConfigError(
             f"tensors={config.tensors}: the selected modules have none of them",
             where=f"setting tensors; modules={config.modules} are {kinds}",
-            do=f"tensors={[name for name in TENSORS[chosen[0].layer_type] if name in DEFAULT_TENSORS]}",
+            do=f"tensors={[name for name in TENSORS[matched[0].layer_type] if name in DEFAULT_TENSORS]}",
         )
-    return [one for one in chosen if one.expected(config)]
+    return chosen
 
 
 def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> ConfigError:
