@@ -292,8 +292,7 @@ def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
 
 def _oddities(diff: Diff) -> Iterator[str]:
     failed = [output.name for output in diff.outputs if output.own_failure]
-    known = [output for output in diff.outputs if output.propagated is not None]
-    undefined = [output.name for output in known if output.propagated and output.propagated.reference_nonfinite]
+    undefined = [one.name for one in diff.outputs if one.propagated and one.propagated.reference_nonfinite]
     for names, words in (
         (undefined, "outputs are not finite in FP32 either; only their finite values are compared"),
         (failed, "modules could not be run alone in low precision"),

@@ -120,17 +120,17 @@ def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None
         for name, buffer in module._buffers.items():
             full = ".".join(filter(None, (prefix, module_name, name)))
             if only is None or full in only:
-                now = None if buffer is None else (buffer.clone(), buffer._version)
-                held.append((full, module._buffers, name, buffer, now))
+                copied, version = (None, None) if buffer is None else (buffer.clone(), buffer._version)
+                held.append((full, module._buffers, name, buffer, copied, version))
     try:
         yield changed
     finally:
-        for full, owner, name, buffer, now in held:
-            if owner.get(name) is not buffer or (buffer is not None and now is not None and buffer._version != now[1]):
+        for full, owner, name, buffer, copied, version in held:
+            if owner.get(name) is not buffer or (buffer is not None and buffer._version != version):
                 changed.add(full)
                 owner[name] = buffer
-                if buffer is not None and now is not None:
-                    buffer.copy_(now[0])
+                if buffer is not None:
+                    buffer.copy_(copied)
 
 
 Key = tuple[Call, str]

@@ -205,7 +205,7 @@ def analyze_tensor(
     scale: str | None = None,
     name: str = "tensor",
 ) -> TensorAnalysis:
-    """Measure what a tensor loses in number formats.
+    """Measure what a tensor loses in number formats. Raises ConfigError: integers, or an unknown format or scale.
 
     Args:
         tensor: floating-point, or complex: read as pairs along one more axis; of a sparse one, the stored values.
@@ -213,8 +213,6 @@ def analyze_tensor(
         target_dtype: a single format, instead of `formats`.
         scale: "amax": first multiply so that the largest value becomes the format's, as usual in FP8; not for sums.
         name: of the tensor in reports.
-    Raises:
-        ConfigError: a tensor of integers, or an unknown format or scale.
     """
     formats = formats if target_dtype is None else [target_dtype]
     targets = [find_format(one, "formats" if target_dtype is None else "target_dtype") for one in formats]
@@ -287,14 +285,12 @@ def notes_of(found: Sequence[TensorAnalysis]) -> list[str]:
     for loss in (loss for tensor in found for loss in tensor.losses):
         worst_of[loss.format] = worst(loss.verdict, worst_of.get(loss.format, Verdict.OK))
     verdicts = ", ".join(f"{name} {verdict}" for name, verdict in worst_of.items())
-    odd = [f"{tensor.name}: {note}" for tensor in found for note in tensor.notes]
-    advice = [f"{tensor.name}: {line}" for tensor in found for line in tensor.advice]
-    return [f"worst of {len(found)} tensors: {verdicts}", *_some(odd), *_some(advice)]
-
-
-def _some(lines: list[str]) -> list[str]:
-    rest = len(lines) - _MOST_NOTES
-    return lines[:_MOST_NOTES] + ([f"... and {rest} more in analyze_tensor.json"] if rest > 0 else [])
+    lines = [f"worst of {len(found)} tensors: {verdicts}"]
+    for kind in ("notes", "advice"):
+        said = [f"{tensor.name}: {line}" for tensor in found for line in getattr(tensor, kind)]
+        rest = len(said) - _MOST_NOTES
+        lines += said[:_MOST_NOTES] + [f"... and {rest} more in analyze_tensor.json"] * (rest > 0)
+    return lines
 
 
 def to_json(found: Sequence[TensorAnalysis]) -> list[dict[str, Any]]:
