@@ -119,10 +119,15 @@ class AxisRange:
 @torch.no_grad()
 def axis_ranges(values: Shaped[Tensor, "..."]) -> list[AxisRange]:
     """One entry for each axis longer than 1, the last axis first; non-finite values count as 0."""
-    if not values.numel():
-        return []
-    sizes = torch.where(values.isfinite(), values, 0)
-    return [_axis_range(sizes, axis) for axis in long_axes(values)]
+    sizes, found = torch.where(values.isfinite(), values, 0), []
+    for axis in long_axes(values) if values.numel() else ():
+        by_slice = sizes_along(sizes, axis).double()
+        above = torch.where(by_slice > 0, by_slice, torch.inf)
+        facts = [by_slice.amax(), above.amin(), (by_slice == 0).sum(), by_slice.argmax(), above.argmin()]
+        largest, smallest, zero, largest_at, smallest_at = torch.stack(facts).tolist()
+        smallest = smallest if largest else 0.0
+        found.append(AxisRange(axis, len(by_slice), largest, int(largest_at), smallest, int(smallest_at), int(zero)))
+    return found
 
 
 def long_axes(values: Shaped[Tensor, "..."]) -> list[int]:
@@ -134,12 +139,3 @@ def sizes_along(values: Shaped[Tensor, "..."], axis: int, *, keepdim: bool = Fal
     """max|·| of each slice along an axis, counted from the end."""
     others = [other for other in range(values.ndim) if other != axis % values.ndim]
     return values.abs().amax(others, keepdim=keepdim) if others else values.abs()
-
-
-def _axis_range(sizes: Shaped[Tensor, "..."], axis: int) -> AxisRange:
-    by_slice = sizes_along(sizes, axis).double()
-    above = torch.where(by_slice > 0, by_slice, torch.inf)
-    found = torch.stack([by_slice.amax(), above.amin(), (by_slice == 0).sum(), by_slice.argmax(), above.argmin()])
-    largest, smallest, zero, largest_at, smallest_at = found.tolist()
-    smallest = smallest if largest else 0.0
-    return AxisRange(axis, len(by_slice), largest, int(largest_at), smallest, int(smallest_at), int(zero))

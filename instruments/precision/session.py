@@ -129,7 +129,7 @@ def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None
             if owner.get(name) is not buffer or (buffer is not None and buffer._version != version):
                 changed.add(full)
                 owner[name] = buffer
-                if buffer is not None:
+                if buffer is not None and copied is not None:
                     buffer.copy_(copied)
 
 
