@@ -2,10 +2,10 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +21,24 @@ from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import DumpWriter
 
 
-class Turn(NamedTuple):
-    """Position of a call in a step; fields as in `Source`."""
+@dataclass(frozen=True)
+class Call:
+    """One call of a watched module; fields as in `Source`."""
 
+    watched: Watched
+    step: int
     microbatch: int
-    call: int
+    number: int
     evaluation: bool
+    recompute: bool = False
 
 
 class CallOrder:
     """The calls of one step, in the order of the forward passes."""
 
-    def __init__(self) -> None:
-        self._order: list[tuple[Turn, TensorWeakRef]] = []
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._order: list[tuple[Call, TensorWeakRef]] = []
         self._numbers: Counter[tuple[Watched, int, bool]] = Counter()
         self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions not recomputed yet
         self._latest = -2  # position recomputed last
@@ -41,16 +46,16 @@ class CallOrder:
     def __bool__(self) -> bool:
         return bool(self._order)
 
-    def begin(self, watched: Watched, microbatch: int, first_input: Tensor, *, evaluation: bool) -> Turn:
+    def begin(self, watched: Watched, microbatch: int, first_input: Tensor, *, evaluation: bool) -> Call:
         """Register a call in a forward pass."""
-        turn = Turn(microbatch, self._numbers[watched, microbatch, evaluation], evaluation)
+        call = Call(watched, self._step, microbatch, self._numbers[watched, microbatch, evaluation], evaluation)
         self._numbers[watched, microbatch, evaluation] += 1
         self._open[watched].append(len(self._order))
-        self._order.append((turn, TensorWeakRef(first_input)))
-        return turn
+        self._order.append((call, TensorWeakRef(first_input)))
+        return call
 
-    def repeat(self, watched: Watched, first_input: Tensor) -> Turn | None:
-        """The earlier call that this one recomputes; None if none is left.
+    def repeat(self, watched: Watched, first_input: Tensor) -> Call | None:
+        """The recomputation of an earlier call; None if none is left.
 
         A recomputed segment starts with the identical input tensor and then follows the original order, so the position
         after the last recomputed one is preferred. If neither identifies the call, the oldest is taken, training before
@@ -64,22 +69,12 @@ class CallOrder:
         position = self._latest + 1 if self._latest + 1 in likely else likely[0]
         left.remove(position)
         self._latest = position
-        return self._order[position][0]
+        return replace(self._order[position][0], recompute=True)
 
 
 def _is_same(kept: Tensor | None, tensor: Tensor) -> bool:
     """Whether both use the same memory; while `kept` is alive, no other tensor can."""
     return kept is not None and kept.data_ptr() == tensor.data_ptr() and kept.shape == tensor.shape
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a watched module."""
-
-    watched: Watched
-    step: int
-    turn: Turn
-    recompute: bool
 
 
 class Recorder:
@@ -124,10 +119,9 @@ class Recorder:
         evaluation = self._evaluating.get(watched.chunk, not torch.is_grad_enabled())
         microbatch = max(self._microbatches[watched.chunk, evaluation] - 1, 0)
         if in_backward():
-            turn = self._calls.repeat(watched, first_input) or Turn(microbatch, 0, evaluation)
-            return Call(watched, self._step, turn, recompute=True)
-        turn = self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
-        return Call(watched, self._step, turn, recompute=False)
+            unknown = Call(watched, self._step, microbatch, 0, evaluation, recompute=True)
+            return self._calls.repeat(watched, first_input) or unknown
+        return self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
 
     def leave_out(self, watched: Watched, tensors: Sequence[str], why: str) -> None:
         """Report tensors of a module, as far as they are requested, that cannot be dumped; `why` says what they are."""
@@ -145,7 +139,7 @@ class Recorder:
             self.leave_out(watched, [tensor_name], "complex numbers")
             return
         source = Source(
-            call.step, *call.turn, direction, call.recompute,
+            call.step, call.microbatch, call.number, call.evaluation, direction, call.recompute,
             watched.name, watched.layer, watched.layer_type, tensor_name,
         )  # fmt: skip
         with self._lock, torch.no_grad():
@@ -215,7 +209,7 @@ class Recorder:
         self._step = number
         self._microbatches: Counter[tuple[int, bool]] = Counter()  # (chunk, evaluation) → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
-        self._calls = CallOrder()
+        self._calls = CallOrder(number)
         self._reached: dict[Watched, Call] = {}  # module → last call reached by the backward pass
         # id → tensor captured in this step (weak reference), its version, placement and content.
         self._seen: dict[int, tuple[TensorWeakRef, int, Placement, Held]] = {}
