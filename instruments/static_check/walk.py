@@ -133,9 +133,8 @@ def call_function(
     outer = state.values if nested or not frame.stack else report.outer
     values = outer | _attributes(owner, frame) | (_own_values(state) if same else {}) | bound
     start = replace(state.copy(), values=values, returned=None)
-    inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function))
-    if function.name != "forward":
-        inner = replace(inner, weights=frame.weights if same else None)
+    weights = frame.weights if same or function.name == "forward" else None
+    inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function), weights=weights)
     inner = _entered(function, owner, inner)
     start.note_region(inner.region)
     ends = walk_body(function.body, [start], inner)
@@ -154,21 +153,14 @@ def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list
         ended = [way for way in ways if way.ended]
         if not going:
             break
-        if (context := _entered_context(statement)) is not None:
-            rest = ast.copy_location(ast.With([ast.withitem(context)], [*body[place + 1 :]]), statement)
-            return [*ended, *(after for way in going for after in _walk_with(rest, way, frame))]
+        match statement:  # a context entered in this way is taken to last until the end of the body
+            case ast.Expr(ast.Call(ast.Attribute(attr="enter_context"), [context])):
+                rest = ast.copy_location(ast.With([ast.withitem(context)], [*body[place + 1 :]]), statement)
+                return [*ended, *(after for way in going for after in _walk_with(rest, way, frame))]
         ways = [*ended, *(after for way in going for after in walk_statement(statement, way, frame))]
         if len(ways) > _MOST_WAYS:
             ways = [join(ways)]
     return ways
-
-
-def _entered_context(statement: ast.stmt) -> ast.expr | None:
-    """The context of `stack.enter_context(...)`, which is taken to last until the end of the body."""
-    match statement:
-        case ast.Expr(ast.Call(ast.Attribute(attr="enter_context"), [context])):
-            return context
-    return None
 
 
 def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:  # noqa: PLR0911 - a case a kind
