@@ -54,7 +54,11 @@ def probe_autocast(device: str) -> dict[str, str]:
     Raises:
         ConfigError: torch has no autocast for this device.
     """
-    if not _has_autocast(device):
+    try:
+        available = torch.amp.is_autocast_available(device)
+    except RuntimeError:  # a device type unknown to torch
+        available = False
+    if not available:
         raise ConfigError(
             f"torch {torch.__version__} has no autocast for {device!r}", where="device", do="device=cuda, or device=cpu"
         )
@@ -67,13 +71,6 @@ def probe_autocast(device: str) -> dict[str, str]:
             return {name: _ask(operation, device, low) for name, operation in _OPERATIONS.items()}
         finally:
             torch.set_autocast_enabled(device, was)
-
-
-def _has_autocast(device: str) -> bool:
-    try:
-        return torch.amp.is_autocast_available(device)
-    except RuntimeError:  # a device type unknown to torch
-        return False
 
 
 def _ask(operation: _Operation, device: str, low: torch.dtype) -> str:
