@@ -34,11 +34,6 @@ def is_anything(_value: object) -> bool:
     return True
 
 
-def optional(kind: Kind) -> Kind:
-    """This kind, or null."""
-    return lambda value: value is None or kind(value)
-
-
 def list_of(kind: Kind, length: int | None = None) -> Kind:
     """A list of this kind; `length` None allows any length."""
     return lambda value: isinstance(value, list) and length in {None, len(value)} and all(map(kind, value))
@@ -61,7 +56,8 @@ def kind_of(hint: Any) -> Kind:  # noqa: ANN401 - any annotation
             isinstance(value, dict) and all(n in value and kind(value[n]) for n, kind in parts_of.items())
         )
     if origin is UnionType:
-        return optional(kind_of(parts[0]))
+        given = kind_of(parts[0])
+        return lambda value: value is None or given(value)
     if origin in {list, tuple}:
         return list_of(kind_of(parts[0]), None if origin is list or ... in parts else len(parts))
     if origin in {dict, Mapping}:

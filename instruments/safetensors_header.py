@@ -43,8 +43,7 @@ class TensorEntry:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """All tensors of a file, checked against its size. Raises CheckpointError: missing, truncated, another format."""
-    size = _size_of(path)
-    header, data_start = _parse(path, size)
+    header, data_start, size = _parse(path)
     header.pop(_METADATA, None)
     try:
         entries = {name: _entry(path, data_start, spec) for name, spec in header.items()}
@@ -56,16 +55,19 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The free metadata of a file's header. Raises CheckpointError."""
-    header, _data_start = _parse(path, _size_of(path))
-    metadata = header.get(_METADATA) or {}
+    metadata = _parse(path)[0].get(_METADATA) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _damaged(path, f"{_METADATA} is no object of texts")
     return metadata
 
 
-def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    """The header, and the offset at which the data begins."""
+def _parse(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, the offset at which the data begins, and the file's size."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(path, "it is no regular file")
+        size = status.st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= size - 8:
@@ -74,23 +76,13 @@ def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:
                 raise _damaged(path, f"a header of {length:,} bytes, more than the {MAX_HEADER_BYTES:,} it may have")
             raw = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"cannot open {path.name}: {error.strerror}", where=str(path), do=_RESTORE) from error
+        missing = isinstance(error, FileNotFoundError)
+        what = f"{path.name} is missing" if missing else f"cannot open {path.name}: {error.strerror}"
+        raise CheckpointError(what, where=str(path), do=_RESTORE) from error
     try:
-        return dict(json.loads(raw.decode())), 8 + length
+        return dict(json.loads(raw.decode())), 8 + length, size
     except (ValueError, TypeError, RecursionError) as error:
         raise _unreadable(path, error) from error
-
-
-def _size_of(path: Path) -> int:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise _damaged(path, "it is no regular file")
-        return status.st_size
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.name} is missing", where=str(path), do=_RESTORE) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot open {path.name}: {error.strerror}", where=str(path), do=_RESTORE) from error
 
 
 def _entry(path: Path, data_start: int, spec: dict[str, Any]) -> TensorEntry:

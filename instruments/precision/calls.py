@@ -100,11 +100,11 @@ def trace_modules(
     `prefix`: full name of `model`, if it is a submodule; `counts`: calls so far; `only`: names of modules to report.
     """
     tracer = ModuleTracer(Counter(counts or {}))
-    named = [(".".join(filter(None, (prefix, name))), module) for name, module in hookable_modules(model)]
     with ExitStack() as hooks:
-        for name, module in named:
-            if only is None or name in only:
-                _hook(module, name, receiver, tracer, hooks)
+        for name, module in hookable_modules(model):
+            full = ".".join(filter(None, (prefix, name)))
+            if only is None or full in only:
+                _hook(module, full, receiver, tracer, hooks)
         yield tracer
 
 
@@ -126,8 +126,8 @@ def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTr
         if tracer.open:
             receiver.after(running.pop(), module, output)
 
-    hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-    hooks.callback(module.register_forward_hook(after).remove)
+    hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+    hooks.enter_context(module.register_forward_hook(after))
 
 
 def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output of a module

@@ -5,7 +5,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instruments.durable import write_json
@@ -66,14 +65,19 @@ def _run(wanted: argparse.Namespace) -> int:
 def find_model(place: str) -> "nn.Module":
     """Load a torch module from a Python file; a class or function is called without arguments.
 
-    Raises:
-        ConfigError: no such file or name, or no torch module. Errors raised by the file's code pass through.
+    Raises ConfigError: no such file or name, or no torch module. Errors raised by the file's code pass through.
     """
     file, _, name = place.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"there is no Python file {file or name}", where="--model", do="--model model.py:Net")
-    held = _execute(path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "it ends in .py"
+    assert spec.loader is not None, "it is a file"
+    held = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # it can import modules of its folder, as with `python FILE.py`
+    sys.modules[path.stem] = held  # dataclasses look up their module there
+    spec.loader.exec_module(held)
     if not hasattr(held, name):
         known = [key for key in vars(held) if not key.startswith("_")]
         raise ConfigError(f"{path} has no {name}", where="--model", do=f"--model {path}:{(known or ['Net'])[-1]}")
@@ -85,18 +89,6 @@ def find_model(place: str) -> "nn.Module":
         what = f"{place} is {type(made).__name__}, no torch module"
         raise ConfigError(what, where="--model", do="name a module, or a function without arguments that returns one")
     return made
-
-
-def _execute(path: Path) -> ModuleType:
-    """Import a file under its stem; it can import modules of its folder, as with `python FILE.py`."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "it ends in .py"
-    assert spec.loader is not None, "it is a file"
-    held = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = held  # dataclasses look up their module there
-    spec.loader.exec_module(held)
-    return held
 
 
 if __name__ == "__main__":

@@ -64,11 +64,8 @@ def rows_with_error(reference: Shaped[Tensor, "*rows K"], found: Shaped[Tensor, 
     return float((relative > mean_square).double().mean())
 
 
-FORMATS = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
+FORMATS: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 }
 _SHORT = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8_e4m3fn",
@@ -78,11 +75,7 @@ _SHORT = {
 
 
 def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dtype:
-    """Low-precision dtype of a name, such as "bf16", "bfloat16" or torch.bfloat16.
-
-    Raises:
-        ConfigError: unknown name.
-    """
+    """Low-precision dtype of a name, such as "bf16", "bfloat16" or torch.bfloat16. Raises ConfigError: unknown name."""
     name = str(name).removeprefix("torch.")
     found = _SHORT.get(name.lower(), name)
     if found not in FORMATS:
@@ -122,19 +115,19 @@ class AxisRange:
         """Largest over smallest; 1 where there is no value above 0."""
         return self.largest / self.smallest if self.smallest else 1.0
 
-    @property
-    def wide(self) -> bool:
-        """Whether large values may swamp small ones in a sum over the axis."""
-        return self.ratio > 1e4
-
 
 @torch.no_grad()
 def axis_ranges(values: Shaped[Tensor, "..."]) -> list[AxisRange]:
     """One entry for each axis longer than 1, the last axis first; non-finite values count as 0."""
-    if not values.numel():
-        return []
-    sizes = torch.where(values.isfinite(), values, 0)
-    return [_axis_range(sizes, axis) for axis in long_axes(values)]
+    sizes, found = torch.where(values.isfinite(), values, 0), []
+    for axis in long_axes(values) if values.numel() else ():
+        by_slice = sizes_along(sizes, axis).double()
+        above = torch.where(by_slice > 0, by_slice, torch.inf)
+        facts = [by_slice.amax(), above.amin(), (by_slice == 0).sum(), by_slice.argmax(), above.argmin()]
+        largest, smallest, zero, largest_at, smallest_at = torch.stack(facts).tolist()
+        smallest = smallest if largest else 0.0
+        found.append(AxisRange(axis, len(by_slice), largest, int(largest_at), smallest, int(smallest_at), int(zero)))
+    return found
 
 
 def long_axes(values: Shaped[Tensor, "..."]) -> list[int]:
@@ -146,12 +139,3 @@ def sizes_along(values: Shaped[Tensor, "..."], axis: int, *, keepdim: bool = Fal
     """max|·| of each slice along an axis, counted from the end."""
     others = [other for other in range(values.ndim) if other != axis % values.ndim]
     return values.abs().amax(others, keepdim=keepdim) if others else values.abs()
-
-
-def _axis_range(sizes: Shaped[Tensor, "..."], axis: int) -> AxisRange:
-    by_slice = sizes_along(sizes, axis).double()
-    above = torch.where(by_slice > 0, by_slice, torch.inf)
-    found = torch.stack([by_slice.amax(), above.amin(), (by_slice == 0).sum(), by_slice.argmax(), above.argmin()])
-    largest, smallest, zero, largest_at, smallest_at = found.tolist()
-    smallest = smallest if largest else 0.0
-    return AxisRange(axis, len(by_slice), largest, int(largest_at), smallest, int(smallest_at), int(zero))

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -119,13 +119,10 @@ class Diff:
         limit, it is the module at which the error floor jumps.
         """
         found = self.ranked()
-        if (
-            found
-            and found[0].own_verdict is Verdict.OK
-            and all(output.bound_verdict == output.verdict for output in found)
-        ):
-            return self.jump or found[0]
-        return next(iter(found), None)
+        if not found:
+            return None
+        bound = all(output.bound_verdict == output.verdict for output in found)
+        return found[0] if found[0].own_verdict is not Verdict.OK or not bound else self.jump or found[0]
 
     @property
     def jump(self) -> OutputDiff | None:
@@ -194,31 +191,27 @@ def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
 def notes_of(diff: Diff) -> list[str]:
     """The verdict in words, the error of the final output, and all warnings."""
     return [
-        *_verdict(diff), *_last(diff), *_choices(diff.choices), *_ranges(diff.outputs), *_oddities(diff),
+        _verdict(diff), *_last(diff), *_choices(diff.choices), *_ranges(diff.outputs), *_oddities(diff),
         f"{len(diff.outputs):,} outputs; {diff.passes} passes, {diff.seconds:.1f} s",
     ]  # fmt: skip
 
 
-def _verdict(diff: Diff) -> Iterator[str]:
+def _verdict(diff: Diff) -> str:
+    if not diff.outputs:
+        return "nothing was compared: no module returned a floating-point tensor"
     if (first := diff.first) is None:
-        nearest = max(diff.outputs, key=_nearness, default=None)
-        yield (
-            "nothing was compared: no module returned a floating-point tensor"
-            if nearest is None
-            else (
-                f"ok: no error is above {diff.limits.warning_ratio:g} times the error floor, the response to one unit "
-                f"in the last place of {diff.precision}; the largest is that of {nearest.name}, "
-                f"{_nearness(nearest):.2f} times (rounding alone: 0.29)"
-            )
+        nearest = max(diff.outputs, key=_nearness)
+        return (
+            f"ok: no error is above {diff.limits.warning_ratio:g} times the error floor, the response to one unit in "
+            f"the last place of {diff.precision}; the largest is that of {nearest.name}, {_nearness(nearest):.2f} "
+            "times (rounding alone: 0.29)"
         )
-        return
-    if first.own_verdict is Verdict.OK and (
-        end := next((one for one in diff.outputs if one.bound_verdict is not Verdict.OK), None)
-    ):
-        yield f"{diff.verdict}: {_end(diff, end)}"
-        return
-    itself = "errs itself" if first.own_verdict is not Verdict.OK else "inherits an error that no module makes alone"
-    yield f"{diff.verdict}: the first divergence is {first.name} ({first.kind}), which {itself}: {reason(first)}"
+    itself = "errs itself"
+    if first.own_verdict is Verdict.OK:
+        if end := next((one for one in diff.outputs if one.bound_verdict is not Verdict.OK), None):
+            return f"{diff.verdict}: {_end(diff, end)}"
+        itself = "inherits an error that no module makes alone"
+    return f"{diff.verdict}: the first divergence is {first.name} ({first.kind}), which {itself}: {reason(first)}"
 
 
 def _end(diff: Diff, end: OutputDiff) -> str:
@@ -230,22 +223,24 @@ def _end(diff: Diff, end: OutputDiff) -> str:
     if jump is None:
         return f"{said}: the roundings of its {end.parts} modules add up"
     inside = " or inside it" if jump.parts else ""
-    where = f"the error floor jumps at {jump.name} ({jump.kind}){inside}, to {jump.own_floor:.2g} for one unit in "
-    where += f"the last place of {diff.precision}"
+    rest = "; give it FP32 inputs, or smaller ones (subtract a mean before)"
     if jump.floor_rows < 1:
-        return (
-            f"{said}: {where}, in {jump.floor_rows:.1%} of its rows alone: rows near the border of a discrete choice "
-            "(argmin, top-k) may change it, which is no error"
-        )
-    return f"{said}: {where}; give it FP32 inputs, or smaller ones (subtract a mean before)"
+        rest = f", in {jump.floor_rows:.1%} of its rows alone: rows near the border of a discrete choice (argmin, "
+        rest += "top-k) may change it, which is no error"
+    return (
+        f"{said}: the error floor jumps at {jump.name} ({jump.kind}){inside}, to {jump.own_floor:.2g} for one unit in "
+        f"the last place of {diff.precision}{rest}"
+    )
 
 
 def reason(output: OutputDiff) -> str:
     """Explain why an output is not ok."""
     own = output.own_verdict is not Verdict.OK
     distance, floor = (output.own, output.own_floor) if own else (output.propagated, output.propagated_floor)
-    if output.overflow or output.swamped or output.own_failure:
-        return output.overflow or output.swamped or f"it does not run on the FP32 inputs: {output.own_failure}"
+    if said := output.overflow or output.swamped:
+        return said
+    if output.own_failure:
+        return f"it does not run on the FP32 inputs: {output.own_failure}"
     if distance is None:
         return ""
     if distance.nonfinite:
@@ -266,27 +261,26 @@ def _last(diff: Diff) -> Iterator[str]:
 
 
 def _choices(choices: Sequence[ChoiceDiff]) -> Iterator[str]:
-    known = [choice for choice in choices if choice.propagated is not None]
+    known = [(choice.propagated, choice) for choice in choices if choice.propagated is not None]
     if not known:
         return
-    worst = max(known, key=lambda choice: choice.propagated or 0)
-    floors = [choice.floor for choice in known if choice.floor is not None]
-    owns = [choice.own for choice in known if choice.own is not None]
+    most, worst = max(known, key=lambda pair: pair[0])
+    mean = _mean(share for share, _choice in known)
+    own, floor = _mean(choice.own for _, choice in known), _mean(choice.floor for _, choice in known)
     yield (
-        f"discrete choices (experts of a token): {_mean([choice.propagated or 0 for choice in known]):.1%} differ in "
-        f"the mean of {len(known)} modules, {worst.propagated or 0:.1%} at most ({worst.call}); on FP32 inputs "
-        f"{_mean(owns):.1%}, in FP32 off by one unit {_mean(floors):.1%}. Tokens near the border may change their "
-        "choice, which is no error: from that module on they are left out of the figures above"
+        f"discrete choices (experts of a token): {mean:.1%} differ in the mean of {len(known)} modules, {most:.1%} at "
+        f"most ({worst.call}); on FP32 inputs {own:.1%}, in FP32 off by one unit {floor:.1%}. Tokens near the border "
+        "may change their choice, which is no error: from that module on they are left out of the figures above"
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(shares: Iterable[float | None]) -> float:
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else 0.0
 
 
 def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
-    wide = [(axis, output) for output in outputs for axis in output.ranges if axis.wide]
-    if wide:
+    if wide := [(axis, output) for output in outputs for axis in output.ranges if axis.ratio > 1e4]:
         axis, output = max(wide, key=lambda pair: pair[0].ratio)
         count = len({other.name for _, other in wide})
         yield (
@@ -298,8 +292,7 @@ def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
 
 def _oddities(diff: Diff) -> Iterator[str]:
     failed = [output.name for output in diff.outputs if output.own_failure]
-    known = [output for output in diff.outputs if output.propagated is not None]
-    undefined = [output.name for output in known if output.propagated and output.propagated.reference_nonfinite]
+    undefined = [one.name for one in diff.outputs if one.propagated and one.propagated.reference_nonfinite]
     for names, words in (
         (undefined, "outputs are not finite in FP32 either; only their finite values are compared"),
         (failed, "modules could not be run alone in low precision"),

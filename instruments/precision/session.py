@@ -11,27 +11,31 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import Call, ModuleEvents, as_real, find_tensors, hookable_modules, map_tensors
-from instruments.precision.comparison import changed_rows, measure_distance, ulp
+from instruments.precision.calls import Call, as_real, dtype_name, find_tensors, hookable_modules, map_tensors
+from instruments.precision.comparison import changed_rows, find_format, measure_distance, ulp
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.verdict import Distance
 
 AUTOCAST, CAST = "autocast", "cast"
-# Errors that a module may raise in a number format that it does not support.
-FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class LowPrecision:
     """The model in low precision: the FP32 reference under autocast, or a copy cast to the format."""
 
-    def __init__(self, reference: nn.Module, dtype: torch.dtype, mode: str, cast: nn.Module | None) -> None:
-        """`cast`: the caller's own low-precision copy, or None. Raises ConfigError: unknown mode."""
+    def __init__(self, reference: nn.Module, precision: str | torch.dtype, mode: str, cast: nn.Module | None) -> None:
+        """`cast`: the caller's own low-precision copy, or None. Raises ConfigError: unknown mode or precision."""
         if mode not in {AUTOCAST, CAST}:
             raise ConfigError(
                 f"mode={mode} is none of {AUTOCAST}, {CAST}", where="argument mode", do=f"mode={AUTOCAST}"
             )
-        self.dtype, self.mode = dtype, mode
-        self.model = reference if mode == AUTOCAST else cast or copy.deepcopy(reference).to(dtype)
+        self.dtype, self.mode = find_format(precision), mode
+        if self.dtype.itemsize != 2:
+            raise ConfigError(
+                f"precision={dtype_name(self.dtype)} is no precision models run in",
+                where="argument precision",
+                do="precision=bfloat16, or float16",
+            )
+        self.model = reference if mode == AUTOCAST else cast or copy.deepcopy(reference).to(self.dtype)
 
     def active(self, device: torch.device) -> AbstractContextManager[object]:
         """Context in which modules of `model` compute in low precision."""
@@ -79,10 +83,9 @@ class Perturbation:
             return torch.view_as_complex(self(as_real(values)).contiguous())
         if not values.is_floating_point() or not values.numel():
             return values.clone()
-        generator = self._generators.get(values.device)
-        if generator is None:
-            generator = torch.Generator(values.device).manual_seed(self._series)
-            self._generators[values.device] = generator
+        if values.device not in self._generators:
+            self._generators[values.device] = torch.Generator(values.device).manual_seed(self._series)
+        generator = self._generators[values.device]
         coins = torch.randint(0, 2, values.shape, generator=generator, device=values.device).mul_(2).sub_(1)
         moved = values + coins * ulp(values.float(), self.dtype).to(values.dtype)
         return torch.where(values.isfinite(), moved, values)
@@ -99,13 +102,9 @@ class Perturbation:
     @contextmanager
     def on_outputs(self, model: nn.Module) -> Iterator[None]:
         """Perturb the outputs of all modules in `model`; low precision rounds the same tensors."""
-
-        def perturb(_module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401
-            return self.of(output)
-
         with ExitStack() as hooks:
             for _name, module in hookable_modules(model):
-                hooks.callback(module.register_forward_hook(perturb).remove)
+                hooks.enter_context(module.register_forward_hook(lambda _module, _args, output: self.of(output)))
             yield
 
 
@@ -121,21 +120,20 @@ def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None
         for name, buffer in module._buffers.items():
             full = ".".join(filter(None, (prefix, module_name, name)))
             if only is None or full in only:
-                now = None if buffer is None else (buffer.clone(), buffer._version)
-                held.append((full, module._buffers, name, buffer, now))
+                copied, version = (None, None) if buffer is None else (buffer.clone(), buffer._version)
+                held.append((full, module._buffers, name, buffer, copied, version))
     try:
         yield changed
     finally:
-        for full, owner, name, buffer, now in held:
-            if owner.get(name) is not buffer or (buffer is not None and now is not None and buffer._version != now[1]):
+        for full, owner, name, buffer, copied, version in held:
+            if owner.get(name) is not buffer or (buffer is not None and buffer._version != version):
                 changed.add(full)
                 owner[name] = buffer
-                if buffer is not None and now is not None:
-                    buffer.copy_(now[0])
+                if buffer is not None and copied is not None:
+                    buffer.copy_(copied)
 
 
 Key = tuple[Call, str]
-EMPTY: Mapping[Key, Tensor] = {}
 
 
 def is_choice(tensor: Tensor) -> bool:
@@ -143,26 +141,16 @@ def is_choice(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.ndim > 0 and tensor.numel() > 0
 
 
-class Choices(ModuleEvents):
-    """Collects the integer outputs of a pass, by call and path."""
-
-    def __init__(self) -> None:
-        self.made: dict[Key, Tensor] = {}
-
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """Store the choices."""
-        self.made |= {(call, path): one.clone() for path, one in find_tensors(output).items() if is_choice(one)}
-
-
 class EqualChoiceRows:
     """Tracks the tokens with equal discrete choices in two runs; errors are measured on these tokens only."""
 
-    def __init__(self, reference: Mapping[Key, Tensor] = EMPTY, low: Mapping[Key, Tensor] = EMPTY) -> None:
+    def __init__(self, reference: Mapping[Key, Tensor] | None = None, low: Mapping[Key, Tensor] | None = None) -> None:
         """Start with the choices that both runs have made so far."""
         self._by_count: dict[int, Tensor] = {}
         self._sorted: set[int] = set()
-        for key in [key for key in low if key in reference]:
-            self.update(reference[key], low[key])
+        for key, tensor in (low or {}).items():
+            if reference and key in reference:
+                self.update(reference[key], tensor)
 
     def update(self, reference: Shaped[Tensor, "..."], low: Shaped[Tensor, "..."]) -> float | None:
         """Record one more choice; returns the share of rows with a different choice, None if shapes differ."""

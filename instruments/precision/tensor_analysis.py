@@ -1,27 +1,18 @@
 """Errors of a tensor in low precision: from rounding each value, and in sums."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, as_real, dtype_name, find_tensors, map_tensors
-from instruments.precision.comparison import (
-    FORMATS,
-    AxisRange,
-    axis_ranges,
-    find_format,
-    long_axes,
-    measure_distance,
-    round_to,
-    sizes_along,
-)
+from instruments.precision import comparison
+from instruments.precision.calls import as_real, dtype_name
+from instruments.precision.comparison import FORMATS, AxisRange, find_format, measure_distance, round_to
 from instruments.precision.findings import text_table
 from instruments.precision.verdict import Verdict, worst
 from instruments.training_watch.step_log import plain_json
@@ -69,9 +60,10 @@ class ReductionLoss:
             return f"; torch has no sum of {self.format}: convert before"
         if not self._bad(self.torch_sum):
             return f"; torch.sum adds in fp32 and rounds once: {self.torch_sum:.1g}, as it is"
-        why = "its result overflows" if self.torch_sum == float("inf") else "its inputs are rounded, and cancel"
-        do = "dtype=torch.float32" if self.torch_sum == float("inf") else "keep them in float32"
-        return f"; torch.sum errs as well, {self.torch_sum:.1g}, as {why}: {do}"
+        why = "its inputs are rounded, and cancel: keep them in float32"
+        if self.torch_sum == float("inf"):
+            why = "its result overflows: dtype=torch.float32"
+        return f"; torch.sum errs as well, {self.torch_sum:.1g}, as {why}"
 
 
 def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
@@ -119,55 +111,6 @@ def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> Floa
     return addends_NS[0]
 
 
-_Run = Callable[[Arguments], Mapping[str, Tensor]]
-# Least share of the small slices in the FP32 output: below it FP32 loses them as well.
-_SEEN = 4 * torch.finfo(torch.float32).eps
-
-
-def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # noqa: ANN401 - any output of a module
-    """Whether the output has fewer axes than the input; no module with weights, as these could offset small values."""
-    given = [tensor.ndim for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
-    made = [tensor.ndim for tensor in find_tensors(output).values() if tensor.is_floating_point()]
-    return bool(given and made) and max(made) < max(given) and next(module.parameters(), None) is None
-
-
-def find_swamping(arguments: Arguments, low: torch.dtype, exact: _Run, rounded: _Run) -> str:
-    """Describe the input slices that change the FP32 output and are lost in the low-precision output; "" if none.
-
-    Candidates are slices below half a unit in the last place of the largest one. `exact` runs the module in FP32,
-    `rounded` in low precision.
-    """
-    inputs = [tensor for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
-    ranges = [axis for tensor in inputs for axis in axis_ranges(tensor)]
-    for axis in [axis for axis in ranges if axis.ratio > 2 / torch.finfo(low).eps]:
-        without = map_tensors(partial(_drop_small, axis=axis, low=low), arguments)
-        whole, rest = _flat(exact(arguments)), _flat(exact(without))
-        low_whole, low_rest = _flat(rounded(arguments)), _flat(rounded(without))
-        if not whole.shape == rest.shape == low_whole.shape == low_rest.shape:
-            continue
-        part = whole - rest
-        seen = float(part.norm()) > _SEEN * float(whole.norm())
-        if seen and float((low_whole - low_rest - part).norm()) > 0.5 * float(part.norm()):
-            return (
-                f"dim {axis.axis} of its input holds {axis.largest:.3g} at {axis.largest_at} and no more than "
-                f"{axis.smallest:.3g} at {axis.smallest_at}: in {dtype_name(low)} the sum no longer sees the small ones"
-            )
-    return ""
-
-
-def _flat(outputs: Mapping[str, Tensor]) -> Tensor:
-    parts = [tensor.double().flatten() for tensor in outputs.values() if tensor.is_floating_point()]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
-
-
-def _drop_small(tensor: Tensor, axis: AxisRange, low: torch.dtype) -> Tensor:
-    """Set slices to zero whose values are below half a unit in the last place of the largest."""
-    if not tensor.is_floating_point() or tensor.ndim < -axis.axis or tensor.shape[axis.axis] != axis.size:
-        return tensor
-    sizes = sizes_along(tensor, axis.axis, keepdim=True)
-    return torch.where(sizes < axis.largest * torch.finfo(low).eps / 2, torch.zeros_like(tensor), tensor)
-
-
 # Shares of the nonzero values.
 WARNING_SHARE, SEVERE_SHARE = 0.01, 0.10
 AMAX = "amax"
@@ -209,12 +152,9 @@ def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale:
         dtype_name(target),
         underflow=int(((sizes > 0) & (sizes < limits.smallest_normal * limits.eps)).sum()) / known,
         flushed=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
-        overflow=int(over.sum()),
-        normalised_l2=distance.normalised_l2,
-        max_relative=distance.max_relative,
-        sqnr_db=distance.sqnr_db,
-        scale=factor,
-    )
+        overflow=int(over.sum()), normalised_l2=distance.normalised_l2, max_relative=distance.max_relative,
+        sqnr_db=distance.sqnr_db, scale=factor,
+    )  # fmt: skip
 
 
 FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the nearest one
@@ -265,7 +205,7 @@ def analyze_tensor(
     scale: str | None = None,
     name: str = "tensor",
 ) -> TensorAnalysis:
-    """Measure what a tensor loses in number formats.
+    """Measure what a tensor loses in number formats. Raises ConfigError: integers, or an unknown format or scale.
 
     Args:
         tensor: floating-point, or complex: read as pairs along one more axis; of a sparse one, the stored values.
@@ -273,13 +213,28 @@ def analyze_tensor(
         target_dtype: a single format, instead of `formats`.
         scale: "amax": first multiply so that the largest value becomes the format's, as usual in FP8; not for sums.
         name: of the tensor in reports.
-    Raises:
-        ConfigError: a tensor of integers, or an unknown format or scale.
     """
     formats = formats if target_dtype is None else [target_dtype]
     targets = [find_format(one, "formats" if target_dtype is None else "target_dtype") for one in formats]
     if scale not in {None, AMAX}:
         raise ConfigError(f"scale={scale} is no way to scale", where="argument scale", do="scale='amax', or None")
+    values, notes = _real_values(tensor, name)
+    finite = values.isfinite()
+    clean = torch.where(finite, values, 0)
+    nonfinite = values.numel() - int(finite.sum())
+    notes += [f"{nonfinite:,} of {values.numel():,} values are not finite and left out"] * (nonfinite > 0)
+    notes += ["the tensor is empty"] * (not values.numel())
+    axes = comparison.long_axes(clean) if clean.numel() else []
+    return TensorAnalysis(
+        name, tuple(tensor.shape), dtype_name(tensor.dtype), nonfinite, int((values == 0).sum()),
+        [_measure_rounding(clean.flatten(), target, scale) for target in targets],
+        [_measure_sums(clean, axis, target) for target in targets for axis in axes],
+        comparison.axis_ranges(clean), _count_octaves(clean), notes,
+    )  # fmt: skip
+
+
+def _real_values(tensor: Shaped[Tensor, "..."], name: str) -> tuple[Tensor, list[str]]:
+    """The values as real numbers in fp32 or fp64, and notes on them. Raises ConfigError: integers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
             f"{name} holds {dtype_name(tensor.dtype)}, not floating-point numbers",
@@ -289,20 +244,14 @@ def analyze_tensor(
     notes = ["complex: the last dim holds real and imaginary parts"] * tensor.is_complex()
     notes += ["sparse: only the stored values are analysed"] * tensor.is_sparse
     values = as_real(tensor.coalesce().values() if tensor.is_sparse else tensor)
-    values = values if values.dtype == torch.float64 else values.float()
-    finite = values.isfinite()
-    clean = torch.where(finite, values, 0)
-    nonfinite = values.numel() - int(finite.sum())
-    notes += [f"{nonfinite:,} of {values.numel():,} values are not finite and left out"] * (nonfinite > 0)
-    notes += ["the tensor is empty"] * (not values.numel())
-    exponents = torch.frexp(clean[clean != 0]).exponent.long() - 1
-    places = exponents.clamp(FIRST_OCTAVE, _LAST_OCTAVE) - FIRST_OCTAVE
-    return TensorAnalysis(
-        name, tuple(tensor.shape), dtype_name(tensor.dtype), nonfinite, int((values == 0).sum()),
-        [_measure_rounding(clean.flatten(), target, scale) for target in targets],
-        [_measure_sums(clean, axis, target) for target in targets if clean.numel() for axis in long_axes(clean)],
-        axis_ranges(clean), torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist(), notes,
-    )  # fmt: skip
+    return values if values.dtype == torch.float64 else values.float(), notes
+
+
+def _count_octaves(values: Float[Tensor, "..."]) -> list[int]:
+    octaves = torch.frexp(values[values != 0]).exponent.long() - 1
+    places = octaves.clamp(FIRST_OCTAVE, _LAST_OCTAVE) - FIRST_OCTAVE
+    counts: list[int] = torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist()
+    return counts
 
 
 COLUMNS = (
@@ -332,22 +281,19 @@ def _row(tensor: TensorAnalysis, loss: FormatLoss) -> tuple[str, ...]:
 
 def notes_of(found: Sequence[TensorAnalysis]) -> list[str]:
     """The worst verdicts, notes on values, and advice."""
-    by_format: dict[str, list[Verdict]] = {}
+    worst_of: dict[str, Verdict] = {}
     for loss in (loss for tensor in found for loss in tensor.losses):
-        by_format.setdefault(loss.format, []).append(loss.verdict)
-    verdicts = ", ".join(f"{name} {worst(*verdicts)}" for name, verdicts in by_format.items())
-    odd = [f"{tensor.name}: {note}" for tensor in found for note in tensor.notes]
-    advice = [f"{tensor.name}: {line}" for tensor in found for line in tensor.advice]
-    return [f"worst of {len(found)} tensors: {verdicts}", *_some(odd), *_some(advice)]
-
-
-def _some(lines: list[str]) -> list[str]:
-    rest = len(lines) - _MOST_NOTES
-    return lines[:_MOST_NOTES] + ([f"... and {rest} more in analyze_tensor.json"] if rest > 0 else [])
+        worst_of[loss.format] = worst(loss.verdict, worst_of.get(loss.format, Verdict.OK))
+    verdicts = ", ".join(f"{name} {verdict}" for name, verdict in worst_of.items())
+    lines = [f"worst of {len(found)} tensors: {verdicts}"]
+    for kind in ("notes", "advice"):
+        said = [f"{tensor.name}: {line}" for tensor in found for line in getattr(tensor, kind)]
+        rest = len(said) - _MOST_NOTES
+        lines += said[:_MOST_NOTES] + [f"... and {rest} more in analyze_tensor.json"] * (rest > 0)
+    return lines
 
 
 def to_json(found: Sequence[TensorAnalysis]) -> list[dict[str, Any]]:
     """All results; non-finite figures as text."""
-    verdicts = [{loss.format: loss.verdict for loss in tensor.losses} for tensor in found]
-    facts = [asdict(one) | {"verdicts": ours, "advice": one.advice} for one, ours in zip(found, verdicts, strict=True)]
-    return [plain_json(fact) for fact in facts]
+    judged = [{"verdicts": {loss.format: loss.verdict for loss in one.losses}, "advice": one.advice} for one in found]
+    return [plain_json(asdict(one) | more) for one, more in zip(found, judged, strict=True)]

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import os
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -12,16 +13,10 @@ from instruments.durable import write_json
 
 # Loss module → loss function.
 LOSS_MODULES = {
-    "BCELoss": "binary_cross_entropy",
-    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
-    "CrossEntropyLoss": "cross_entropy",
-    "NLLLoss": "nll_loss",
-    "MSELoss": "mse_loss",
-    "L1Loss": "l1_loss",
-    "SmoothL1Loss": "smooth_l1_loss",
-    "HuberLoss": "huber_loss",
-    "KLDivLoss": "kl_div",
-}
+    "BCELoss": "binary_cross_entropy", "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss", "KLDivLoss": "kl_div", "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss", "SmoothL1Loss": "smooth_l1_loss", "HuberLoss": "huber_loss",
+}  # fmt: skip
 LOSSES = frozenset(LOSS_MODULES.values())
 ACTIVATIONS = {"Softmax": "softmax", "LogSoftmax": "log_softmax", "Sigmoid": "sigmoid"}
 SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
@@ -51,16 +46,10 @@ def autocast_table(device: str) -> dict[str, str]:
         from instruments.static_check.probe import probe_autocast  # noqa: PLC0415 - it loads torch
 
         table = probe_autocast(device)
-        _keep(path, table)
+        with suppress(OSError):  # probed again next time
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, table)
     return table
-
-
-def _keep(path: Path, table: dict[str, str]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, table)
-    except OSError:
-        return  # probed again next time
 
 
 FLOAT16, BFLOAT16, LOW, FLOAT32 = "float16", "bfloat16", "low", "float32"  # LOW: one of the 16-bit formats
@@ -90,9 +79,3 @@ def called_name(call: ast.Call) -> str:
 def last_word(text: str) -> str:
     """The part after the last dot."""
     return text.rpartition(".")[2]
-
-
-def dotted_name(node: ast.expr, imports: dict[str, str]) -> str:
-    """Full dotted name of an imported object; empty if it was not imported."""
-    head, dot, rest = text_of(node).partition(".")
-    return imports[head] + dot + rest if head in imports else ""

@@ -44,21 +44,22 @@ _DEFAULTS = {"cuda": FLOAT16, "cpu": "bfloat16"}
 _PRODUCTS = dict.fromkeys(("mm", "mv", "addmm", "baddbmm"), "matmul") | dict.fromkeys(("conv1d", "conv2d"), "linear")
 _NEW = {"zeros", "ones", "full", "tensor", "empty", "zeros_like", "ones_like"}
 _CRITERION = re.compile(r"crit(?:erion)?(?:_\w+)?|loss_(?:fn|func|function)")
+_PASSING = {
+    "softmax", "sigmoid", "exp", "shifted", "negative", "max", "square", "mean", "mean_square", "square_mean", "new",
+}  # fmt: skip
 _METHODS_OF_MODULES = {*_CASTS, *SAME_MODULE, "parameters", "named_parameters", "state_dict"}
 
 
 def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
     """Value of a call with evaluated arguments; applies the rules to it."""
-    node, func, word = call.node, call.node.func, call.word
-    base, arguments, words, every = call.base, call.arguments, call.words, call.every
-    done = check_gradients(node, base, every, state, frame)
-    known = frame.definitions.functions.get(word) if isinstance(func, ast.Name) else None
-    if done is None and known is not None and word not in frame.definitions.imports:
-        return frame.report.follow(frame, state, known, None, node, every)
-    if done is None:
-        done = _make(call, state, frame)
-    if done is not None:
+    node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
+    if (done := check_gradients(call, state, frame)) is not None:
         return done
+    known = frame.definitions.functions.get(word) if isinstance(func, ast.Name) else None
+    if known is not None and word not in frame.definitions.imports:
+        return frame.report.follow(frame, state, known, None, node, every)
+    if (made := _make(call, state, frame)) is not None:
+        return made
     if isinstance(func, ast.Attribute) and word in _METHODS_OF_MODULES:
         listed = word in {"parameters", "named_parameters", "eval"}
         key = module_key(func.value, base, state, frame, surely=listed)
@@ -76,20 +77,15 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
     value = state.values.get(text_of(func), UNKNOWN) if isinstance(func, ast.Name | ast.Attribute) else base
     key = module_key(func, value, state, frame)
     if key is not None:
-        return _call_module(node, state.modules.get(key, Module()), arguments, words, state, frame)
+        return _call_module(call, state.modules.get(key, Module()), call.arguments, state, frame)
     function, owner = _local_function(node, base, value, state, frame)
     if function is not None:
         return frame.report.follow(frame, state, function, owner, node, every)
     operation = str(value.ref) if value.kind == "loss" else _find_operation(node, frame)
     if operation is not None:
         method = value.kind != "loss" and isinstance(func, ast.Attribute) and not frame.definitions.full_name(func)
-        return check_operation(node, operation, [base, *every] if method else every, words, frame)
+        return check_operation(node, operation, [base, *every] if method else every, call.words, frame)
     return _unknown(call, state, frame)
-
-
-_PASSING = frozenset(
-    "softmax sigmoid exp shifted negative max square mean mean_square square_mean new".split()  # noqa: SIM905
-)
 
 
 def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:
@@ -112,11 +108,8 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901
     if region is not None:
         return Value(kind="region", ref=region)
     if word.endswith("GradScaler"):
-        off = any(
-            one.arg == "enabled" and isinstance(one.value, ast.Constant) and not one.value.value
-            for one in node.keywords
-        )
-        return OTHER if off else Value(kind="scaler")
+        given = [one.value for one in node.keywords if one.arg == "enabled"]
+        return OTHER if any(isinstance(one, ast.Constant) and not one.value for one in given) else Value(kind="scaler")
     if word.endswith("Scaler") and word[:1].isupper():
         return OTHER
     if word in {"Accelerator", "Fabric"}:
@@ -137,12 +130,8 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901
     if word in {"zip", "enumerate"}:
         parts = tuple(element_of(value) for value in every)
         return Value(kind="zip", ref=parts if word == "zip" else (UNKNOWN, *parts[:1]))
-    made = make_module(node, every, words, state, frame)
-    if made == UNKNOWN:
-        made = make_optimizer(node, state, frame)
-    if made == UNKNOWN and text_of(node.func) in frame.definitions.bases:
-        return Value(kind="instance", ref=text_of(node.func))
-    return None if made == UNKNOWN else made
+    instance = Value(kind="instance", ref=text_of(node.func)) if text_of(node.func) in frame.definitions.bases else None
+    return make_module(call, state, frame) or make_optimizer(node, state, frame) or instance
 
 
 def _read_region(call: Call, frame: Frame) -> Region | None:
@@ -158,23 +147,18 @@ def _read_region(call: Call, frame: Frame) -> Region | None:
         policy = frame.definitions.policy("accelerate", "lightning")
         precision = policy.precision if policy and policy.precision in LOWS else None
         return Region(True, "cuda", precision) if precision else Region(certain=False)
-    place = next((kind for kind in ("cuda", "cpu") if f"{kind}.amp" in full), None)
-    given = {one.arg: one.value for one in node.keywords}
-    first = node.args[0] if node.args else None
-    device, enabled, dtype = place, given.get("enabled"), words.get("dtype")
-    if place is not None:  # torch.cuda.amp.autocast(enabled, dtype)
-        enabled = first or enabled
-        dtype = dtype or (every[1] if len(node.args) > 1 else None)
+    device = next((kind for kind in ("cuda", "cpu") if f"{kind}.amp" in full), None)
+    enabled = next((one.value for one in node.keywords if one.arg == "enabled"), None)
+    if device is not None:  # torch.cuda.amp.autocast(enabled, dtype)
+        enabled = node.args[0] if node.args else enabled
     else:
         kind = words.get("device_type") or (every[0] if node.args else UNKNOWN)
         device = kind.constant.partition(":")[0] if isinstance(kind.constant, str) else None
-        dtype = dtype or (every[1] if len(node.args) > 1 else None)
     off = isinstance(enabled, ast.Constant) and enabled.value is False
-    if dtype is not None:
-        if dtype.precision == "float32":
-            return Region(enabled=False)
-        return Region(not off, device, dtype.precision or LOW)
-    return Region(not off, device, _DEFAULTS.get(device or "", LOW))
+    dtype = words.get("dtype") or (every[1] if len(node.args) > 1 else None)
+    if dtype is None:
+        return Region(not off, device, _DEFAULTS.get(device or "", LOW))
+    return Region(enabled=False) if dtype.precision == "float32" else Region(not off, device, dtype.precision or LOW)
 
 
 def _find_operation(node: ast.Call, frame: Frame) -> str | None:
@@ -206,28 +190,27 @@ def _local_function(
     return (definitions.method(owner, name) if owner and name else None), owner
 
 
-def _call_module(
-    node: ast.Call, module: Module, arguments: list[Value], words: dict[str, Value], state: State, frame: Frame
-) -> Value:
+def _call_module(call: Call, module: Module, arguments: list[Value], state: State, frame: Frame) -> Value:
     """Output of a module: from its forward if it is in the file, else in the type of autocast or of its weights."""
     weights = None if module.idle else module.precision or frame.weights
     arguments = [replace(value, origin="weights") if value.is_low else value for value in arguments]
     inner = replace(frame, weights=weights)
     forward = frame.definitions.method(module.name, "forward") if module.name in frame.definitions.bases else None
     if forward is not None:
-        value = frame.report.follow(inner, state, forward, module.name, node, [*arguments, *words.values()])
+        every = [*arguments, *call.words.values()]
+        value = frame.report.follow(inner, state, forward, module.name, call.node, every)
         return value if value.precision or value.tag else _output(arguments, inner, idle=module.idle)
     if module.parts:
         for part in module.parts:
             if part.kind == "module":
                 within = state.modules.get(part.ref, Module())
                 within = replace(within, precision=within.precision or weights)
-                arguments = [_call_module(node, within, arguments, words, state, inner)]
+                arguments = [_call_module(call, within, arguments, state, inner)]
         return arguments[0]
     operation = ACTIVATIONS.get(module.name)
     if operation is not None:
         known = arguments[:1] if arguments and arguments[0].precision else [_output(arguments, inner, idle=module.idle)]
-        return check_operation(node, operation, known, {}, inner)
+        return check_operation(call.node, operation, known, {}, inner)
     if "Norm" in module.name and frame.region.enabled:
         return Value("float32") if frame.fate("layer_norm") == "float32" else mix(arguments[:1])
     return _output(arguments, inner, idle=module.idle)
@@ -244,55 +227,57 @@ def _output(arguments: list[Value], frame: Frame, *, idle: bool = False) -> Valu
     return Value(low.precision, "weights" if low.is_low else "", "output")
 
 
-def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
+def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
     """Value of all other calls: tensor methods keep the type; most others are unknown."""
-    node, word, base, every, words = call.node, call.word, call.base, call.every, call.words
-    text, func = text_of(node.func), node.func
-    low = next((value for value in every if value.is_low), None)
-    if _CRITERION.fullmatch(word):
-        if low and low.origin == "autocast" and not frame.region.enabled and not frame.no_grad:
-            severity = None if low.precision == FLOAT16 else WARNING
-            report(frame, "LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
+    node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
+    _check_names(call, frame)
+    if word in _NO_TENSORS | _PLAIN or "loss" in word.lower() or _CRITERION.fullmatch(word):
         return UNKNOWN
-    if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(node, every):
-        check_growing(node, base, frame)
-    if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:
-        tensor = next((value for value in [base, *every] if value.is_low), base)
-        for value in every:
-            if isinstance(value.constant, float | int):
-                check_constant(node, value.constant, tensor, frame)
-    if word in _NO_TENSORS or word in _PLAIN or "loss" in word.lower():
-        return UNKNOWN
-    own = text.startswith("self.") and text.count(".") == 1
+    full, asked = frame.definitions.full_name(func), call.words.get("dtype", UNKNOWN)
+    method = isinstance(func, ast.Attribute) and not full
+    own = isinstance(func, ast.Attribute) and text_of(func.value) == "self"
     if own and frame.class_name and frame.definitions.is_module_class(frame.class_name):
         return _output(every, frame)
-    full, asked = frame.definitions.full_name(func), words.get("dtype", UNKNOWN)
     if full.startswith("torch.") and asked.precision in LOWS:
         for value in every:
-            if isinstance(value.constant, float | int):
-                check_constant(node, value.constant, asked, frame)
+            check_constant(node, value.number, asked, frame)
         if word == "arange":
             report(frame, "LP110", node, f"{ast.unparse(node)}: integers in {asked.precision}")
         return Value(asked.precision, "cast", "new" if word in _NEW else "", cast=node)
-    if isinstance(func, ast.Attribute) and not full and base.precision is not None and not base.kind:
+    if method and base.precision is not None and not base.kind:
         if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
             return UNKNOWN
-        tag, cast = base.tag if word in KEEPING else "", base.cast if word in SAME_MODULE else None
-        return Value(base.precision, base.origin, tag, base.scaled, cast=cast)
+        return replace(base, tag=base.tag if word in KEEPING else "", cast=base.cast if word in SAME_MODULE else None)
     if full.startswith("torch.") and word in _NEW:
         return Value(tag="new")
-    if isinstance(func, ast.Attribute) and not full and word in KEEPING and base.tag in _PASSING:
+    if method and word in KEEPING and base.tag in _PASSING:
         return Value(tag=base.tag)
     if full.startswith("einops.") and every:
         return Value(every[0].precision, every[0].origin)
     if full and not node.keywords and len(every) == 1:
-        return Value(mix(every).precision, mix(every).origin)
+        return mix(every)
     return UNKNOWN
 
 
-def _averages(node: ast.Call, every: list[Value]) -> bool:
+def _check_names(call: Call, frame: Frame) -> None:
+    """LP102 of a criterion, LP105 of a running average, LP107 of a bound, all known by the name of the function."""
+    node, word, base, every = call.node, call.word, call.base, call.every
+    low = next((value for value in every if value.is_low), None)
+    if _CRITERION.fullmatch(word) and low and low.origin == "autocast" and not (frame.region.enabled or frame.no_grad):
+        severity = None if low.precision == FLOAT16 else WARNING
+        report(frame, "LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
+    if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(call):
+        check_growing(node, base, frame)
+    if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:
+        tensor = base if base.is_low else low or base
+        for value in every:
+            check_constant(node, value.number, tensor, frame)
+
+
+def _averages(call: Call) -> bool:
     """Whether the call multiplies by a decay close to 1."""
-    numbers = [value.constant for value in every if isinstance(value.constant, float)]
-    named = re.search(r"decay|ema|momentum|beta", " ".join(ast.unparse(part) for part in node.args), re.IGNORECASE)
-    most = 0.1 if called_name(node) == "lerp_" else 0.0
-    return any(0.9 <= abs(number) < 1 or 0 < number <= most for number in numbers) or bool(named)
+    numbers = [value.constant for value in call.every if isinstance(value.constant, float)]
+    words = " ".join(ast.unparse(part) for part in call.node.args)
+    most = 0.1 if call.word == "lerp_" else 0.0
+    decays = any(0.9 <= abs(number) < 1 or 0 < number <= most for number in numbers)
+    return decays or bool(re.search(r"decay|ema|momentum|beta", words, re.IGNORECASE))

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -50,23 +50,20 @@ def static_check(
     return StaticReport(len(files), tuple(sorted(findings)))
 
 
-def find_files(paths: Iterable[Path | str], exclude: Sequence[str] = ()) -> Iterable[Path]:
+def find_files(paths: Iterable[Path | str], exclude: Sequence[str] = ()) -> Iterator[Path]:
     """Given files, and Python files and notebooks in folders, except hidden ones. Raises ConfigError: missing path."""
     for path in map(Path, paths):
         if not path.exists():
             raise ConfigError(f"there is no {path}", where="paths", do="name files or folders of Python code")
-        if path.is_dir():
-            below = (file for file in sorted(path.rglob("*")) if file.suffix in {".py", ".ipynb"} and file.is_file())
-            yield from (file for file in below if not _is_left_out(file.relative_to(path), exclude))
-        else:
+        if not path.is_dir():
             yield path
-
-
-def _is_left_out(file: Path, exclude: Sequence[str]) -> bool:
-    words = [str(file), *file.parts]
-    return any(part.startswith(".") for part in file.parts) or any(
-        fnmatch(word, pattern) for word in words for pattern in exclude
-    )
+            continue
+        for file in sorted(path.rglob("*")):
+            inside = file.relative_to(path)
+            hidden = any(part.startswith(".") for part in inside.parts)
+            left_out = any(fnmatch(word, glob) for word in (str(inside), *inside.parts) for glob in exclude)
+            if file.suffix in {".py", ".ipynb"} and file.is_file() and not hidden and not left_out:
+                yield file
 
 
 def check_file(path: Path, device: str) -> set[Finding]:
@@ -100,16 +97,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(wanted: argparse.Namespace) -> int:
     check_output(wanted.json)
     report = static_check(wanted.paths, device=wanted.device, severity=wanted.severity, exclude=wanted.exclude)
-    say(describe(report))
-    if wanted.json:
-        write_json(wanted.json, [finding.record() for finding in report.findings])
-    return report.exit_code
-
-
-def describe(report: StaticReport) -> str:
-    """All findings and their number."""
     lines = [*map(str, report.findings), f"{report.files:,} files checked, {len(report.findings):,} findings"]
-    return "\n".join(lines) + "\n"
+    say("\n".join(lines) + "\n")
+    if wanted.json:
+        write_json(wanted.json, [vars(finding) for finding in report.findings])
+    return report.exit_code
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import dataclass, field
 
-from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, called_name, dotted_name, last_word, text_of
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, called_name, last_word, text_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Names of optimizers with float32 copies of 16-bit weights, and of weights that are not trained themselves.
@@ -43,15 +43,12 @@ class Definitions:
 
     def full_name(self, node: ast.expr) -> str:
         """Full dotted name of an imported object; empty if it was not imported."""
-        return dotted_name(node, self.imports)
+        head, dot, rest = text_of(node).partition(".")
+        return self.imports[head] + dot + rest if head in self.imports else ""
 
     def policy(self, *managers: str) -> Policy | None:
         """The first policy of these libraries."""
         return next((one for one in self.policies if one.manager in managers), None)
-
-    def updates(self, scaler: ast.expr) -> bool:
-        """Whether `update` is called on a scaler of that name anywhere in the file."""
-        return "update" in self.called.get(last_word(text_of(scaler)), ())
 
     def is_scaler_name(self, text: str) -> bool:
         """Whether an object has the name and the calls of a GradScaler."""
@@ -92,23 +89,20 @@ def find_definitions(tree: ast.Module) -> Definitions:
     found = Definitions(find_imports(tree))
     words: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            found.bases[node.name] = [text for base in node.bases if (text := text_of(base))]
-            methods = [part for part in node.body if isinstance(part, Function)]
-            found.functions.update({f"{node.name}.{method.name}": method for method in methods})
-            inner = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
-            found.parts[node.name] = {last_word(text_of(part)) for part in inner}
-        elif isinstance(node, Function):
-            children = (part for part in ast.walk(node) if isinstance(part, Function) and part is not node)
-            found.parents.update({id(child): id(node) for child in children})
-        elif isinstance(node, ast.Call):
-            _note_call(node, found)
-        elif isinstance(node, ast.Name):
-            words.add(node.id)
-        elif isinstance(node, ast.keyword | ast.arg):
-            words.add(node.arg or "")
-        elif isinstance(node, ast.Attribute):
-            words.add(node.attr)
+        match node:
+            case ast.ClassDef():
+                found.bases[node.name] = [text for base in node.bases if (text := text_of(base))]
+                methods = [part for part in node.body if isinstance(part, Function)]
+                found.functions.update({f"{node.name}.{method.name}": method for method in methods})
+                inner = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
+                found.parts[node.name] = {last_word(text_of(part)) for part in inner}
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                children = (part for part in ast.walk(node) if isinstance(part, Function) and part is not node)
+                found.parents.update({id(child): id(node) for child in children})
+            case ast.Call():
+                _note_call(node, found)
+            case ast.Name(word) | ast.keyword(str(word)) | ast.arg(word) | ast.Attribute(attr=word):
+                words.add(word)
     owned = {id(method) for name, method in found.functions.items() if "." in name}
     for node in ast.walk(tree):
         if isinstance(node, Function) and id(node) not in owned:
@@ -134,26 +128,24 @@ def find_imports(tree: ast.Module) -> dict[str, str]:
 
 def _note_call(node: ast.Call, found: Definitions) -> None:
     word = called_name(node)
-    policy = _read_policy(node, word, found.imports)
-    found.policies += [policy] if policy else []
+    if policy := _read_policy(node, word, found):
+        found.policies.append(policy)
     found.trains |= word in {"backward", "manual_backward"} or word.endswith("Trainer")
     if isinstance(node.func, ast.Attribute) and (owner := text_of(node.func.value)):
         found.called.setdefault(last_word(owner), set()).add(word)
 
 
-def _read_policy(node: ast.Call, word: str, imports: dict[str, str]) -> Policy | None:
+def _read_policy(node: ast.Call, word: str, found: Definitions) -> Policy | None:
     given = {one.arg: one.value for one in node.keywords}
     known = {name: value.value for name, value in given.items() if isinstance(value, ast.Constant)}
-    if word == "Accelerator":
-        asked, manager = "mixed_precision", "accelerate"
-    elif word == "Fabric":
-        asked, manager = "precision", "accelerate"
-    elif word == "Trainer" and "lightning" in dotted_name(node.func, imports):
+    if word in {"Accelerator", "Fabric"}:
+        asked, manager = "mixed_precision" if word == "Accelerator" else "precision", "accelerate"
+    elif word == "Trainer" and "lightning" in found.full_name(node.func):
         asked, manager = "precision", "lightning"
     elif word.endswith("TrainingArguments"):
-        types = [name for name, value in known.items() if name in {"fp16", "bf16"} and value is True]
-        precision = {"fp16": FLOAT16, "bf16": BFLOAT16}[types[0]] if types else None
-        return Policy("transformers", precision, node)
+        formats = {"fp16": FLOAT16, "bf16": BFLOAT16}
+        asked_for = [formats[name] for name, value in known.items() if name in formats and value is True]
+        return Policy("transformers", asked_for[0] if asked_for else None, node)
     else:
         return None
     text = str(known.get(asked, "" if asked in given else "32"))

@@ -14,10 +14,10 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
     match node:
         case ast.Call():
             return _call(node, state, frame)
-        case ast.Constant():
-            constant = node.value
-            usable = isinstance(constant, float | int | str) and not isinstance(constant, bool)
-            return Value(constant=constant) if usable else UNKNOWN  # type: ignore[arg-type]
+        case ast.Constant(bool()):
+            return UNKNOWN
+        case ast.Constant(float() | int() | str() as constant):
+            return Value(constant=constant)
         case ast.Name():
             return state.values.get(node.id) or _dtype(frame.definitions.full_name(node)) or UNKNOWN
         case ast.Attribute():
@@ -28,14 +28,9 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
             return combine(node, evaluate(node.left, state, frame), evaluate(node.right, state, frame), frame)
         case ast.UnaryOp():
             value = evaluate(node.operand, state, frame)
-            if isinstance(node.op, ast.USub):
-                number = value.constant
-                return (
-                    replace(value, constant=-number)
-                    if isinstance(number, float | int)
-                    else replace(value, tag="negative")
-                )
-            return UNKNOWN if isinstance(node.op, ast.Not) else value
+            if not isinstance(node.op, ast.USub):
+                return UNKNOWN if isinstance(node.op, ast.Not) else value
+            return replace(value, tag="negative") if value.number is None else replace(value, constant=-value.number)
         case ast.IfExp():
             evaluate(node.test, state, frame)
             return _either(evaluate(node.body, state, frame), evaluate(node.orelse, state, frame))
@@ -43,20 +38,10 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
             _look_inside(node, state, frame)
             return Value(tag=f"?{ast.unparse(node)}")
         case ast.NamedExpr():
-            value = evaluate(node.value, state, frame)
-            state.values[node.target.id] = value
+            value = state.values[node.target.id] = evaluate(node.value, state, frame)
             return value
-        case ast.Tuple() | ast.List():
-            return Value(kind="parts", ref=tuple(evaluate(part, state, frame) for part in node.elts))
-        case ast.Dict():
-            keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
-            return Value(kind="dict", ref=tuple(zip(keys, [evaluate(one, state, frame) for one in node.values])))  # noqa: B905
-        case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-            for generator in node.generators:
-                bind(generator.target, element_of(evaluate(generator.iter, state, frame)), state)
-                for condition in generator.ifs:
-                    evaluate(condition, state, frame)
-            return evaluate(node.elt, state, frame)
+        case ast.Tuple() | ast.List() | ast.Dict() | ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+            return _collection(node, state, frame)
         case ast.Starred():
             return evaluate(node.value, state, frame)
         case ast.Lambda():
@@ -64,6 +49,23 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
         case _:
             _look_inside(node, state, frame)
             return UNKNOWN
+
+
+def _collection(
+    node: ast.Tuple | ast.List | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.SetComp, state: State, frame: Frame
+) -> Value:
+    """Elements of a literal, or the element that a comprehension repeats."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return Value(kind="parts", ref=tuple(evaluate(part, state, frame) for part in node.elts))
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        values = [evaluate(one, state, frame) for one in node.values]
+        return Value(kind="dict", ref=tuple(zip(keys, values, strict=True)))
+    for generator in node.generators:
+        bind(generator.target, element_of(evaluate(generator.iter, state, frame)), state)
+        for condition in generator.ifs:
+            evaluate(condition, state, frame)
+    return evaluate(node.elt, state, frame)
 
 
 def _look_inside(node: ast.AST, state: State, frame: Frame) -> None:

@@ -4,17 +4,24 @@ import ast
 import re
 from dataclasses import replace
 
-from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, called_name, last_word, text_of
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, last_word, text_of
 from instruments.static_check.modules import check_trained
 from instruments.static_check.rules import report
 from instruments.static_check.source import NOTE, SEVERE, WARNING
-from instruments.static_check.state import UNKNOWN, Frame, State, Value
+from instruments.static_check.state import UNKNOWN, Call, Frame, State, Value
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_", "get_total_norm"}
 _CHECKS = {"norm", "isnan", "isinf", "isfinite", "vector_norm", "abs", "max", "mean", "sum", "std", "any", "all"}
 # Objects that scale and unscale by themselves.
 _MANAGERS = {"accelerator", "fabric", "self", "trainer", "engine", "strategy", "amp", "scaler", "super", "ctx"}
 _OPTIMIZER = re.compile(r"optim|(?:^|_)opt(?:$|_|[A-Z0-9])|^opt[a-z]?$")
+_SCALING = {
+    "scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_", "manual_backward",
+}  # fmt: skip
+# Conditions that mean "mixed precision is on" have many names; as facts they have one.
+_MIXED = re.compile(r"scaler|\bamp\b|_amp|fp16|mixed|autocast|\bhalf\b", re.IGNORECASE)
+_MIXED_FACT = "mixed precision"
+_SCALED = re.compile(rf"{_MIXED_FACT}|scal|precision", re.IGNORECASE)
 
 
 def is_optimizer(node: ast.expr, value: Value) -> bool:
@@ -24,11 +31,11 @@ def is_optimizer(node: ast.expr, value: Value) -> bool:
     return value.kind == "optimizer" or named
 
 
-def check_gradients(node: ast.Call, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value | None:
+def check_gradients(call: Call, state: State, frame: Frame) -> Value | None:
     """Apply the effect of a call on gradients and their scale; None if it has none."""
+    node, word, base = call.node, call.word, call.base
     _check_look(node, state, frame)
-    word, func = called_name(node), node.func
-    owner = func.value if isinstance(func, ast.Attribute) else None
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
     if word in _CLIPS:
         _clip(node, owner, base, state, frame)
         return UNKNOWN
@@ -37,9 +44,10 @@ def check_gradients(node: ast.Call, base: Value, arguments: list[Value], state: 
     if word == "unscale_gradients":
         state.unscaled |= {"accelerate"}
     if word in {"backward", "manual_backward"}:
-        return _backward(node, owner, base, arguments, state, frame)
+        _backward(call, owner, state, frame)
+        return UNKNOWN
     if base.kind == "scaler" or (not base.kind and frame.definitions.is_scaler_name(text_of(owner))):
-        return _scaler(node, word, owner, arguments, state, frame)
+        return _scaler(call, owner, state, frame)
     if word == "step" and is_optimizer(owner, base):
         _step(node, ast.unparse(owner), base, state, frame)
         return UNKNOWN
@@ -69,14 +77,14 @@ def _clip(node: ast.Call, owner: ast.expr | None, base: Value, state: State, fra
         _check_manager(node, "clipping", state, frame)
 
 
-def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value:
-    owner = last_word(text_of(loss))
+def _backward(call: Call, loss: ast.expr, state: State, frame: Frame) -> None:
+    node, base, owner = call.node, call.base, last_word(text_of(loss))
     outer = owner in _MANAGERS or base.kind in {"accelerator", "optimizer", "module"} or is_optimizer(loss, base)
     if frame.region.enabled and not outer and not frame.is_lightning:
         report(frame, "LP301", node, f"{ast.unparse(node.func)}() inside an autocast block")
     state.done = frozenset()
     scales = any(isinstance(part, ast.Attribute) and "scale" in part.attr for part in ast.walk(loss))
-    if base.scaled or any(value.scaled for value in arguments) or scales:
+    if scales or any(value.scaled for value in [base, *call.every]):
         # The scaler's state of each optimizer stays until update().
         state.scaled, state.plain, state.unscaled = True, False, frozenset()
     elif not outer:
@@ -87,7 +95,6 @@ def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value
         if state.float16_forward and not managed:
             report(frame, "LP302", node, "backward of a loss from float16 autocast, without loss scaling")
         _check_manager(node, "backward", state, frame)
-    return UNKNOWN
 
 
 def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> None:
@@ -124,39 +131,33 @@ def _knows_manager(frame: Frame) -> bool:
     return any(last_word(text_of(owner)) in {"accelerator", "fabric", "self"} for owner in owners)
 
 
-def _scaler(
-    node: ast.Call, word: str, scaler: ast.expr, arguments: list[Value], state: State, frame: Frame
-) -> Value | None:
-    name, call = (ast.unparse(node.args[0]) if node.args else ""), ast.unparse(node)
-    optimizer = {name}
-    if word == "scale":
-        return replace(arguments[0] if arguments else UNKNOWN, scaled=True, tag="")
-    if word == "unscale_":
+def _scaler(call: Call, scaler: ast.expr, state: State, frame: Frame) -> Value | None:
+    node, text, update = call.node, ast.unparse(call.node), f"{ast.unparse(scaler)}.update()"
+    given = call.every[0] if call.every else UNKNOWN
+    optimizer = {ast.unparse(node.args[0]) if node.args else ""}
+    if call.word == "scale":
+        return replace(given, scaled=True, tag="")
+    if call.word == "unscale_":
         if optimizer <= state.surely_unscaled:
-            report(frame, "LP203", node, f"{call} a second time before {ast.unparse(scaler)}.update()")
+            report(frame, "LP203", node, f"{text} a second time before {update}")
         state.unscaled |= optimizer
         state.surely_unscaled |= optimizer
-    elif word == "step":
-        if not frame.definitions.updates(scaler):
-            report(frame, "LP202", node, f"{call} without {ast.unparse(scaler)}.update()")
-        elif optimizer <= state.stepped:
-            report(frame, "LP202", node, f"{call} a second time before {ast.unparse(scaler)}.update()")
-        if state.plain and not state.scaled and name:
-            report(frame, "LP206", node, f"{call} after the backward pass of a loss that was not scaled")
+    elif call.word == "step":
+        updates = "update" in frame.definitions.called.get(last_word(text_of(scaler)), ())
+        if not updates or optimizer <= state.stepped:
+            report(frame, "LP202", node, f"{text} {'a second time before' if updates else 'without'} {update}")
+        if state.plain and not state.scaled and node.args:
+            report(frame, "LP206", node, f"{text} after the backward pass of a loss that was not scaled")
         state.surely_unscaled -= optimizer
         state.stepped |= optimizer
         state.done |= optimizer
-        check_trained(arguments[0] if arguments else UNKNOWN, state, frame)
-    elif word == "update":
+        check_trained(given, state, frame)
+    elif call.word == "update":
         state.forget_scale()
         state.stepped, state.plain = frozenset(), False
     else:
         return None
     return UNKNOWN
-
-
-MIXED = "mixed precision"  # name for all conditions with this meaning
-_SCALED = re.compile(rf"{MIXED}|scal|precision", re.IGNORECASE)
 
 
 def _check_look(node: ast.Call, state: State, frame: Frame) -> None:
@@ -173,3 +174,31 @@ def _check_look(node: ast.Call, state: State, frame: Frame) -> None:
 
 def _looks(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHECKS
+
+
+def read_condition(test: ast.expr, way: State) -> tuple[str, bool]:
+    """Text of a condition without `not` and `is None`, and whether the body runs if it is true."""
+    positive = True
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, positive = test.operand, not positive
+    tag = way.values.get(text_of(test), UNKNOWN).tag
+    if tag.startswith("?") and not _MIXED.search(text_of(test)):
+        test = ast.parse(tag[1:], mode="eval").body  # a variable that holds a condition
+    if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
+        operator, constant = test.ops[0], test.comparators[0].value
+        if (constant is None or constant is False) and isinstance(operator, ast.Is | ast.Eq):
+            test, positive = test.left, not positive
+        elif (constant is None and isinstance(operator, ast.IsNot)) or constant is True:
+            test = test.left
+    text = ast.unparse(test)
+    return (_MIXED_FACT if _MIXED.search(text) else text), positive
+
+
+def touches_scaling(statement: ast.stmt) -> bool:
+    """Whether a statement calls a method that scales, unscales or uses gradients."""
+    return any(isinstance(node, ast.Attribute) and node.attr in _SCALING for node in ast.walk(statement))
+
+
+def depends_on(fact: str, names: set[str]) -> bool:
+    """Whether the text of a condition or optimizer contains a call or one of the names."""
+    return fact != _MIXED_FACT and bool(re.search(r"\w\(", fact) or names & set(re.findall(r"[A-Za-z_]\w*", fact)))

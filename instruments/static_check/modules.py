@@ -7,7 +7,7 @@ from dataclasses import replace
 from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, called_name, last_word, text_of
 from instruments.static_check.rules import report
 from instruments.static_check.source import NOTE
-from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Frame, Module, State, Value
+from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Call, Frame, Module, State, Value
 
 _MODEL_NAMES = {
     "model", "net", "network", "unet", "generator", "discriminator", "policy", "student", "actor", "critic",
@@ -48,12 +48,13 @@ def module_key(node: ast.expr, value: Value, state: State, frame: Frame, *, sure
     return key
 
 
-def make_module(node: ast.Call, arguments: list[Value], words: dict[str, Value], state: State, frame: Frame) -> Value:
-    """Value of a call that makes a module or returns its argument; UNKNOWN for other calls."""
-    full, word = frame.definitions.full_name(node.func), called_name(node)
+def make_module(call: Call, state: State, frame: Frame) -> Value | None:
+    """Value of a call that makes a module or returns its argument; None for other calls."""
+    node, word, arguments = call.node, call.word, call.every
+    full = frame.definitions.full_name(node.func)
     if word in _WRAPPERS or (word == "prepare" and len(arguments) == 1):
         key = module_key(node.args[0], arguments[0], state, frame, surely=True) if node.args else None
-        return Value(kind="module", ref=key) if key is not None else OTHER if word == "ModuleList" else UNKNOWN
+        return Value(kind="module", ref=key) if key is not None else OTHER if word == "ModuleList" else None
     if word == "deepcopy" and arguments and arguments[0].kind == "module":
         state.modules[id(node)] = replace(state.modules.get(arguments[0].ref, Module()), trained=False, idle=True)
         return Value(kind="module", ref=id(node))
@@ -64,12 +65,12 @@ def make_module(node: ast.Call, arguments: list[Value], words: dict[str, Value],
         return Value(kind="parameter")
     loaded = word in {"from_pretrained", "from_config", "_from_config"} and "oken" not in text_of(node.func)
     if not (of_torch or loaded or frame.definitions.is_module_class(text_of(node.func))):
-        return UNKNOWN
-    asked = words.get("torch_dtype") or words.get("dtype") or UNKNOWN
+        return None
+    asked = call.words.get("torch_dtype") or call.words.get("dtype") or UNKNOWN
     precision = DTYPES.get(str(asked.constant)) if asked.is_constant else asked.precision
     parts = tuple(value for value in arguments if value.kind in {"module", "loss"}) if word == "Sequential" else ()
     low = precision in LOWS
-    module = Module(word if not loaded else "", precision if low else None, node if low else None, parts=parts)
+    module = Module("" if loaded else word, precision if low else None, node if low else None, parts=parts)
     if state.default is not None and precision is None:
         module = replace(module, precision=FLOAT16, cast=state.default)
     state.modules[id(node)] = module
@@ -102,19 +103,16 @@ def module_method(node: ast.Call, word: str, key: object, state: State) -> Value
     return Value(kind="module", ref=key) if word in SAME_MODULE else None
 
 
-def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value:
-    """Value of a call that makes an optimizer of the modules named in it; UNKNOWN for other calls."""
+def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value | None:
+    """Value of a call that makes an optimizer of the modules named in it; None for other calls."""
     full, word = frame.definitions.full_name(node.func), called_name(node)
     if "lr_scheduler" in full or "sched" in word.lower() or word.endswith(("LR", "Scheduler")):
         return Value(kind="scheduler")
     if not (full.startswith("torch.optim.") or (_OPTIMIZERS.search(word) and word not in {"step", "optimizers"})):
-        return UNKNOWN
-    held = []
-    for part in ast.walk(node):
-        if isinstance(part, ast.Attribute | ast.Name) and part is not node.func:
-            value = state.values.get(text_of(part), UNKNOWN)
-            if value.kind in {"module", "parameters"}:
-                held.append(value.ref)
+        return None
+    parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Name) and part is not node.func)
+    values = [state.values.get(text_of(part), UNKNOWN) for part in parts]
+    held = [value.ref for value in values if value.kind in {"module", "parameters"}]
     for key in held:
         state.modules[key] = replace(state.modules.get(key, Module()), trained=True)
     made = Value(kind="optimizer", ref=tuple(held))
@@ -125,15 +123,14 @@ def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value:
 
 def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
     """LP101, LP106: an optimizer updates 16-bit weights."""
-    visible = {text: value.ref for text, value in state.values.items() if value.kind == "module"}
     held = optimizer.ref if optimizer.kind == "optimizer" and isinstance(optimizer.ref, tuple) else ()
-    keys = held or [key for text, key in visible.items() if named_like_model(text)]
-    for key in keys:
+    visible = [(text, value.ref) for text, value in state.values.items() if value.kind == "module"]
+    for key in held or [key for text, key in visible if named_like_model(text)]:
         module = state.modules.get(key, Module())
         if module.cast is None or (module.idle and not module.trained) or frame.definitions.has_masters:
             continue
-        what = "the default type" if module.cast is state.default else "the weights"
         if module.precision == FLOAT16:
+            what = "the default type" if module.cast is state.default else "the weights"
             text = ast.unparse(module.cast)
             brief = text if len(text) <= 80 else text[:77] + "..."
             report(frame, "LP101", module.cast, f"{brief}: {what} of a model that is trained")
@@ -160,5 +157,4 @@ def _check_batch_norm(module: Module, frame: Frame, severity: str | None = None)
     definitions = frame.definitions
     words = (word for one in definitions.classes_within(module.name) for word in definitions.parts.get(one, ()))
     if module.name in definitions.bases and any("BatchNorm" in word for word in words):
-        message = f"BatchNorm of {module.name} in {module.precision}"
-        report(frame, "LP106", module.cast, message, severity)
+        report(frame, "LP106", module.cast, f"BatchNorm of {module.name} in {module.precision}", severity)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import suppress
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOSSES, NORMS, PRODUCTS, REDUCTIONS, SOFTMAXES
 from instruments.static_check.rules import grade, report
@@ -46,23 +47,25 @@ def check_operation(
         report(frame, "LP105", node, f"{operation} in {_words(result.precision)}{where}", severity)
     elif operation in NORMS and result.is_low and result.origin == "cast" and not frame.region.enabled:
         report(frame, "LP106", node, f"{operation} in {_words(result.precision)}", NOTE)
-    return Value(result.precision, result.origin, tag, constant=result.constant)
+    return Value(result.precision, result.origin, tag)
 
 
 def _check_binary(node: ast.Call, inputs: list[Value], frame: Frame) -> None:
-    fate, low = frame.fate(_BINARY), any(value.is_low for value in inputs)
-    if frame.region.enabled and fate == "refused":
-        if frame.region.certain and not any(value.precision == FLOAT32 for value in inputs):
-            report(frame, "LP104", node, f"{_BINARY} under autocast raises on {frame.device}")
-        elif frame.region.certain:
-            report(frame, "LP104", node, f"{_BINARY} under autocast raises on {frame.device}, in float32 too")
-    elif low:
+    full = any(value.precision == FLOAT32 for value in inputs)
+    if frame.region.enabled and frame.fate(_BINARY) == "refused":
+        if frame.region.certain:
+            also = ", in float32 too" if full else ""
+            report(frame, "LP104", node, f"{_BINARY} under autocast raises on {frame.device}{also}")
+    elif any(value.is_low for value in inputs):
         under = " under autocast" if frame.region.enabled else ""
         report(frame, "LP104", node, f"{_BINARY}{under}, of probabilities in 16 bits", WARNING)
-    elif not frame.definitions.trains and not frame.definitions.policies and frame.class_name:
-        told = any(finding.code == "LP104" for finding in frame.report.findings)
-        if not told and not any(value.precision == FLOAT32 for value in inputs):
-            report(frame, "LP104", node, f"{_BINARY} in a module: under float16 autocast it raises", NOTE)
+    elif frame.class_name and not (
+        full
+        or frame.definitions.trains
+        or frame.definitions.policies
+        or any(finding.code == "LP104" for finding in frame.report.findings)
+    ):
+        report(frame, "LP104", node, f"{_BINARY} in a module: under float16 autocast it raises", NOTE)
 
 
 def _result(operation: str, inputs: list[Value], frame: Frame) -> Value:
@@ -95,12 +98,8 @@ def _tag(operation: str, inputs: list[Value], node: ast.Call) -> str:  # noqa: P
         return {"exp": "sum_exp", "square": "sum_square"}.get(of, "sum")
     if operation == "mean":
         return "mean_square" if of == "square" else "mean"
-    squares = operation == "square" or (operation == "pow" and _exponent(inputs) == 2)
+    squares = operation == "square" or (operation == "pow" and len(inputs) > 1 and inputs[1].constant == 2)
     return square_of(of) if squares else ""
-
-
-def _exponent(inputs: list[Value]) -> object:
-    return inputs[1].constant if len(inputs) > 1 else None
 
 
 def square_of(tag: str) -> str:
@@ -111,23 +110,18 @@ def square_of(tag: str) -> str:
 def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> None:
     """LP108: a logarithm for which there is a stable function, and exp in float16."""
     of = inputs[0] if inputs else UNKNOWN
-    severity = grade(of.precision, frame)
-    fate = frame.fate(operation)
+    severity, fate = grade(of.precision, frame), frame.fate(operation)
     if severity == NOTE and of.precision == FLOAT32:
         return
     if operation == "log":
         known = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum_exp": "logsumexp", "one_plus_exp": "softplus"}
-        guarded = of.tag.endswith("+eps") and severity == NOTE
         tag = of.tag.removesuffix("+eps")
-        if tag in known and not guarded:
-            report(
-                frame, "LP108", node, f"{ast.unparse(node)}: log of {tag}, for which there is {known[tag]}", severity
-            )
+        if tag in known and (tag == of.tag or severity != NOTE):
+            message = f"{ast.unparse(node)}: log of {tag}, for which there is {known[tag]}"
+            report(frame, "LP108", node, message, severity)
     elif operation == "log1p" and of.tag == "exp" and severity != NOTE:
         report(frame, "LP108", node, f"{ast.unparse(node)}: log1p of exp, for which there is softplus", severity)
-    elif (
-        operation == "exp" and of.precision == FLOAT16 and fate == "kept" and of.tag not in _SAFE and not frame.no_grad
-    ):
+    elif operation == "exp" and fate == "kept" and of.precision == FLOAT16 and not (of.tag in _SAFE or frame.no_grad):
         report(frame, "LP108", node, f"{ast.unparse(node)} in float16: inf above 11")
 
 
@@ -140,24 +134,20 @@ def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
         return _fold(node, left, right)
     if isinstance(node.op, ast.MatMult) and frame.region.enabled:
         return Value(frame.region.dtype, "autocast") if frame.region.certain else UNKNOWN
-    for value in (left, right):
-        if isinstance(node.op, ast.Add | ast.Sub) and isinstance(value.constant, float | int):
-            check_constant(node, value.constant, mixed, frame)
-        if isinstance(node.op, ast.Add | ast.Sub) and value.tag.startswith("times "):
-            check_constant(node, float(value.tag[6:]), right if value is left else left, frame)
+    for value, other in ((left, right), (right, left)) if isinstance(node.op, ast.Add | ast.Sub) else ():
+        check_constant(node, value.number, mixed, frame)
+        if value.tag.startswith("times "):
+            check_constant(node, float(value.tag[6:]), other, frame)
     tag = _combined_tag(node, left, right)
     worse = next((value.precision for value in (left, right) if value.is_low), mixed.precision)
     if tag == "difference":
-        severity = grade(worse, frame)
-        report(frame, "LP109", node, f"{ast.unparse(node)}: variance as E[x²] − E[x]²", severity)
-    if tag == "ratio" and not any(value.precision == FLOAT32 for value in (left, right)):
-        severity = grade(worse, frame)
-        report(frame, "LP108", node, f"{ast.unparse(node)}: softmax without subtracting the maximum", severity)
+        report(frame, "LP109", node, f"{ast.unparse(node)}: variance as E[x²] − E[x]²", grade(worse, frame))
+    if tag == "ratio" and FLOAT32 not in {left.precision, right.precision}:
+        message = f"{ast.unparse(node)}: softmax without subtracting the maximum"
+        report(frame, "LP108", node, message, grade(worse, frame))
     keeps = isinstance(node.op, ast.Mult | ast.Div) and (left.is_constant or right.is_constant)
-    scaled = left.scaled or right.scaled
-    origin = mixed.origin or left.origin or right.origin
-    cast = left.cast if keeps else None
-    return Value(mixed.precision, origin if mixed.is_low else "", tag, scaled, cast=cast)
+    origin = (mixed.origin or left.origin or right.origin) if mixed.is_low else ""
+    return Value(mixed.precision, origin, tag, left.scaled or right.scaled, cast=left.cast if keeps else None)
 
 
 _NUMBERS = re.compile(r"scal|temp|tau|sqrt|dim|d_?k\b|eps|size|gamma|beta|alpha|decay|count|len|num|\bn_")
@@ -169,33 +159,29 @@ def _as_number(node: ast.expr, value: Value) -> Value:
 
 
 def _fold(node: ast.BinOp, left: Value, right: Value) -> Value:
-    if not isinstance(left.constant, float | int) or not isinstance(right.constant, float | int):
-        return Value(constant="?")
-    if isinstance(node.op, ast.Pow) and abs(right.constant) > 64:
-        return Value(constant="?")
-    try:
-        match node.op:
-            case ast.Mult():
-                return Value(constant=left.constant * right.constant)
-            case ast.Div():
-                return Value(constant=left.constant / right.constant)
-            case ast.Pow() if left.constant > 0:
-                return Value(constant=float(left.constant) ** right.constant)
-    except (OverflowError, ZeroDivisionError):
-        pass
+    first, second = left.number, right.number
+    if first is not None and second is not None:
+        with suppress(OverflowError, ZeroDivisionError):
+            match node.op:
+                case ast.Mult():
+                    return Value(constant=first * second)
+                case ast.Div():
+                    return Value(constant=first / second)
+                case ast.Pow() if first > 0 and abs(second) <= 64:
+                    return Value(constant=float(first) ** second)
     return Value(constant="?")
 
 
 def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C901, PLR0911, PLR0912 - a case a kind
-    pair = (left.tag, right.tag)
+    pair, numbers = (left.tag, right.tag), (left.number or 0, right.number or 0)
     match node.op:
         case ast.Pow() if right.constant == 2:
             return square_of(left.tag)
         case ast.Mult() if ast.dump(node.left) == ast.dump(node.right):
             return square_of(left.tag)
-        case ast.Mult() if huge := next((v.constant for v in (left, right) if _is_huge(v)), None):
-            return f"times {huge}"
-        case ast.Mult() if "negative" in pair or any(_is_negative(value) for value in (left, right)):
+        case ast.Mult() if huge := [number for number in numbers if LARGEST <= abs(number) < float("inf")]:
+            return f"times {huge[0]}"
+        case ast.Mult() if "negative" in pair or any(number < 0 for number in numbers):
             return "negative"
         case ast.Mult():
             return next((tag for tag in pair if tag == "exp"), "")
@@ -211,28 +197,20 @@ def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C
             return "one_plus_exp"
         case ast.Add():
             held = next((tag for tag in pair if tag in {"sum_square", "sum", "softmax", "sigmoid", "sum_exp"}), "")
-            guarded = held in {"softmax", "sigmoid", "sum_exp"}
-            return held + "+eps" if guarded and (left.is_constant or right.is_constant) else "" if guarded else held
+            if held in {"sum_square", "sum", ""}:
+                return held
+            return f"{held}+eps" if left.is_constant or right.is_constant else ""
         case ast.Div() if pair == ("exp", "sum_exp"):
             return "ratio"
         case ast.Div():
-            return {"sum_square": "mean_square", "sum": "mean", "shifted": "shifted", "negative": "negative"}.get(
-                left.tag, ""
-            )
+            means = {"sum_square": "mean_square", "sum": "mean"}
+            return means.get(left.tag, left.tag if left.tag in _SAFE else "")
     return ""
 
 
-def _is_negative(value: Value) -> bool:
-    return isinstance(value.constant, float | int) and value.constant < 0
-
-
-def _is_huge(value: Value) -> bool:
-    return isinstance(value.constant, float | int) and LARGEST <= abs(value.constant) < float("inf")
-
-
-def check_constant(node: ast.expr, constant: float, value: Value, frame: Frame) -> None:
-    """LP107: a constant used with a float16 value, outside float16's range."""
-    size = abs(constant)
+def check_constant(node: ast.expr, constant: float | None, value: Value, frame: Frame) -> None:
+    """LP107: a constant used with a float16 value, outside float16's range; None: no constant."""
+    size = abs(constant or 0.0)
     if value.precision != FLOAT16 or size in {0.0, float("inf")} or SMALLEST < size < LARGEST:
         return
     becomes = "zero" if size <= SMALLEST else "out of range"

@@ -5,11 +5,12 @@ nothing.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from operator import methodcaller
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from instruments.errors import ConfigError
@@ -53,34 +54,23 @@ def probe_autocast(device: str) -> dict[str, str]:
     Raises:
         ConfigError: torch has no autocast for this device.
     """
-    if not _has_autocast(device):
+    try:
+        available = torch.amp.is_autocast_available(device)
+    except RuntimeError:  # a device type unknown to torch
+        available = False
+    if not available:
         raise ConfigError(
             f"torch {torch.__version__} has no autocast for {device!r}", where="device", do="device=cuda, or device=cpu"
         )
     low = torch.get_autocast_dtype(device)
     was = torch.is_autocast_enabled(device)
-    with _presence_of(device), torch.no_grad():
+    with nullcontext() if device == "cpu" else FakeTensorMode(), torch.no_grad():
         # Not by torch.autocast, which turns itself off without such a device.
         torch.set_autocast_enabled(device, True)
         try:
             return {name: _ask(operation, device, low) for name, operation in _OPERATIONS.items()}
         finally:
             torch.set_autocast_enabled(device, was)
-
-
-def _has_autocast(device: str) -> bool:
-    try:
-        return torch.amp.is_autocast_available(device)
-    except RuntimeError:  # a device type unknown to torch
-        return False
-
-
-def _presence_of(device: str) -> AbstractContextManager[object]:
-    if device == "cpu":
-        return nullcontext()
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - only for devices other than cpu
-
-    return FakeTensorMode()
 
 
 def _ask(operation: _Operation, device: str, low: torch.dtype) -> str:

@@ -31,10 +31,6 @@ class Finding:
         head = f"{self.path}:{self.line}: {self.code} {self.severity} {self.message}"
         return f"{head}\n    why: {self.why}\n    fix: {self.fix}"
 
-    def record(self) -> dict[str, object]:
-        """All fields, for JSON."""
-        return dict(vars(self))
-
 
 _NOQA = re.compile(r"#.*?\bnoqa\b(?::\s*(?P<codes>[A-Z]+[0-9]+(?:[\s,]+[A-Z]+[0-9]+)*))?", re.IGNORECASE)
 MAX_LINES, MAX_BYTES = 20_000, 4 << 20  # longer files are generated code, and take minutes
@@ -92,8 +88,6 @@ def _parse(code: bytes | str) -> ast.Module:
 
 # IPython syntax: `%magic`, `!command`, `?help`, `help?`.
 _MAGIC = re.compile(r"(?P<indent>\s*)(?:[%!?]|[\w.]+\?+\s*$|[\w, ]+=\s*[%!])")
-
-
 # Cells that hold another language. The code after other cell magics, such as %%prun, is Python.
 _FOREIGN = re.compile(
     r"\s*%%(?!(?:writefile|file)\b.*\.py\s*$)"

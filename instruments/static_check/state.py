@@ -44,6 +44,11 @@ class Value:
         """Whether it is a literal number or text."""
         return self.constant is not None
 
+    @property
+    def number(self) -> float | None:
+        """The constant, if it is a number."""
+        return self.constant if isinstance(self.constant, float | int) else None
+
 
 UNKNOWN = Value()
 OTHER = Value(kind="other")
@@ -136,8 +141,7 @@ def join(states: Sequence[State]) -> State:
             setattr(first, sure, getattr(first, sure) & getattr(other, sure))
         first.float16_forward |= other.float16_forward
         first.default = first.default or other.default
-        if first.returned != other.returned:
-            first.returned = None
+        first.returned = first.returned if first.returned == other.returned else None
     return first
 
 
@@ -149,8 +153,7 @@ def mix(values: Sequence[Value]) -> Value:
         return Value(FLOAT32)
     if not precisions or None in precisions:
         return UNKNOWN
-    first = tensors[0]
-    return Value(precisions.pop() if len(precisions) == 1 else LOW, origin=first.origin)
+    return Value(precisions.pop() if len(precisions) == 1 else LOW, origin=tensors[0].origin)
 
 
 def element_of(value: Value) -> Value:

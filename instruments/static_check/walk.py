@@ -1,14 +1,13 @@
 """Walk a file statement by statement, into autocast blocks and called functions; a way is a path through branches."""
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, called_name, last_word, text_of
 from instruments.static_check.definitions import Function
 from instruments.static_check.evaluate import bind, evaluate
-from instruments.static_check.gradient_rules import MIXED
+from instruments.static_check.gradient_rules import depends_on, read_condition, touches_scaling
 from instruments.static_check.modules import check_unused
 from instruments.static_check.numeric_rules import check_growing
 from instruments.static_check.rules import report as note
@@ -18,11 +17,6 @@ _MOST_WAYS = 8
 _DEEPEST = 6
 _MOST_LOOPS = 3  # nested loops that are walked twice
 _MOST_CALLS = 2_000  # calls followed into functions; the other functions are walked once, on their own
-_SCALING = {
-    "scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_", "manual_backward",
-}  # fmt: skip
-# Conditions that mean "mixed precision is on", under many names.
-_MIXED = re.compile(r"scaler|\bamp\b|_amp|fp16|mixed|autocast|\bhalf\b", re.IGNORECASE)
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 
 
@@ -31,12 +25,10 @@ def walk_file(report: Report) -> None:
     frame, definitions = Frame(report), report.definitions
     report.follow = call_function
     for name in definitions.bases:
-        function = definitions.functions.get(f"{name}.__init__")
-        if function is not None:
+        if function := definitions.functions.get(f"{name}.__init__"):
             _walk_alone(function, name, frame)
     start = State(values=report.outer, modules=dict(report.modules))
-    ends = walk_body(report.source.tree.body, [start], frame)
-    end = join(ends)
+    end = join(walk_body(report.source.tree.body, [start], frame))
     report.outer, report.modules = end.values, report.modules | end.modules
     methods = [(function, name.rpartition(".")[0] or None) for name, function in definitions.functions.items()]
     called = {called_name(node) for node in ast.walk(report.source.tree) if isinstance(node, ast.Call)}
@@ -46,8 +38,7 @@ def walk_file(report: Report) -> None:
             _walk_alone(function, owner, frame)
     for name, precision in check_unused(State(modules=report.modules), frame):
         for part in definitions.classes_within(name):
-            forward = definitions.method(part, "forward")
-            if forward is not None:
+            if forward := definitions.method(part, "forward"):
                 _walk_alone(forward, part, replace(frame, weights=precision))
     for policy in definitions.policies:
         if policy.pure and policy.precision == FLOAT16:
@@ -58,10 +49,8 @@ def _walk_alone(function: Function, owner: str | None, frame: Frame) -> None:
     """Walk a function whose calls are not known."""
     report = frame.report
     report.walked.add(id(function))
-    inner = replace(frame, class_name=owner, stack=(function,))
-    inner = _entered(function, owner, inner)
-    values = report.outer | _attributes(owner, frame)
-    values |= dict.fromkeys(_names(function), UNKNOWN) | _defaults(function, frame)
+    inner = _entered(function, owner, replace(frame, class_name=owner, stack=(function,)))
+    values = report.outer | _attributes(owner, frame) | _parameters(function, frame)
     start = State(values=values, modules=dict(report.modules))
     start.note_region(inner.region)
     end = join(walk_body(function.body, [start], inner) or [start])
@@ -69,12 +58,15 @@ def _walk_alone(function: Function, owner: str | None, frame: Frame) -> None:
     _keep_attributes(owner, end, frame)
 
 
+def _own_values(state: State) -> dict[str, Value]:
+    """Values of `self.…`."""
+    return {name: value for name, value in state.values.items() if name.startswith("self.")}
+
+
 def _keep_attributes(owner: str | None, end: State, frame: Frame) -> None:
     if owner is not None:
-        kept = frame.report.attributes.setdefault(owner, {})
-        for name, value in end.values.items():
-            if name.startswith("self.") and value != UNKNOWN:
-                kept.setdefault(name, value)
+        known = {name: value for name, value in _own_values(end).items() if value != UNKNOWN}
+        frame.report.attributes[owner] = known | frame.report.attributes.get(owner, {})
 
 
 def _attributes(owner: str | None, frame: Frame) -> dict[str, Value]:
@@ -85,20 +77,18 @@ def _attributes(owner: str | None, frame: Frame) -> dict[str, Value]:
     return found
 
 
-def _names(function: Function) -> list[str]:
+def _parameters(function: Function, frame: Frame) -> dict[str, Value]:
+    """Parameters with their defaults, such as eps=1e-8, where these are floats or dtypes."""
     given = function.args
-    return [one.arg for one in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
-
-
-def _defaults(function: Function, frame: Frame) -> dict[str, Value]:
-    """Default values of parameters, such as eps=1e-8; floats and dtypes only."""
-    given = function.args
-    last = [*given.posonlyargs, *given.args][-len(given.defaults) :] if given.defaults else []
-    pairs = [*zip(last, given.defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    known = {
-        name.arg: evaluate(one, State(), frame) for name, one in pairs if isinstance(one, ast.Constant | ast.Attribute)
-    }
-    return {name: value for name, value in known.items() if value.kind == "dtype" or isinstance(value.constant, float)}
+    names = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    positional = len(names) - len(given.kwonlyargs)
+    defaults = [*[None] * (positional - len(given.defaults)), *given.defaults, *given.kw_defaults]
+    found = dict.fromkeys((name.arg for name in names), UNKNOWN)
+    for name, default in zip(names, defaults, strict=True):
+        value = evaluate(default, State(), frame) if isinstance(default, ast.Constant | ast.Attribute) else UNKNOWN
+        if value.kind == "dtype" or isinstance(value.constant, float):
+            found[name.arg] = value
+    return found
 
 
 def _entered(function: Function, owner: str | None, frame: Frame) -> Frame:
@@ -117,8 +107,7 @@ def _entered(function: Function, owner: str | None, frame: Frame) -> Frame:
     trained = owner is not None and function.name == "forward" and definitions.is_module_class(owner)
     policy = lightning or (definitions.policy("accelerate", "transformers") if trained else None)
     inside = function.name == "forward" or function.name.endswith(("_step", "_loss"))
-    switched = policy is not None and policy.precision in {FLOAT16, BFLOAT16} and not policy.pure
-    if policy and policy.precision and switched and inside and not frame.region.enabled:
+    if policy and policy.precision in {FLOAT16, BFLOAT16} and not policy.pure and inside and not frame.region.enabled:
         frame = replace(frame, region=Region(True, "cuda", policy.precision))
     if frame.is_lightning and function.name.startswith(("validation", "test_", "predict", "on_validation")):
         frame = replace(frame, no_grad=True)
@@ -134,27 +123,23 @@ def call_function(
         return UNKNOWN
     report.calls += 1
     report.walked.add(id(function))
-    names = _names(function)
-    if owner is not None and names[:1] in (["self"], ["cls"]):
-        names = names[1:]
+    bound = _parameters(function, frame)
+    if owner is not None and next(iter(bound), "") in {"self", "cls"}:
+        del bound[next(iter(bound))]
     words = [word.arg or "" for word in node.keywords]
-    bound = dict.fromkeys(names, UNKNOWN) | _defaults(function, frame)
-    bound |= dict(zip([*names[: len(node.args)], *words], arguments, strict=False))
+    bound |= dict(zip([*[*bound][: len(node.args)], *words], arguments, strict=False))
     same = owner is None or owner == frame.class_name
     nested = report.definitions.parents.get(id(function)) in {id(one) for one in frame.stack}
     outer = state.values if nested or not frame.stack else report.outer
-    own = {name: value for name, value in state.values.items() if name.startswith("self.")} if same else {}
-    values = outer | (_attributes(owner, frame) if owner else {}) | own | bound
+    values = outer | _attributes(owner, frame) | (_own_values(state) if same else {}) | bound
     start = replace(state.copy(), values=values, returned=None)
-    inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function))
-    if function.name != "forward":
-        inner = replace(inner, weights=frame.weights if same else None)
+    weights = frame.weights if same or function.name == "forward" else None
+    inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function), weights=weights)
     inner = _entered(function, owner, inner)
     start.note_region(inner.region)
     ends = walk_body(function.body, [start], inner)
     end = join([way for way in ends if way.returned is not None] or ends)
-    mine = {name: value for name, value in end.values.items() if name.startswith("self.")}
-    kept = state.values | mine if same else state.values
+    kept = state.values | _own_values(end) if same else state.values
     if not same:
         _keep_attributes(owner, end, frame)
     state.adopt(replace(end, values=kept, facts=state.facts, returned=state.returned, ended=state.ended))
@@ -168,21 +153,14 @@ def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list
         ended = [way for way in ways if way.ended]
         if not going:
             break
-        if (context := _entered_context(statement)) is not None:
-            rest = ast.copy_location(ast.With([ast.withitem(context)], [*body[place + 1 :]]), statement)
-            return [*ended, *(after for way in going for after in _walk_with(rest, way, frame))]
+        match statement:  # a context entered in this way is taken to last until the end of the body
+            case ast.Expr(ast.Call(ast.Attribute(attr="enter_context"), [context])):
+                rest = ast.copy_location(ast.With([ast.withitem(context)], [*body[place + 1 :]]), statement)
+                return [*ended, *(after for way in going for after in _walk_with(rest, way, frame))]
         ways = [*ended, *(after for way in going for after in walk_statement(statement, way, frame))]
         if len(ways) > _MOST_WAYS:
             ways = [join(ways)]
     return ways
-
-
-def _entered_context(statement: ast.stmt) -> ast.expr | None:
-    """The context of `stack.enter_context(...)`, which is taken to last until the end of the body."""
-    match statement:
-        case ast.Expr(ast.Call(ast.Attribute(attr="enter_context"), [context])):
-            return context
-    return None
 
 
 def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:  # noqa: PLR0911 - a case a kind
@@ -253,11 +231,11 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
     ways = [way]
     names = (node for node in ast.walk(statement) if isinstance(node, ast.Name | ast.Attribute))
     changing = {last_word(text_of(node)) for node in names if isinstance(node.ctx, ast.Store)}
-    for turn in range(2 if _touches_scaling(statement) and frame.in_loop < _MOST_LOOPS else 1):
+    for turn in range(2 if touches_scaling(statement) and frame.in_loop < _MOST_LOOPS else 1):
         for one in ways if turn else ():
-            one.facts = {fact: met for fact, met in one.facts.items() if not _changes(fact, changing)}
+            one.facts = {fact: met for fact, met in one.facts.items() if not depends_on(fact, changing)}
             for sure in ("surely_unscaled", "stepped", "done"):  # a rebound name may be another optimizer
-                setattr(one, sure, frozenset(name for name in getattr(one, sure) if not _changes(name, changing)))
+                setattr(one, sure, frozenset(name for name in getattr(one, sure) if not depends_on(name, changing)))
         if not isinstance(statement, ast.While):
             for one in ways:
                 bind(statement.target, element_of(given), one)
@@ -266,14 +244,10 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
     return _revived(walk_body(statement.orelse, ways, frame))
 
 
-def _changes(fact: str, stored: set[str]) -> bool:
-    return fact != MIXED and (bool(re.search(r"\w\(", fact)) or bool(stored & set(re.findall(r"[A-Za-z_]\w*", fact))))
-
-
 def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     evaluate(statement.test, way, frame)
-    fact, positive = _fact(statement.test, way)
-    matters = (frame.definitions.scales or bool(frame.definitions.policies)) and _touches_scaling(statement)
+    fact, positive = read_condition(statement.test, way)
+    matters = (frame.definitions.scales or bool(frame.definitions.policies)) and touches_scaling(statement)
     if matters and fact in way.facts:
         return walk_body(statement.body if way.facts[fact] == positive else statement.orelse, [way], frame)
     met, other = way, way.copy()
@@ -284,28 +258,6 @@ def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
         return ends
     going = [end for end in ends if not end.ended]
     return [*([join(going)] if going else []), *(end for end in ends if end.ended)]
-
-
-def _fact(test: ast.expr, way: State) -> tuple[str, bool]:
-    """Text of a condition without `not` and `is None`, and whether the body runs if it is true."""
-    positive = True
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, positive = test.operand, not positive
-    tag = way.values.get(text_of(test), UNKNOWN).tag
-    if tag.startswith("?") and not _MIXED.search(text_of(test)):
-        test = ast.parse(tag[1:], mode="eval").body  # a variable that holds a condition
-    if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
-        operator, constant = test.ops[0], test.comparators[0].value
-        if (constant is None or constant is False) and isinstance(operator, ast.Is | ast.Eq):
-            test, positive = test.left, not positive
-        elif (constant is None and isinstance(operator, ast.IsNot)) or constant is True:
-            test = test.left
-    text = ast.unparse(test)
-    return (MIXED if _MIXED.search(text) else text), positive
-
-
-def _touches_scaling(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr in _SCALING for node in ast.walk(statement))
 
 
 def _walk_with(statement: ast.With | ast.AsyncWith, way: State, frame: Frame) -> list[State]:

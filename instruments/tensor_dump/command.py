@@ -13,7 +13,8 @@ from tabulate import tabulate
 
 from instruments.errors import ConfigError, check_output, exit_code, say, some
 from instruments.safetensors_header import DTYPES
-from instruments.tensor_dump.index import STORED, Listing, TensorRecord
+from instruments.tensor_dump.index import Listing
+from instruments.tensor_dump.record import STORED, TensorRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -95,7 +95,6 @@ def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
 SETTINGS = "TENSOR_SAVE_CONFIG"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
 _WORDS = {ENABLED: (*_YES, *_NO), QUANT_TYPE: QUANT_TYPES}  # of variables that accept only these
 
 
@@ -111,10 +110,8 @@ def read_control(
 ) -> tuple[bool, Path, DumpConfig]:
     """Whether to dump, the folder and the settings, from the arguments and the environment.
 
-    Arguments take precedence, but ENABLED can always switch the dump off.
-
-    Raises:
-        ConfigError: an invalid variable or setting, or no folder.
+    Arguments take precedence, but ENABLED can always switch the dump off. Raises ConfigError: an invalid variable or
+    setting, or no folder.
     """
     word = environment.get(ENABLED, "").strip().lower() or "1"
     if word not in {*_YES, *_NO}:
@@ -123,10 +120,9 @@ def read_control(
         )
     label = config.quant_type or environment.get(QUANT_TYPE, "").strip() or None
     if label not in {None, *QUANT_TYPES}:
-        where = "config.quant_type" if config.quant_type else f"environment variable {QUANT_TYPE}"
         raise ConfigError(
             f"unknown quant type {label!r}; known are {', '.join(QUANT_TYPES)}",
-            where=where,
+            where="config.quant_type" if config.quant_type else f"environment variable {QUANT_TYPE}",
             do="mxfp8, or leave it out",
         )
     enabled = word in _YES
@@ -161,14 +157,13 @@ def _check(config: DumpConfig) -> None:
     """The checks that the pipeline makes before a stage, for other callers."""
     for spec in fields(config):
         value, rules = getattr(config, spec.name), spec.metadata
-        for item in value if isinstance(value, list) else [value]:
-            what = remedy = None
-            if item is not None and item not in rules.get("choices", [item]):
+        for item in value if isinstance(value, list) else [] if value is None else [value]:
+            if item not in rules.get("choices", [item]):
                 what, remedy = f"is none of {', '.join(rules['choices'])}", rules["choices"][0]
-            elif item is not None and "minimum" in rules and item < rules["minimum"]:
+            elif item < rules.get("minimum", item):
                 what, remedy = f"is below {rules['minimum']}", rules["minimum"]
-            if what:
-                name = spec.name
-                raise ConfigError(f"{name}={item} {what}", where=f"setting {name}", do=f"{name}={remedy}")
+            else:
+                continue
+            raise ConfigError(f"{spec.name}={item} {what}", where=f"setting {spec.name}", do=f"{spec.name}={remedy}")
     for error in contradictions(config):
         raise error

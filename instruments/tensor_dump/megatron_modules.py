@@ -69,18 +69,14 @@ def watch_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandl
 
 def watch_parallel_embedding(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     """Each process holds some rows of the table; ids and output, (batch, tokens, features), are whole."""
-    module: Any = watched.module
-
-    def output(result: Tensor) -> tuple[Tensor, Part]:
-        scattered = getattr(module, "reduce_scatter_embeddings", False)  # sequence parallelism: (tokens, batch, ...)
-        return result, _cut(result, _TOKENS) if scattered else Part.whole(result, 1)
-
+    # Sequence parallelism: the output is (tokens, batch, features).
+    scattered = getattr(watched.module, "reduce_scatter_embeddings", False)
     return hook_layer(
         watched,
         recorder,
         input_part=lambda ids: Part.whole(ids, 1),
-        weight=lambda _args, _kwargs: (module.weight, Part.of_axis(module.weight, 0, *_group(), None)),
-        output=output,
+        weight_part=lambda weight: Part.of_axis(weight, 0, *_group(), None),
+        output_part=lambda output: _cut(output, _TOKENS) if scattered else Part.whole(output, 1),
     )
 
 
@@ -96,19 +92,20 @@ def watch_parallel_linear(watched: Watched, recorder: Recorder) -> list[Removabl
             return _cut(inputs, _TOKENS) if module.sequence_parallel else Part.whole(inputs, _TOKENS)
         return _cut(inputs, -1, pieces) if module.input_is_parallel else Part.whole(inputs, _TOKENS)
 
-    def weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Part]:
-        given = args[1] if len(args) > 1 else kwargs.get("weight")
-        used: Tensor = module.weight if given is None else given
-        return used, Part.of_axis(used, 0 if by_column else 1, *_group(), None, pieces)
-
-    def output(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Part]:
-        tensor = result[0]
-        if by_column and tensor.shape[-1] != module.output_size:  # not gathered, by the layer or by the call
-            return tensor, _cut(tensor, -1, pieces)
+    def output_part(output: Tensor) -> Part:
+        if by_column and output.shape[-1] != module.output_size:  # not gathered, by the layer or by the call
+            return _cut(output, -1, pieces)
         sequence_parallel = not by_column and module.sequence_parallel
-        return tensor, _cut(tensor, _TOKENS) if sequence_parallel else Part.whole(tensor, _TOKENS)
+        return _cut(output, _TOKENS) if sequence_parallel else Part.whole(output, _TOKENS)
 
-    return hook_layer(watched, recorder, input_part=input_part, weight=weight, output=output)
+    return hook_layer(
+        watched,
+        recorder,
+        input_part=input_part,
+        output_part=output_part,
+        weight_part=lambda weight: Part.of_axis(weight, 0 if by_column else 1, *_group(), None, pieces),
+        given_weight=lambda args, kwargs: args[1] if len(args) > 1 else kwargs.get("weight"),
+    )
 
 
 def _cut(tensor: Tensor, axis: int, pieces: int = 1) -> Part:

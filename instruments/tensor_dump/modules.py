@@ -1,4 +1,4 @@
-"""Hooks on layers with a weight, attention and its kernels, fused experts and TransformerEngine modules."""
+"""Hooks on layers with a weight, attention and its kernels, and fused experts."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
@@ -14,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.precision.calls import is_sharded
 from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
-from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR, TENSORS
+from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, TENSORS
 from instruments.tensor_dump.recorder import Call, Recorder
 from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters, look_inside
 
@@ -59,46 +58,41 @@ def hook_layer(
     recorder: Recorder,
     *,
     input_part: Callable[[Tensor], Part],
-    weight: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor, Part]],
-    output: Callable[[Any], tuple[Tensor, Part]],
+    output_part: Callable[[Tensor], Part],
+    weight_part: Callable[[Tensor], Part] = lambda weight: take_local(weight)[1],
+    given_weight: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] = lambda _args, _kwargs: None,
 ) -> list[RemovableHandle]:
     """Hooks that pass a layer's input (its first argument), weight, output and gradients to the recorder.
 
-    Each comes with the part that this process holds: `weight` finds it from the arguments, `output` from the returned
-    value.
+    Each comes with the part that this process holds. The weight is the module's, unless a call has been given another.
     """
+    module: Any = watched.module
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
         if not _is_plain(inputs):
             recorder.leave_out(watched, TENSORS[watched.layer_type], f"the input is {_describe(inputs)}")
             return None
-        call = recorder.begin_call(watched, inputs)
-        if call is not None:
-            recorder.take(call, "input", inputs, input_part(inputs))
-            if is_parametrized(watched.module, "weight"):
-                why = "a parametrization computes it at every reading"
-                recorder.leave_out(watched, ["weight", "grad_weight"], why)
-                return call
-            used, part = weight(args, kwargs)
-            recorder.take(call, "weight", take_local(used)[0], part)
-            recorder.take_weight_gradient(call, used, part)
+        if (call := recorder.begin_call(watched, inputs)) is None:
+            return None
+        recorder.take(call, "input", inputs, input_part(inputs))
+        if is_parametrized(module, "weight"):
+            recorder.leave_out(watched, ["weight", "grad_weight"], "a parametrization computes it at every reading")
+        else:
+            given = given_weight(args, kwargs)
+            weight = module.weight if given is None else given
+            recorder.take_weight(call, weight, weight_part(weight))
         return call
 
-    def end(call: Call, result: object) -> None:
-        if not _is_plain(result[0] if isinstance(result, tuple) and result else result):
-            recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(result)}")
+    def end(call: Call, output: Any) -> None:  # noqa: ANN401 - any output of a module
+        if not _is_plain(output):
+            recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(output)}")
             return
-        given = output(result)
-        recorder.take(call, "output", *given)
-        recorder.take_gradient(call, "grad_output", *given)
+        part = output_part(output)
+        recorder.take(call, "output", output, part)
+        recorder.take_gradient(call, "grad_output", output, part)
 
-    return _hook_calls(watched.module, begin, end)
-
-
-def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The output; a tuple also has the bias, the norm's output or the attention weights."""
-    return result if isinstance(result, Tensor) else result[0]
+    return _hook_calls(module, begin, end)
 
 
 def _is_plain(value: object) -> bool:
@@ -112,35 +106,32 @@ def _describe(value: object) -> str:
 def _hook_calls(
     module: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Call | None], end: Callable[[Call, Any], None]
 ) -> list[RemovableHandle]:
-    """Hooks around every call of a module; `end` also receives its result."""
+    """Hooks around every call of a module; `end` also receives its output, the first element of a tuple."""
     calls: list[Call] = []  # the running call: one, or none
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[:] = filter(None, [begin(args, kwargs)])
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], result: object) -> None:
-        if calls:
-            end(calls.pop(), result)
+    def after(_module: nn.Module, _args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
+        if calls:  # a tuple also has the bias, the norm's output or the attention weights
+            end(calls.pop(), result[0] if isinstance(result, tuple) and result else result)
 
     return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
 
 def watch_weighted(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     """A Conv1D, whose weight is (inputs, outputs), a convolution or an embedding; inputs and outputs are whole."""
-    module: Any = watched.module
-    has_tokens = watched.layer_type != CONVOLUTION
 
     def part(tensor: Tensor, features: int) -> Part:
         """Tokens are the last axis before the features; ids have no feature axis."""
         axis = tensor.ndim - 1 - features
-        return Part.whole(tensor, axis if has_tokens and axis >= 0 else None)
+        return Part.whole(tensor, axis if watched.layer_type != CONVOLUTION and axis >= 0 else None)
 
     return hook_layer(
         watched,
         recorder,
         input_part=lambda inputs: part(inputs, 0 if watched.layer_type == EMBEDDING else 1),
-        weight=lambda _args, _kwargs: (module.weight, take_local(module.weight)[1]),
-        output=lambda result: (output := _first(result), part(output, 1)),
+        output_part=lambda output: part(output, 1),
     )
 
 
@@ -161,8 +152,7 @@ def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
         watched,
         recorder,
         input_part=lambda inputs: part_of(inputs, module.in_features, 1),
-        weight=lambda _args, _kwargs: (module.weight, take_local(module.weight)[1]),
-        output=lambda result: (output := _first(result), part_of(output, module.out_features, 0)),
+        output_part=lambda output: part_of(output, module.out_features, 0),
     )
 
 
@@ -238,11 +228,9 @@ def hook_attention(
         given = [*args[:3], *named[len(args[:3]) :]]
         return take_heads(watched, recorder, dict(zip(("query", "key", "value"), given, strict=True)), part_of)
 
-    def end(call: Call, result: Tensor | tuple[Tensor, ...]) -> None:
-        output = _first(result)
-        recorder.take(call, "output", output, output_part(output))
-
-    return _hook_calls(watched.module, begin, end)
+    return _hook_calls(
+        watched.module, begin, lambda call, output: recorder.take(call, "output", output, output_part(output))
+    )
 
 
 def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) -> Part:
@@ -291,71 +279,3 @@ def _run_product(
     if output.requires_grad:
         output.register_hook(take_gradient)
     return output
-
-
-# TransformerEngine classes are found by name, without an import. Megatron's TEColumnParallelLinear,
-# TERowParallelLinear, TELayerNormColumnParallelLinear and TEDotProductAttention are subclasses. The input of a
-# LayerNormLinear is that of its norm: the kernel does not expose the norm's output.
-_TE_KINDS = {"Linear": LINEAR, "LayerNormLinear": NORM_LINEAR, "DotProductAttention": ATTENTION}
-
-
-def find_transformer_engine(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every module of one of the three classes or a subclass."""
-    for name, module in root.named_modules(prefix=prefix):
-        own = (kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine."))
-        layer_type = next((_TE_KINDS[kind.__name__] for kind in own if kind.__name__ in _TE_KINDS), None)
-        if layer_type is not None:
-            number = getattr(module, "layer_number", None)  # Megatron's, counted over all pipeline stages
-            layer = number - 1 if isinstance(number, int) else layer_of(name)
-            yield Watched(
-                name, module, layer_type, layer, watch_te_attention if layer_type == ATTENTION else watch_te_linear
-            )
-
-
-def watch_te_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """A weight split along its outputs (parallel_mode column) or inputs (row), or not split."""
-    module: Any = watched.module
-    mode, size = module.parallel_mode, module.tp_size
-    rank = torch.distributed.get_rank(module.tp_group) if size > 1 else 0
-
-    def cut(tensor: Tensor, axis: int) -> Part:
-        return Part.of_axis(tensor, axis, rank, size, _tokens(tensor))
-
-    def input_part(inputs: Tensor) -> Part:
-        if mode == "row":
-            return cut(inputs, inputs.ndim - 1)
-        return cut(inputs, 0) if mode == "column" and module.sequence_parallel else Part.whole(inputs, _tokens(inputs))
-
-    def weight(_args: object, _kwargs: object) -> tuple[Tensor, Part]:
-        axis = {"column": 0, "row": 1}.get(mode)
-        whole = Part.whole(module.weight, None)
-        return module.weight, whole if axis is None else Part.of_axis(module.weight, axis, rank, size, None)
-
-    def output(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Part]:
-        tensor = _first(result)
-        if mode == "column":
-            return tensor, cut(tensor, tensor.ndim - 1)
-        return tensor, cut(tensor, 0) if mode == "row" and module.sequence_parallel else Part.whole(
-            tensor, _tokens(tensor)
-        )
-
-    return hook_layer(watched, recorder, input_part=input_part, weight=weight, output=output)
-
-
-def watch_te_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Heads are the second-last axis; tokens are the first axis in sbhd and thd, the second in bshd."""
-    module: Any = watched.module
-    tokens = 1 if getattr(module, "qkv_format", "sbhd") == "bshd" else 0
-    size = getattr(module, "tp_size", 1)
-    rank = torch.distributed.get_rank(module.tp_group) if size > 1 else 0
-    return hook_attention(
-        watched,
-        recorder,
-        lambda _name, heads: Part.of_axis(heads, heads.ndim - 2, rank, size, tokens),
-        lambda output: Part.of_axis(output, output.ndim - 1, rank, size, tokens),
-    )
-
-
-def _tokens(tensor: Tensor) -> int | None:
-    """The token axis of (tokens, batch, features)."""
-    return 0 if tensor.ndim == 3 else None

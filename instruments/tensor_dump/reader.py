@@ -14,7 +14,8 @@ from tqdm import tqdm
 from instruments.errors import CheckpointError, ConfigError, ContractError
 from instruments.safetensors_header import TensorEntry, read_header
 from instruments.safetensors_reader import EntryReader, checksum_of
-from instruments.tensor_dump.index import STORED, Listing, Placement, Source, TensorRecord
+from instruments.tensor_dump.index import Listing
+from instruments.tensor_dump.record import STORED, Placement, Source, TensorRecord
 
 
 class DumpReader(Listing):
@@ -143,7 +144,8 @@ def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
     """How `b` differs from `a`; None if both have equal bytes or no values."""
     if a.shape != b.shape:
         return Difference(source, math.nan, math.nan, math.nan)
-    if not a.numel() or (a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))):
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]  # NaN equals itself; 0 differs from −0
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(*bits)):
         return None
     x, y = a.double(), b.double()
     gap, size = float(torch.linalg.vector_norm(y - x)), float(torch.linalg.vector_norm(x))
@@ -151,11 +153,6 @@ def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
     relative = gap / size if size else (math.inf if gap else 0.0)
     cosine = float((x * y).sum()) / scale if scale else math.nan
     return Difference(source, relative, float((y - x).abs().max()), cosine)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes: NaN equals itself, and 0 differs from −0."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 COLUMNS = ("module", "tensor", "step", "relative L2", "largest", "cosine")

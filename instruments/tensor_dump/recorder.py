@@ -1,42 +1,44 @@
 """Receives tensors from the hooks, tracks step, microbatch and call, and decides what is captured."""
 
-import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.errors import ConfigError
 from instruments.precision.calls import dtype_name, in_backward
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
-from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
+from instruments.tensor_dump.record import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import DumpWriter
 
 
-class Turn(NamedTuple):
-    """Position of a call in a step; fields as in `Source`."""
+@dataclass(frozen=True)
+class Call:
+    """One call of a watched module; fields as in `Source`."""
 
+    watched: Watched
+    step: int
     microbatch: int
-    call: int
+    number: int
     evaluation: bool
+    recompute: bool = False
 
 
 class CallOrder:
     """The calls of one step, in the order of the forward passes."""
 
-    def __init__(self) -> None:
-        self._order: list[tuple[Turn, TensorWeakRef]] = []
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._order: list[tuple[Call, TensorWeakRef]] = []
         self._numbers: Counter[tuple[Watched, int, bool]] = Counter()
         self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions not recomputed yet
         self._latest = -2  # position recomputed last
@@ -44,16 +46,16 @@ class CallOrder:
     def __bool__(self) -> bool:
         return bool(self._order)
 
-    def begin(self, watched: Watched, microbatch: int, first_input: Tensor, *, evaluation: bool) -> Turn:
+    def begin(self, watched: Watched, microbatch: int, first_input: Tensor, *, evaluation: bool) -> Call:
         """Register a call in a forward pass."""
-        turn = Turn(microbatch, self._numbers[watched, microbatch, evaluation], evaluation)
+        call = Call(watched, self._step, microbatch, self._numbers[watched, microbatch, evaluation], evaluation)
         self._numbers[watched, microbatch, evaluation] += 1
         self._open[watched].append(len(self._order))
-        self._order.append((turn, TensorWeakRef(first_input)))
-        return turn
+        self._order.append((call, TensorWeakRef(first_input)))
+        return call
 
-    def repeat(self, watched: Watched, first_input: Tensor) -> Turn | None:
-        """The earlier call that this one recomputes; None if none is left.
+    def repeat(self, watched: Watched, first_input: Tensor) -> Call | None:
+        """The recomputation of an earlier call; None if none is left.
 
         A recomputed segment starts with the identical input tensor and then follows the original order, so the position
         after the last recomputed one is preferred. If neither identifies the call, the oldest is taken, training before
@@ -67,22 +69,12 @@ class CallOrder:
         position = self._latest + 1 if self._latest + 1 in likely else likely[0]
         left.remove(position)
         self._latest = position
-        return self._order[position][0]
+        return replace(self._order[position][0], recompute=True)
 
 
 def _is_same(kept: Tensor | None, tensor: Tensor) -> bool:
     """Whether both use the same memory; while `kept` is alive, no other tensor can."""
     return kept is not None and kept.data_ptr() == tensor.data_ptr() and kept.shape == tensor.shape
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a watched module."""
-
-    watched: Watched
-    step: int
-    turn: Turn
-    recompute: bool
 
 
 class Recorder:
@@ -104,8 +96,7 @@ class Recorder:
         self._begin_step(0)
 
     def begin_microbatch(self, chunk: int) -> None:
-        """The model's forward pass begins. Raises ConfigError: the model is compiled, which would trace the hooks."""
-        refuse_compiled_call()
+        """The model's forward pass begins."""
         if not in_backward():
             self._evaluating[chunk] = not torch.is_grad_enabled()
             self._microbatches[chunk, self._evaluating[chunk]] += 1
@@ -128,10 +119,9 @@ class Recorder:
         evaluation = self._evaluating.get(watched.chunk, not torch.is_grad_enabled())
         microbatch = max(self._microbatches[watched.chunk, evaluation] - 1, 0)
         if in_backward():
-            turn = self._calls.repeat(watched, first_input) or Turn(microbatch, 0, evaluation)
-            return Call(watched, self._step, turn, recompute=True)
-        turn = self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
-        return Call(watched, self._step, turn, recompute=False)
+            unknown = Call(watched, self._step, microbatch, 0, evaluation, recompute=True)
+            return self._calls.repeat(watched, first_input) or unknown
+        return self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
 
     def leave_out(self, watched: Watched, tensors: Sequence[str], why: str) -> None:
         """Report tensors of a module, as far as they are requested, that cannot be dumped; `why` says what they are."""
@@ -149,7 +139,7 @@ class Recorder:
             self.leave_out(watched, [tensor_name], "complex numbers")
             return
         source = Source(
-            call.step, *call.turn, direction, call.recompute,
+            call.step, call.microbatch, call.number, call.evaluation, direction, call.recompute,
             watched.name, watched.layer, watched.layer_type, tensor_name,
         )  # fmt: skip
         with self._lock, torch.no_grad():
@@ -174,6 +164,11 @@ class Recorder:
         """Capture a gradient that the backward pass has computed."""
         self._reached[call.watched] = call
         self.take(call, tensor_name, gradient, part, BACKWARD)
+
+    def take_weight(self, call: Call, weight: Tensor, part: Part) -> None:
+        """Capture this process's part of a layer's weight, and its gradient."""
+        self.take(call, "weight", capture.take_local(weight)[0], part)
+        self.take_weight_gradient(call, weight, part)
 
     def take_weight_gradient(self, call: Call, weight: Tensor, part: Part) -> None:
         """Capture what each backward pass adds to a weight's gradient, over all calls and all layers that share it."""
@@ -214,7 +209,7 @@ class Recorder:
         self._step = number
         self._microbatches: Counter[tuple[int, bool]] = Counter()  # (chunk, evaluation) → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
-        self._calls = CallOrder()
+        self._calls = CallOrder(number)
         self._reached: dict[Watched, Call] = {}  # module → last call reached by the backward pass
         # id → tensor captured in this step (weak reference), its version, placement and content.
         self._seen: dict[int, tuple[TensorWeakRef, int, Placement, Held]] = {}
@@ -286,39 +281,3 @@ class Recorder:
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def refuse_compiled_call() -> None:
-    """Raise ConfigError if torch.compile makes this call."""
-    if "torch._dynamo" not in sys.modules:
-        return
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        # Calls that are not compiled, such as checkpointing, also have frames of torch._dynamo.
-        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
-            frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
-        ):
-            raise compiled_error()
-        frame = frame.f_back
-
-
-def refuse_compiled(roots: Sequence[nn.Module]) -> None:
-    """Raise ConfigError if a model is compiled."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return
-    for module in (module for root in roots for module in root.modules()):
-        # A disabled torch.compile returns its argument.
-        in_place = hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
-        if in_place or isinstance(module, dynamo.OptimizedModule):
-            raise compiled_error()
-
-
-def compiled_error() -> ConfigError:
-    """The error of a compiled model."""
-    return ConfigError(
-        "the model is compiled: fused kernels have no inputs and outputs of layers to dump",
-        where="TensorDump, torch.compile",
-        do="TORCHDYNAMO_DISABLE=1 in the environment of this run, which makes torch.compile do nothing; "
-        "or dump before the model is compiled",
-    )

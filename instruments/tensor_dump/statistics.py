@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from instruments.tensor_dump.index import RoundingError, Statistics
+from instruments.tensor_dump.record import RoundingError, Statistics
 
 # Parallel accumulators, which the compiler vectorises.
 _LANES = 64

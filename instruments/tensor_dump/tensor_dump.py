@@ -23,9 +23,11 @@ from instruments.errors import ConfigError
 from instruments.precision.calls import WRAPPERS, plain_name
 from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, quant_type_of
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
-from instruments.tensor_dump.index import Manifest, now
-from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
-from instruments.tensor_dump.recorder import Recorder, refuse_compiled
+from instruments.tensor_dump.index import Manifest
+from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
+from instruments.tensor_dump.record import now
+from instruments.tensor_dump.recorder import Recorder
+from instruments.tensor_dump.transformer_engine_modules import find_transformer_engine
 from instruments.tensor_dump.writer import DumpWriter, IndexFile
 
 logger = logging.getLogger(__name__)
@@ -57,15 +59,16 @@ def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
     unmatched = [glob for glob in config.modules if not any(fnmatchcase(one.name, glob) for one in found)]
     if unmatched or not config.modules:
         raise _nothing_matched(unmatched, found)
-    chosen = [one for one in found if any(fnmatchcase(one.name, glob) for glob in config.modules)]
-    if not any(one.expected(config) for one in chosen):
-        kinds = ", ".join(sorted({one.layer_type for one in chosen}))
+    matched = [one for one in found if any(fnmatchcase(one.name, glob) for glob in config.modules)]
+    chosen = [one for one in matched if one.expected(config)]
+    if not chosen:
+        kinds = ", ".join(sorted({one.layer_type for one in matched}))
         raise ConfigError(
             f"tensors={config.tensors}: the selected modules have none of them",
             where=f"setting tensors; modules={config.modules} are {kinds}",
-            do=f"tensors={[name for name in TENSORS[chosen[0].layer_type] if name in DEFAULT_TENSORS]}",
+            do=f"tensors={[name for name in TENSORS[matched[0].layer_type] if name in DEFAULT_TENSORS]}",
         )
-    return [one for one in chosen if one.expected(config)]
+    return chosen
 
 
 def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> ConfigError:
@@ -90,8 +93,7 @@ def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
     """Warn where the format of weights differs from the label; records hold both."""
     weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
     real = Counter(quant_type_of(weight) for weight in weights.values())
-    found = ", ".join(f"{count} in {kind}" for kind, count in sorted(real.items()) if kind != label)
-    if found:
+    if found := ", ".join(f"{count} in {kind}" for kind, count in sorted(real.items()) if kind != label):
         logger.warning(
             "quant_type=%s is a label: the parameters of watched modules are %s; records say both", label, found
         )
@@ -108,6 +110,37 @@ def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
         if found := find_coordinates():
             return RankInfo(rank, world, found)
     return RankInfo(rank, world, find_mesh_coordinates(roots))
+
+
+def refuse_compiled_call() -> None:
+    """Raise ConfigError if torch.compile makes this call, and would trace the hooks."""
+    frame = sys._getframe() if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        # Calls that are not compiled, such as checkpointing, also have frames of torch._dynamo.
+        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
+            frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
+        ):
+            raise _compiled_error()
+        frame = frame.f_back
+
+
+def refuse_compiled(roots: Sequence[nn.Module]) -> None:
+    """Raise ConfigError if a model is compiled."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    for module in (module for root in roots for module in root.modules()) if dynamo else ():
+        # A disabled torch.compile returns its argument.
+        in_place = hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
+        if in_place or isinstance(module, dynamo.OptimizedModule):
+            raise _compiled_error()
+
+
+def _compiled_error() -> ConfigError:
+    return ConfigError(
+        "the model is compiled: fused kernels have no inputs and outputs of layers to dump",
+        where="TensorDump, torch.compile",
+        do="TORCHDYNAMO_DISABLE=1 in the environment of this run, which makes torch.compile do nothing; "
+        "or dump before the model is compiled",
+    )
 
 
 _DUMPED: WeakSet[nn.Module] = WeakSet()
@@ -177,9 +210,9 @@ class TensorDump:
         self._running = recorder, writer
         _DUMPED.update(modules)
         for number, root in enumerate(self._roots):
-            count = root.register_forward_pre_hook(lambda *_, chunk=number: recorder.begin_microbatch(chunk))
-            self._hooks.enter_context(count)
+            begin = root.register_forward_pre_hook(lambda *_, chunk=number: self._begin_pass(chunk))
             end = root.register_forward_hook(lambda *_, chunk=number: recorder.end_microbatch(chunk), always_call=True)
+            self._hooks.enter_context(begin)
             self._hooks.enter_context(end)
         for one in self.watched:
             for hook in one.watch(one, recorder):
@@ -190,8 +223,13 @@ class TensorDump:
 
     def join_pass(self, model: nn.Module) -> None:
         """Count the forward pass of `model` that began before the dump: newly added hooks miss its start."""
-        if self._running is not None and model in self._roots:
-            self._running[0].begin_microbatch(self._roots.index(model))
+        if model in self._roots:
+            self._begin_pass(self._roots.index(model))
+
+    def _begin_pass(self, chunk: int) -> None:
+        if self._running is not None:
+            refuse_compiled_call()
+            self._running[0].begin_microbatch(chunk)
 
     @property
     def microbatches(self) -> int:

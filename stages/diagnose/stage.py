@@ -92,7 +92,7 @@ def check_code(request: Request) -> Table:
     """Write `static_check.json`; the table has one row per finding."""
     settings = request.settings.static_check
     report = static_check(settings.paths, device=settings.device)
-    records = [finding.record() for finding in report.findings]
+    records = [vars(finding) for finding in report.findings]
     (request.job.out / "static_check.json").write_text(json.dumps(records, indent=1) + "\n")
     rows = [(f"{one.path}:{one.line}", one.code, one.severity, one.message) for one in report.findings]
     title = f"{report.files:,} files checked, {len(rows):,} findings"
