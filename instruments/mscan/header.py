@@ -78,7 +78,7 @@ class ParameterTable:
 
     @cached_property
     def input_columns(self) -> list[slice]:
-        """Columns of each weight's input blocks; an embedding has none, as rows are looked up, not multiplied."""
+        """Columns of each weight's input blocks."""
         return _columns(entry.in_blocks for entry in self.entries)
 
     @cached_property
@@ -86,12 +86,14 @@ class ParameterTable:
         """Columns of each weight's output blocks."""
         return _columns(entry.out_blocks for entry in self.entries)
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, int, int]:
         """P, I and O."""
-        if not self.entries:
-            return 0, 0, 0
-        return len(self.entries), self.input_columns[-1].stop, self.output_columns[-1].stop
+        return (
+            len(self.entries),
+            sum(one.in_blocks for one in self.entries),
+            sum(one.out_blocks for one in self.entries),
+        )
 
     def index(self, name: str) -> int:
         """Column of the weight `name`. Raises ContractError."""
