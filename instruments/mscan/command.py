@@ -136,6 +136,7 @@ LEGIBLE = 400  # most cells for which numbers are drawn
 def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     """Write a PNG; equal grids and library versions give equal bytes."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - slow to import
+    from matplotlib.colors import Normalize  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     rows = len(grid.layers)
@@ -144,7 +145,10 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=13)
     heights = [height for height in (rows, bool(grid.outside)) if height] or [1]
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
-    scale = _scale(np.array([*grid.values_LM.ravel(), *grid.outside.values()]))
+    sizes = np.abs([*grid.values_LM.ravel(), *grid.outside.values()])
+    known = sizes[np.isfinite(sizes)]
+    limit = float(np.quantile(known, 0.98) if len(known) else 0) or 1.0  # the most extreme 2 % are clipped
+    scale = Normalize(-limit, limit)
     if rows:
         # q_proj for self_attn.q_proj, unless two modules would get the same name.
         last = [module.rpartition(".")[2] for module in grid.modules]
@@ -159,15 +163,6 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     bar = figure.colorbar(ScalarMappable(scale, COLOURS), ax=panels, extend="both", shrink=0.9)
     bar.set_label("z(activation) − z(gradient)")
     figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _scale(values: NDArray[np.float64]) -> "Normalize":
-    """Symmetric about 0; the most extreme 2 % are clipped."""
-    from matplotlib.colors import Normalize  # noqa: PLC0415
-
-    known = np.abs(values[np.isfinite(values)])
-    limit = float(np.quantile(known, 0.98)) if len(known) else 0.0
-    return Normalize(-(limit or 1.0), limit or 1.0)
 
 
 def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], scale: "Normalize") -> None:

@@ -4,22 +4,19 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from instruments.gradients import column_squares, prefer_gram, weight_squares
-from instruments.parameter_scan.block_squares import sum_blocks, symmetric_gram
+from instruments.parameter_scan.block_squares import split_blocks, sum_blocks, symmetric_gram
+from instruments.parameter_scan.call import CallFacts
 from instruments.parameter_scan.targets import Target
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
     """‖x_t[block]‖² in fp32 per token and block of `width` columns; the last block may be narrower."""
-    whole = x_BTN.shape[-1] // width * width
-    parts = [x_BTN[..., :whole].unflatten(-1, (-1, width))] if whole else []
-    if whole < x_BTN.shape[-1]:
-        parts.append(x_BTN[..., whole:].unsqueeze(-2))
-    norms = [row_norms(part) for part in parts]
+    norms = [row_norms(part) for part in split_blocks(x_BTN, width)]
     squares: Tensor = (norms[0] if len(norms) == 1 else torch.cat(norms, dim=-1)).square_()
     return squares
 
@@ -150,32 +147,26 @@ def narrow(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-class Routes(NamedTuple):
-    """Token and expert of each row of a product, for B samples of T positions."""
-
-    token_R: Tensor  # index of the token, over all samples
-    expert_R: Tensor
-    samples: int
-    length: int
-
-
 def expert_squares(
-    routes: Routes,
+    facts: CallFacts,
+    token_R: Int[Tensor, "R"],
+    expert_R: Int[Tensor, "R"],
     x_RI: Float[Tensor, "R I"],
     grad_RO: Float[Tensor, "R O"] | None,
-    mask_R: Bool[Tensor, "R"] | None,
     target: Target,
+    *,
     product: str,
     per_token: bool,
 ) -> dict[str, Tensor]:
-    """The rows' contributions to the squares of every expert, (B, E, blocks) or, per token, (B, E, T).
+    """Squares of every expert from the rows of a product, (B, E, blocks) or, per token, (B, E, T).
 
-    A token has at most one row per expert; the mask is False for rows of padding.
+    `token_R` counts over all samples; a token has at most one row per expert.
     """
     experts, parameter = len(target.parameters), target.parameter
-    group_R = (routes.token_R // routes.length * experts + routes.expert_R).to(x_RI.device)
+    group_R = (token_R // facts.length * experts + expert_R).to(x_RI.device)
     squares_Ri = token_block_squares(x_RI.unsqueeze(0), parameter.in_width).squeeze(0)
-    zeros_Gi = squares_Ri.new_zeros(routes.samples * experts, parameter.in_blocks)
+    zeros_Gi = squares_Ri.new_zeros(facts.samples * experts, parameter.in_blocks)
+    mask_R = None if facts.mask_BT is None else facts.mask_BT.to(x_RI.device).flatten()[token_R]
     seen_Ri = squares_Ri if mask_R is None else squares_Ri * mask_R.unsqueeze(1)
     found = {"activation": zeros_Gi.index_add(0, group_R, seen_Ri)}
     by_token = {"token_activation": squares_Ri.sum(1)}
@@ -190,8 +181,8 @@ def expert_squares(
             found["out_gradient"][group] = sum_blocks(rows_1O, parameter.out_width)[0]
         by_token["token_gradient"] = by_token["token_activation"] * row_norms(grad_RO).square()
     if per_token:
-        position_R = (routes.token_R % routes.length).to(x_RI.device)
+        position_R = (token_R % facts.length).to(x_RI.device)
         for name, squares_R in by_token.items():
-            found[name] = squares_R.new_zeros(len(zeros_Gi), routes.length)
+            found[name] = squares_R.new_zeros(len(zeros_Gi), facts.length)
             found[name][group_R, position_R] = squares_R
-    return {name: squares_Gn.unflatten(0, (routes.samples, experts)) for name, squares_Gn in found.items()}
+    return {name: squares_Gn.unflatten(0, (facts.samples, experts)) for name, squares_Gn in found.items()}

@@ -225,12 +225,10 @@ class TargetHooks:
         self, token_R: Tensor, expert_R: Tensor, scan_pass: ScanPass, grad: Tensor | None, x_RI: Tensor
     ) -> None:
         """‖X‖² and ‖∇W‖² of every expert over its rows; zero for experts that were not chosen."""
-        facts = scan_pass.facts
-        mask_R = None if facts.mask_BT is None else facts.mask_BT.to(x_RI.device).flatten()[token_R]
-        routes = inputs.Routes(token_R, expert_R, facts.samples, facts.length)
+        grad_RO = None if grad is None else grad.flatten(1)
         found = inputs.expert_squares(
-            routes, x_RI, None if grad is None else grad.flatten(1), mask_R, self.target, self.product,
-            scan_pass.per_token,
+            scan_pass.facts, token_R, expert_R, x_RI, grad_RO, self.target,
+            product=self.product, per_token=scan_pass.per_token,
         )  # fmt: skip
         for name, squares_BEn in found.items():
             pieces: dict[int, Tensor] = getattr(scan_pass.squares, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from instruments.errors import NumericsError, UserError
 from instruments.parameter_scan.call import CallFacts
 from instruments.parameter_scan.inputs import HeadPart, InputNorms, InputSquares, narrow
-from instruments.parameter_scan.targets import Target, refusal, say_left_out
+from instruments.parameter_scan.targets import Target, refusal, warn_left_out
 from instruments.precision.calls import find_tensors, in_backward
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Passes:
             scan_pass.dropped.update(target.columns)
         if target.label not in self.left_out:
             self.left_out[target.label] = why
-            logger.warning("parameter scan: %s", say_left_out({target.label: why}))
+            warn_left_out({target.label: why})
 
     def end(self, output: object) -> None:
         """End the forward pass (`output` None: it failed); with gradients, norms follow in the backward pass."""

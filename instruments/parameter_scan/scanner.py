@@ -20,7 +20,7 @@ from instruments.parameter_scan.call import bind_arguments, read_call, replace_a
 from instruments.parameter_scan.module_hooks import TargetHooks
 from instruments.parameter_scan.record import to_record
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
-from instruments.parameter_scan.targets import ScanRecord, Target, find_targets, refusal, say_left_out
+from instruments.parameter_scan.targets import ScanRecord, Selection, Target, refusal, warn_left_out
 from instruments.parameter_scan.weight_uses import WeightUses
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,14 @@ class ParameterTensorScanner:
         if product not in _PRODUCTS:
             raise refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
-        selection = find_targets(model, patterns, block_width)
+        selection = Selection(model, patterns, block_width)
         self._targets: Sequence[Target] = selection.targets
         self.left_out = selection.left_out
         self.parameters: list[WatchedParameter] = [one for target in self._targets for one in target.parameters]
         self.skipped: list[str] = []  # samples without a supervised token
         self._per_token, self._gradients, self._sink, self._product = per_token, gradients, sink, product
         self._passes = Passes(gradients=gradients, strict=selection.strict, left_out=self.left_out)
-        self._uses = WeightUses(self._targets) if gradients else None
+        self._uses = WeightUses(self._targets if gradients else ())
         self._handles: list[RemovableHandle] = []
         self._records: list[ScanRecord] = []
         self._measured: set[int] = set()  # parameters with norms in any pass
@@ -89,7 +89,7 @@ class ParameterTensorScanner:
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
             *(handle for own in hooks for handle in own.install()),
-            *(self._uses.install() if self._uses is not None else ()),
+            *self._uses.install(),
             self._model.register_forward_hook(self._end, always_call=True),
         ]
         return self
@@ -99,8 +99,7 @@ class ParameterTensorScanner:
         for handle in self._handles:
             handle.remove()
         _SCANNED.difference_update({self._model, *(target.module for target in self._targets)})
-        if self._uses is not None:
-            self._uses.end()
+        self._uses.end()
         self._passes.close()
         try:
             if kind is None:
@@ -108,7 +107,7 @@ class ParameterTensorScanner:
                 self._records = self.collect()
                 self._note_unmeasured()
         finally:
-            self._model, self._targets, self._handles, self._uses = None, (), [], None
+            self._model, self._targets, self._handles, self._uses = None, (), [], WeightUses(())
             self._passes.finished.clear()
 
     def _note_unmeasured(self) -> None:
@@ -116,9 +115,9 @@ class ParameterTensorScanner:
         why = "its module did not run, or no gradient reached it" if self._gradients else "its module did not run"
         silent = [target for target in self._targets if self._measured.isdisjoint(target.columns)]
         found = {one.name: why for own in silent if own.label not in self.left_out for one in own.parameters}
-        if found and self._measured:
+        if self._measured:
             self.left_out |= found
-            logger.warning("parameter scan: %s", say_left_out(found))
+            warn_left_out(found)
 
     def name_samples(self, names: Sequence[str], source: str = "") -> None:
         """Name the samples of the next recorded forward pass, and their source."""
@@ -166,8 +165,7 @@ class ParameterTensorScanner:
             )
         self._passes.begin(ScanPass(facts, names, self._source, self._per_token))
         self._names, self._source = None, ""
-        if self._uses is not None:
-            self._uses.begin()
+        self._uses.begin()
         embeds = arguments.get("inputs_embeds") if self._gradients else None
         if not isinstance(embeds, Tensor) or embeds.requires_grad:
             return None
@@ -176,6 +174,6 @@ class ParameterTensorScanner:
 
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also after a failed one (output None)."""
-        for target, function in self._uses.end().items() if self._uses is not None else ():
+        for target, function in self._uses.end().items():
             self._passes.leave_out(target, f"{function} uses it outside its module")
         self._passes.end(output)

@@ -77,21 +77,30 @@ class Target:
 
 
 class Selection:
-    """The targets of a model, and the weights that are left out, with the reason."""
+    """The targets of a model (embeddings, then all other layers, in the model's order), and the weights left out."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> None:
-        """Targets are the embeddings, then all other layers, in the model's order; see `find_targets`."""
+        """Select every embedding, Linear, Conv1D and fused expert, or those whose module or parameter a glob matches.
+
+        Subclasses count, including those of bitsandbytes. Raises ConfigError: nothing matches, `block_width` below 1,
+        or a requested weight that cannot be scanned.
+        """
+        if block_width < 1:
+            raise refusal(f"block_width={block_width} is below 1", "block_width=64")
         self.targets: list[Target] = []
         self.left_out: dict[str, str] = {}  # name of a weight or module → reason
         self.strict = patterns is not None  # a requested module that cannot be scanned is an error
         self._model, self._patterns, self._width = model, patterns, block_width
         self._modules = dict(model.named_modules())
-        self.linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
+        self._linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
         self._heads: set[nn.Module] = set()  # Linear layers tied to an embedding
         self._add_embeddings()
         self._add_layers()
         if patterns is None:
             self._leave_others_out()
+        if not self.targets:
+            raise _nothing_matched(patterns, self._linears)
+        warn_left_out(self.left_out)
 
     def _wanted(self, name: str) -> bool:
         return self._patterns is None or any(fnmatchcase(name, pattern) for pattern in self._patterns)
@@ -114,7 +123,7 @@ class Selection:
         for name, module in embeddings.items():
             users.setdefault(id(stored_weight(module)), []).append(name)
         for name, module in embeddings.items():
-            tied = {n: m for n, m in self.linears.items() if _tied(self._model, m, module)}
+            tied = {n: m for n, m in self._linears.items() if _tied(self._model, m, module)}
             self._heads.update(tied.values())
             weight = stored_weight(module)
             if not self._wanted(name):
@@ -136,7 +145,7 @@ class Selection:
 
     def _add_layers(self) -> None:
         """Linear layers and Conv1D that are not tied to an embedding, and fused experts."""
-        chosen = {n: m for n, m in self.linears.items() if self._wanted(n) and m not in self._heads}
+        chosen = {n: m for n, m in self._linears.items() if self._wanted(n) and m not in self._heads}
         owners: dict[int, str] = {}
         for name, module in chosen.items():
             weight = stored_weight(module)
@@ -188,29 +197,14 @@ def stored_weight(module: Any) -> Tensor:  # noqa: ANN401 - a Linear, Conv1D or 
     return originals[-1]  # weight_norm's second is the direction
 
 
-def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> Selection:
-    """Every embedding, Linear, Conv1D and fused expert; with patterns, those whose module or parameter a glob matches.
-
-    Subclasses count, including those of bitsandbytes. Without patterns, the log names the weights that are left out,
-    and why. Raises ConfigError: nothing matches, `block_width` below 1, or a requested weight that cannot be scanned.
-    """
-    if block_width < 1:
-        raise refusal(f"block_width={block_width} is below 1", "block_width=64")
-    found = Selection(model, patterns, block_width)
-    if not found.targets:
-        raise _nothing_matched(patterns, found.linears)
-    if found.left_out:
-        logger.warning("parameter scan: %s", say_left_out(found.left_out))
-    return found
-
-
-def say_left_out(left_out: Mapping[str, str]) -> str:
-    """One line: number and names of the weights left out, and the reasons."""
+def warn_left_out(left_out: Mapping[str, str]) -> None:
+    """Log one line, if any are left out: number and names of the weights, and the reasons."""
     names: dict[str, list[str]] = {}
     for name, why in left_out.items():
         names.setdefault(why, []).append(name)
-    reasons = "; ".join(f"{some(named, 3, ', ')} ({why})" for why, named in names.items())
-    return f"{len(left_out)} weights are left out: {reasons}"
+    if names:
+        reasons = "; ".join(f"{some(named, 3, ', ')} ({why})" for why, named in names.items())
+        logger.warning("parameter scan: %d weights are left out: %s", len(left_out), reasons)
 
 
 # Names in transformers' attention modules: the width of a head, and output projections.

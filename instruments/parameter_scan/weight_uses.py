@@ -40,7 +40,7 @@ class WeightUses(TorchFunctionMode):
         self.found, self._running = {}, set()
         weights = ((target.module._parameters.get("weight"), target) for target in self._targets)
         self._weights = {id(weight): (weight, target) for weight, target in weights if weight is not None}
-        if not self._entered:  # a pass may have been interrupted
+        if self._targets and not self._entered:  # a pass may have been interrupted
             self.__enter__()
             self._entered = True
 
