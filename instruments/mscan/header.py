@@ -183,21 +183,6 @@ def damaged(path: Path, detail: str, where: str = "") -> ContractError:
 
 def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
     """The header, and the offset of the first segment. Raises ContractError: damaged, or another format or version."""
-    _check_start(path, file)
-    _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(file)
-    end = PREAMBLE.size + length
-    if len(file) < end:
-        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
-    text = file[PREAMBLE.size : end]
-    if crc32(text, crc32(file[: PREAMBLE.size - 4])) != checksum:
-        raise damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
-    try:
-        return _read_content(json.loads(bytes(text))), end
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"the header is invalid: {error}") from error
-
-
-def _check_start(path: Path, file: memoryview) -> None:
     if len(file) < _START.size:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {_START.size}")
     magic, version = _START.unpack_from(file)
@@ -209,6 +194,17 @@ def _check_start(path: Path, file: memoryview) -> None:
         raise refused(path, what, "read it with the release that wrote it, or scan again")
     if len(file) < PREAMBLE.size:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
+    length, checksum = PREAMBLE.unpack_from(file)[3:]
+    end = PREAMBLE.size + length
+    if len(file) < end:
+        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
+    text = file[PREAMBLE.size : end]
+    if crc32(text, crc32(file[: PREAMBLE.size - 4])) != checksum:
+        raise damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
+    try:
+        return _read_content(json.loads(bytes(text))), end
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"the header is invalid: {error}") from error
 
 
 def _read_content(content: Any) -> Header:  # noqa: ANN401 - any JSON

@@ -28,10 +28,8 @@ def merge_mscan(
 
     The file depends only on the sequences, not on their distribution over parts and segments: with f32 parts it is
     always identical to the byte. A number in several parts is taken from the first. Torn tails are skipped. Other
-    arguments as in `MscanWriter`.
-
-    Raises:
-        ContractError: no parts, parts of different scans, a damaged part, a number that no part has, or `out` exists.
+    arguments as in `MscanWriter`. Raises ContractError: no parts, parts of different scans, a damaged part, a number
+    that no part has, or `out` exists.
     """
     files = _open_parts(parts)
     found: dict[int, tuple[Segment, int]] = {}

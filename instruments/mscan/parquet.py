@@ -26,11 +26,7 @@ SCHEMA = pa.schema(
 
 
 def export_parquet(scan: Mscan, out: Path, only: Rows | None = None) -> int:
-    """Write all sequences, or one, to `out`, which appears when complete; returns the number of rows.
-
-    Raises:
-        ContractError: `out` cannot be written.
-    """
+    """Write all sequences, or one, and return the number of rows. Raises ContractError: `out` cannot be written."""
     fixed, written = _fixed_columns(scan.parameters), 0
     most = max(1, ROWS_AT_ONCE // max(1, sum(scan.parameters.widths)))
     try:

@@ -173,8 +173,7 @@ class Mscan:
     def tokens(self, sequence: int | str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(T, P) activation and gradient contribution (see ScanRecord) per token of a sequence, by number or name.
 
-        Raises:
-            ContractError: no such sequence, or the file has no values per token.
+        Raises ContractError: no such sequence, or the file has no values per token.
         """
         if not self.header.per_token:
             raise refused(self.path, f"{self.path.name} holds no values per token", "scan again with per_token=True")
@@ -206,35 +205,30 @@ class Mscan:
                 yield segment.rows(np.arange(start, min(start + size, len(segment.sequences))))
 
     def _stacked(self, name: str, columns: slice = ALL) -> NDArray[np.float32]:
-        if not self.segments:
-            return np.empty((0, len(range(*columns.indices(array_widths(self.header)[name])))), np.float32)
-        return np.concatenate([segment.array(name, columns=columns) for segment in self.segments])
+        none = np.empty((0, array_widths(self.header)[name]), np.float32)[:, columns]
+        return np.concatenate([none, *(segment.array(name, columns=columns) for segment in self.segments)])
 
 
 def read_mscan(path: Path, *, verify: bool = True) -> Mscan:
     """Open a file; `verify` reads everything once to compare checksums, otherwise only headers are checked.
 
-    Raises:
-        ContractError: missing, not an .mscan file, of another version, or damaged. A file that was not closed is no
-            error: see `closed` and `torn`.
+    Raises ContractError: missing, not an .mscan file, of another version, or damaged. A file that was not closed is no
+    error: see `closed` and `torn`.
     """
     file = _map(path)
     header, start = unpack_header(path, file)
     places, closed = find_segments(path, file, start)
-    for place in places if verify else ():
-        if crc32(file[place.payload : place.end]) != place.payload_checksum:
-            raise _damaged_segment(path, place.index, f"its payload, bytes {place.payload} to {place.end}")
+    opened = []
+    for place in places:
+        where, payload = f"its payload, bytes {place.payload} to {place.end}", file[place.payload : place.end]
+        if verify and crc32(payload) != place.payload_checksum:
+            raise _damaged_segment(path, place.index, where)
+        try:
+            opened.append(Segment(header, payload, place))
+        except (ValueError, RecursionError) as error:
+            raise damaged(path, f"segment {place.index} is invalid: {error}", where) from error
     end = places[-1].end if places else start
-    opened = tuple(_open_segment(path, header, file, place) for place in places)
-    return Mscan(path, header, opened, end, 0 if closed else len(file) - end, closed)
-
-
-def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHeader) -> Segment:
-    try:
-        return Segment(header, file[place.payload : place.end], place)
-    except (ValueError, RecursionError) as error:
-        what = f"segment {place.index} is invalid: {error}"
-        raise damaged(path, what, f"its payload, bytes {place.payload} to {place.end}") from error
+    return Mscan(path, header, tuple(opened), end, 0 if closed else len(file) - end, closed)
 
 
 def _map(path: Path) -> memoryview:

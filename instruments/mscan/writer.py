@@ -43,9 +43,8 @@ class SegmentFile:
     def __init__(self, path: Path, header: Header, segment_sequences: int, *, append: bool = False) -> None:
         """Create the file, or with `append` continue an existing one.
 
-        Raises:
-            ContractError: the file exists; or, with `append`, it is damaged, its header differs from `header` in more
-                than date and metadata, or another process is writing it.
+        Raises ContractError: the file exists; or, with `append`, it is damaged, its header differs from `header` in
+        more than date and metadata, or another process is writing it.
         """
         assert segment_sequences > 0
         self.path, self.header, self.next_number = path, header, 0
@@ -220,9 +219,7 @@ class MscanWriter(SegmentFile):
         """Add the sequences of a record; full segments are sealed.
 
         `numbers` are the sequences' numbers in the whole scan; by default they continue after the last.
-
-        Raises:
-            ContractError: shapes that do not fit the parameter table, or a negative or infinite value.
+        Raises ContractError: shapes that do not fit the parameter table, or a negative or infinite value.
         """
         start = self.next_number
         numbers = range(start, start + len(record.sequences)) if numbers is None else numbers

@@ -42,11 +42,7 @@ class CallFacts:
         return self.decoder is None or (side is self and self.length != self.decoder.length)
 
     def split(self, tensor: Tensor, name: str) -> Tensor:
-        """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N).
-
-        Raises:
-            ConfigError: the samples cannot be separated.
-        """
+        """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N); else ConfigError."""
         if tensor.ndim == 3 and tensor.shape[0] == self.samples and tensor.shape[1] <= self.length:
             return tensor
         if tensor.ndim == 2 and tensor.shape[0] == self.samples * self.length:
@@ -91,8 +87,7 @@ _DECODER_ARGUMENTS = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_att
 def read_call(arguments: Mapping[str, Any], *, encoder_decoder: bool = False) -> CallFacts:
     """Sizes, padding and number of supervised tokens, from the model's arguments.
 
-    Raises:
-        ConfigError: neither input_ids nor inputs_embeds, or an attention mask of another shape.
+    Raises ConfigError: neither input_ids nor inputs_embeds, or an attention mask of another shape.
     """
     given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     inputs = next((value for value in given if isinstance(value, Tensor)), None)

@@ -45,9 +45,7 @@ def to_record(
     """The record of a pass, and the names of samples left out because they have no supervised token.
 
     A sample whose only label is its first has none if the model shifts labels: its gradient is zero or not finite.
-
-    All transfers happen here. Raises NumericsError: with `gradients`, those of a sample are missing, all zero or not
-    finite.
+    All transfers happen here. Raises NumericsError: `gradients`, and a sample's are missing, all zero or not finite.
     """
     squares, mask_BT, counts_B = _fetch(scan_pass.facts, squares)
     kept = torch.ones(len(mask_BT), dtype=torch.bool)

@@ -126,8 +126,7 @@ class ParameterTensorScanner:
     def collect(self) -> list[ScanRecord]:
         """Records of all passes finished since the last call: backward passes, or forward passes with gradients=False.
 
-        Raises:
-            NumericsError: a sample's gradients are missing, all zero or not finite; its pass is dropped.
+        Raises NumericsError: a sample's gradients are missing, all zero or not finite; its pass is dropped.
         """
         records, self._records = self._records, []
         while self._passes.finished:
