@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -78,7 +78,6 @@ def _damaged_segment(path: Path, index: int, part: str) -> ContractError:
 
 ALL = slice(None)
 Columns = slice | NDArray[np.intp]
-Number = TypeVar("Number", np.float32, np.float64, np.uint16)
 
 
 class Segment:
@@ -86,9 +85,8 @@ class Segment:
 
     def __init__(self, header: Header, payload: memoryview, place: SegmentHeader) -> None:
         """Read the sequence table; arrays stay on the disk. Raises ValueError: an invalid payload."""
-        self.header = header
         self.sequences, position = segments.unpack_table(payload, place)
-        self._payload = payload
+        self._payload, self._first_tokens = payload, first_tokens(self.sequences)
         self._quantised = header.encoding == "log16"
         # Array → its start (with log16 the start of its scales) and its shape.
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
@@ -107,14 +105,14 @@ class Segment:
         """
         start, shape = self._places[name]
         if not self._quantised:
-            return self._view(start, shape, np.float32)[rows][:, columns]
-        codes = self._view(start + 16 * shape[1], shape, np.uint16)[rows][:, columns]
+            return self._view(start, shape, "<f4")[rows][:, columns]
+        codes = self._view(start + 16 * shape[1], shape, "<u2")[rows][:, columns]
         return segments.decode_log16(self.scale(name)[:, columns], codes)
 
     def scale(self, name: str) -> NDArray[np.float64]:
         """(2, columns) offset and step of every column of a log16 array."""
         start, (_rows, columns) = self._places[name]
-        return self._view(start, (2, columns), np.float64)
+        return self._view(start, (2, columns), "<f8")
 
     def rows(self, picked: NDArray[np.intp]) -> Rows:
         """The picked sequences with all their norms."""
@@ -123,12 +121,7 @@ class Segment:
         arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else picked) for name in self._places}
         return Rows(tuple(self.sequences[row] for row in picked), arrays)
 
-    @cached_property
-    def _first_tokens(self) -> list[int]:
-        return first_tokens(self.sequences)
-
-    def _view(self, start: int, shape: tuple[int, int], number_format: type[Number]) -> NDArray[Number]:
-        stored = np.dtype(number_format).newbyteorder("<")
+    def _view(self, start: int, shape: tuple[int, int], stored: str) -> NDArray[Any]:
         return np.frombuffer(self._payload, stored, shape[0] * shape[1], start).reshape(shape)
 
 
