@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
-from instruments.mscan.header import VERSION, locate
+from instruments.mscan.header import VERSION, Rows, locate
 from instruments.mscan.reader import Mscan, read_mscan
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
 
 
-def summarise(scan: Mscan, sequence: int | None = None) -> str:
+def summarise(scan: Mscan, only: Rows | None = None) -> str:
     """Facts of the file, and value ranges per kind of module, over all sequences or for one."""
     header = scan.header
     tokens = sum(one.tokens for one in scan.sequences)
@@ -39,24 +39,24 @@ def summarise(scan: Mscan, sequence: int | None = None) -> str:
     facts += [(str(key), str(value)) for key, value in header.metadata.items()]
     if scan.torn:
         facts.append(("torn tail", f"{scan.torn:,} bytes that a killed writer had not sealed; not read"))
-    if sequence is not None:
-        one = scan.select(sequence).sequences[0]
+    if only is not None:
+        one = only.sequences[0]
         facts.append(("sequence", f"number {one.number}, {one.name}, {one.tokens:,} tokens {one.source}".rstrip()))
-    table = tabulate(list(_module_rows(scan, sequence)), COLUMNS, tablefmt="simple", disable_numparse=True)
+    table = tabulate([*_module_rows(scan, only)], COLUMNS, tablefmt="simple", disable_numparse=True)
     return f"{tabulate(facts, tablefmt='plain', disable_numparse=True)}\n\n{table}\n"
 
 
-def _module_rows(scan: Mscan, sequence: int | None) -> Iterator[tuple[str, ...]]:
-    table = scan.parameters
+def _module_rows(scan: Mscan, only: Rows | None) -> Iterator[tuple[str, ...]]:
+    entries = scan.parameters.entries
     modules: dict[str, list[int]] = {}
-    for column, name in enumerate(table.names):
-        modules.setdefault(locate(name)[1], []).append(column)
-    activation, gradient = _norms(scan, sequence)
+    for column, entry in enumerate(entries):
+        modules.setdefault(locate(entry.name)[1], []).append(column)
+    activation, gradient = _norms(scan, only)
     bound = np.maximum(scan.error_bound("activation"), scan.error_bound("gradient"))
     for module, columns in modules.items():
         values = activation[:, columns], gradient[:, columns]
-        inputs = sum(table.input_columns[c].stop - table.input_columns[c].start for c in columns)
-        outputs = sum(table.output_columns[c].stop - table.output_columns[c].start for c in columns)
+        inputs = sum(entries[column].in_blocks for column in columns)
+        outputs = sum(entries[column].out_blocks for column in columns)
         share = float(np.isnan(values).sum() / max(1, 2 * values[0].size))
         yield (
             module, f"{len(columns)}", f"{inputs:,}", f"{outputs:,}", _range(values[0]), _range(values[1]),
@@ -64,12 +64,11 @@ def _module_rows(scan: Mscan, sequence: int | None) -> Iterator[tuple[str, ...]]
         )  # fmt: skip
 
 
-def _norms(scan: Mscan, sequence: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _norms(scan: Mscan, only: Rows | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(S, P) activation and gradient of all sequences, or of one."""
-    if sequence is None:
+    if only is None:
         return scan.activation(), scan.gradient()
-    arrays = scan.select(sequence).arrays
-    return arrays["activation"], arrays["gradient"]
+    return only.arrays["activation"], only.arrays["gradient"]
 
 
 def _range(values: NDArray[np.float32]) -> str:
@@ -137,6 +136,7 @@ LEGIBLE = 400  # most cells for which numbers are drawn
 def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     """Write a PNG; equal grids and library versions give equal bytes."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - slow to import
+    from matplotlib.colors import Normalize  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     rows = len(grid.layers)
@@ -145,7 +145,10 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=13)
     heights = [height for height in (rows, bool(grid.outside)) if height] or [1]
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
-    scale = _scale(np.array([*grid.values_LM.ravel(), *grid.outside.values()]))
+    sizes = np.abs([*grid.values_LM.ravel(), *grid.outside.values()])
+    known = sizes[np.isfinite(sizes)]
+    limit = float(np.quantile(known, 0.98) if len(known) else 0) or 1.0  # the most extreme 2 % are clipped
+    scale = Normalize(-limit, limit)
     if rows:
         # q_proj for self_attn.q_proj, unless two modules would get the same name.
         last = [module.rpartition(".")[2] for module in grid.modules]
@@ -160,15 +163,6 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     bar = figure.colorbar(ScalarMappable(scale, COLOURS), ax=panels, extend="both", shrink=0.9)
     bar.set_label("z(activation) − z(gradient)")
     figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _scale(values: NDArray[np.float64]) -> "Normalize":
-    """Symmetric about 0; the most extreme 2 % are clipped."""
-    from matplotlib.colors import Normalize  # noqa: PLC0415
-
-    known = np.abs(values[np.isfinite(values)])
-    limit = float(np.quantile(known, 0.98)) if len(known) else 0.0
-    return Normalize(-(limit or 1.0), limit or 1.0)
 
 
 def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], scale: "Normalize") -> None:
@@ -208,12 +202,12 @@ def _run(wanted: argparse.Namespace) -> None:
         if out.exists() and wanted.file.exists() and out.samefile(wanted.file):
             raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
     scan = read_mscan(wanted.file)
-    sequence = None if wanted.sequence is None else _sequence(scan, wanted.sequence)
-    say(summarise(scan, sequence))
+    only = None if wanted.sequence is None else _select(scan, wanted.sequence)
+    say(summarise(scan, only))
     if wanted.parquet:
-        sys.stdout.write(f"\n{wanted.parquet}: {_export(scan, sequence, wanted.parquet):,} rows\n")
+        sys.stdout.write(f"\n{wanted.parquet}: {_export(scan, only, wanted.parquet):,} rows\n")
     if wanted.delta_sc:
-        _draw(scan, sequence, wanted.delta_sc)
+        _draw(scan, only, wanted.delta_sc)
         sys.stdout.write(f"\n{wanted.delta_sc}\n")
     sys.stdout.flush()
     if not scan.closed:
@@ -224,27 +218,25 @@ def _run(wanted: argparse.Namespace) -> None:
         )
 
 
-def _sequence(scan: Mscan, wanted: str) -> int:
-    """Number of the sequence with that name, or else with that number."""
-    named = [sequence.number for sequence in scan.sequences if sequence.name == wanted]
-    if named:
-        return named[0]
-    digits = wanted.isascii() and wanted.isdecimal() and len(wanted) < 19
-    return scan.select(int(wanted) if digits else wanted).sequences[0].number
+def _select(scan: Mscan, wanted: str) -> Rows:
+    """The sequence with that name, or else with that number."""
+    named = any(sequence.name == wanted for sequence in scan.sequences)
+    is_number = not named and wanted.isascii() and wanted.isdecimal() and len(wanted) < 19
+    return scan.select(int(wanted) if is_number else wanted)
 
 
-def _export(scan: Mscan, sequence: int | None, out: Path) -> int:
+def _export(scan: Mscan, only: Rows | None, out: Path) -> int:
     try:
         from instruments.mscan.parquet import export_parquet  # noqa: PLC0415 - an optional extra
     except ModuleNotFoundError as error:
         raise ConfigError(
             "--parquet needs pyarrow, which is not installed", where="command line", do="pip install -e '.[parquet]'"
         ) from error
-    return export_parquet(scan, out, sequence)
+    return export_parquet(scan, out, only)
 
 
-def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
-    activation, gradient = _norms(scan, sequence)
-    what = f"mean of {len(activation)} sequences" if sequence is None else scan.select(sequence).sequences[0].name
+def _draw(scan: Mscan, only: Rows | None, out: Path) -> None:
+    activation, gradient = _norms(scan, only)
+    what = f"mean of {len(activation)} sequences" if only is None else only.sequences[0].name
     grid = grid_by_layer(scan.parameters.names, delta_sc(activation, gradient))
     draw_delta_sc(grid, out, title=f"ΔSC of {scan.header.model}\n{what}")

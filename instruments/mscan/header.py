@@ -78,7 +78,7 @@ class ParameterTable:
 
     @cached_property
     def input_columns(self) -> list[slice]:
-        """Columns of each weight's input blocks; an embedding has none, as rows are looked up, not multiplied."""
+        """Columns of each weight's input blocks."""
         return _columns(entry.in_blocks for entry in self.entries)
 
     @cached_property
@@ -86,12 +86,14 @@ class ParameterTable:
         """Columns of each weight's output blocks."""
         return _columns(entry.out_blocks for entry in self.entries)
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, int, int]:
         """P, I and O."""
-        if not self.entries:
-            return 0, 0, 0
-        return len(self.entries), self.input_columns[-1].stop, self.output_columns[-1].stop
+        return (
+            len(self.entries),
+            sum(one.in_blocks for one in self.entries),
+            sum(one.out_blocks for one in self.entries),
+        )
 
     def index(self, name: str) -> int:
         """Column of the weight `name`. Raises ContractError."""
@@ -181,21 +183,6 @@ def damaged(path: Path, detail: str, where: str = "") -> ContractError:
 
 def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
     """The header, and the offset of the first segment. Raises ContractError: damaged, or another format or version."""
-    _check_start(path, file)
-    _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(file)
-    end = PREAMBLE.size + length
-    if len(file) < end:
-        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
-    text = file[PREAMBLE.size : end]
-    if crc32(text, crc32(file[: PREAMBLE.size - 4])) != checksum:
-        raise damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
-    try:
-        return _read_content(json.loads(bytes(text))), end
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"the header is invalid: {error}") from error
-
-
-def _check_start(path: Path, file: memoryview) -> None:
     if len(file) < _START.size:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {_START.size}")
     magic, version = _START.unpack_from(file)
@@ -207,6 +194,17 @@ def _check_start(path: Path, file: memoryview) -> None:
         raise refused(path, what, "read it with the release that wrote it, or scan again")
     if len(file) < PREAMBLE.size:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
+    length, checksum = PREAMBLE.unpack_from(file)[3:]
+    end = PREAMBLE.size + length
+    if len(file) < end:
+        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
+    text = file[PREAMBLE.size : end]
+    if crc32(text, crc32(file[: PREAMBLE.size - 4])) != checksum:
+        raise damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
+    try:
+        return _read_content(json.loads(bytes(text))), end
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"the header is invalid: {error}") from error
 
 
 def _read_content(content: Any) -> Header:  # noqa: ANN401 - any JSON

@@ -25,17 +25,13 @@ SCHEMA = pa.schema(
 )  # fmt: skip
 
 
-def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
-    """Write all sequences, or one, to `out`, which appears when complete; returns the number of rows.
-
-    Raises:
-        ContractError: `out` cannot be written.
-    """
+def export_parquet(scan: Mscan, out: Path, only: Rows | None = None) -> int:
+    """Write all sequences, or one, and return the number of rows. Raises ContractError: `out` cannot be written."""
     fixed, written = _fixed_columns(scan.parameters), 0
     most = max(1, ROWS_AT_ONCE // max(1, sum(scan.parameters.widths)))
     try:
         with whole_file(out) as unfinished, ParquetWriter(unfinished, SCHEMA) as writer:
-            for rows in scan.blocks_of_rows(most) if sequence is None else [scan.select(sequence)]:
+            for rows in scan.blocks_of_rows(most) if only is None else [only]:
                 tables = [_table(fixed, rows)]
                 if scan.header.per_token:
                     tables += (_token_table(fixed, rows.cut(row, row + 1)) for row in range(len(rows.sequences)))
@@ -50,9 +46,7 @@ def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
 
 def _fixed_columns(table: ParameterTable) -> dict[str, pa.Array]:
     """The columns that are equal for every sequence, each P + I + O long."""
-    blocks = [
-        [columns.stop - columns.start for columns in side] for side in (table.input_columns, table.output_columns)
-    ]
+    blocks = [[entry.in_blocks for entry in table.entries], [entry.out_blocks for entry in table.entries]]
     places = [locate(name) for name in table.names]
     everyone = np.arange(len(places), dtype=np.int32)
     parameter = pa.array(np.concatenate([everyone, *(np.repeat(everyone, counts) for counts in blocks)]))

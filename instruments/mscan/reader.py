@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -78,7 +78,6 @@ def _damaged_segment(path: Path, index: int, part: str) -> ContractError:
 
 ALL = slice(None)
 Columns = slice | NDArray[np.intp]
-Number = TypeVar("Number", np.float32, np.float64, np.uint16)
 
 
 class Segment:
@@ -86,9 +85,8 @@ class Segment:
 
     def __init__(self, header: Header, payload: memoryview, place: SegmentHeader) -> None:
         """Read the sequence table; arrays stay on the disk. Raises ValueError: an invalid payload."""
-        self.header = header
         self.sequences, position = segments.unpack_table(payload, place)
-        self._payload = payload
+        self._payload, self._first_tokens = payload, first_tokens(self.sequences)
         self._quantised = header.encoding == "log16"
         # Array → its start (with log16 the start of its scales) and its shape.
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
@@ -107,14 +105,14 @@ class Segment:
         """
         start, shape = self._places[name]
         if not self._quantised:
-            return self._view(start, shape, np.float32)[rows][:, columns]
-        codes = self._view(start + 16 * shape[1], shape, np.uint16)[rows][:, columns]
+            return self._view(start, shape, "<f4")[rows][:, columns]
+        codes = self._view(start + 16 * shape[1], shape, "<u2")[rows][:, columns]
         return segments.decode_log16(self.scale(name)[:, columns], codes)
 
     def scale(self, name: str) -> NDArray[np.float64]:
         """(2, columns) offset and step of every column of a log16 array."""
         start, (_rows, columns) = self._places[name]
-        return self._view(start, (2, columns), np.float64)
+        return self._view(start, (2, columns), "<f8")
 
     def rows(self, picked: NDArray[np.intp]) -> Rows:
         """The picked sequences with all their norms."""
@@ -123,12 +121,7 @@ class Segment:
         arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else picked) for name in self._places}
         return Rows(tuple(self.sequences[row] for row in picked), arrays)
 
-    @cached_property
-    def _first_tokens(self) -> list[int]:
-        return first_tokens(self.sequences)
-
-    def _view(self, start: int, shape: tuple[int, int], number_format: type[Number]) -> NDArray[Number]:
-        stored = np.dtype(number_format).newbyteorder("<")
+    def _view(self, start: int, shape: tuple[int, int], stored: str) -> NDArray[Any]:
         return np.frombuffer(self._payload, stored, shape[0] * shape[1], start).reshape(shape)
 
 
@@ -173,8 +166,7 @@ class Mscan:
     def tokens(self, sequence: int | str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(T, P) activation and gradient contribution (see ScanRecord) per token of a sequence, by number or name.
 
-        Raises:
-            ContractError: no such sequence, or the file has no values per token.
+        Raises ContractError: no such sequence, or the file has no values per token.
         """
         if not self.header.per_token:
             raise refused(self.path, f"{self.path.name} holds no values per token", "scan again with per_token=True")
@@ -206,35 +198,30 @@ class Mscan:
                 yield segment.rows(np.arange(start, min(start + size, len(segment.sequences))))
 
     def _stacked(self, name: str, columns: slice = ALL) -> NDArray[np.float32]:
-        if not self.segments:
-            return np.empty((0, len(range(*columns.indices(array_widths(self.header)[name])))), np.float32)
-        return np.concatenate([segment.array(name, columns=columns) for segment in self.segments])
+        none = np.empty((0, array_widths(self.header)[name]), np.float32)[:, columns]
+        return np.concatenate([none, *(segment.array(name, columns=columns) for segment in self.segments)])
 
 
 def read_mscan(path: Path, *, verify: bool = True) -> Mscan:
     """Open a file; `verify` reads everything once to compare checksums, otherwise only headers are checked.
 
-    Raises:
-        ContractError: missing, not an .mscan file, of another version, or damaged. A file that was not closed is no
-            error: see `closed` and `torn`.
+    Raises ContractError: missing, not an .mscan file, of another version, or damaged. A file that was not closed is no
+    error: see `closed` and `torn`.
     """
     file = _map(path)
     header, start = unpack_header(path, file)
     places, closed = find_segments(path, file, start)
-    for place in places if verify else ():
-        if crc32(file[place.payload : place.end]) != place.payload_checksum:
-            raise _damaged_segment(path, place.index, f"its payload, bytes {place.payload} to {place.end}")
+    opened = []
+    for place in places:
+        where, payload = f"its payload, bytes {place.payload} to {place.end}", file[place.payload : place.end]
+        if verify and crc32(payload) != place.payload_checksum:
+            raise _damaged_segment(path, place.index, where)
+        try:
+            opened.append(Segment(header, payload, place))
+        except (ValueError, RecursionError) as error:
+            raise damaged(path, f"segment {place.index} is invalid: {error}", where) from error
     end = places[-1].end if places else start
-    opened = tuple(_open_segment(path, header, file, place) for place in places)
-    return Mscan(path, header, opened, end, 0 if closed else len(file) - end, closed)
-
-
-def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHeader) -> Segment:
-    try:
-        return Segment(header, file[place.payload : place.end], place)
-    except (ValueError, RecursionError) as error:
-        what = f"segment {place.index} is invalid: {error}"
-        raise damaged(path, what, f"its payload, bytes {place.payload} to {place.end}") from error
+    return Mscan(path, header, tuple(opened), end, 0 if closed else len(file) - end, closed)
 
 
 def _map(path: Path) -> memoryview:

@@ -26,6 +26,13 @@ _ELEMENTWISE = 64  # as in `prefer_gram`
 _CACHE_FLOATS, _DEVICE_FLOATS = 1 << 18, 1 << 26
 
 
+def split_blocks(x_N: Float[Tensor, "*b N"], width: int) -> list[Tensor]:
+    """Views (*b, n, width) of the last dimension's blocks, and (*b, 1, rest) if the last one is narrower."""
+    whole = x_N.shape[-1] // width * width
+    parts = [x_N[..., :whole].unflatten(-1, (-1, width))] if whole else []
+    return parts if whole == x_N.shape[-1] else [*parts, x_N[..., whole:].unsqueeze(-2)]
+
+
 def sum_blocks(values_BN: Float[Tensor, "B N"], width: int) -> Float[Tensor, "B n"]:
     """Sums over blocks of `width` columns; the last block may be narrower."""
     rest = -values_BN.shape[1] % width
@@ -96,14 +103,11 @@ def _stream(
     wide_TN: Float[Tensor, "T N"], other_TT: Float[Tensor, "T T"], width: int
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "T T"]]:
     """⟨W_block W_blockᵀ, other⟩ of every block, and the sum W Wᵀ of the blocks' Gram matrices."""
-    length, features = wide_TN.shape
-    whole = features // width * width
-    parts = [wide_TN[:, :whole].unflatten(1, (-1, width)).transpose(0, 1)] if whole else []
-    parts += [wide_TN[:, whole:].unsqueeze(0)] if whole < features else []
+    parts = [part.transpose(0, 1) for part in split_blocks(wide_TN, width)]
     squares = [wide_TN.new_zeros(len(part), dtype=torch.float32) for part in parts]
     gram_TT = torch.zeros_like(other_TT)
     budget = _CACHE_FLOATS if wide_TN.device.type == "cpu" else _DEVICE_FLOATS
-    for rows, columns in _lower(length):
+    for rows, columns in _lower(len(wide_TN)):
         other, own_TT = other_TT[rows, columns].reshape(-1), gram_TT[rows, columns]
         chunk = max(1, budget // own_TT.numel())
         for part_nTw, squares_n in zip(parts, squares, strict=True):

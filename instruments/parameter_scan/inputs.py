@@ -1,26 +1,22 @@
 """Contributions of inputs to the squared norms of Linear layers, embeddings and fused experts."""
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from instruments.errors import ConfigError
 from instruments.gradients import column_squares, prefer_gram, weight_squares
-from instruments.parameter_scan.block_squares import sum_blocks, symmetric_gram
-from instruments.parameter_scan.targets import Target, refusal
+from instruments.parameter_scan.block_squares import split_blocks, sum_blocks, symmetric_gram
+from instruments.parameter_scan.call import CallFacts
+from instruments.parameter_scan.targets import Target
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
     """‖x_t[block]‖² in fp32 per token and block of `width` columns; the last block may be narrower."""
-    whole = x_BTN.shape[-1] // width * width
-    parts = [x_BTN[..., :whole].unflatten(-1, (-1, width))] if whole else []
-    if whole < x_BTN.shape[-1]:
-        parts.append(x_BTN[..., whole:].unsqueeze(-2))
-    norms = [_norms(part) for part in parts]
+    norms = [row_norms(part) for part in split_blocks(x_BTN, width)]
     squares: Tensor = (norms[0] if len(norms) == 1 else torch.cat(norms, dim=-1)).square_()
     return squares
 
@@ -29,36 +25,27 @@ class InputNorms(NamedTuple):
     """Squared norms of one input."""
 
     block_squares_Bi: Tensor
-    token_squares_BT: Tensor | None  # None: it does not belong to tokens
+    token_squares_BT: Tensor | None  # None: not requested, or the input does not belong to tokens
 
 
 class InputSquares:
     """Squared norms and Gram matrix of one input (B, T, I)."""
 
-    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int, *, of_tokens: bool) -> None:
-        """Sum the tokens' squares by blocks of `width`; the Gram matrix is computed when needed."""
-        # The module's input, kept so that its memory is not reused; and the same, by samples.
-        self.source, self.x_BTI = source, x_BTI
-        self._version = _version(source)
-        # A pooled input, one row per sample, belongs to no token.
-        self.of_tokens = of_tokens and (source.ndim == 3 or x_BTI.shape[1] > 1)
+    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int, *, per_token: bool) -> None:
+        """Sum the tokens' squares by blocks of `width`; `source` is the module's input, `x_BTI` the same by samples."""
+        self.x_BTI = x_BTI
+        # The source is kept so that its memory is not reused.
+        self._source, self._version, self._width = source, _version(source), width
         squares_BTi = token_block_squares(x_BTI, width)
-        self.token_squares_BT = squares_BTi.sum(2)
+        token_squares_BT = squares_BTi.sum(2) if per_token else None
         if mask_BT is not None:
             squares_BTi = squares_BTi.masked_fill(~mask_BT.unsqueeze(2), 0)
-        self.block_squares_Bi = squares_BTi.sum(1)
-        self._width = width
-        self._gram: Tensor | None = None
+        self.norms = InputNorms(squares_BTi.sum(1), token_squares_BT)
 
-    def gram(self) -> Tensor:
-        """XXᵀ of every sample, fp32."""
-        if self._gram is None:
-            self._gram = torch.stack([symmetric_gram(x_TI) for x_TI in self.x_BTI])
-        return self._gram
-
-    def norms(self) -> InputNorms:
-        """The squares without the input."""
-        return InputNorms(self.block_squares_Bi, self.token_squares_BT if self.of_tokens else None)
+    @cached_property
+    def gram_BTT(self) -> Tensor:
+        """XXᵀ of every sample, fp32; computed when first needed."""
+        return torch.stack([symmetric_gram(x_TI) for x_TI in self.x_BTI])
 
     def is_of(self, other: Tensor, width: int) -> bool:
         """Whether `other` is the same memory with the same layout and values, and has blocks of the same width."""
@@ -66,7 +53,7 @@ class InputSquares:
             return False
         mine, its = (
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            for tensor in (self.source, other)
+            for tensor in (self._source, other)
         )
         return mine == its
 
@@ -76,29 +63,7 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:
-    """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N).
-
-    Raises:
-        ConfigError: the samples cannot be separated.
-    """
-    if tensor.ndim == 3 and tensor.shape[0] == samples and tensor.shape[1] <= length:
-        return tensor
-    if tensor.ndim == 2 and tensor.shape[0] == samples * length:
-        return tensor.view(samples, length, -1)
-    if tensor.ndim == 2 and tensor.shape[0] == samples:
-        return tensor.unsqueeze(1)
-    raise inseparable(name, f"a tensor of shape {tuple(tensor.shape)}", samples, length)
-
-
-def inseparable(name: str, given: str, samples: int, length: int) -> ConfigError:
-    """The error for a module whose input cannot be split by samples."""
-    what = f"{name} was given {given}; expected {samples} samples of {length} positions"
-    return refusal(what, "leave it out: patterns=[...]")
-
-
-@dataclass(frozen=True)
-class HeadPart:
+class HeadPart(NamedTuple):
     """The output embedding's part of a tied gradient, kept until the backward pass reaches the input embedding."""
 
     x_BSD: Tensor  # input of the head; S may be less than T
@@ -122,7 +87,7 @@ def head_part(
 ) -> HeadPart:
     """Reduce the logits' gradient to the terms needed for the sum of both uses."""
     at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
-    tokens = (_norms(grad_BSV) * _norms(x_BSD)).square_() if per_token else None
+    tokens = (row_norms(grad_BSV) * row_norms(x_BSD)).square_() if per_token else None
     gram_BTT = torch.stack([symmetric_gram(grad_SV) for grad_SV in grad_BSV]) if gram else None
     return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram, gram_BTT=gram_BTT), tokens)
 
@@ -161,7 +126,7 @@ def embedding_columns(
 
 def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | None) -> Float[Tensor, "B T"]:
     """‖contribution of position t‖²: δ_t in row id_t and, if tied, g_t x_tᵀ for the last S positions."""
-    squares_BT = _norms(delta_BTD).square_()
+    squares_BT = row_norms(delta_BTD).square_()
     if head is None or head.token_squares_BS is None:
         return squares_BT
     kept = head.token_squares_BS.shape[1]
@@ -171,7 +136,8 @@ def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | 
     return squares_BT.clamp_min_(0)
 
 
-def _norms(x_BTN: Tensor) -> Tensor:
+def row_norms(x_BTN: Tensor) -> Tensor:
+    """L2 norms over the last dimension, in fp32."""
     norms: Tensor = vector_norm(narrow(x_BTN), dim=-1, dtype=torch.float32)
     return norms
 
@@ -181,54 +147,42 @@ def narrow(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-class Routes(NamedTuple):
-    """Token and expert of each row of a product, for B samples of T positions."""
-
-    token_R: Tensor  # index of the token, over all samples
-    expert_R: Tensor
-    samples: int
-    length: int
-
-
 def expert_squares(
-    routes: Routes,
+    facts: CallFacts,
+    token_R: Int[Tensor, "R"],
+    expert_R: Int[Tensor, "R"],
     x_RI: Float[Tensor, "R I"],
     grad_RO: Float[Tensor, "R O"] | None,
-    mask_R: Bool[Tensor, "R"] | None,
     target: Target,
+    *,
     product: str,
     per_token: bool,
 ) -> dict[str, Tensor]:
-    """The rows' contributions to the squares of every expert, (B, E, blocks) or, per token, (B, E, T).
+    """Squares of every expert from the rows of a product, (B, E, blocks) or, per token, (B, E, T).
 
-    A token has at most one row per expert; the mask is False for rows of padding; `target` is any of the experts.
+    `token_R` counts over all samples; a token has at most one row per expert.
     """
-    experts, parameter = target.experts, target.parameter
-    shape = (routes.samples, experts)
-    group_R = (routes.token_R // routes.length * experts + routes.expert_R).to(x_RI.device)
+    experts, parameter = len(target.parameters), target.parameter
+    group_R = (token_R // facts.length * experts + expert_R).to(x_RI.device)
     squares_Ri = token_block_squares(x_RI.unsqueeze(0), parameter.in_width).squeeze(0)
-    activation_Gi = squares_Ri.new_zeros(routes.samples * experts, parameter.in_blocks)
+    zeros_Gi = squares_Ri.new_zeros(facts.samples * experts, parameter.in_blocks)
+    mask_R = None if facts.mask_BT is None else facts.mask_BT.to(x_RI.device).flatten()[token_R]
     seen_Ri = squares_Ri if mask_R is None else squares_Ri * mask_R.unsqueeze(1)
-    found = {"activation": activation_Gi.index_add_(0, group_R, seen_Ri).unflatten(0, shape)}
+    found = {"activation": zeros_Gi.index_add(0, group_R, seen_Ri)}
     by_token = {"token_activation": squares_Ri.sum(1)}
     if grad_RO is not None:
-        in_gradient_Gi = torch.zeros_like(activation_Gi)
-        out_gradient_Go = squares_Ri.new_zeros(len(activation_Gi), parameter.out_blocks)
+        found |= {"in_gradient": zeros_Gi, "out_gradient": zeros_Gi.new_zeros(len(zeros_Gi), parameter.out_blocks)}
         for group in group_R.unique().tolist():
             rows = group_R == group
             x, grad = x_RI[rows].unsqueeze(0), grad_RO[rows].unsqueeze(0)
             gram = prefer_gram(product, x.shape[1], x.shape[2], grad.shape[2])
             columns_1I, rows_1O = weight_squares(x, grad, gram=gram)
-            in_gradient_Gi[group] = sum_blocks(columns_1I, parameter.in_width)[0]
-            out_gradient_Go[group] = sum_blocks(rows_1O, parameter.out_width)[0]
-        found |= {
-            "in_gradient": in_gradient_Gi.unflatten(0, shape), "out_gradient": out_gradient_Go.unflatten(0, shape)
-        }  # fmt: skip
-        by_token["token_gradient"] = by_token["token_activation"] * _norms(grad_RO).square()
+            found["in_gradient"][group] = sum_blocks(columns_1I, parameter.in_width)[0]
+            found["out_gradient"][group] = sum_blocks(rows_1O, parameter.out_width)[0]
+        by_token["token_gradient"] = by_token["token_activation"] * row_norms(grad_RO).square()
     if per_token:
-        position_R = (routes.token_R % routes.length).to(x_RI.device)
+        position_R = (token_R % facts.length).to(x_RI.device)
         for name, squares_R in by_token.items():
-            table_GT = squares_R.new_zeros(routes.samples * experts, routes.length)
-            table_GT[group_R, position_R] = squares_R
-            found[name] = table_GT.unflatten(0, shape)
-    return found
+            found[name] = squares_R.new_zeros(len(zeros_Gi), facts.length)
+            found[name][group_R, position_R] = squares_R
+    return {name: squares_Gn.unflatten(0, (facts.samples, experts)) for name, squares_Gn in found.items()}

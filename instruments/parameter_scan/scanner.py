@@ -7,7 +7,6 @@ which `backward` is called: a divided or scaled loss gives divided or scaled nor
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -17,16 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
 from instruments.mscan.header import WatchedParameter
-from instruments.parameter_scan.module_hooks import ModuleHooks, Passes, label_left_out
-from instruments.parameter_scan.scan_pass import (
-    Layout,
-    ScanPass,
-    bind_arguments,
-    read_call,
-    replace_argument,
-    to_record,
-)
-from instruments.parameter_scan.targets import ScanRecord, Target, find_targets, refusal, say_left_out
+from instruments.parameter_scan.call import bind_arguments, read_call, replace_argument
+from instruments.parameter_scan.module_hooks import TargetHooks
+from instruments.parameter_scan.record import to_record
+from instruments.parameter_scan.scan_pass import Passes, ScanPass
+from instruments.parameter_scan.targets import ScanRecord, Selection, Target, refusal, warn_left_out
 from instruments.parameter_scan.weight_uses import WeightUses
 
 logger = logging.getLogger(__name__)
@@ -68,15 +62,14 @@ class ParameterTensorScanner:
         if product not in _PRODUCTS:
             raise refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
-        selection = find_targets(model, patterns, block_width)
+        selection = Selection(model, patterns, block_width)
         self._targets: Sequence[Target] = selection.targets
-        self._strict, self.left_out = selection.strict, selection.left_out
-        self.parameters: list[WatchedParameter] = [target.parameter for target in self._targets]
+        self.left_out = selection.left_out
+        self.parameters: list[WatchedParameter] = [one for target in self._targets for one in target.parameters]
         self.skipped: list[str] = []  # samples without a supervised token
-        self._layout = Layout.of(self.parameters)
-        self._per_token, self._gradients, self._sink = per_token, gradients, sink
-        self._product, self._passes = product, Passes()
-        self._uses = WeightUses(self._targets) if gradients else None
+        self._per_token, self._gradients, self._sink, self._product = per_token, gradients, sink, product
+        self._passes = Passes(gradients=gradients, strict=selection.strict, left_out=self.left_out)
+        self._uses = WeightUses(self._targets if gradients else ())
         self._handles: list[RemovableHandle] = []
         self._records: list[ScanRecord] = []
         self._measured: set[int] = set()  # parameters with norms in any pass
@@ -92,12 +85,12 @@ class ParameterTensorScanner:
             do = "leave the first `with` block before the next, or watch all in one: patterns=[...]"
             raise refusal("the model is being scanned already", do)
         _SCANNED.update(modules)
-        hooks = ModuleHooks(self._targets, self._passes, self._gradients, self._product, self._strict, self.left_out)
+        hooks = (TargetHooks(target, self._passes, self._product) for target in self._targets)
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            *hooks.install(),
-            *(self._uses.install() if self._uses is not None else ()),
-            self._model.register_forward_hook(partial(self._end, hooks), always_call=True),
+            *(handle for own in hooks for handle in own.install()),
+            *self._uses.install(),
+            self._model.register_forward_hook(self._end, always_call=True),
         ]
         return self
 
@@ -106,8 +99,7 @@ class ParameterTensorScanner:
         for handle in self._handles:
             handle.remove()
         _SCANNED.difference_update({self._model, *(target.module for target in self._targets)})
-        if self._uses is not None:
-            self._uses.end()
+        self._uses.end()
         self._passes.close()
         try:
             if kind is None:
@@ -115,20 +107,17 @@ class ParameterTensorScanner:
                 self._records = self.collect()
                 self._note_unmeasured()
         finally:
-            self._model, self._targets, self._handles, self._uses = None, (), [], None
+            self._model, self._targets, self._handles, self._uses = None, (), [], WeightUses(())
             self._passes.finished.clear()
 
     def _note_unmeasured(self) -> None:
         """At the end: add the weights that have no norms in any pass to `left_out`."""
         why = "its module did not run, or no gradient reached it" if self._gradients else "its module did not run"
-        found = {
-            target.parameter.name: why
-            for index, target in enumerate(self._targets)
-            if index not in self._measured and label_left_out(self._targets, index - target.expert) not in self.left_out
-        }
-        if found and self._measured:
+        silent = [target for target in self._targets if self._measured.isdisjoint(target.columns)]
+        found = {one.name: why for own in silent if own.label not in self.left_out for one in own.parameters}
+        if self._measured:
             self.left_out |= found
-            logger.warning("parameter scan: %s", say_left_out(found))
+            warn_left_out(found)
 
     def name_samples(self, names: Sequence[str], source: str = "") -> None:
         """Name the samples of the next recorded forward pass, and their source."""
@@ -137,14 +126,13 @@ class ParameterTensorScanner:
     def collect(self) -> list[ScanRecord]:
         """Records of all passes finished since the last call: backward passes, or forward passes with gradients=False.
 
-        Raises:
-            NumericsError: a sample's gradients are missing, all zero or not finite; its pass is dropped.
+        Raises NumericsError: a sample's gradients are missing, all zero or not finite; its pass is dropped.
         """
         records, self._records = self._records, []
         while self._passes.finished:
-            measured = self._passes.finished.popleft()
-            self._measured |= set(measured.squares.out_gradient if self._gradients else measured.squares.activation)
-            record, skipped = to_record(measured, gradients=self._gradients)
+            scan_pass, squares = self._passes.finished.popleft()
+            self._measured |= set(squares.out_gradient if self._gradients else squares.activation)
+            record, skipped = to_record(scan_pass, squares, self.parameters, gradients=self._gradients)
             if skipped and not self.skipped:
                 logger.warning("parameter scan: samples without a supervised token are skipped: %s", some(skipped))
             self.skipped += skipped
@@ -174,18 +162,17 @@ class ParameterTensorScanner:
             raise ConfigError(
                 f"{len(names)} names for {facts.samples} samples", where="scanner.name_samples", do="name every sample"
             )
-        self._passes.begin(ScanPass(facts, self._layout, names, self._source, self._per_token))
+        self._passes.begin(ScanPass(facts, names, self._source, self._per_token))
         self._names, self._source = None, ""
-        if self._uses is not None:
-            self._uses.begin()
+        self._uses.begin()
         embeds = arguments.get("inputs_embeds") if self._gradients else None
         if not isinstance(embeds, Tensor) or embeds.requires_grad:
             return None
         # With frozen weights the graph reaches the layers only if the inputs require a gradient.
         return replace_argument(model, args, kwargs, "inputs_embeds", embeds.detach().requires_grad_())
 
-    def _end(self, hooks: ModuleHooks, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
+    def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also after a failed one (output None)."""
-        if self._uses is not None:
-            hooks.leave_out_used_elsewhere(self._uses.end())
-        self._passes.end(output, gradients=self._gradients)
+        for target, function in self._uses.end().items():
+            self._passes.leave_out(target, f"{function} uses it outside its module")
+        self._passes.end(output)

@@ -1,7 +1,7 @@
 """The watched weights of a model, and the record of their norms."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,7 +16,7 @@ from instruments.transformers_layers import conv1d_kind, fused_parameters
 logger = logging.getLogger(__name__)
 
 
-def refusal(what: str, do: str) -> ConfigError:
+def refusal(what: str, do: str = "leave it out: patterns=[...]") -> ConfigError:
     """The error of a request that the scanner cannot fulfil."""
     return ConfigError(what, where="ParameterTensorScanner", do=do)
 
@@ -50,74 +50,102 @@ class ScanRecord:
     token_gradient: Sequence[Tensor] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """A watched weight and the module that uses it."""
+    """A module, and the watched weight that it uses: one parameter, or one per expert of a fused weight."""
 
-    parameter: WatchedParameter
+    column: int  # of the first parameter in the parameter table
+    parameters: Sequence[WatchedParameter]
     module: nn.Module
-    # For an embedding: the Linear with the same weight (tied output embedding).
-    head: nn.Linear | None = None
-    # For fused experts: parameter name, number of experts, and this target's expert.
-    own: str = ""
-    experts: int = 0
-    expert: int = 0
+    head: nn.Linear | None = None  # for an embedding: the Linear with the same weight (tied output embedding)
+    fused: str = ""  # for fused experts: the module's attribute
+
+    @property
+    def parameter(self) -> WatchedParameter:
+        """The first; those of fused experts differ only in their names."""
+        return self.parameters[0]
+
+    @property
+    def columns(self) -> range:
+        """Columns in the parameter table."""
+        return range(self.column, self.column + len(self.parameters))
+
+    @property
+    def label(self) -> str:
+        """The name in `left_out`, where fused experts are listed together."""
+        return self.parameter.name + (" and the other experts" if self.fused else "")
 
 
 class Selection:
-    """The targets of a model, and the weights that are left out, with the reason."""
+    """The targets of a model (embeddings, then all other layers, in the model's order), and the weights left out."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> None:
-        """Targets are the embeddings, then all other layers, in the model's order; see `find_targets`."""
-        # Name of a weight or module → reason.
-        self.left_out: dict[str, str] = {}
+        """Select every embedding, Linear, Conv1D and fused expert, or those whose module or parameter a glob matches.
+
+        Subclasses count, including those of bitsandbytes. Raises ConfigError: nothing matches, `block_width` below 1,
+        or a requested weight that cannot be scanned.
+        """
+        if block_width < 1:
+            raise refusal(f"block_width={block_width} is below 1", "block_width=64")
+        self.targets: list[Target] = []
+        self.left_out: dict[str, str] = {}  # name of a weight or module → reason
         self.strict = patterns is not None  # a requested module that cannot be scanned is an error
         self._model, self._patterns, self._width = model, patterns, block_width
         self._modules = dict(model.named_modules())
-        self.linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
-        self.targets = [*self._embeddings(), *self._layers()]
+        self._linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
+        self._heads: set[nn.Module] = set()  # Linear layers tied to an embedding
+        self._add_embeddings()
+        self._add_layers()
         if patterns is None:
-            self.left_out |= self._others()
+            self._leave_others_out()
+        if not self.targets:
+            raise _nothing_matched(patterns, self._linears)
+        warn_left_out(self.left_out)
 
     def _wanted(self, name: str) -> bool:
         return self._patterns is None or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
-    def _embeddings(self) -> Iterator[Target]:
+    def _add(self, parameters: Sequence[WatchedParameter], module: nn.Module, **more: Any) -> None:  # noqa: ANN401 - fields of Target
+        column = self.targets[-1].columns.stop if self.targets else 0
+        self.targets.append(Target(column, parameters, module, **more))
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """Note that a weight is left out. Raises ConfigError: it was requested by a pattern."""
+        if self.strict:
+            what = f"{name}: {why}" if name.removesuffix(".weight") not in why else why
+            raise refusal(what, "leave one of them out: patterns=[...]")
+        self.left_out[name] = why
+
+    def _add_embeddings(self) -> None:
         """Embeddings, each with its tied Linear. Raises ConfigError: only the tied Linear is requested."""
-        self._heads: set[nn.Module] = set()
         embeddings = {name: module for name, module in self._modules.items() if isinstance(module, nn.Embedding)}
         users: dict[int, list[str]] = {}
         for name, module in embeddings.items():
             users.setdefault(id(stored_weight(module)), []).append(name)
         for name, module in embeddings.items():
-            shared = users[id(stored_weight(module))]
-            tied = {n: m for n, m in self.linears.items() if _tied(self._model, m, module)}
+            tied = {n: m for n, m in self._linears.items() if _tied(self._model, m, module)}
             self._heads.update(tied.values())
+            weight = stored_weight(module)
             if not self._wanted(name):
                 if alone := [other for other in tied if self._wanted(other)]:
                     what = f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses"
                     raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
-                continue
-            if len(shared) > 1:
+            elif len(shared := users[id(weight)]) > 1:
                 self._leave_out(f"{name}.weight", f"{some(shared, 3, ', ')} share one weight")
-                continue
-            if stored_weight(module).is_complex():
+            elif weight.is_complex():
                 self._leave_out(f"{name}.weight", "complex weights are not measured")
-                continue
-            if module.scale_grad_by_freq:
+            elif module.scale_grad_by_freq:
                 self._leave_out(f"{name}.weight", "scale_grad_by_freq mixes the gradients of samples")
-                continue
-            if len(tied) > 1:
+            elif len(tied) > 1:
                 self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
-                continue
-            parameter = WatchedParameter(
-                f"{name}.weight", "embedding", module.num_embeddings, module.embedding_dim, self._width
-            )
-            yield Target(parameter, module, next(iter(tied.values()), None))
+            else:
+                sizes = module.num_embeddings, module.embedding_dim
+                parameter = WatchedParameter(f"{name}.weight", "embedding", *sizes, self._width)
+                self._add([parameter], module, head=next(iter(tied.values()), None))
 
-    def _layers(self) -> Iterator[Target]:
+    def _add_layers(self) -> None:
         """Linear layers and Conv1D that are not tied to an embedding, and fused experts."""
-        chosen = {n: m for n, m in self.linears.items() if self._wanted(n) and m not in self._heads}
+        chosen = {n: m for n, m in self._linears.items() if self._wanted(n) and m not in self._heads}
         owners: dict[int, str] = {}
         for name, module in chosen.items():
             weight = stored_weight(module)
@@ -130,42 +158,34 @@ class Selection:
             if name in chosen and stored_weight(module).is_complex():
                 self._leave_out(f"{name}.weight", "complex weights are not measured")
             elif name in chosen and f"{name}.weight" not in self.left_out:
-                inputs, outputs = _features(module)
-                parameter = WatchedParameter(f"{name}.weight", "linear", inputs, outputs, self._width)
-                yield Target(_cut_by_heads(parameter, heads.get(name)), module)
-            for own in fused_parameters(module):
-                if self._wanted(f"{name}.{own}"):
-                    yield from self._experts(name, module, own)
+                parameter = WatchedParameter(f"{name}.weight", "linear", *_features(module), self._width)
+                self._add([_cut_by_heads(parameter, *heads[name]) if name in heads else parameter], module)
+            for fused in fused_parameters(module):
+                if self._wanted(f"{name}.{fused}"):
+                    self._add_experts(name, module, fused)
 
-    def _experts(self, name: str, module: nn.Module, own: str) -> Iterator[Target]:
-        weight: Tensor = getattr(module, own)
-        if getattr(module, "has_bias", False) or hasattr(module, f"{own}_bias"):
-            self._leave_out(f"{name}.{own}", "the experts' biases are added in place")
+    def _add_experts(self, name: str, module: nn.Module, fused: str) -> None:
+        weight: Tensor = getattr(module, fused)
+        if getattr(module, "has_bias", False) or hasattr(module, f"{fused}_bias"):
+            self._leave_out(f"{name}.{fused}", "the experts' biases are added in place")
             return
         outputs, inputs = weight.shape[1:] if not module.is_transposed else weight.shape[:0:-1]
-        for expert in range(len(weight)):
-            parameter = WatchedParameter(f"{name}.{expert}.{own}", "linear", inputs, outputs, self._width)
-            yield Target(parameter, module, own=own, experts=len(weight), expert=expert)
+        names = (f"{name}.{expert}.{fused}" for expert in range(len(weight)))
+        parameters = [WatchedParameter(own, "linear", inputs, outputs, self._width) for own in names]
+        self._add(parameters, module, fused=fused)
 
-    def _leave_out(self, name: str, why: str) -> None:
-        """Note that a weight is left out. Raises ConfigError: it was requested by a pattern."""
-        if self.strict:
-            what = f"{name}: {why}" if name.removesuffix(".weight") not in why else why
-            raise refusal(what, "leave one of them out: patterns=[...]")
-        self.left_out[name] = why
-
-    def _others(self) -> dict[str, str]:
-        """Weight matrices of the model outside all targets, by name."""
-        weights = [getattr(target.module, target.own) for target in self.targets if target.own]
-        weights += [stored_weight(target.module) for target in self.targets if not target.own]
-        seen = {id(weight) for weight in (*weights, *map(stored_weight, self._heads))}
+    def _leave_others_out(self) -> None:
+        """Note the model's weight matrices that no target has."""
+        linears_and_embeddings = (*self._heads, *(target.module for target in self.targets if not target.fused))
+        seen = {id(stored_weight(module)) for module in linears_and_embeddings}
         for target in self.targets:
             seen |= {id(weight) for weight in getattr(target.module, "parametrizations", nn.Module()).parameters()}
-        return {
-            name: f"{type(self._modules[name.rpartition('.')[0]]).__name__} is no Linear, Conv1D or embedding"
-            for name, weight in self._model.named_parameters()
-            if weight.ndim >= 2 and id(weight) not in seen and name not in self.left_out
-        }
+            if target.fused:
+                seen.add(id(getattr(target.module, target.fused)))
+        for name, weight in self._model.named_parameters():
+            if weight.ndim >= 2 and id(weight) not in seen and name not in self.left_out:
+                kind = type(self._modules[name.rpartition(".")[0]]).__name__
+                self.left_out[name] = f"{kind} is no Linear, Conv1D or embedding"
 
 
 def stored_weight(module: Any) -> Tensor:  # noqa: ANN401 - a Linear, Conv1D or embedding
@@ -177,29 +197,14 @@ def stored_weight(module: Any) -> Tensor:  # noqa: ANN401 - a Linear, Conv1D or 
     return originals[-1]  # weight_norm's second is the direction
 
 
-def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> Selection:
-    """Every embedding, Linear, Conv1D and fused expert; with patterns, those whose module or parameter a glob matches.
-
-    Subclasses count, including those of bitsandbytes. Without patterns, the log names the weights that are left out,
-    and why. Raises ConfigError: nothing matches, `block_width` below 1, or a requested weight that cannot be scanned.
-    """
-    if block_width < 1:
-        raise refusal(f"block_width={block_width} is below 1", "block_width=64")
-    found = Selection(model, patterns, block_width)
-    if not found.targets:
-        raise _nothing_matched(patterns, found.linears)
-    if found.left_out:
-        logger.warning("parameter scan: %s", say_left_out(found.left_out))
-    return found
-
-
-def say_left_out(left_out: Mapping[str, str]) -> str:
-    """One line: number and names of the weights left out, and the reasons."""
+def warn_left_out(left_out: Mapping[str, str]) -> None:
+    """Log one line, if any are left out: number and names of the weights, and the reasons."""
     names: dict[str, list[str]] = {}
     for name, why in left_out.items():
         names.setdefault(why, []).append(name)
-    reasons = "; ".join(f"{some(named, 3, ', ')} ({why})" for why, named in names.items())
-    return f"{len(left_out)} weights are left out: {reasons}"
+    if names:
+        reasons = "; ".join(f"{some(named, 3, ', ')} ({why})" for why, named in names.items())
+        logger.warning("parameter scan: %d weights are left out: %s", len(left_out), reasons)
 
 
 # Names in transformers' attention modules: the width of a head, and output projections.
@@ -223,10 +228,7 @@ def find_head_widths(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, i
     return found
 
 
-def _cut_by_heads(parameter: WatchedParameter, heads: tuple[str, int] | None) -> WatchedParameter:
-    if heads is None:
-        return parameter
-    side, width = heads
+def _cut_by_heads(parameter: WatchedParameter, side: str, width: int) -> WatchedParameter:
     if getattr(parameter, f"{side}_features") % width:
         return parameter
     return replace(parameter, in_head=width) if side == "in" else replace(parameter, out_head=width)

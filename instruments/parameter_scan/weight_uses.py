@@ -22,31 +22,29 @@ class WeightUses(TorchFunctionMode):
     def __init__(self, targets: Sequence[Target]) -> None:
         """Watch the weights of Linear layers, Conv1D and embeddings."""
         super().__init__()
-        self.found: dict[int, str] = {}  # index of the target → function
-        self._targets = {index: target for index, target in enumerate(targets) if not target.own}
-        self._weights: dict[int, tuple[Tensor, int]] = {}  # by id: the weight, kept alive, and its target
-        self._running: set[int] = set()  # targets whose module runs
+        self.found: dict[Target, str] = {}  # target → function
+        self._targets = [target for target in targets if not target.fused]
+        self._weights: dict[int, tuple[Tensor, Target]] = {}  # by id: the weight, kept alive, and its target
+        self._running: set[Target] = set()  # those whose module runs
         self._entered = False
 
     def install(self) -> Iterator[RemovableHandle]:
         """Hooks on the modules, whose own use of the weight is not noted."""
-        for index, target in self._targets.items():
+        for target in self._targets:
             for module in filter(None, (target.module, target.head)):
-                yield module.register_forward_pre_hook(lambda *_, index=index: self._running.add(index))
-                yield module.register_forward_hook(
-                    lambda *_, index=index: self._running.discard(index), always_call=True
-                )
+                yield module.register_forward_pre_hook(lambda *_, own=target: self._running.add(own))
+                yield module.register_forward_hook(lambda *_, own=target: self._running.discard(own), always_call=True)
 
     def begin(self) -> None:
         """A forward pass begins."""
         self.found, self._running = {}, set()
-        weights = {index: target.module._parameters.get("weight") for index, target in self._targets.items()}
-        self._weights = {id(weight): (weight, index) for index, weight in weights.items() if weight is not None}
-        if not self._entered:  # a pass may have been interrupted
+        weights = ((target.module._parameters.get("weight"), target) for target in self._targets)
+        self._weights = {id(weight): (weight, target) for weight, target in weights if weight is not None}
+        if self._targets and not self._entered:  # a pass may have been interrupted
             self.__enter__()
             self._entered = True
 
-    def end(self) -> Mapping[int, str]:
+    def end(self) -> Mapping[Target, str]:
         """The pass ends: the functions that used each target's weight outside its module."""
         if self._entered:
             self.__exit__(None, None, None)
@@ -59,11 +57,12 @@ class WeightUses(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling():
             for value in _flat((*args, *(kwargs or {}).values())):
-                weight, index = self._weights.get(id(value), (None, -1))
-                if weight is None or value is not weight or index in self._running or func in _WITHOUT_GRADIENT:
+                weight, target = self._weights.get(id(value), (None, None))
+                if target is None or value is not weight or target in self._running or func in _WITHOUT_GRADIENT:
                     continue
-                if any(one is not weight and one.is_floating_point() for one in _flat([result]) if _is_tensor(one)):
-                    self.found[index] = getattr(func, "__name__", str(func))
+                tensors = (one for one in _flat([result]) if isinstance(one, Tensor))
+                if any(one is not weight and one.is_floating_point() for one in tensors):
+                    self.found[target] = getattr(func, "__name__", str(func))
         return result
 
 
@@ -75,22 +74,13 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a class other than Linear and Conv1D computes the output, from a weight that is not quantised."""
     forward = type(module).forward
-    theirs = any(vars(kind).get("forward") is forward for kind in type(module).__mro__ if _is_quantised(kind))
     weight = module._parameters.get("weight")
-    if theirs or (weight is not None and weight.element_size() == 1):
+    if forward.__module__.startswith("bitsandbytes.") or (weight is not None and weight.element_size() == 1):
         return False
     return forward not in {nn.Linear.forward, getattr(conv1d_kind(), "forward", None)}
-
-
-def _is_quantised(kind: type) -> bool:
-    return kind.__module__.startswith("bitsandbytes.")
 
 
 @torch.no_grad()

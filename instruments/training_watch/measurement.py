@@ -12,69 +12,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
-from instruments.precision.calls import as_real, find_tensors, in_backward, is_sharded, plain_name
+from instruments.precision.calls import as_real, find_tensors, in_backward, plain_name
+from instruments.training_watch import verdict
+from instruments.training_watch.gradient_norms import MISSING, gradient_norms, is_finite
 from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
-from instruments.training_watch.verdict import (
-    History,
-    Output,
-    check_loss_scale,
-    judge_finiteness,
-    judge_norms,
-    judge_range,
-)
+from instruments.training_watch.verdict import History, Output
 
-MISSING = -1.0  # in place of the norm of a missing gradient
-
-
-@torch.no_grad()
-def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """L2 norm of each of P parameters' gradients, `MISSING` without one, on the first gradient's device.
-
-    Does not wait for the device. Shards of a DTensor are added up over the processes that hold them; all of these
-    processes must call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19; fp64 for fp64.
-    """
-    device = next((one.device for one in parameters if one.grad is not None), parameters[0].device)
-    norms_P = torch.full((len(parameters),), MISSING, device=device)
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, parameter in enumerate(parameters):
-        if parameter.grad is not None:
-            values = _local(parameter.grad)
-            groups[values.device, values.dtype].append((place, values))
-    for (_device, dtype), group in groups.items():
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=wide)
-        norms_P[[place for place, _grad in group]] = torch.stack(found).to(norms_P)
-    return _add_shards(parameters, norms_P)
-
-
-def _local(grad: Tensor) -> Tensor:
-    values: Tensor = grad.to_local() if is_sharded(grad) else grad
-    # Repeated rows count as their sum.
-    return as_real(values.coalesce().values() if values.is_sparse else values)
-
-
-def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
-    meshes: Any = defaultdict(list)
-    for place, parameter in enumerate(parameters):
-        if is_sharded(parameter):
-            for number, part in enumerate(parameter.placements):
-                if part.is_shard():
-                    meshes[parameter.device_mesh, number].append(place)
-    for (mesh, number), places in meshes.items():
-        mine = norms_P[places]
-        squares = torch.stack([mine.clamp_min(0).square(), (mine != MISSING).float()])
-        torch.distributed.all_reduce(squares, group=mesh.get_group(number))
-        norms_P[places] = torch.where(squares[1] > 0, squares[0].sqrt(), MISSING)
-    return norms_P
+logger = logging.getLogger(__name__)
 
 
 def layer_of(name: str) -> str:
     """Name of the module that owns a parameter, without the prefixes of wrappers."""
     name = plain_name(name).removeprefix("module.")
     return name.rpartition(".")[0] or name
-
-
-logger = logging.getLogger(__name__)
 
 
 def find_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
@@ -134,7 +84,7 @@ class Measurement:
         self._was_read = False  # `peaks` have been reported; the next output starts new ones
         self._order: dict[str, int] = {}  # module → place in the order of execution
         self._steps_without: Counter[str] = Counter()  # parameter → steps without a gradient
-        self._steps_with: Counter[str] = Counter()
+        self.with_gradient: set[str] = set()  # parameters that had one in any step
         self._named: set[str] = set()  # parameters without a gradient that have been reported
         self._unseen = 0  # steps in which trained modules had no recorded output; -1 once reported
 
@@ -182,47 +132,58 @@ class Measurement:
         only: Collection[str] | None = None,
         optimizer: int | None = None,
     ) -> StepReport:
-        """Report of a step, with one transfer from the device.
+        """Report of a step.
 
         `scaled`: gradients are still multiplied by the loss scale; `norms_P`: gradient norms, None: measured now;
         `only`: names of the parameters that count; `optimizer`: id of the one that makes the step, whose norms are
         compared with those of its earlier steps. Several optimizers may step after the same forward pass.
         """
-        peaks, self._was_read = self.peaks, True
-        if norms_P is None:
-            norms_P = gradient_norms(list(self.parameters.values())) if self.parameters else torch.zeros(0)
-        singles = [torch.as_tensor(math.nan if one is None else one) for one in (loss, scale)]
-        parts = [norms_P, *singles, *(value for pair in peaks.values() for value in pair)]
-        numbers = torch.cat([part.detach().float().reshape(-1).to(self.device) for part in parts]).tolist()
-        norms = dict(zip(self.parameters, numbers, strict=False))
-        loss_value, scale_value = numbers[len(norms) : len(norms) + 2]
-        ends = iter(numbers[len(norms) + 2 :])
-        outputs = [Output(name, dtype, next(ends), next(ends)) for name, _call, dtype in peaks]
-        known = None if loss is None else loss_value
-        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
-        norms = {name: norm for name, norm in norms.items() if name in trained and (only is None or name in only)}
-        layers, lost = self._by_layer(norms, 1 / scale_value if scaled else 1.0, outputs)
-        found = judge_finiteness(known, lost, outputs, scaled=scale is not None)
+        norms, known_loss, known_scale, outputs = self._fetch(loss, scale, norms_P)
+        trained = {
+            name for name, one in self.parameters.items() if one.requires_grad and (only is None or name in only)
+        }
+        norms = {name: norm for name, norm in norms.items() if name in trained}
+        layers, lost = self._by_layer(norms, 1 / known_scale if scaled and known_scale else 1.0, outputs)
+        found = verdict.judge_finiteness(known_loss, lost, outputs, scaled=scale is not None)
         if not lost:  # non-finite gradients have no norms to judge
             idle = self._hooked - {output.module for output in outputs} if outputs else ()
-            found += judge_norms(layers, self.config, self._histories[optimizer], idle)
-        found += judge_range(outputs, self.config)
+            found += verdict.judge_norms(layers, self.config, self._histories[optimizer], idle)
+        found += verdict.judge_range(outputs, self.config)
         missing = [name for name, norm in norms.items() if norm == MISSING]
         self._steps_without.update(missing)
-        self.note_gradients(norms.keys() - set(missing))
-        found += self.name_without_gradient(self.config.gradient_steps)
-        found += self._judge_unseen(layers, outputs)
-        if scale is not None:
-            last = self.scales[-1] if self.scales else scale_value
-            self.rises, self.falls = self.rises + (scale_value > last), self.falls + (scale_value < last)
-            found += check_loss_scale(scale_value, self.scales, self.config)
-            self.scales = [*self.scales[-self.config.falls :], scale_value]
+        self.with_gradient |= norms.keys() - set(missing)
+        found += self.name_without_gradient(self.config.gradient_steps) + self._judge_unseen(layers, outputs)
+        if known_scale is not None:
+            found += self._judge_scale(known_scale)
         largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
         return StepReport(
-            step, known, math.hypot(*layers.values()), None if scale is None else scale_value, layers,
+            step, known_loss, math.hypot(*layers.values()), known_scale, layers,
             None if largest is None else (largest.module, largest.value), tuple(found), _ranges(outputs),
             self.rises, self.falls,
         )  # fmt: skip
+
+    def _fetch(
+        self, loss: Tensor | float | None, scale: Tensor | None, norms_P: Tensor | None
+    ) -> tuple[dict[str, float], float | None, float | None, list[Output]]:
+        """Gradient norms by parameter, loss, loss scale and output ranges, with one transfer from the device."""
+        self._was_read = True
+        if norms_P is None:
+            norms_P = gradient_norms([*self.parameters.values()]) if self.parameters else torch.zeros(0)
+        singles = [torch.as_tensor(one) for one in (loss, scale) if one is not None]
+        parts = [norms_P, *singles, *(value for pair in self.peaks.values() for value in pair)]
+        numbers = iter(torch.cat([part.detach().float().reshape(-1).to(self.device) for part in parts]).tolist())
+        norms = {name: next(numbers) for name in self.parameters}
+        known_loss, known_scale = (None if one is None else next(numbers) for one in (loss, scale))
+        outputs = [Output(name, dtype, next(numbers), next(numbers)) for name, _call, dtype in self.peaks]
+        return norms, known_loss, known_scale, outputs
+
+    def _judge_scale(self, scale: float) -> list[Anomaly]:
+        """Find a loss scale that is low or keeps falling; counts its rises and falls."""
+        last = self.scales[-1] if self.scales else scale
+        self.rises, self.falls = self.rises + (scale > last), self.falls + (scale < last)
+        found = verdict.check_loss_scale(scale, self.scales, self.config)
+        self.scales = [*self.scales[-self.config.falls :], scale]
+        return found
 
     def _by_layer(
         self, norms: Mapping[str, float], factor: float, outputs: Sequence[Output]
@@ -236,33 +197,29 @@ class Measurement:
             layer = layer_of(name)
             if norm >= 0 or math.isnan(norm):
                 squares[layer] += (norm * factor) ** 2
-            if not math.isfinite(norm) and not _is_finite(self.parameters[name]):
+            if not math.isfinite(norm) and not is_finite(self.parameters[name]):
                 lost.add(layer)
         last = len(self._order)
         # Layers whose outputs are not recorded come last, in the model's order.
         ordered = sorted(squares, key=lambda layer: self._order.get(layer, last))
         return {layer: math.sqrt(squares[layer]) for layer in ordered}, [layer for layer in ordered if layer in lost]
 
-    def note_gradients(self, names: Collection[str]) -> None:
-        """Record that these parameters had a gradient."""
-        self._steps_with.update(names)
-
     def name_without_gradient(self, steps: int) -> list[Anomaly]:
         """Find parameters without any gradient so far, for at least `steps` steps; each is reported once.
 
         The limit is `repeat_steps` for experts, and for all parameters if some get gradients in some steps only.
         """
-        never = {name: count for name, count in self._steps_without.items() if not self._steps_with[name]}
-        sparse = any(self._steps_with[name] for name in self._steps_without)
-        patient = {name for name in never if sparse or "expert" in name.lower()}
+        patient = not self.with_gradient.isdisjoint(self._steps_without)
+        done = self.with_gradient | self._named
         late = [
             name
-            for name, count in never.items()
-            if name not in self._named and count >= (self.config.repeat_steps if name in patient else steps)
+            for name, count in self._steps_without.items()
+            if name not in done
+            and count >= (self.config.repeat_steps if patient or "expert" in name.lower() else steps)
         ]
-        self._named.update(late)
         if not late:
             return []
+        self._named.update(late)
         ran = [name for name in late if layer_of(name) in self._order]
         why = "they" if len(ran) == len(late) else some(ran, 3, ", ")
         why = f"; {why} ran, but the loss does not depend on them" if ran else ""
@@ -273,11 +230,13 @@ class Measurement:
         """Find trained modules whose outputs no hook has recorded; reported once."""
         seen = {output.module for output in outputs}
         unseen = [name for name in layers if name in self._hooked and name not in seen]
+        if self._unseen < 0 or not unseen:
+            return []
         compiled = any(
             type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
             for module in self.model.modules()
         )
-        if self._unseen < 0 or not unseen or (seen and not compiled):
+        if seen and not compiled:
             return []
         self._unseen += 1
         if not compiled and self._unseen == 1:  # the first step's forward pass may have run before the hooks
@@ -296,11 +255,3 @@ def _ranges(outputs: Sequence[Output]) -> dict[str, tuple[float, float]]:
         odd = math.isnan(output.value) or math.isnan(low)
         found[output.module] = (math.nan,) * 2 if odd else (min(low, output.low), max(high, output.high))
     return found
-
-
-def _is_finite(parameter: nn.Parameter) -> bool:
-    """Whether the gradient is finite, so that only its norm overflowed."""
-    if parameter.grad is None:  # a manual step has dropped it
-        return False
-    values = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-    return bool(values.isfinite().all())

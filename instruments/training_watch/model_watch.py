@@ -20,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instruments.errors import ConfigError
 from instruments.precision.calls import in_backward
-from instruments.training_watch.measurement import Measurement, find_parameters, gradient_norms, logger
+from instruments.training_watch.gradient_norms import gradient_norms
+from instruments.training_watch.measurement import Measurement, find_parameters, logger
 from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ def _unscale_and_look(scaler: GradScaler, optimizer: Optimizer) -> None:
     _unscale(scaler, optimizer)
     for watch in list(_following):
         watch.look_unscaled(scaler, optimizer)
+
+
+def _unwrap(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer, or accelerate's wrapper of one
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 class ModelWatch:
@@ -77,6 +82,8 @@ class ModelWatch:
         except BaseException:
             self.remove()
             raise
+        if not any(parameter.requires_grad for parameter in self.measurement.parameters.values()):
+            logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
 
     def _add_hooks(self, model: nn.Module) -> None:
         ours = weakref.ref(self)  # the hook is global and must not keep the model alive
@@ -124,19 +131,16 @@ class ModelWatch:
         self._by_hand = True
         if loss is not None:
             self.note_loss(loss)
-        scaler, one = self.scaler, torch.ones((), device=self.measurement.device)
-        report = self._measure(None if scaler is None else scaler.scale(one))
+        report = self._measure(self._scale())
         self._held = None
         self.measurement.forget_outputs()
         return report
 
-    def _measure(
-        self,
-        scale: Tensor | None = None,
-        *,
-        optimizer: int | None = None,
-        **how: Any,  # noqa: ANN401 - of read
-    ) -> StepReport:
+    def _scale(self) -> Tensor | None:
+        """The scaler's loss scale; does not wait for the device."""
+        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.measurement.device))
+
+    def _measure(self, scale: Tensor | None = None, *, optimizer: int | None = None, **how: Any) -> StepReport:  # noqa: ANN401 - arguments of read
         joins = bool(self._in_step) and optimizer not in self._in_step  # the step that another optimizer began
         if not joins or not (optimizer in self._known or self.next_step == self._first_step + 1):
             joins, self._in_step = False, set()
@@ -193,8 +197,7 @@ class ModelWatch:
 
     def _names_of(self, optimizer: Any) -> set[str]:  # noqa: ANN401 - or a wrapper of one
         """Names of the optimizer's watched parameters; empty if the optimizer is not followed."""
-        followed = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        if self._by_hand or (followed is not None and getattr(optimizer, "optimizer", optimizer) is not followed):
+        if self._by_hand or (self.optimizer is not None and _unwrap(optimizer) is not _unwrap(self.optimizer)):
             return set()
         asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         ours = self.measurement.parameters.items()
@@ -205,10 +208,9 @@ class ModelWatch:
         if scaler.is_enabled() and (names := self._names_of(optimizer)):
             self.scaler, self._stepped = scaler, True
             self._held = None  # norms of scaled gradients
-            plain = id(getattr(optimizer, "optimizer", optimizer))
+            plain = id(_unwrap(optimizer))
             self._unscaled.add(plain)
-            one = torch.ones((), device=self.measurement.device)
-            self._measure(scaler.scale(one), only=names, optimizer=plain)
+            self._measure(self._scale(), only=names, optimizer=plain)
 
     def look_before_step(self, optimizer: Optimizer) -> None:
         """Judge gradients before an optimizer's step; they may have been clipped since the backward pass."""
@@ -217,7 +219,7 @@ class ModelWatch:
             return
         self._stepped = True
         if in_backward():  # one optimizer per parameter, which steps as soon as its gradient is there
-            self.measurement.note_gradients(names)
+            self.measurement.with_gradient.update(names)
             return
         # Fused optimizers unscale inside their step.
         scale = getattr(optimizer, "grad_scale", None)
@@ -283,16 +285,14 @@ def watch_model(
         if old.optimizer is None or optimizer is None or old.optimizer is optimizer:
             logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
             old.__exit__(None)
-    dumped = None
-    if dump is not None:
-        # Without a dump, only torch is needed.
-        from instruments.tensor_dump.config import DumpConfig  # noqa: PLC0415
-        from instruments.tensor_dump.tensor_dump import TensorDump  # noqa: PLC0415
+    tensors = None if dump is None else _dump_into(Path(dump), model, dump_steps)
+    log = None if log is None else Path(log)
+    return ModelWatch(model, optimizer, scaler, config or WatchConfig(), log, tensors, first_step)
 
-        dumped = TensorDump(model, Path(dump), DumpConfig(last_steps=dump_steps), environment={})
-    watch = ModelWatch(
-        model, optimizer, scaler, config or WatchConfig(), None if log is None else Path(log), dumped, first_step
-    )
-    if not any(parameter.requires_grad for parameter in watch.measurement.parameters.values()):
-        logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
-    return watch
+
+def _dump_into(folder: Path, model: nn.Module, steps: int) -> "TensorDump":
+    # Without a dump, only torch is needed.
+    from instruments.tensor_dump.config import DumpConfig  # noqa: PLC0415
+    from instruments.tensor_dump.tensor_dump import TensorDump  # noqa: PLC0415
+
+    return TensorDump(model, folder, DumpConfig(last_steps=steps), environment={})

@@ -17,7 +17,10 @@ from instruments.json_kinds import check_fields, is_count, is_number, is_text, k
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+logger = logging.getLogger(__name__)
+
 NOTE, WARNING, SEVERE = "note", "warning", "severe"
+_LEVELS = {NOTE: logging.INFO, WARNING: logging.WARNING, SEVERE: logging.ERROR}
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class StepReport:
 
     def record(self, *, layers: bool) -> dict[str, object]:
         """Values for JSON; layers and outputs only if `layers` or if there are findings."""
-        output, scaled = self.largest_output, self.loss_scale is not None
+        output, scaled, details = self.largest_output, self.loss_scale is not None, layers or self.anomalies
         facts = {
             "step": self.step,
             "gradient_norm": self.gradient_norm,
@@ -58,8 +61,8 @@ class StepReport:
             "loss_scale_rises": self.scale_rises if scaled else None,
             "loss_scale_falls": self.scale_falls if scaled else None,
             "largest_output": None if output is None else {"module": output[0], "value": output[1]},
-            "layers": self.layers if layers or self.anomalies else None,
-            "outputs": self.outputs if self.outputs and (layers or self.anomalies) else None,
+            "layers": self.layers if details else None,
+            "outputs": self.outputs if self.outputs and details else None,
             "anomalies": [vars(anomaly) for anomaly in self.anomalies],
         }
         return {name: plain_json(fact) for name, fact in facts.items() if fact is not None}
@@ -76,38 +79,21 @@ def plain_json(value: Any) -> Any:  # noqa: ANN401 - JSON values
 
 @dataclass
 class WatchConfig:
-    """Thresholds of watch_model, and intervals of its log."""
+    """Thresholds of watch_model, and intervals of its log; conf/diagnose/default.yaml explains each (`limits`)."""
 
-    # A gradient (of a layer, or the total) vanishes below this L2 norm.
     vanishing: float = field(default=1e-6, metadata={"minimum": 0})
-    # The total explodes above this norm and `growth` times the usual one; before clipping, after unscaling.
     exploding: float = field(default=100.0, metadata={"above": 0})
     growth: float = field(default=10.0, metadata={"minimum": 1})
-    # A layer is dead if its gradient norm is at most this share of the median layer's ...
     dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
-    # ... for this many steps in a row, without rising.
     dead_steps: int = field(default=3, metadata={"minimum": 1})
-    # Steps after which parameters that never had a gradient are reported.
     gradient_steps: int = field(default=3, metadata={"minimum": 1})
-    # Record module outputs: to find the first NaN or inf, and values close to the largest number of their format.
     activations: bool = True
-    # Share of the largest number of an output's format (float16: 65504) above which its values are too close to it.
     near_limit: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
-    # Loss scale below which gradients underflow easily, and at or below which scaling has no effect.
     low_scale: float = field(default=128.0, metadata={"above": 0})
     lost_scale: float = field(default=1.0, metadata={"above": 0})
-    # This many falls in a row are no longer GradScaler's search for a loss scale.
     falls: int = field(default=5, metadata={"minimum": 1})
-    # Steps after which a lasting finding is reported again.
     repeat_steps: int = field(default=100, metadata={"minimum": 1})
-    # The log holds the norm of every layer once in this many steps.
     layer_steps: int = field(default=10, metadata={"minimum": 1})
-
-
-logger = logging.getLogger(__name__)
-
-
-_LEVELS = {NOTE: logging.INFO, WARNING: logging.WARNING, SEVERE: logging.ERROR}
 
 
 class StepLog:

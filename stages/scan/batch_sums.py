@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from instruments.ffn_probe import FFNGradients, neuron_norms
-from instruments.parameter_scan.scan_pass import to_host
+from instruments.parameter_scan.record import to_host
 from stages.accumulators.sums import ScanSums
 from stages.scan.config import ScanConfig
 from stages.scan.token_sums import pack_bits, sum_tokens, sum_tokens_compiled

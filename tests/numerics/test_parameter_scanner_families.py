@@ -171,6 +171,17 @@ def test_experts_that_get_some_of_the_tokens_are_left_out_or_refused():
         scan(model, batch(), patterns=["model.layers.0.mlp.experts.*"])
 
 
+def test_experts_that_two_layers_share_are_left_out():
+    """They run twice in one forward pass: the norms of all experts, not only of the first, would be wrong."""
+    model = make_moe("qwen3_moe").eval()
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    scanner, record = scan(model, batch())
+    assert list(scanner.left_out.values()).count("it ran twice in one forward pass") == 2
+    experts = [column for column, one in enumerate(scanner.parameters) if ".experts." in one.name]
+    assert record.activation_BP[:, experts].isnan().all()
+    assert record.gradient_BP[:, experts].isnan().all()
+
+
 def test_experts_without_gradients():
     model = make_moe("qwen3_moe").eval()
     _, expected = scan(model, batch())

@@ -6,8 +6,9 @@ from unit.instruments.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, record
 
 from instruments.errors import ContractError
 from instruments.mscan import writer as buffer
+from instruments.mscan.merge import merge_mscan
 from instruments.mscan.reader import read_mscan
-from instruments.mscan.writer import MscanWriter, merge_mscan
+from instruments.mscan.writer import MscanWriter
 
 CREATED = "2026-01-02"
 

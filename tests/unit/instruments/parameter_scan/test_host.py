@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from instruments.parameter_scan.scan_pass import to_host
+from instruments.parameter_scan.record import to_host
 
 
 def test_tensors_keep_their_numbers_shapes_and_formats():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from unit.instruments.precision.watched_net import D, Net, T, batch
 
 from instruments.errors import ConfigError
 from instruments.static_check.check import static_check
@@ -15,26 +16,6 @@ from instruments.tensor_dump.reader import DumpReader
 from instruments.training_watch.model_watch import watch_model
 from instruments.training_watch.step_log import WatchConfig, read_step_log
 from instruments.training_watch.verdict import check_loss_scale
-
-T, D, H, V = 7, 6, 11, 5
-
-
-class Net(nn.Module):
-    """Three Linear layers and a LayerNorm."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(D, H), nn.LayerNorm(H)
-        self.middle, self.head = nn.Linear(H, H, bias=False), nn.Linear(H, V)
-
-    def forward(self, x):
-        return self.head(self.middle(self.norm(self.first(x))).tanh())
-
-
-def batch(step=0):
-    draw = torch.Generator().manual_seed(step)
-    return torch.randn(T, D, generator=draw), torch.randint(V, (T,), generator=draw)
 
 
 def train(watch, model, *, steps=1, lossy=functional.cross_entropy):

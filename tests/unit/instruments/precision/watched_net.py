@@ -17,6 +17,6 @@ class Net(nn.Module):
         return self.head(self.middle(self.norm(self.first(x))).tanh())
 
 
-def batch(step):
+def batch(step=0):
     draw = torch.Generator().manual_seed(step)
     return torch.randn(T, D, generator=draw), torch.randint(V, (T,), generator=draw)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from instruments.errors import ConfigError
-from instruments.parameter_scan.scan_pass import bind_arguments, read_call
+from instruments.parameter_scan.call import bind_arguments, read_call
 
 IDS = torch.ones(2, 5, dtype=torch.long)
 

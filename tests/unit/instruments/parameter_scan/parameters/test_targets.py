@@ -4,7 +4,7 @@ from torch import nn
 from instruments.errors import ConfigError
 from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.scanner import ParameterTensorScanner
-from instruments.parameter_scan.targets import find_targets
+from instruments.parameter_scan.targets import Selection
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ def names(targets):
 
 
 def test_every_linear_and_embedding_by_default():
-    found = find_targets(Model(), None, 5)
+    found = Selection(Model(), None, 5)
     layers = [f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("q_proj", "router")]
     assert names(found) == ["embed_tokens.weight", *layers, "lm_head.weight"]
     assert found.left_out == {}
@@ -41,7 +41,7 @@ def test_every_linear_and_embedding_by_default():
 
 
 def test_patterns_are_globs_on_module_names():
-    assert names(find_targets(Model(), ["*.1.*", "lm_*"], 5)) == [
+    assert names(Selection(Model(), ["*.1.*", "lm_*"], 5)) == [
         "layers.1.q_proj.weight", "layers.1.router.weight", "lm_head.weight",
     ]  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_patterns_are_globs_on_module_names():
 def test_a_tied_output_embedding_belongs_to_the_embedding():
     model = Model()
     model.lm_head.weight = model.embed_tokens.weight
-    found = find_targets(model, ["embed_tokens", "lm_head"], 5)
+    found = Selection(model, ["embed_tokens", "lm_head"], 5)
     assert names(found) == ["embed_tokens.weight"]
     assert found.targets[0].head is model.lm_head
 
@@ -74,7 +74,7 @@ def test_nothing_matches():
 def test_two_linears_with_one_weight():
     model = Model()
     model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
-    found = find_targets(model, None, 5)
+    found = Selection(model, None, 5)
     why = "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both"
     assert found.left_out == dict.fromkeys(("layers.0.q_proj.weight", "layers.1.q_proj.weight"), why)
     assert not {name for name in names(found) if "q_proj" in name}

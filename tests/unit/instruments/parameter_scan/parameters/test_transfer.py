@@ -3,19 +3,17 @@ import torch
 
 from instruments.errors import ConfigError, NumericsError
 from instruments.mscan.header import WatchedParameter
-from instruments.parameter_scan.inputs import split_samples
-from instruments.parameter_scan.scan_pass import CallFacts, Layout, Measured, ScanPass, Squares, to_record
+from instruments.parameter_scan.call import CallFacts
+from instruments.parameter_scan.record import join_blocks, to_record
+from instruments.parameter_scan.scan_pass import ScanPass, Squares
 
-LAYOUT = Layout.of([WatchedParameter("embed", "embedding", 11, 6, 4), WatchedParameter("q", "linear", 6, 12, 4)])
+PARAMETERS = [WatchedParameter("embed", "embedding", 11, 6, 4), WatchedParameter("q", "linear", 6, 12, 4)]
 
 
 def test_blocks_stand_in_the_order_of_the_parameters():
-    ones = {1: torch.ones(3, 2)}
-    expected = torch.tensor([torch.nan, 1, 1]).expand(3, -1)
-    torch.testing.assert_close(LAYOUT.join(ones, LAYOUT.read, 3), expected, equal_nan=True)
-    torch.testing.assert_close(LAYOUT.join(ones, LAYOUT.inputs, 3), torch.ones(3, 2))
-    totals = LAYOUT.totals(torch.tensor([[1.0, 2, 3, 4, 5]]), LAYOUT.outputs)
-    assert totals.tolist() == [[3, 12]]
+    blocks, totals = join_blocks({1: torch.tensor([[1.0, 2]] * 3), 2: torch.full((3, 1), 4.0)}, [1, 2, 1], 3)
+    torch.testing.assert_close(blocks, torch.tensor([[torch.nan, 1, 2, 4]] * 3), equal_nan=True)
+    torch.testing.assert_close(totals, torch.tensor([[torch.nan, 3, 4]] * 3), equal_nan=True)
 
 
 def test_a_record_of_what_was_measured():
@@ -25,7 +23,7 @@ def test_a_record_of_what_was_measured():
         in_gradient={1: torch.tensor([[9.0, 16]] * 2)},
         out_gradient={0: torch.tensor([[9.0, 16]] * 2), 1: torch.tensor([[4.0, 4, 1]] * 2)},
     )
-    record, skipped = to_record(Measured(ScanPass(facts, LAYOUT, ["a", "b"]), squares), gradients=True)
+    record, skipped = to_record(ScanPass(facts, ["a", "b"]), squares, PARAMETERS, gradients=True)
     assert record.activation_BP.tolist() == [[5, 5]] * 2
     assert record.gradient_BP.tolist() == [[5, 3]] * 2
     assert record.in_activation_BI.tolist() == record.in_gradient_BI.tolist() == [[3, 4]] * 2
@@ -37,7 +35,7 @@ def test_a_record_of_what_was_measured():
 
 def test_a_pass_that_no_gradient_reached():
     with pytest.raises(NumericsError) as caught:
-        to_record(Measured(ScanPass(CallFacts(1, 3, None, None), LAYOUT, ["a"]), Squares()), gradients=True)
+        to_record(ScanPass(CallFacts(1, 3, None, None), ["a"]), Squares(), PARAMETERS, gradients=True)
     assert str(caught.value) == (
         "no gradient reached a watched parameter in 1 of 1 samples\n"
         "  where: a\n"
@@ -46,10 +44,10 @@ def test_a_pass_that_no_gradient_reached():
 
 
 def test_samples_of_a_module_that_sees_all_tokens_in_a_row():
-    flat = torch.arange(12.0).view(6, 2)
-    assert torch.equal(split_samples(flat, 2, 3, "router"), flat.view(2, 3, 2))
+    flat, facts = torch.arange(12.0).view(6, 2), CallFacts(2, 3, None, None)
+    assert torch.equal(facts.split(flat, "router"), flat.view(2, 3, 2))
     with pytest.raises(ConfigError) as caught:
-        split_samples(flat[:5], 2, 3, "experts.0.up_proj")
+        facts.split(flat[:5], "experts.0.up_proj")
     assert str(caught.value) == (
         "experts.0.up_proj was given a tensor of shape (5, 2); expected 2 samples of 3 positions\n"
         "  where: ParameterTensorScanner\n"
