@@ -23,9 +23,10 @@ from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_check
 from stages.assemble.config import AssembleConfig
 from stages.assemble.report import RouterReport, summarise, summarise_pool
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.batches import CalibrationContext, DealtLayer, Keep, deal_layers, take_tokens
+from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.token_memory import as_it_is
+from stages.calibration.share import take_tokens
+from stages.calibration.token_memory import Keep, as_it_is
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
 from stages.routing.task import (
@@ -140,7 +141,7 @@ def fit_all(
     def fit(layer: DealtLayer) -> tuple[int, RouterReport]:
         if report := done[layer.index]:
             return layer.index, report
-        index, seed = layer.index, context.layer_seed(layer.index)
+        index, seed = layer.index, layer_seed(context.seed, layer.index)
         descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.balance_weight, seed)
         settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, text=text)
         neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)

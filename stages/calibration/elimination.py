@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.ffn import DenseFFN
-from stages.calibration.batches import Share
+from stages.calibration.share import Share
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
 SHARE = 32  # each step removes 1/32 of the remaining neurons

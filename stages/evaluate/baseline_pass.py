@@ -17,7 +17,8 @@ from models.targets.config import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
-from stages.calibration.batches import Share, TokenStream, layer_seed
+from stages.calibration.batches import TokenStream, layer_seed
+from stages.calibration.share import Share
 from stages.calibration.token_memory import TokenMemory
 from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss

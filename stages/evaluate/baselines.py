@@ -16,8 +16,8 @@ from models.experts import Block, ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
 from stages.artifacts.job import ALONE, Workers
-from stages.calibration.batches import Share
 from stages.calibration.elimination import rank_by_alignment
+from stages.calibration.share import Share
 
 # Seeds of random routers start here: with those of stage=assemble, its random router would be drawn again.
 FIRST_SEED = 5_000

@@ -14,8 +14,9 @@ from stages.artifacts.carve import Partition, PoolPartition, Routers, load_parti
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
-from stages.calibration.batches import CalibrationContext, evenly_spaced
+from stages.calibration.batches import CalibrationContext, layer_seed
 from stages.calibration.config import VocabularyConfig
+from stages.calibration.share import evenly_spaced
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import FIRST_SEED, LayerFacts
 from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_layers, measure_speed
@@ -121,7 +122,7 @@ def read_facts(
             router,
             contribution_LF[index].to(device),
             shape,
-            context.layer_seed(FIRST_SEED + index),
+            layer_seed(context.seed, FIRST_SEED + index),
             pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
             stays_dense=index in shape.dense_layers,
         )

@@ -22,10 +22,10 @@ from stages.calibration.alignment import (
     column_scale,
     relative_error,
     scale_columns,
-    split_validation,
 )
-from stages.calibration.batches import CalibrationContext, Share, TokenStream, take_rows, take_tokens
+from stages.calibration.batches import CalibrationContext, TokenStream, layer_seed
 from stages.calibration.config import FITTED_ROUTERS
+from stages.calibration.share import Share, take_rows, take_tokens
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
@@ -62,7 +62,7 @@ def project_layer(
     `inputs` (of the already carved model) and `wanted` are those of `align_down`; `seed` orders the tokens of descent.
     """
     share = Share.of(inputs)
-    _, validation = split_validation(share.total_batches, settings.validation_share, share.text)
+    _, validation = share.split(settings.validation_share)
     base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
     state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
     outcome = Outcome(state.error)
@@ -156,7 +156,7 @@ def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings)
     if not refit.descent.balance:
         return 0.0
     share = Share.of(inputs)
-    _, validation = split_validation(share.total_batches, refit.validation_share, share.text)
+    _, validation = share.split(refit.validation_share)
     load_E = load_balance(loop.router, inputs, loop.top_k, validation)
     return refit.descent.balance * float((load_E - 1).square().mean())
 
@@ -180,7 +180,7 @@ def train_experts(
     trains for all, because the steps are many and small.
     """
     share = Share.of(inputs)
-    fitted, _ = split_validation(share.total_batches, settings.validation_share, share.text)
+    fitted, _ = share.split(settings.validation_share)
     gathered = [share.gather(), share.holding(wanted).gather()]
 
     def train() -> ExpertWeights:
@@ -268,7 +268,7 @@ def project_all(
         if workers.broadcast(done is not None):
             done = done or find_done(scratch, index)
         else:
-            seed = context.layer_seed(index)
+            seed = layer_seed(context.seed, index)
             refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
             start = checkpoint.loop(
                 partition, index, load_layer(extracted, index), routers.layer(index), layer.ffn.act, stream.device

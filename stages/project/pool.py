@@ -29,10 +29,10 @@ from stages.calibration.alignment import (
     relative_error,
     scale_columns,
     scale_pool,
-    split_validation,
 )
-from stages.calibration.batches import CalibrationContext, LayerSample, sample_layers
+from stages.calibration.batches import CalibrationContext, LayerSample, layer_seed, sample_layers
 from stages.calibration.config import FITTED_ROUTERS
+from stages.calibration.share import split_validation
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import refit_settings
@@ -265,7 +265,7 @@ def run_pool(
         for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))
     ]
     refit = [
-        refit_settings(checkpoint, project, routers.logit_std, context.layer_seed(layer))
+        refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer))
         for layer in range(partition.layers)
     ]
     carve = PoolCarve(samples, refit, checkpoint.biased)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from stages.calibration.alignment import NormalEquations, split_validation
-from stages.calibration.batches import evenly_spaced, take_rows
+from stages.calibration.alignment import NormalEquations
+from stages.calibration.share import evenly_spaced, sample_rows, split_validation
 from stages.routing.descent import DescentSettings, OutputError, Sample, descend
 from stages.routing.task import RouterTask, output_error, output_norms
 
@@ -70,8 +70,7 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     on the activations of the always-on neurons, with `penalty` relative to the mean diagonal of their second moment.
     `cluster.method=router_aware` groups neurons by the same measure. At most `tokens` tokens are used.
     """
-    inputs = [task.inputs[index] for index in batches]
-    x_TD = take_rows(inputs, evenly_spaced(sum(map(len, inputs)), tokens))
+    x_TD = sample_rows([task.inputs[index] for index in batches], tokens)
     routed = distinct_neurons(task.loop)
     parts = Activations(task.loop, routed, x_TD)
     predicted_RS = regress_on_always_on(parts, penalty)

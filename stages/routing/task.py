@@ -11,8 +11,8 @@ from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, choose_experts, chosen_mask, membership
 from stages.calibration.alignment import relative_error
-from stages.calibration.batches import Keep, Share, take_tokens
-from stages.calibration.token_memory import as_it_is
+from stages.calibration.share import Share, take_tokens
+from stages.calibration.token_memory import Keep, as_it_is
 from stages.routing.descent import OutputError
 
 MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB

@@ -7,8 +7,8 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from stages.calibration.alignment import column_scale, relative_error, scale_columns, split_validation
-from stages.calibration.batches import Share
+from stages.calibration.alignment import column_scale, relative_error, scale_columns
+from stages.calibration.share import Share, split_validation
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import LayerCarve, load_cost, project_layer, train_experts
 from stages.routing.descent import DescentSettings
