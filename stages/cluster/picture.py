@@ -239,7 +239,7 @@ def plot_layer(
     picture = NeuronMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
     file = f"neuron_map_layer_{layer:03}.png"
     neurons = f"{width} neurons" if len(shown) == width else f"{len(shown)} of {width} neurons"
-    copies = ", coloured by first home" if experts * size > len(partition.roles.routed_U) else ""
+    copies = ", coloured by first home" if experts * size > len(partition.routed_U) else ""
     plot_neuron_map(
         picture,
         folder / file,

@@ -111,18 +111,18 @@ def measure_layer(
     partition: LayerPartition, evidence: LayerEvidence, features_FC: Float[Tensor, "F C"] | None
 ) -> LayerFigures:
     """Figures of one layer; `features_FC` is None for methods that do not compare neurons."""
-    roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
+    statistics, layer = evidence.statistics, evidence.layer
     contribution_F, experts = evidence.contribution_F, len(partition.neurons_EN)
     objective = None
     if features_FC is not None and experts:
-        compared_UC = features_FC[roles.routed_U]
+        compared_UC = features_FC[partition.routed_U]
         objective = measure_objective(compared_UC, partition.labels_U, experts, rng=evidence.draw(CONTROL))
     return LayerFigures(
         measure_coactivation(statistics.active_bits[layer], statistics.reservoir_tokens, partition.neurons_EN),
         objective,
-        always_on_share=share_of(contribution_F, roles.always_on_S),
-        dropped=len(roles.dropped_X),
-        dropped_share=share_of(contribution_F, roles.dropped_X),
+        always_on_share=share_of(contribution_F, partition.always_on_S),
+        dropped=len(partition.dropped_X),
+        dropped_share=share_of(contribution_F, partition.dropped_X),
         copies=int(partition.neurons_EN.flatten().bincount(minlength=1).max()),
     )
 

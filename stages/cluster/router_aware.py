@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.ffn import DenseFFN
 from models.routing import choose_experts, chosen_mask
 from stages.calibration.alignment import NormalEquations
-from stages.cluster.evidence import LayerActivity
 
 MAX_PIVOTS = 10**9  # of the network simplex; far more than it needs
 
@@ -64,21 +64,17 @@ class TokenEnergy:
 
 
 def measure_energy(
-    activity: LayerActivity, routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int, tokens: int
+    ffn: DenseFFN, x_TD: Float[Tensor, "T D"], routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int
 ) -> TokenEnergy:
-    """Energy of the routed neurons on at most `tokens` calibration tokens, evenly spaced over the text.
-
-    Memory: tokens × U.
-    """
-    x_TD = activity.sample(tokens)
-    hidden_TF = activity.ffn.hidden(x_TD)
+    """Energy of the routed neurons on these tokens. Memory: T × U."""
+    hidden_TF = ffn.hidden(x_TD)
     kept_TS, hidden_TU = hidden_TF[:, always_on_S], hidden_TF[:, routed_U]
     del hidden_TF
     if len(always_on_S):
         moments = NormalEquations(len(always_on_S), len(routed_U), device=x_TD.device)
         moments.add(kept_TS, hidden_TU)
         hidden_TU.addmm_(kept_TS, moments.solve(PREDICT_PENALTY).T, alpha=-1)
-    energy_TU = hidden_TU.mul_(activity.ffn.down_DF.norm(dim=0)[routed_U]).square_()
+    energy_TU = hidden_TU.mul_(ffn.down_DF.norm(dim=0)[routed_U]).square_()
     return TokenEnergy(energy_TU, x_TD, ridge_factor(x_TD, ROUTER_PENALTY), top_k)
 
 

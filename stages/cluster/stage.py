@@ -1,7 +1,6 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import repeat
 from pathlib import Path
@@ -14,13 +13,15 @@ from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
+from models.stream import LayerStream
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
+from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerActivity, LayerEvidence, open_activities, view_neurons
+from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence, view_neurons
 from stages.cluster.layer import LayerPartition, layer_shapes, load_layers, partition_layer, save_partition
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
@@ -41,7 +42,7 @@ def run(
 
     Workers share the pass over the text; then each worker groups one layer. With `job.earlier`, its partition is taken.
     """
-    workers, model = job.workers, replace(model, device=job.workers.pick_device(model.device))
+    workers = job.workers
     statistics = NeuronStatistics.load(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
@@ -52,9 +53,9 @@ def run(
         shapes = layer_shapes(shape, scores.chosen)
     turns = -(-layers // workers.world)
     done = workers.lead(lambda: find_done(job, shape, layers))
-    activities: Iterable[LayerActivity | None] = repeat(None, turns)
+    activities: Iterable[DealtLayer | None] = repeat(None, turns)
     if cluster.needs_pass(shape, width) and None in done.values():
-        activities = open_activities(model, data, vocabulary, cluster.batch_tokens, workers, job.scratch)
+        activities = open_activities(CalibrationContext.of(model, data, vocabulary, cluster.batch_tokens, seed, job))
     found: dict[int, GroupedLayer] = {}
     for turn, activity in enumerate(tqdm(activities, total=turns, desc="cluster", unit="layer")):
         layer, mine = turn * workers.world + workers.rank, None
@@ -74,6 +75,12 @@ def run(
     figures = {layer: grouped.figures for layer, grouped in found.items()}
     pictures = [name for grouped in found.values() for name in grouped.pictures]
     return tabulate_layers(figures, cluster, description, pictures, shapes if shape.pooled else ())
+
+
+def open_activities(context: CalibrationContext) -> Iterator[DealtLayer | None]:
+    """`deal_layers` of the dense model on the calibration text."""
+    with LayerStream(context.folder, device=context.device) as stream:
+        yield from deal_layers(stream, context.batches, context.workers, context.memory)
 
 
 def find_done(job: Job, shape: MoEShape, layers: int) -> Mapping[int, LayerPartition | None]:
@@ -101,11 +108,7 @@ class GroupedLayer(NamedTuple):
 
 
 def group_layer(
-    cluster: ClusterConfig,
-    evidence: LayerEvidence,
-    shape: MoEShape,
-    partition: LayerPartition | None,
-    out: Path | None,
+    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape, partition: LayerPartition | None, out: Path | None
 ) -> GroupedLayer:
     """Group the neurons of one layer, or take the `partition` of an earlier run; draw a map into `out`, if given."""
     layer, features = evidence.layer, lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
@@ -141,8 +144,8 @@ def rank_neurons(
     if cluster.aligns(shape, width):
         # Without always-on neurons, the ranking separates routed from dropped neurons, and orders them for method rank.
         keep = shape.always_on or min(shape.experts * shape.n, width - 1)
-        sample_TD = evidence.activity.sample(cluster.sample_tokens)
-        measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
+        ffn, sample_TD = evidence.sample(cluster.sample_tokens)
+        measure_F = rank_by_alignment(ffn, [sample_TD], keep)
     else:
         measure_F = evidence.score_F
     return measure_F, evidence.score_F if shape.pooled else measure_F

@@ -24,7 +24,8 @@ from models.ffn import DenseFFN
 from models.routing import GateKind
 from stages.assemble.stage import fit_layer, measure_router
 from stages.calibration.alignment import NormalEquations, column_scale
-from stages.cluster.evidence import FEATURE_DIMS, LayerActivity, coactivation_features
+from stages.calibration.share import sample_rows
+from stages.cluster.evidence import FEATURE_DIMS, coactivation_features
 from stages.cluster.layer import partition_layer
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import LayerCarve, project_layer
@@ -68,7 +69,7 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
     router = RouterSettings("error", 0.1, DescentSettings(0, 0.01, 0.0, 0), tokens=8192)
 
     def cluster() -> None:
-        evidence = SimpleNamespace(activity=LayerActivity(ffn, inputs))
+        evidence = SimpleNamespace(sample=lambda tokens: (ffn, sample_rows(inputs, tokens)))
         rng = np.random.default_rng(0)
 
         def features() -> Tensor:
