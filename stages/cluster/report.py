@@ -127,36 +127,23 @@ def measure_layer(
     )
 
 
-COLUMNS = [
-    "layer",
-    "fire together within",
-    "between experts",
-    "ratio",
-    "similarity",
-    "by chance",
-    "gap",
-    "always-on share",
-    "dropped neurons",
-    "dropped share",
-    "most copies",
-]
+COLUMNS = (
+    "layer", "fire together within", "between experts", "ratio", "similarity", "by chance", "gap", "always-on share",
+    "dropped neurons", "dropped share", "most copies",
+)  # fmt: skip
 
 
 def tabulate_layers(
-    figures: Mapping[int, LayerFigures],
-    cluster: ClusterConfig,
-    description: str,
-    pictures: Sequence[str],
-    shapes: Sequence[MoEShape] = (),
+    figures: Mapping[int, LayerFigures], description: str, pictures: Sequence[str], shapes: Sequence[MoEShape] = ()
 ) -> Table:
     """One row per carved layer, and notes on the method; `shapes` are the layers' shapes in a pool."""
     rows = [
         [
             layer,
-            _percent(figure.coactivation.within),
-            _percent(figure.coactivation.between),
-            "–" if figure.coactivation.ratio is None else f"{figure.coactivation.ratio:.2f}×",
-            *_show_objective(figure.objective),
+            _show(figure.coactivation.within, ".3%"),
+            _show(figure.coactivation.between, ".3%"),
+            _show(figure.coactivation.ratio, ".2f", "×"),
+            *map(_show, figure.objective or [None] * 3, (".4f", ".4f", ".2%")),
             f"{figure.always_on_share:.1%}",
             figure.dropped,
             f"{figure.dropped_share:.1%}",
@@ -174,9 +161,8 @@ def tabulate_layers(
             "it is below the best assignment to these means"
         )
     if shapes:
-        notes.append(
-            f"experts that the layers give to the pool, by score: {', '.join(str(shape.experts) for shape in shapes)}"
-        )
+        given = ", ".join(str(shape.experts) for shape in shapes)
+        notes.append(f"experts that the layers give to the pool, by score: {given}")
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")
     return Table("cluster", COLUMNS, rows, notes)
@@ -205,11 +191,5 @@ def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | N
     return "; ".join(said)
 
 
-def _show_objective(objective: Objective | None) -> list[str]:
-    if objective is None:
-        return ["–"] * 3
-    return [f"{objective.similarity:.4f}", f"{objective.by_chance:.4f}", f"{objective.gap:.2%}"]
-
-
-def _percent(chance: float | None) -> str:
-    return "–" if chance is None else f"{chance:.3%}"
+def _show(value: float | None, spec: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{spec}}{unit}"

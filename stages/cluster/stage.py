@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import repeat
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from stages.calibration.batches import CalibrationContext, DealtLayer, deal_laye
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence, view_neurons
+from stages.cluster.evidence import GROUPING, LayerEvidence, view_neurons
 from stages.cluster.layer import LayerPartition, layer_shapes, load_layers, partition_layer, save_partition
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
@@ -38,19 +37,13 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Group the neurons of every layer that does not stay dense; random numbers are independent between layers.
-
-    Workers share the pass over the text; then each worker groups one layer. With `job.earlier`, its partition is taken.
-    """
+    """Group the neurons of every layer that does not stay dense: workers share the pass, then each groups one layer."""
     workers = job.workers
     statistics = NeuronStatistics.load(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
     drawn = layers_to_draw(cluster, layers, shape.dense_layers)
-    shapes = [shape] * layers
-    if shape.pooled:
-        assert scores is not None, "a pool reads the score, see config.py"
-        shapes = layer_shapes(shape, scores.chosen)
+    shapes = layer_shapes(shape, scores.chosen) if scores and shape.pooled else [shape] * layers
     turns = -(-layers // workers.world)
     done = workers.lead(lambda: find_done(job, shape, layers))
     activities: Iterable[DealtLayer | None] = repeat(None, turns)
@@ -61,7 +54,7 @@ def run(
         layer, mine = turn * workers.world + workers.rank, None
         if layer in done:
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
-            mine = group_layer(cluster, evidence, shapes[layer], done[layer], job.out if layer in drawn else None)
+            mine = group_layer(cluster, evidence, shapes[layer], done[layer], draw=layer in drawn)
         for grouped in filter(None, workers.gather(mine)):
             if workers.leads:
                 grouped.keep(job, new=done[grouped.layer] is None)
@@ -70,11 +63,10 @@ def run(
     if not workers.leads:
         return NOTHING
     description = describe(cluster, shape, width, scores.description if scores else None)
-    partitions = {layer: grouped.partition for layer, grouped in found.items()}
-    save_partition(job.out, partitions, layers, shape, width, description)
+    save_partition(job.out, {layer: one.partition for layer, one in found.items()}, layers, shape, width, description)
     figures = {layer: grouped.figures for layer, grouped in found.items()}
     pictures = [name for grouped in found.values() for name in grouped.pictures]
-    return tabulate_layers(figures, cluster, description, pictures, shapes if shape.pooled else ())
+    return tabulate_layers(figures, description, pictures, shapes if shape.pooled else ())
 
 
 def open_activities(context: CalibrationContext) -> Iterator[DealtLayer | None]:
@@ -108,10 +100,10 @@ class GroupedLayer(NamedTuple):
 
 
 def group_layer(
-    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape, partition: LayerPartition | None, out: Path | None
+    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape, partition: LayerPartition | None, *, draw: bool
 ) -> GroupedLayer:
-    """Group the neurons of one layer, or take the `partition` of an earlier run; draw a map into `out`, if given."""
-    layer, features = evidence.layer, lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
+    """Group the neurons of one layer, or take the `partition` of an earlier run; `draw` a map."""
+    features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
     if partition is None:
         partition = partition_layer(
             *rank_neurons(cluster, evidence, shape),
@@ -122,11 +114,9 @@ def group_layer(
             evidence=evidence,
             tokens=cluster.sample_tokens,
         )
-    figures, pictures = measure_layer(partition, evidence, features() if cluster.groups_by_features else None), {}
-    if out and shape.experts:
-        name = plot_layer(out, layer, partition, features(), evidence, cluster, evidence.draw(LAYOUT))
-        pictures[name] = (out / name).read_bytes()
-    return GroupedLayer(layer, partition, figures, pictures)
+    figures = measure_layer(partition, evidence, features() if cluster.groups_by_features else None)
+    pictures = plot_layer(partition, features(), evidence, cluster) if draw and shape.experts else {}
+    return GroupedLayer(evidence.layer, partition, figures, pictures)
 
 
 def rank_neurons(
