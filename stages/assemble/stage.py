@@ -53,7 +53,7 @@ def run(
 ) -> Table:
     """Write `checkpoint/` and the routers."""
     context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed, job)
-    checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
+    checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     partition = load_partition(job.parents["cluster"], shape)
     pool = load_pool(job.parents["extract"], partition.layers, context.device) if shape.pooled else None
     with LayerStream(context.folder, device=context.device) as stream:
@@ -70,8 +70,7 @@ def run(
         job.out / "checkpoint",
         routers,
         lambda layer: scaled(load_layer(job.parents["extract"], layer), scales[layer]),
-        model=model,
-        partition=partition,
+        partition,
         projection="none: experts are the dense slices",
     )
     if isinstance(partition, PoolPartition):

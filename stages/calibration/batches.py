@@ -1,10 +1,9 @@
 """Data for fitting: the dense checkpoint, batches of calibration text and random tokens, and their layer passes."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from instruments.errors import NumericsError
 from models.config import ModelConfig
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, padding_id, resolve_device
-from models.source import read_config, resolve_folder
+from models.source import resolve_folder
 from models.stream import LayerStream, StreamLayer
 from stages.artifacts.job import ALONE, Job, Workers
 from stages.calibration.config import VocabularyConfig
@@ -86,7 +85,6 @@ class CalibrationContext:
 
     model: ModelConfig
     folder: Path  # of the dense checkpoint
-    config: Mapping[str, Any]  # its config.json
     batches: list[TokenBatch]  # text, then random tokens
     device: torch.device
     seed: int
@@ -104,7 +102,7 @@ class CalibrationContext:
         tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
         memory = TokenMemory(job.scratch, memory_limit(model, workers.local_world))
-        return cls(model, folder, read_config(folder), batches, resolve_device(model), seed, workers, memory)
+        return cls(model, folder, batches, resolve_device(model), seed, workers, memory)
 
     @property
     def text(self) -> list[TokenBatch]:

@@ -282,8 +282,7 @@ def run_pool(
         job.out / "checkpoint",
         routers,
         lambda layer: given[layer].to("cpu", checkpoint.dtype),
-        model=context.model,
-        partition=partition,
+        partition,
         projection=describe_pool(outcome, project, gradients),
     )
     return summarise_pool(outcome, project, gradients, partition)

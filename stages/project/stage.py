@@ -37,7 +37,7 @@ def run(
 ) -> Table:
     """Write `checkpoint/` and the routers; every step is evaluated on validation tokens."""
     context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job)
-    checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
+    checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
     if shape.pooled:  # experts are aligned one after the other on few tokens, so workers have nothing to share
         alone = replace(context, workers=ALONE)
@@ -62,8 +62,7 @@ def run(
         job.out / "checkpoint",
         routers,
         lambda layer: find_done(final, layer).experts,
-        model=model,
-        partition=partition,
+        partition,
         projection=describe(outcomes, project, gradients),
     )
     tokens = sum(batch.tokens for batch in context.text)

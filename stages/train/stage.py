@@ -23,7 +23,7 @@ from models.loading import (
     resolve_device,
 )
 from models.routing import LinearRouter
-from models.source import read_config, resolve_folder
+from models.source import resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
@@ -56,7 +56,7 @@ def run(
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
     source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
     routers = Routers.load(job.parents["project"])
-    form = CheckpointFormat.of(source, read_config(source), assemble, shape)
+    form = CheckpointFormat.of(model, source, assemble, shape)
     tokenizer = load_tokenizer(source, trust_remote_code=model.trust_remote_code)
     text = read_text(data, train, tokenizer, padding_id(tokenizer))
     phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
