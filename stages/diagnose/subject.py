@@ -46,12 +46,11 @@ def load_model(request: Request, dtype: torch.dtype) -> PreTrainedModel:
 
 def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The first `diagnose.tokens` tokens of the calibration text, as one batch."""
-    tokens, device = request.settings.tokens, input_device(model)
+    tokens = request.settings.tokens
     tokenizer = tokenizer_for(request, model)
     data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
-    pad_id = padding_id(tokenizer)
-    batch = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, pad_id)[0]
-    return {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
+    batches = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, padding_id(tokenizer))
+    return batches[0].inputs(input_device(model))
 
 
 def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -64,8 +63,7 @@ def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokeniz
     if not any(folder.glob("tokenizer*")):
         folder = resolve_folder(request.model)
     tokenizer = load_tokenizer(folder, trust_remote_code=request.model.trust_remote_code)
-    embedding = model.get_input_embeddings()
-    known = embedding.weight.shape[0]
+    known = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > known:
         raise CheckpointError(
             f"the tokenizer has {len(tokenizer)} tokens, the checkpoint {known}",

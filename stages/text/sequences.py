@@ -303,6 +303,10 @@ class TokenBatch:
         """Tokens without padding."""
         return int(self.attention_mask.sum())
 
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask` on a device, as arguments of a model."""
+        return {"input_ids": self.input_ids.to(device), "attention_mask": self.attention_mask.to(device)}
+
 
 def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:
     """Batch sequences in order with B·T <= batch_tokens; a longer sequence is a batch of its own."""
