@@ -1,6 +1,6 @@
 """Project layer by layer: each is fitted on the outputs of the carved layers before it, each step validated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -259,32 +259,28 @@ def project_all(
     tokens = TokenStream(stream, context.batches, workers, context.memory)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
-        if index in checkpoint.shape.dense_layers:
-            if index < stream.depth - 1:  # nothing reads the last layer's outputs
-                tokens.leave(map(layer.ffn, tokens.inputs))
-            continue
-        done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
-        # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
-        if workers.broadcast(done is not None):
-            done = done or find_done(scratch, index)
-        else:
-            seed = layer_seed(context.seed, index)
-            refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
-            start = checkpoint.loop(
-                partition, index, load_layer(extracted, index), routers.layer(index), layer.ffn.act, stream.device
-            )
-            carve = LayerCarve(start, refit, checkpoint.biased)
-            wanted = tokens.inputs.map(layer.ffn)
-            loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
-            del wanted  # free it before the next layer's is computed
-            done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
-            if workers.leads:
-                save_layer_checkpoint(scratch, index, done)
-        if index < stream.depth - 1:
+        carved: Callable[[Tensor], Tensor] = layer.ffn
+        if index not in checkpoint.shape.dense_layers:
+            done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
+            # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
+            if workers.broadcast(done is not None):
+                done = done or find_done(scratch, index)
+            else:
+                experts, router = load_layer(extracted, index), routers.layer(index)
+                loop = checkpoint.loop(partition, index, experts, router, layer.ffn.act, stream.device)
+                seed = layer_seed(context.seed, index)
+                refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
+                wanted, carve = tokens.inputs.map(layer.ffn), LayerCarve(loop, refit, checkpoint.biased)
+                loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
+                del wanted  # free it before the next layer's is computed
+                done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
+                if workers.leads:
+                    save_layer_checkpoint(scratch, index, done)
             # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
             carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
+            found[index] = (done.router, done.outcome)
+        if index < stream.depth - 1:  # nothing reads the last layer's outputs
             tokens.leave(map(carved, tokens.inputs))
-        found[index] = (done.router, done.outcome)
     return found
 
 
