@@ -44,9 +44,7 @@ def run(
         return run_pool(job, alone, checkpoint, routers, project) if job.workers.leads else NOTHING
     partition = Partition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
-        layers = project_all(
-            stream, context, checkpoint, job.parents["extract"], partition, routers, project, job.scratch
-        )
+        layers = project_all(job, stream, context, checkpoint, partition, routers, project)
     outcomes = {index: outcome for index, (_, outcome) in layers.items()}
     final, gradients = job.scratch, None
     if project.gradient_projection:

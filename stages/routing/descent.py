@@ -122,12 +122,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class DescentSettings:
-    """`balance` weighs the variance of the experts' load against the objective."""
+    """Settings of `descend`."""
 
     steps: int
     rate: float
-    balance: float
+    balance: float  # weight of the variance of the experts' load, against the objective
     seed: int
+    biased: bool = False  # the architecture has a selection bias, so the router may have one
 
 
 class _Whitened:
@@ -152,22 +153,16 @@ class _Whitened:
 
 
 def descend(
-    start: LinearRouter,
-    train: Sample,
-    validation: Sample,
-    top_k: int,
-    settings: DescentSettings,
-    *,
-    biased: bool,
+    start: LinearRouter, train: Sample, validation: Sample, top_k: int, settings: DescentSettings
 ) -> LinearRouter:
-    """Train a router, with its bias if `biased`; return the one of lowest validation cost, `start` included."""
+    """Train a router; return the one of lowest validation cost, `start` included."""
     space = _Whitened(train.x_TD)
     inputs_TD = space.inputs(train.x_TD)
     start = _unit_logits(start, train.x_TD)
     best, lowest = start, validation.cost(start, top_k, settings.balance)
     white_ED = space.from_rows(start.rows_ED).requires_grad_()
-    bias_E = start.bias_E.clone().requires_grad_(biased)
-    optimizer = torch.optim.Adam([white_ED, bias_E] if biased else [white_ED], lr=settings.rate)
+    bias_E = start.bias_E.clone().requires_grad_(settings.biased)
+    optimizer = torch.optim.Adam([white_ED, bias_E] if settings.biased else [white_ED], lr=settings.rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.steps)
     generator = torch.Generator().manual_seed(settings.seed)
     for step in range(1, settings.steps + 1):

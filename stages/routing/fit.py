@@ -203,7 +203,7 @@ def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: Rout
     best = min(starts, key=lambda router: validation.cost(router, task.top_k, settings.descent.balance))
     if not settings.descent.steps or task.top_k == task.experts:  # if all are chosen, there is nothing to learn
         return best
-    return descend(best, train, validation, task.top_k, settings.descent, biased=task.biased)
+    return descend(best, train, validation, task.top_k, settings.descent)
 
 
 def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_std: float) -> Sample:
