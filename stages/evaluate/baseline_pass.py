@@ -20,7 +20,7 @@ from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import TokenStream, layer_seed
 from stages.calibration.share import Share
 from stages.calibration.token_memory import TokenMemory
-from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
+from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, FactsOf, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
 
@@ -93,9 +93,8 @@ def run_baselines(
     names: Sequence[str],
     stream: LayerStream,
     text: Text,
-    facts_of: Callable[[int, StreamLayer], LayerFacts],
+    facts_of: FactsOf,
     settings: AlignmentSettings,
-    *,
     replicated: bool,
     workers: Workers = ALONE,
     memory: TokenMemory | None = None,
@@ -110,7 +109,7 @@ def run_baselines(
     counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
     cut = TokenStream(stream, text.calibration if counted else [], workers, memory)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
-        facts, hidden, last = facts_of(index, layer), Memo(layer.ffn.hidden), index == stream.depth - 1
+        facts, hidden, last = facts_of(index, layer.ffn), Memo(layer.ffn.hidden), index == stream.depth - 1
         cut.enter(layer)
         for run in runs.values():
             run.step(layer, facts, cut.inputs, hidden, last=last)

@@ -114,6 +114,8 @@ class LayerFacts:
     stays_dense: bool = False  # the carve and every baseline keep the layer's FFN
 
 
+FactsOf = Callable[[int, DenseFFN], LayerFacts]
+
 # (inputs, activations of all neurons) → the K experts of every token.
 Choice = Callable[[Tensor, Tensor], Tensor]
 

@@ -1,7 +1,6 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from models.config import ModelConfig, MoEShape
@@ -18,15 +17,13 @@ from stages.calibration.batches import CalibrationContext, layer_seed
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.share import evenly_spaced
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
-from stages.evaluate.baselines import FIRST_SEED, LayerFacts
+from stages.evaluate.baselines import FIRST_SEED, FactsOf, LayerFacts
 from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_layers, measure_speed
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss, measure_loss
 from stages.text.config import DataConfig
 from stages.text.sequences import batch_sequences, load_sequences, split_batch
-
-FactsOf = Callable[[int, DenseFFN], LayerFacts]
 
 
 def run(
@@ -56,15 +53,9 @@ def run(
     else:
         plain_facts = read_facts(job, "assemble", context, partition, shape)
         with LayerStream(context.folder, device=context.device) as stream:
+            replicated, memory = int(partition.multiplicity.max()) > 1, context.memory
             baselines = run_baselines(
-                evaluate.baselines,
-                stream,
-                text,
-                lambda index, layer: plain_facts(index, layer.ffn),
-                project,
-                replicated=int(partition.multiplicity.max()) > 1,
-                workers=job.workers,
-                memory=context.memory,
+                evaluate.baselines, stream, text, plain_facts, project, replicated, job.workers, memory
             )
     if not job.workers.leads:
         return NOTHING

@@ -49,7 +49,7 @@ def run(
     final, gradients = job.scratch, None
     if project.gradient_projection:
         final = job.scratch / "projected"
-        gradients = project_layers(context, partition, checkpoint, project, aligned=job.scratch, kept=final)
+        gradients = project_layers(context, partition, checkpoint, project, outcomes, aligned=job.scratch, kept=final)
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
@@ -72,40 +72,36 @@ def project_layers(
     partition: Partition,
     checkpoint: CheckpointFormat,
     project: ProjectConfig,
+    outcomes: Mapping[int, Outcome],
     *,
     aligned: Path,
     kept: Path,
 ) -> ProjectionOutcome:
     """Gradient projection of the layers in the folder `aligned`; the results are saved in the folder `kept`."""
-    depth = partition.layers
-    carved = partition.carved_layers
+    depth, workers = partition.layers, context.workers
 
     def find_outcome() -> ProjectionOutcome | None:
-        whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in carved)
+        whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in outcomes)
         return load_layer_checkpoint(kept, depth, ProjectionOutcome) if whole else None
 
-    if outcome := context.workers.lead(find_outcome):
+    if outcome := workers.lead(find_outcome):
         return outcome
-    outcomes: dict[int, Outcome] = {}
 
     def make_loops(dense: PreTrainedModel) -> list[ExpertLoop | None]:
         loops: list[ExpertLoop | None] = [None] * depth
-        for index in carved:
-            layer = find_done(aligned, index)
-            outcomes[index] = layer.outcome
-            mlp = ffn_modules(dense)[index]
+        for index in outcomes:
+            layer, mlp = find_done(aligned, index), ffn_modules(dense)[index]
             device = execution_device(mlp.gate_proj)
             loop = checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, device)
-            workers = context.workers
             loops[index] = loop if workers.world == 1 else loop.part(workers.rank, workers.world)
         return loops
 
     loops, outcome = project_end_to_end(context, make_loops, project)
-    if not context.workers.leads:
+    if not workers.leads:
         return outcome
     kept.mkdir(exist_ok=True)
-    for index, loop in zip(carved, loops, strict=True):
-        rounded = ProjectedLayer.of(loop, outcomes[index], checkpoint.dtype, checkpoint.down_scale)
+    for (index, found), loop in zip(outcomes.items(), loops, strict=True):
+        rounded = ProjectedLayer.of(loop, found, checkpoint.dtype, checkpoint.down_scale)
         save_layer_checkpoint(kept, index, rounded)
     save_layer_checkpoint(kept, depth, outcome)
     return outcome
