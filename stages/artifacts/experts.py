@@ -1,6 +1,6 @@
 """The experts of a carve on disk: as cut, one file per layer; and as a checkpoint."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,19 +197,22 @@ class CheckpointFormat:
 
     def write(
         self,
-        folder: Path,
-        routers: Routers,
+        out: Path,
+        fitted: Mapping[int, LinearRouter],
+        logit_std: float,
         experts: Callable[[int], ExpertWeights],
         partition: Partition | PoolPartition,
         projection: str,
     ) -> None:
-        """Write the checkpoint and its model card.
+        """Write the routers, and `checkpoint/` with its model card.
 
         `experts` and errors are those of `emit_checkpoint`; `projection` is a sentence for the card.
         """
+        routers = Routers.of(fitted, partition.layers, self.dtype, logit_std)
+        routers.save(out)
         emit_checkpoint(
             self.source,
-            folder,
+            out / "checkpoint",
             target=self.target,
             shape=self.shape,
             routers=lambda layer: routers.rows[layer],
@@ -218,20 +221,10 @@ class CheckpointFormat:
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
         )
-        write_card(
-            folder,
-            CarveFacts(
-                source=self.model.source_name,
-                target=self.target,
-                shape=self.shape,
-                width=partition.width,
-                layers=partition.layers,
-                dropped=partition.dropped,
-                most_copies=int(partition.multiplicity.max()),
-                partition=partition.description,
-                router=self.settings.router,
-                projection=projection,
-                pad_to=self.settings.pad_to,
-                activation=activation_of(read_config(self.source)),
-            ),
-        )
+        facts = CarveFacts(
+            source=self.model.source_name, target=self.target, shape=self.shape, width=partition.width,
+            layers=partition.layers, dropped=partition.dropped, most_copies=int(partition.multiplicity.max()),
+            partition=partition.description, router=self.settings.router, projection=projection,
+            pad_to=self.settings.pad_to, activation=activation_of(read_config(self.source)),
+        )  # fmt: skip
+        write_card(out / "checkpoint", facts)

@@ -14,7 +14,7 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
-from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
+from stages.artifacts.carve import Partition, PoolPartition, load_partition
 from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
@@ -59,14 +59,11 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    std = logit_std(assemble, checkpoint.gate)
-    fitted = {layer: report.router for layer, report in reports.items()}
-    routers = Routers.of(fitted, partition.layers, checkpoint.dtype, std)
-    routers.save(job.out)
     scales = column_scales(reports, assemble, partition)
     checkpoint.write(
-        job.out / "checkpoint",
-        routers,
+        job.out,
+        {layer: report.router for layer, report in reports.items()},
+        logit_std(assemble, checkpoint.gate),
         lambda layer: scaled(load_layer(job.parents["extract"], layer), scales[layer]),
         partition,
         projection="none: experts are the dense slices",

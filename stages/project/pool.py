@@ -229,11 +229,7 @@ def summarise_pool(
 ) -> Table:
     """One row per layer: relative error of the FFN's output on validation tokens after each step."""
     rows = [
-        [
-            layer,
-            given,
-            *(f"{outcome.errors[step][layer]:.4f}" if step in outcome.errors else "-" for step in STEPS),
-        ]
+        [layer, given, *(f"{outcome.errors[step][layer]:.4f}" if step in outcome.errors else "-" for step in STEPS)]
         for layer, given in enumerate(partition.given)
     ]
     columns = ["layer", "experts given", *(f"error {step}" for step in STEPS)]
@@ -276,15 +272,13 @@ def run_pool(
     if project.gradient_projection:
         aligned = projected
         projected, gradients = project_end_to_end(context, lambda _: aligned, project)
-    last = {layer: loop.router for layer, loop in enumerate(projected)}
-    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
-    routers.save(job.out)
     given = split_pool(projected, partition)
     checkpoint.write(
-        job.out / "checkpoint",
-        routers,
+        job.out,
+        {layer: loop.router for layer, loop in enumerate(projected)},
+        routers.logit_std,
         lambda layer: given[layer].to("cpu", checkpoint.dtype),
         partition,
-        projection=describe_pool(outcome, project, gradients),
+        describe_pool(outcome, project, gradients),
     )
     return summarise_pool(outcome, project, gradients, partition)

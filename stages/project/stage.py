@@ -53,15 +53,13 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    last = {index: router for index, (router, _) in layers.items()}
-    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
-    routers.save(job.out)
     checkpoint.write(
-        job.out / "checkpoint",
-        routers,
+        job.out,
+        {index: router for index, (router, _) in layers.items()},
+        routers.logit_std,
         lambda layer: find_done(final, layer).experts,
         partition,
-        projection=describe(outcomes, project, gradients),
+        describe(outcomes, project, gradients),
     )
     tokens = sum(batch.tokens for batch in context.text)
     return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
