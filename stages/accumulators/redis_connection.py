@@ -200,14 +200,8 @@ _REFUSALS = {
         f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
     ),
     "READONLY": ("this Redis server is a read-only replica", "store.url= of the primary server"),
-    "GONE AWAY": (
-        "the Redis server cannot be reached: {}",
-        f"start it (redis-server) or correct store.url, {GO_ON}",
-    ),
-    "MISCONF": (
-        "the Redis server does not take writes: {}",
-        f"see the server's log (its disk may be full), {GO_ON}",
-    ),
+    "GONE AWAY": ("the Redis server cannot be reached: {}", f"start it (redis-server) or correct store.url, {GO_ON}"),
+    "MISCONF": ("the Redis server does not take writes: {}", f"see the server's log (its disk may be full), {GO_ON}"),
     "WRONGTYPE": (
         "a Redis key under the scan's namespace is of another type: {}",
         f"{START_OVER}; or another store.namespace",

@@ -8,15 +8,7 @@ from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
 VERSION = 16
 
 # Settings of gradient projection only.
-GRADIENT_FIELDS = (
-    "alpha",
-    "beta",
-    "sign",
-    "epsilon",
-    "matrices",
-    "gradient_tokens",
-    "round_tokens",
-)
+GRADIENT_FIELDS = ("alpha", "beta", "sign", "epsilon", "matrices", "gradient_tokens", "round_tokens")
 # Settings of layers with their own experts, and of a pool.
 LAYER_FIELDS = ("descent_steps", "descent_rate", "descent_tokens")
 POOL_FIELDS = ("pool_tokens", "pool_sweeps")
@@ -33,8 +25,7 @@ class ProjectConfig:
     sign: int = field(default=-1, metadata={"choices": (1, -1)})
     epsilon: float = field(default=1e-8, metadata={"above": 0})
     matrices: list[str] = field(
-        default_factory=lambda: ["gate", "up", "down"],
-        metadata={"choices": ("gate", "up", "down"), "nonempty": True},
+        default_factory=lambda: ["gate", "up", "down"], metadata={"choices": ("gate", "up", "down"), "nonempty": True}
     )
     gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
     round_tokens: int = field(default=256, metadata={"minimum": 1})
