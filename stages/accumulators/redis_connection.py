@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from instruments.errors import ConfigError, ContractError, UserError
 from stages.accumulators.config import START_OVER, StoreConfig, find_password
+from stages.artifacts.job import GO_ON
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -141,9 +142,6 @@ def _warn_of_loss(place: str) -> None:
 def _info(url: str, tries: int) -> dict[str, object]:
     with _client(url, tries) as client:
         return dict(client.info())
-
-
-GO_ON = "then the same command again: it goes on from the last flush"
 
 
 @contextmanager
