@@ -49,13 +49,9 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Write `checkpoint/`, the routers, `metrics.jsonl` and TensorBoard events.
-
-    Resumes from the last checkpoint of a killed run; all processes of torchrun take part.
-    """
+    """Write `checkpoint/`, the routers, `metrics.jsonl` and TensorBoard events; all processes of torchrun take part."""
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
-    source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
-    routers = Routers.load(job.parents["project"])
+    source, routers = resolve_folder(model), Routers.load(job.parents["project"])
     form = CheckpointFormat.of(model, source, assemble, shape)
     tokenizer = load_tokenizer(source, trust_remote_code=model.trust_remote_code)
     text = read_text(data, train, tokenizer, padding_id(tokenizer))
@@ -65,34 +61,34 @@ def run(
     dense = load_dense(model, source) if train.logits or not done else None
     lines = record.Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
     context = TrainContext(
-        settings=train,
-        text=text,
+        settings=train, text=text, total=total, balance=balance_of(train, form.target, shape), pooled=shape.pooled,
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
-        total=total,
-        balance=balance_of(train, form.target, shape),
-        pooled=shape.pooled,
-        teacher=dense if train.logits else None,
-        record=lines,
-        seed=seed,
-        workers=job.workers,
+        teacher=dense if train.logits else None, record=lines, seed=seed, workers=job.workers,
         device=resolve_device(model),
-    )
+    )  # fmt: skip
     dense_loss = context.heldout_loss(dense) if dense is not None and not done else None
     del dense
     release_freed_memory()
+    trained = run_phases(job, phases, context, done, dense_loss)
+    if lines is not None:
+        lines.close()
+        keep_result(job, trained, form, context.schedule.at(total))
+    job.workers.broadcast(None)  # all wait until the result is written
+    if lines is None:
+        return NOTHING
+    return record.summarise(record.read_record(job.scratch), phases, text.tokens)
+
+
+def run_phases(job: Job, phases: list[Phase], context: TrainContext, done: int, dense_loss: float | None) -> Path:
+    """Train phase by phase, going on after `done` steps; returns the last checkpoint."""
+    checkpoint = job.parents["project"] / "checkpoint"
     for phase in phases:
         start, checkpoint = checkpoint, job.scratch / phase.name / "final"
         # `<=`: the last step may be done before `final` is written. Later phases do not need `final` of this one.
         if done <= phase.last and not record.is_whole(checkpoint):
             run_phase(start, phase, context, job.scratch / phase.name, dense_loss)
         dense_loss = None
-    if lines is not None:
-        lines.close()
-        keep_result(job, checkpoint, form, context.schedule.at(total))
-    job.workers.broadcast(None)  # all wait until the result is written
-    if lines is None:
-        return NOTHING
-    return record.summarise(record.read_record(job.scratch), phases, text.tokens)
+    return checkpoint
 
 
 def steps_done(job: Job, phases: list[Phase]) -> int:
