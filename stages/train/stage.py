@@ -9,19 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from models import mixed_precision, straight_through
+from models import loading, mixed_precision, straight_through
 from models.card import copy_card
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
-from models.loading import (
-    explained_memory,
-    load_dense,
-    load_tokenizer,
-    load_whole,
-    padding_id,
-    release_freed_memory,
-    resolve_device,
-)
 from models.routing import LinearRouter
 from models.source import resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
@@ -53,22 +44,22 @@ def run(
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
     source, routers = resolve_folder(model), Routers.load(job.parents["project"])
     form = CheckpointFormat.of(model, source, assemble, shape)
-    tokenizer = load_tokenizer(source, trust_remote_code=model.trust_remote_code)
-    text = read_text(data, train, tokenizer, padding_id(tokenizer))
+    tokenizer = loading.load_tokenizer(source, trust_remote_code=model.trust_remote_code)
+    text = read_text(data, train, tokenizer, loading.padding_id(tokenizer))
     phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
     total, done = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
-    dense = load_dense(model, source) if train.logits or not done else None
+    dense = loading.load_dense(model, source) if train.logits or not done else None
     lines = record.Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
     context = TrainContext(
         settings=train, text=text, total=total, balance=balance_of(train, form.target, shape), pooled=shape.pooled,
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
         teacher=dense if train.logits else None, record=lines, seed=seed, workers=job.workers,
-        device=resolve_device(model),
+        device=loading.resolve_device(model),
     )  # fmt: skip
     dense_loss = context.heldout_loss(dense) if dense is not None and not done else None
     del dense
-    release_freed_memory()
+    loading.release_freed_memory()
     trained = run_phases(job, phases, context, done, dense_loss)
     if lines is not None:
         lines.close()
@@ -119,7 +110,7 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
 def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedModel:
     """Load the MoE in float32, with kernels whose backward cost does not grow with the square of E."""
     kernels = (straight_through if all_experts else mixed_precision).IMPLEMENTATION
-    model = load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
+    model = loading.load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
     mixed_precision.exempt_routers(model)
     return model
 
@@ -142,7 +133,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
         if context.record is not None:
             context.record.write(0, "start", losses)
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
-    with explained_memory(f"stage=train, phase {phase.name}", remedy):
+    with loading.explained_memory(f"stage=train, phase {phase.name}", remedy):
         trainer.train(resume_from_checkpoint=str(found) if found else None)
     trainer.save_model(str(folder / "final"))
     trainer.mark_saved(folder / "final")
@@ -151,7 +142,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
             shutil.rmtree(path)
     # Trainer and callbacks refer to each other: without a collection, the next model would be loaded in addition.
     del model, trainer
-    release_freed_memory()
+    loading.release_freed_memory()
 
 
 def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:
