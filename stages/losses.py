@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from models.loading import input_device, is_offloaded
 from stages.artifacts.job import ALONE, Workers
-from stages.text.sequences import IGNORED, TokenBatch
+from stages.text.batches import IGNORED, TokenBatch
 
 CHUNK_VALUES = 2**22  # logits per softmax chunk, 16 MiB in fp32
 

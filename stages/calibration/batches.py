@@ -21,8 +21,9 @@ from stages.calibration.config import VocabularyConfig
 from stages.calibration.share import Share, take_tokens
 from stages.calibration.token_memory import KEPT, Keep, TokenMemory, as_it_is, memory_limit
 from stages.losses import MeanLoss, supervised_tokens, token_losses
+from stages.text.batches import IGNORED, TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
+from stages.text.sequences import load_text
 
 OFFSET = 1000  # of the Zipf-Mandelbrot law, so that rare tokens are drawn too
 SEED = 0
@@ -61,7 +62,7 @@ def calibration_batches(
 
     A batch holds at most `batch_tokens`, fewer if the text would otherwise make less than 16 batches.
     """
-    sequences = load_sequences(data, tokenizer, "calibration")
+    sequences = load_text(data, tokenizer, "calibration").sequences
     total = sum(len(sequence.ids) for sequence in sequences)
     size = min(batch_tokens, max(1, total // LEAST_BATCHES))
     pad_id = padding_id(tokenizer)

@@ -25,7 +25,7 @@ from stages.diagnose.analyze_tensor import analyze_tensors
 from stages.diagnose.config import DiagnoseConfig
 from stages.diagnose.subject import Request, load_model, load_sample, tokenizer_for
 from stages.text.config import DataConfig
-from stages.text.sequences import load_sequences
+from stages.text.sequences import load_text
 
 
 def watch_passes(request: Request) -> Table:
@@ -60,7 +60,7 @@ def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]
 
 def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:
     """Token ids of the first sequences, (1, T) each, repeated if there are too few. Raises DataError."""
-    found = load_sequences(request.data, tokenizer_for(request, model), "calibration")
+    found = load_text(request.data, tokenizer_for(request, model), "calibration").sequences
     usable = [sequence for sequence in found if len(sequence.ids) > 1]
     if not usable:
         raise DataError("no sequence has two tokens", where="check=watch", do="choose a longer text: data.path=")

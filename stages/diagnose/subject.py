@@ -13,8 +13,9 @@ from models.loading import input_device, load_tokenizer, load_whole, padding_id,
 from models.source import resolve_folder
 from stages.artifacts.job import Job
 from stages.diagnose.config import DiagnoseConfig
+from stages.text.batches import batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import batch_sequences, load_sequences
+from stages.text.sequences import load_text
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Ten
     tokens = request.settings.tokens
     tokenizer = tokenizer_for(request, model)
     data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
-    batches = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, padding_id(tokenizer))
+    batches = batch_sequences(load_text(data, tokenizer, "calibration").sequences, tokens, padding_id(tokenizer))
     return batches[0].inputs(input_device(model))
 
 

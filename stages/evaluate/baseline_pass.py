@@ -22,7 +22,7 @@ from stages.calibration.share import Share
 from stages.calibration.token_memory import TokenMemory
 from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, FactsOf, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 ALIGNED = "_aligned"
 

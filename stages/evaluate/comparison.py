@@ -24,7 +24,7 @@ from stages.evaluate.baselines import FactsOf, LayerFacts, expert_grams, output_
 from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_loss
 from stages.routing.task import error_drops
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:

@@ -22,8 +22,9 @@ from stages.evaluate.comparison import count_parameters, follow_ffns, load_carve
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss, measure_loss
+from stages.text.batches import batch_sequences, split_batch
 from stages.text.config import DataConfig
-from stages.text.sequences import batch_sequences, load_sequences, split_batch
+from stages.text.sequences import load_text
 
 
 def run(
@@ -41,7 +42,7 @@ def run(
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
     partition = load_partition(job.parents["cluster"], shape)
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
-    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), padding_id(tokenizer)
+    sequences, pad_id = load_text(data, tokenizer, "heldout").sequences, padding_id(tokenizer)
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)

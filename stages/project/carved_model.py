@@ -16,7 +16,7 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.loading import input_device
 from stages.artifacts.job import ALONE, Workers
 from stages.losses import prediction_distance
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 
 @dataclass(frozen=True)

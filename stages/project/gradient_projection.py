@@ -17,7 +17,7 @@ from stages.calibration.share import split_validation
 from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
 from stages.project.config import ProjectConfig
-from stages.text.sequences import TokenBatch, split_batch
+from stages.text.batches import TokenBatch, split_batch
 
 # Matrix of the settings → fields of ExpertWeights: routed experts, always-on neurons.
 FIELDS = {

@@ -28,9 +28,10 @@ from stages.scan import passes
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
+from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts, load_generated, load_prompts, save_generated
-from stages.text.sequences import LoadedText, TokenBatch, batch_sequences, describe_skipped, load_text
+from stages.text.sequences import LoadedText, describe_skipped, load_text
 from stages.text.sources import describe_source
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from models.training import RouterWatch, Routing
 from stages.losses import prediction_distance, supervised_tokens, token_losses
-from stages.text.sequences import IGNORED
+from stages.text.batches import IGNORED
 from stages.train.config import TrainConfig
 from stages.train.routers import Balance, add_up, balance_loss, count_load, entropy, z_loss
 

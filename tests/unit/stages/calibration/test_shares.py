@@ -16,7 +16,7 @@ from stages.calibration.alignment import align_down, column_scale, relative_erro
 from stages.calibration.batches import TokenStream, deal_layers
 from stages.calibration.share import Share, take_tokens
 from stages.routing.task import load_balance, make_loop, set_logit_std
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 D, F, E, N, S, K = 6, 13, 3, 4, 2, 2
 SIZES = [7, 5, 9, 4, 8]

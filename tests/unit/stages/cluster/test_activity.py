@@ -9,8 +9,8 @@ from stages.artifacts.job import ALONE, Job
 from stages.calibration.batches import CalibrationContext, deal_layers
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.stage import open_activities
+from stages.text.batches import TokenBatch
 from stages.text.config import DataConfig
-from stages.text.sequences import TokenBatch
 
 L, D, F, V = 3, 24, 40, 61
 

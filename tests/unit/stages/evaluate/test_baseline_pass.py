@@ -11,7 +11,7 @@ from models.stream import LayerStream
 from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts
 from stages.losses import measure_loss
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
 

@@ -11,7 +11,7 @@ from pico_moes import make_moe
 from models.training import Part
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 from stages.train import stage
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
