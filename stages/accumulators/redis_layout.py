@@ -195,10 +195,7 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
 
     A chunk of neurons is `<I4 passed><I4 first neuron><I4 C>`, three zero-terminated key prefixes and rows of C
     doubles; a chunk of bits is `<I4 0><I4 offset><I4 0>`, the zero-terminated key and the bytes. `redis_apply.lua`
-    parses both.
-
-    Raises:
-        NumericsError: a sum is not finite.
+    parses both. Raises NumericsError: a sum is not finite.
     """
     _check_finite(part, columns)
     increments = sum(len(FIELDS[name]) for name in columns)

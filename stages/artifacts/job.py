@@ -42,11 +42,7 @@ class Workers:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Connect to the other workers, and disconnect at the end.
-
-        Raises:
-            UserError: the connection fails.
-        """
+        """Connect to the other workers, and disconnect at the end. Raises UserError: the connection fails."""
         if self.world == 1:
             yield
             return

@@ -157,11 +157,7 @@ class TokenStream:
         self._layer: StreamLayer | None = None
 
     def enter(self, layer: StreamLayer) -> None:
-        """Run the layer's attention and set `inputs`.
-
-        Raises:
-            NumericsError: an FFN input is not finite.
-        """
+        """Run the layer's attention and set `inputs`. Raises NumericsError: an FFN input is not finite."""
         self._layer = layer
         while self._layers and self._layers[-1] is not None and self._layers[-1] <= self.entered:
             del self._layers[-1], self._sizes[-1]

@@ -62,11 +62,7 @@ class TokenMemory:
 
 
 def spill(tensor: "Tensor", folder: Path) -> "Tensor":
-    """Copy a CPU tensor into a nameless file, which is deleted with the copy.
-
-    Raises:
-        OSError: the disk has no room.
-    """
+    """Copy a CPU tensor into a nameless file, which is deleted with the copy. Raises OSError: the disk has no room."""
     import torch  # noqa: PLC0415 - settings are checked without torch
 
     if not tensor.numel():

@@ -40,9 +40,7 @@ def read_text(data: DataConfig, split: Split) -> Iterator[Document]:
 
     With a held-out path, the splits are the two paths; calibration excludes documents that are also in the held-out
     text. Without one, `heldout_share` of the documents is held out, chosen by content.
-
-    Raises:
-        DataError: a path or a record cannot be read.
+    Raises DataError: a path or a record cannot be read.
     """
     if data.heldout_path is None:
         return take_share(read_files(str(data.path), "data.path", data), split, data.heldout_share)
