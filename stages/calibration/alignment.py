@@ -129,6 +129,14 @@ class NormalEquations:
         return weight_AY.T
 
 
+def ridge_cholesky(gram_AA: Float[Tensor, "A A"], penalty: float) -> Float[Tensor, "A A"]:
+    """Lower Cholesky factor, fp64, of G with a ridge; `penalty` is relative to the mean diagonal of G."""
+    system_AA = gram_AA.double()
+    system_AA.diagonal().add_(penalty * system_AA.diagonal().mean() + 1e-30)
+    factor_AA: Tensor = torch.linalg.cholesky(system_AA)
+    return factor_AA
+
+
 def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
     """The tokens' rows, without a copy if they are all rows."""
     return a_TA if len(tokens_t) == len(a_TA) else a_TA.index_select(0, tokens_t)

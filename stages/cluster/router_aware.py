@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.ffn import DenseFFN
 from models.routing import choose_experts, chosen_mask
-from stages.calibration.alignment import NormalEquations
+from stages.calibration.alignment import NormalEquations, ridge_cholesky
 
 MAX_PIVOTS = 10**9  # of the network simplex; far more than it needs
 
@@ -75,15 +75,7 @@ def measure_energy(
         moments.add(kept_TS, hidden_TU)
         hidden_TU.addmm_(kept_TS, moments.solve(PREDICT_PENALTY).T, alpha=-1)
     energy_TU = hidden_TU.mul_(ffn.down_DF.norm(dim=0)[routed_U]).square_()
-    return TokenEnergy(energy_TU, x_TD, ridge_factor(x_TD, ROUTER_PENALTY), top_k)
-
-
-def ridge_factor(a_TA: Float[Tensor, "T A"], penalty: float) -> Float[Tensor, "A A"]:
-    """Cholesky factor of aᵀa with a ridge relative to its mean diagonal; factored in fp64."""
-    gram_AA = (a_TA.T @ a_TA).double()
-    gram_AA.diagonal().add_(penalty * gram_AA.diagonal().mean() + 1e-30)
-    factor_AA: Tensor = torch.linalg.cholesky(gram_AA).float()
-    return factor_AA
+    return TokenEnergy(energy_TU, x_TD, ridge_cholesky(x_TD.T @ x_TD, ROUTER_PENALTY).float(), top_k)
 
 
 def regroup(
