@@ -108,23 +108,18 @@ def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
             handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
         if named and home >= 0:
             outline = [withStroke(linewidth=3.5, foreground="white")]
+            # At the medoid: unlike the mean, it is one of the points.
+            distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
+            x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
             panel.annotate(
-                str(home), _midst(points_U2), path_effects=outline, fontsize=12, fontweight="bold", ha="center",
-                va="center",
-            )  # fmt: skip
+                str(home), (x, y), path_effects=outline, fontsize=12, fontweight="bold", ha="center", va="center"
+            )
     if not named:
         handles.append(Line2D([], [], linestyle="", label=f"{neurons.experts} experts,\ncolours repeat"))
     panel.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
         handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
     )  # fmt: skip
-
-
-def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
-    """The medoid: unlike the mean, it is one of the points."""
-    distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
-    x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
-    return x, y
 
 
 def _dot_area(neurons: NeuronMap) -> float:

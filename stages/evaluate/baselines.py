@@ -116,9 +116,6 @@ class LayerFacts:
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
 
-# (inputs, activations of all neurons) → the K experts of every token.
-Choice = Callable[[Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Baseline:
@@ -128,8 +125,8 @@ class Baseline:
     features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → factors of its columns
 
 
-def choice_of(method: str, facts: LayerFacts) -> Choice:
-    """How the baseline `method`, named without `_aligned`, chooses experts.
+def choice_of(method: str, facts: LayerFacts) -> Callable[[Tensor, Tensor], Tensor]:
+    """(inputs, activations of all neurons) → the K experts of every token, for `method` without `_aligned`.
 
     unaligned: by the carve's router. random_router: by seeded normal rows. oracle: the experts of largest output norm,
     which a router cannot know.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from models.config import MoEShape
-from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
+from stages.calibration.config import FITTED_ROUTERS, unread_of_descent
 
 VERSION = 16
 
@@ -68,13 +68,5 @@ class ProjectConfig:
         elif not self.rounds:
             found |= dict.fromkeys(REFIT_FIELDS, "project.rounds=0")
         else:
-            found |= self._unread_of_refit(router)
-        return found
-
-    def _unread_of_refit(self, router: str) -> dict[str, str]:
-        found: dict[str, str] = {}
-        if router not in TRAINED_ROUTERS:
-            found |= dict.fromkeys(("router_steps", "router_rate"), f"assemble.router={router}")
-        elif not self.router_steps:
-            found["router_rate"] = "project.router_steps=0"
+            found |= unread_of_descent(router, self.router_steps, "project")
         return found

@@ -107,19 +107,15 @@ def find_assistant_spans(
         if not (text.startswith(opening) and closed.startswith(opening)):
             return None
         place = closed.find(message["content"].strip(), len(opening))
-        turn = _drop_layout(closed[place:], tokenizer)
+        turn = closed[place:]
+        if turn.rstrip().endswith(tuple(tokenizer.all_special_tokens)):
+            turn = turn.rstrip()  # the model stops before white space that follows an end-of-turn token
         start = text.find(turn, len(opening))
         # A match after `place` would be another turn with the same content.
         if place < 0 or not 0 <= start <= place:
             return None
         spans.append((len(opening), start + len(turn)))
     return spans
-
-
-def _drop_layout(turn: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Remove the white space after an end-of-turn token: the model stops before it."""
-    bare = turn.rstrip()
-    return bare if bare.endswith(tuple(tokenizer.all_special_tokens)) else turn
 
 
 def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
