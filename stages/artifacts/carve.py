@@ -124,8 +124,7 @@ class PoolPartition(_Layers):
     @property
     def given(self) -> list[int]:
         """Number of experts in the pool from each layer."""
-        counts: list[int] = self.home.long().bincount(minlength=self.layers).tolist()
-        return counts
+        return [*map(int, self.home.long().bincount(minlength=self.layers))]
 
     def neurons_of(self, layer: int) -> Tensor:
         """(e, N) neurons of the pool's experts from this layer."""

@@ -52,7 +52,7 @@ def run(
     dense = loading.load_dense(model, source) if train.logits or not done else None
     lines = record.Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
     context = TrainContext(
-        settings=train, text=text, total=total, balance=balance_of(train, form.target, shape), pooled=shape.pooled,
+        settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
         teacher=dense if train.logits else None, record=lines, seed=seed, workers=job.workers,
         device=loading.resolve_device(model),
@@ -95,8 +95,7 @@ def steps_done(job: Job, phases: list[Phase]) -> int:
             done = phase.first + found[1]
         if done:
             break
-    agreed: int = job.workers.broadcast(done)
-    return agreed
+    return int(job.workers.broadcast(done))
 
 
 def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balance:
@@ -104,7 +103,7 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
     asked = train.balance
     if asked == "auto":
         asked = "loss" if target.selection_bias is None else "selection_bias"
-    return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale)
+    return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale, shape.pooled)
 
 
 def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedModel:

@@ -27,7 +27,6 @@ def make_context(settings, heldout=(), workers=None):
         schedule=LogitSchedule(1.0, 1.0, 1),
         total=1,
         balance=Balance("none", 0.0),
-        pooled=False,
         teacher=None,
         record=None,
         seed=0,
