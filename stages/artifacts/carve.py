@@ -40,7 +40,7 @@ class _Layers(TensorFile):
 
     def neurons_of(self, layer: int) -> Tensor:
         """(e, N) neurons of the experts cut from the layer."""
-        raise NotImplementedError
+        return self.neurons[layer]
 
     @property
     def multiplicity(self) -> Tensor:
@@ -94,10 +94,6 @@ class Partition(_Layers):
     def carved_layers(self) -> list[int]:
         """The layers that do not stay dense."""
         return [layer for layer, neurons_EN in enumerate(self.neurons) if not bool((neurons_EN == STAYS_DENSE).all())]
-
-    def neurons_of(self, layer: int) -> Tensor:
-        """(E, N) neurons of the layer's experts."""
-        return self.neurons[layer]
 
 
 @dataclass(frozen=True)

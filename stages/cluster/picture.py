@@ -40,7 +40,6 @@ def distinct_colours(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
-NAMES = {"s_p": "S_p"}
 MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
 
 
@@ -63,7 +62,7 @@ def plot_neuron_map(neurons: NeuronMap, *, title: str) -> bytes:
     figure.suptitle(title, fontsize=16)
     by_expert, by_score, by_frequency = figure.subplots(1, 3)
     _plot_experts(by_expert, neurons)
-    name = NAMES.get(neurons.score, neurons.score)
+    name = "S_p" if neurons.score == "s_p" else neurons.score
     _plot_measure(by_score, neurons, neurons.score_U, Normalize(*_middle(neurons.score_U)), name)
     low, high = _middle(neurons.frequency_U[neurons.frequency_U > 0])
     shown_U = neurons.frequency_U.clamp_min(low / 2)  # a neuron that never fires has no logarithm

@@ -3,17 +3,22 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from instruments.errors import DataError
+from instruments.errors import ConfigError, DataError
+from instruments.precision import findings, tensor_analysis, tensor_file
+from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.comparison import find_format
-from instruments.precision.findings import COLUMNS, notes_of, rows_of, to_json
 from instruments.precision.model_diff import auto_diff
-from instruments.precision.plot import draw_diff
+from instruments.precision.plot import draw_diff, draw_tensor
 from instruments.precision.session import CAST
 from instruments.static_check.check import static_check
 from instruments.training_watch.model_watch import watch_model
@@ -21,7 +26,6 @@ from instruments.training_watch.step_log import NOTE, StepReport, draw_training_
 from models.config import ModelConfig
 from models.loading import input_device
 from stages.artifacts.job import Job, Table
-from stages.diagnose.analyze_tensor import analyze_tensors
 from stages.diagnose.config import DiagnoseConfig
 from stages.diagnose.subject import Request, load_model, load_sample, tokenizer_for
 from stages.text.config import DataConfig
@@ -108,9 +112,81 @@ def diff_model(request: Request) -> Table:
         reference, load_sample(request, reference), precision=settings.precision, mode=settings.mode, low=low,
         modules=settings.modules, limits=settings.limits, memory_mib=settings.memory_mib, seed=request.seed,
     )  # fmt: skip
-    (request.job.out / "auto_diff.json").write_text(json.dumps(to_json(diff), indent=1) + "\n")
+    (request.job.out / "auto_diff.json").write_text(json.dumps(findings.to_json(diff), indent=1) + "\n")
     draw_diff(diff, request.job.out / "auto_diff.png")
-    return Table(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}", COLUMNS, rows_of(diff), notes_of(diff))
+    title = f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}"
+    return Table(title, findings.COLUMNS, findings.rows_of(diff), findings.notes_of(diff))
+
+
+class _Outputs(ModuleEvents):
+    """Collects the outputs of the selected modules, in the order of execution."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self.patterns = patterns
+        self.found: dict[str, Tensor] = {}
+
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
+        """Copy the output tensors to the CPU; the model may change them later."""
+        if any(fnmatchcase(call.module, pattern) for pattern in self.patterns):
+            kept = {f"{call}{path}": tensor for path, tensor in find_tensors(output).items()}
+            self.found |= {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+
+
+@torch.no_grad()
+def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Tensor]:
+    """FP32 outputs of the modules whose names match a glob. Raises ConfigError: no module matches."""
+    model = load_model(request, torch.float32)
+    outputs = _Outputs(patterns)
+    with trace_modules(model, outputs):
+        model(**load_sample(request, model), use_cache=False)
+    if not outputs.found:
+        names = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(
+            f"no module that ran is called {', '.join(patterns)}",
+            where="setting diagnose.analyze_tensor.modules",
+            do=f"diagnose.analyze_tensor.modules=['{names[-1]}']",
+        )
+    return outputs.found
+
+
+def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or .pt file whose names match a glob.
+
+    Raises:
+        DataError: the file cannot be read, or no tensor matches.
+    """
+    found = dict(tensor_file.flatten_tensors(tensor_file.read_tensors(path)))
+    chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
+    if not chosen:
+        raise DataError(
+            f"none of {len(found)} tensors is called {', '.join(patterns)}",
+            where=str(path),
+            do=f"diagnose.analyze_tensor.tensors=['{next(iter(found), '*')}']",
+        )
+    return chosen
+
+
+_MOST_PICTURES = 12
+
+
+def analyze_tensors(request: Request) -> Table:
+    """Write `analyze_tensor.json` and pictures of the first tensors."""
+    asked = request.settings.analyze_tensor
+    tensors = read_tensors(Path(asked.file), asked.tensors) if asked.file else read_activations(request, asked.modules)
+    found, notes = [], []
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            scale = None if asked.scale == "none" else asked.scale
+            found.append(tensor_analysis.analyze_tensor(tensor, asked.formats, scale=scale, name=name))
+        else:
+            notes.append(f"{name} holds {str(tensor.dtype).removeprefix('torch.')}: not analysed")
+    (request.job.out / "analyze_tensor.json").write_text(json.dumps(tensor_analysis.to_json(found), indent=1) + "\n")
+    for number, one in enumerate(found[:_MOST_PICTURES]):
+        draw_tensor(one, request.job.out / f"tensor_{number:02}.png")
+    if len(found) > _MOST_PICTURES:
+        notes.append(f"pictures of the first {_MOST_PICTURES} of {len(found)} tensors")
+    rows, notes = tensor_analysis.rows_of(found), [*tensor_analysis.notes_of(found), *notes]
+    return Table("What tensors lose in low precision", tensor_analysis.COLUMNS, rows, notes)
 
 
 # Value of `check` → function.
