@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -255,13 +256,13 @@ def project_all(
         tokens.enter(layer)
         carved: Callable[[Tensor], Tensor] = layer.ffn
         if index not in checkpoint.shape.dense_layers:
+            make_loop = partial(checkpoint.loop, partition, index, act=layer.ffn.act, device=stream.device)
             done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
             # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
             if workers.broadcast(done is not None):
                 done = done or find_done(scratch, index)
             else:
-                experts, router = load_layer(job.parents["extract"], index), routers.layer(index)
-                loop = checkpoint.loop(partition, index, experts, router, layer.ffn.act, stream.device)
+                loop = make_loop(load_layer(job.parents["extract"], index), routers.layer(index))
                 seed = layer_seed(context.seed, index)
                 refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
                 wanted = tokens.inputs.map(layer.ffn)
@@ -271,7 +272,7 @@ def project_all(
                 if workers.leads:
                     save_layer_checkpoint(scratch, index, done)
             # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
-            carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
+            carved = make_loop(done.experts, done.router)
             found[index] = (done.router, done.outcome)
         if index < stream.depth - 1:  # nothing reads the last layer's outputs
             tokens.leave(map(carved, tokens.inputs))
