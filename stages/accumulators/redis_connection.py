@@ -168,7 +168,7 @@ def _explain(error: Exception, place: str) -> UserError:
     if kind == "WRONGTYPE":  # errors of the scripts name the key
         text = text.partition(" | key ")[2] or text
     what, do = _REFUSALS.get(kind, _UNKNOWN)
-    make = ContractError if kind in _TAMPERING else UserError
+    make = ContractError if kind in {"GONE", "CHANGED"} else UserError  # somebody else changed the sums
     return make(what.format(text.removeprefix("ERR ")), where=place, do=do)
 
 
@@ -183,7 +183,6 @@ _KINDS = {
     "ConnectionError": "GONE AWAY",
     "TimeoutError": "GONE AWAY",
 }
-_TAMPERING = ("GONE", "CHANGED")
 _REFUSALS = {
     "NOAUTH": (
         "the Redis server denies access: {}",

@@ -40,9 +40,6 @@ def distinct_colours(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
-MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
-
-
 @dataclass(frozen=True)
 class NeuronMap:
     """The data of one picture, per neuron."""
@@ -94,7 +91,7 @@ def _plot_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Norm
 
 def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
     """Colour by expert; if there are few experts, number each one and list all in the legend."""
-    named = neurons.experts <= MOST_NAMED
+    named = neurons.experts <= len(COLOURS)
     handles = []
     homes = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
     homes += [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(neurons.experts))]

@@ -7,11 +7,6 @@ from stages.calibration.config import FITTED_ROUTERS, unread_of_descent
 
 VERSION = 16
 
-# Settings of gradient projection only.
-GRADIENT_FIELDS = ("alpha", "beta", "sign", "epsilon", "matrices", "gradient_tokens", "round_tokens")
-# Settings of layers with their own experts, and of a pool.
-LAYER_FIELDS = ("descent_steps", "descent_rate", "descent_tokens")
-POOL_FIELDS = ("pool_tokens", "pool_sweeps")
 REFIT_FIELDS = ("refit_tokens", "router_steps", "router_rate", "router_tokens")
 
 
@@ -51,13 +46,14 @@ class ProjectConfig:
         """Settings without effect → the reason; `router` is `assemble.router`."""
         found: dict[str, str] = {}
         if not self.gradient_projection:
-            found |= dict.fromkeys(GRADIENT_FIELDS, "project.gradient_projection=false")
+            names = ("alpha", "beta", "sign", "epsilon", "matrices", "gradient_tokens", "round_tokens")
+            found |= dict.fromkeys(names, "project.gradient_projection=false")
         if not self.descent_steps:
             found |= dict.fromkeys(("descent_rate", "descent_tokens"), "project.descent_steps=0")
         if shape.pooled:
-            found |= dict.fromkeys(LAYER_FIELDS, "topology=global_pool")
+            found |= dict.fromkeys(("descent_steps", "descent_rate", "descent_tokens"), "topology=global_pool")
         else:
-            found |= dict.fromkeys(POOL_FIELDS, f"topology={shape.topology}")
+            found |= dict.fromkeys(("pool_tokens", "pool_sweeps"), f"topology={shape.topology}")
         # In the order in which stages/project/layer_pass.py reads them.
         if self.alignment == "none":
             found |= dict.fromkeys(("rounds", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")

@@ -117,9 +117,6 @@ def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L
     return [value if ok else None for value, ok in zip(correlation_L.tolist(), defined_L1[:, 0].tolist(), strict=True)]
 
 
-WITHOUT_GRADIENT = "s_p without its gradient term (the scan was forward-only)"
-
-
 def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
     """Score every neuron of every layer."""
     statistics = NeuronStatistics.load(job.parents["scan"])
@@ -162,7 +159,7 @@ MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
 def describe(score: ScoreConfig, statistics: NeuronStatistics) -> str:
     """The score in words; says so if the gradient term is missing."""
     lacks = score.method == "s_p" and score.gradient_weight > 0 and not statistics.samples_with_gradient
-    return WITHOUT_GRADIENT if lacks else score.method
+    return "s_p without its gradient term (the scan was forward-only)" if lacks else score.method
 
 
 def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:

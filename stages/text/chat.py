@@ -9,8 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from instruments.errors import DataError
 from stages.text.documents import Document, Message
 
-# Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
 
@@ -30,7 +28,8 @@ def encode_conversation(
     template = find_template(tokenizer)
     messages = list(document.messages)
     try:
-        if completion and GENERATION_MARK.search(template):
+        # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
+        if completion and re.search(r"\{%-?\s*generation\s*-?%\}", template):
             encoded = tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
             )

@@ -15,14 +15,13 @@ from stages.text.documents import Document, Split
 from stages.text.mixture import interleave_shares, list_sources
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
-# Values of data.labels with which only the assistant's turns of a conversation count.
-ANSWERS_COUNT = ("completion", "generated")
-
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TokenSequence:
     """Tokenize one document with its end token. Raises DataError: a conversation cannot be rendered or labelled."""
     if document.messages:
-        ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
+        # With these labels, only the assistant's turns count.
+        completion = data.labels in {"completion", "generated"}
+        ids, supervised = encode_conversation(document, tokenizer, completion=completion)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
         return TokenSequence(document.name, ids, labels)
     ids = encode_text(document.text, tokenizer, data.separator)

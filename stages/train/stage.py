@@ -46,7 +46,7 @@ def run(
     form = CheckpointFormat.of(model, source, assemble, shape)
     tokenizer = loading.load_tokenizer(source, trust_remote_code=model.trust_remote_code)
     text = read_text(data, train, tokenizer, loading.padding_id(tokenizer))
-    phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
+    phases = make_phases(train, train.batch * (text.train.tokens / len(text.train.sequences)))
     total, done = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
     dense = loading.load_dense(model, source) if train.logits or not done else None
@@ -67,7 +67,7 @@ def run(
     job.workers.broadcast(None)  # all wait until the result is written
     if lines is None:
         return NOTHING
-    return record.summarise(record.read_record(job.scratch), phases, text.tokens)
+    return record.summarise(record.read_record(job.scratch), phases, text.train.tokens)
 
 
 def run_phases(job: Job, phases: list[Phase], context: TrainContext, done: int, dense_loss: float | None) -> Path:

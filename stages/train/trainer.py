@@ -121,7 +121,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             model,
             training_arguments(context, phase, folder),
             partial(collate, pad_id=context.text.pad_id),
-            order_sequences(context.text.sequences, phase.first * batch, phase.steps * batch, context.seed),
+            order_sequences(context.text.train.sequences, phase.first * batch, phase.steps * batch, context.seed),
             optimizer_cls_and_kwargs=(AdamW, {"params": groups, "betas": BETAS, "fused": True}),
             callbacks=[PhaseCallback(self)],
         )
