@@ -12,8 +12,8 @@ from models.training import Part
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
-from stages.train import stage
 from stages.text.sequences import LoadedText
+from stages.train import stage
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
 from stages.train.routers import Balance, LogitSchedule
