@@ -141,7 +141,8 @@ def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
     counts = until.diff(prepend=until.new_zeros(1)).tolist()
     sorted_t, order_t = (each_t.to(batches[0].device) for each_t in (sorted_t, order_t))  # copied once for all batches
     taken_tD, start = batches[0].new_empty(len(rows_t), batches[0].shape[1]), 0
-    for batch_TD, places, rows in zip(batches, order_t.split(counts), sorted_t.split(counts), strict=True):
+    pairs = zip(torch.split(order_t, counts), torch.split(sorted_t, counts), strict=True)
+    for batch_TD, (places, rows) in zip(batches, pairs, strict=True):
         taken_tD[places] = batch_TD[rows - start]
         start += len(batch_TD)
     return taken_tD
