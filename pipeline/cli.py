@@ -18,7 +18,7 @@ from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
-from stages.artifacts.job import LostWorkerError, find_workers
+from stages.artifacts.job import GO_ON, LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def stop_in_words(_signal: int, _frame: object) -> None:
     error = LostWorkerError(
         "stopped by torchrun: another worker is gone, or the job was ended",
         where="signal SIGTERM",
-        do="see the other workers' messages, then the same command again: it goes on from what was flushed",
+        do=f"see the other workers' messages, {GO_ON}",
     )
     sys.stderr.write(f"worker {find_workers().rank}: {error}\n")
     sys.stderr.flush()

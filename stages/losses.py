@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from models.loading import input_device, is_offloaded
 from stages.artifacts.job import ALONE, Workers
-from stages.text.sequences import IGNORED, TokenBatch
+from stages.text.batches import IGNORED, TokenBatch
 
 CHUNK_VALUES = 2**22  # logits per softmax chunk, 16 MiB in fp32
 
@@ -157,9 +157,7 @@ def measure_loss(
     hidden = name is None or not workers.leads
     for number in tqdm(mine, desc=f"loss of the {name} model", unit="batch", disable=hidden):
         batch = batches[number]
-        logits = model(
-            input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
-        ).logits
+        logits = model(**batch.inputs(device), use_cache=False).logits
         totals_B[number] = token_losses(logits, batch.labels.to(logits.device)).double().sum()
     workers.sum_(totals_B)
     return MeanLoss(float(totals_B.sum()), sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
@@ -171,11 +169,8 @@ def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logi
     With gradients enabled, only the output of the input embeddings requires a gradient: the graph reaches every layer,
     and no weight gets a gradient. `inplace_backward_logits` saves a third of the memory; no hook may keep the logits.
     """
-    device = input_device(model)
     with gradients_from_embeddings(model):
-        logits = model(
-            input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
-        ).logits
+        logits = model(**batch.inputs(input_device(model)), use_cache=False).logits
     return sample_losses(logits, batch.labels.to(logits.device), inplace_backward=inplace_backward_logits)
 
 

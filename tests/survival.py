@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from models.training import RouterWatch
 from stages.text.config import DataConfig
-from stages.text.sequences import Split, load_sequences
+from stages.text.sequences import Split, load_text
 
 ROWS, LENGTH = 4, 128  # sequences of a training batch and their tokens
 
@@ -52,7 +52,7 @@ def read_text_batches(tokenizer_of: Path | str, path: Path, count: int, length: 
 
 def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count: int) -> list[Tensor]:
     """Batch the sequences of full length."""
-    sequences = load_sequences(settings, AutoTokenizer.from_pretrained(tokenizer_of), split)
+    sequences = load_text(settings, AutoTokenizer.from_pretrained(tokenizer_of), split).sequences
     rows = [sequence.ids for sequence in sequences if len(sequence.ids) == settings.max_length][: count * ROWS]
     assert len(rows) == count * ROWS, "not enough text"
     return list(torch.tensor(rows).split(ROWS))

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from instruments.errors import ConfigError, ContractError, UserError
 from stages.accumulators.config import START_OVER, StoreConfig, find_password
+from stages.artifacts.job import GO_ON
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -143,9 +144,6 @@ def _info(url: str, tries: int) -> dict[str, object]:
         return dict(client.info())
 
 
-GO_ON = "then the same command again: it goes on from the last flush"
-
-
 @contextmanager
 def in_words(place: str) -> Iterator[None]:
     """Turn the client's exceptions into errors for the user; `place` is the server, without its password.
@@ -170,7 +168,7 @@ def _explain(error: Exception, place: str) -> UserError:
     if kind == "WRONGTYPE":  # errors of the scripts name the key
         text = text.partition(" | key ")[2] or text
     what, do = _REFUSALS.get(kind, _UNKNOWN)
-    make = ContractError if kind in _TAMPERING else UserError
+    make = ContractError if kind in {"GONE", "CHANGED"} else UserError  # somebody else changed the sums
     return make(what.format(text.removeprefix("ERR ")), where=place, do=do)
 
 
@@ -185,7 +183,6 @@ _KINDS = {
     "ConnectionError": "GONE AWAY",
     "TimeoutError": "GONE AWAY",
 }
-_TAMPERING = ("GONE", "CHANGED")
 _REFUSALS = {
     "NOAUTH": (
         "the Redis server denies access: {}",
@@ -200,14 +197,8 @@ _REFUSALS = {
         f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
     ),
     "READONLY": ("this Redis server is a read-only replica", "store.url= of the primary server"),
-    "GONE AWAY": (
-        "the Redis server cannot be reached: {}",
-        f"start it (redis-server) or correct store.url, {GO_ON}",
-    ),
-    "MISCONF": (
-        "the Redis server does not take writes: {}",
-        f"see the server's log (its disk may be full), {GO_ON}",
-    ),
+    "GONE AWAY": ("the Redis server cannot be reached: {}", f"start it (redis-server) or correct store.url, {GO_ON}"),
+    "MISCONF": ("the Redis server does not take writes: {}", f"see the server's log (its disk may be full), {GO_ON}"),
     "WRONGTYPE": (
         "a Redis key under the scan's namespace is of another type: {}",
         f"{START_OVER}; or another store.namespace",

@@ -195,12 +195,14 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
 
     A chunk of neurons is `<I4 passed><I4 first neuron><I4 C>`, three zero-terminated key prefixes and rows of C
     doubles; a chunk of bits is `<I4 0><I4 offset><I4 0>`, the zero-terminated key and the bytes. `redis_apply.lua`
-    parses both.
-
-    Raises:
-        NumericsError: a sum is not finite.
+    parses both. Raises NumericsError: a sum is not finite.
     """
-    _check_finite(part, columns)
+    if bad := [name for name in columns if not part.tensors[name].isfinite().all()]:
+        raise NumericsError(
+            f"sums that are not finite: {', '.join(bad)}",
+            where=f"stage=scan, batches {min(part.done)} to {max(part.done)}",
+            do="model.dtype=float32 or bfloat16",
+        )
     increments = sum(len(FIELDS[name]) for name in columns)
     step = min(NEURONS_PER_CHUNK, max(1, INCREMENTS_PER_CHUNK // increments))
     for layer, names in enumerate(weights):
@@ -233,13 +235,3 @@ def _runs(marks_R: Tensor) -> list[tuple[int, int]]:
     """Begin and end of every run of marked rows."""
     edges = np.diff(marks_R.numpy().astype(np.int8), prepend=0, append=0)
     return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
-
-
-def _check_finite(part: ScanSums, columns: Sequence[str]) -> None:
-    bad = [name for name in columns if not part.tensors[name].isfinite().all()]
-    if bad:
-        raise NumericsError(
-            f"sums that are not finite: {', '.join(bad)}",
-            where=f"stage=scan, batches {min(part.done)} to {max(part.done)}",
-            do="model.dtype=float32 or bfloat16",
-        )

@@ -65,11 +65,7 @@ class Namespace:
             )
 
     def done(self) -> set[int]:
-        """Numbers of the batches that are committed.
-
-        Raises:
-            ContractError: the marks do not agree with the totals.
-        """
+        """Numbers of the batches that are committed. Raises ContractError: the marks do not agree with the totals."""
         batches, marks, bitmap = self._done(keys=[self.keys.done, self.keys.totals], args=[MOST_BATCHES // 8])
         done = set(np.flatnonzero(np.unpackbits(np.frombuffer(bitmap or b"", np.uint8))).tolist())
         if bitmap is None or (len(done), sum_marks(done)) != (_number(batches), _number(marks)):
@@ -204,11 +200,7 @@ class Namespace:
 
 
 def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
-    """The scan in a namespace.
-
-    Raises:
-        ContractError: the namespace holds no scan, or one of another layout.
-    """
+    """The scan in a namespace. Raises ContractError: the namespace holds no scan, or one of another layout."""
     held = client.get(Keys(namespace).identity)
     if held is None:
         what = f"there is no scan under the namespace {namespace or '(empty)'}"

@@ -188,9 +188,7 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
     """Add the sums of a file, from `export_sums` or `store=local`, to a namespace; a repetition changes nothing.
 
     The namespace `prefix` must be new, or of the same scan with other batches. Returns the sums it then holds.
-
-    Raises:
-        ContractError: the file holds no sums, or the namespace holds another scan or a part of the file's batches.
+    Raises ContractError: the file holds no sums, or the namespace holds another scan or a part of the file's batches.
     """
     sums, content = load_sums(path)
     try:

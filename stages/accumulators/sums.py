@@ -65,11 +65,7 @@ def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
 
 
 def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
-    """Read the sums and facts that `save_sums` wrote.
-
-    Raises:
-        ContractError: the file is missing or damaged.
-    """
+    """Read the sums and facts that `save_sums` wrote. Raises ContractError: the file is missing or damaged."""
     do = "a file that python -m pipeline.store export wrote"
     try:
         with safe_open(path, framework="pt") as file:
@@ -162,8 +158,7 @@ class LocalStore(SumStore):
 
         If an earlier run had more workers, worker 0 takes over the sums of the extra ones, unless their batches have
         been read again since. `fresh` deletes this worker's file; the pipeline cleans only the leading machine.
-        Raises:
-            ContractError: the folder holds sums of another identity.
+        Raises ContractError: the folder holds sums of another identity.
         """
         self.path = folder / f"sums.{worker}.safetensors"
         self.identity, self.shapes = json.dumps(identity, sort_keys=True), shapes
@@ -226,9 +221,7 @@ def open_store(
     """Open this worker's store of a scan, and close it at the end.
 
     Only sums of equal `identity` are added up; its entry `scan` is the fingerprint. `weights` maps gate, up and down of
-    every layer to the name of the weight.
-    Raises:
-        UserError: the store cannot be reached, or holds sums of another scan.
+    every layer to the name of the weight. Raises UserError: the store cannot be reached, or holds sums of another scan.
     """
     workers, every = job.workers, store.checkpoint_every
     keeper: SumStore | None = None

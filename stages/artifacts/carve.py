@@ -40,7 +40,7 @@ class _Layers(TensorFile):
 
     def neurons_of(self, layer: int) -> Tensor:
         """(e, N) neurons of the experts cut from the layer."""
-        raise NotImplementedError
+        return self.neurons[layer]
 
     @property
     def multiplicity(self) -> Tensor:
@@ -95,10 +95,6 @@ class Partition(_Layers):
         """The layers that do not stay dense."""
         return [layer for layer, neurons_EN in enumerate(self.neurons) if not bool((neurons_EN == STAYS_DENSE).all())]
 
-    def neurons_of(self, layer: int) -> Tensor:
-        """(E, N) neurons of the layer's experts."""
-        return self.neurons[layer]
-
 
 @dataclass(frozen=True)
 class PoolPartition(_Layers):
@@ -124,8 +120,7 @@ class PoolPartition(_Layers):
     @property
     def given(self) -> list[int]:
         """Number of experts in the pool from each layer."""
-        counts: list[int] = self.home.long().bincount(minlength=self.layers).tolist()
-        return counts
+        return [*map(int, self.home.long().bincount(minlength=self.layers))]
 
     def neurons_of(self, layer: int) -> Tensor:
         """(e, N) neurons of the pool's experts from this layer."""

@@ -20,6 +20,7 @@ from models.dense import activation_of
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
+from models.source import read_config
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target
 from stages.artifacts.carve import Partition, PoolPartition, Routers
@@ -37,17 +38,11 @@ def layer_file(folder: Path, layer: int) -> Path:
 
 
 def save_layer(
-    folder: Path,
-    layer: int,
-    experts: ExpertWeights,
-    neurons_EN: Int[Tensor, "E N"],
-    always_S: Int[Tensor, "S"],
+    folder: Path, layer: int, experts: ExpertWeights, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]
 ) -> int:
     """Write the experts of one layer and their neurons' indices in the dense FFN; returns the file's size in bytes."""
-    tensors = _weights(experts) | _named("neurons", neurons_EN, always_S)
-    metadata = pack_tag(version=VERSION, experts=len(experts.gate_END))
-    path = layer_file(folder, layer)
-    save_file(tensors, path, metadata=metadata)
+    tensors, path = _weights(experts) | _named("neurons", neurons_EN, always_S), layer_file(folder, layer)
+    save_file(tensors, path, metadata=pack_tag(version=VERSION, experts=len(experts.gate_END)))
     return path.stat().st_size
 
 
@@ -56,9 +51,8 @@ def verify_layer(folder: Path, layer: int, experts: ExpertWeights) -> None:
     with _opened(folder, layer) as (reader, _tag):
         for name, tensor in _weights(experts).items():
             if not torch.equal(_bits(reader.tensor(name)), _bits(tensor)):
-                raise ContractError(
-                    f"{name} on disk differs from the dense weights", where=f"layer {layer}", do=_REMEDY
-                )
+                what = f"{name} on disk differs from the dense weights"
+                raise ContractError(what, where=f"layer {layer}", do=_REMEDY)
 
 
 def _weights(experts: ExpertWeights) -> dict[str, Tensor]:
@@ -151,20 +145,19 @@ class FormatSettings(Protocol):
 class CheckpointFormat:
     """Architecture, number format and shape of the carved checkpoint."""
 
-    source: Path  # folder of the dense checkpoint
+    model: ModelConfig  # the source
+    source: Path  # its folder
     shape: MoEShape
     target: MoETarget
     dtype: torch.dtype  # of the experts
     settings: FormatSettings
-    activation: str = "silu"  # of the source's FFNs
 
     @classmethod
-    def of(
-        cls, source: Path, config: Mapping[str, Any], settings: FormatSettings, shape: MoEShape
-    ) -> "CheckpointFormat":
-        """The format that the settings of stage=assemble select; `config` is the source's config.json."""
-        target = select_target(config["model_type"], settings.target, shape.always_on, pooled=shape.pooled)
-        return cls(source, shape, target, checkpoint_dtype(source, settings.dtype), settings, activation_of(config))
+    def of(cls, model: ModelConfig, source: Path, settings: FormatSettings, shape: MoEShape) -> "CheckpointFormat":
+        """The format that the settings of stage=assemble select."""
+        family = read_config(source)["model_type"]
+        target = select_target(family, settings.target, shape.always_on, pooled=shape.pooled)
+        return cls(model, source, shape, target, checkpoint_dtype(source, settings.dtype), settings)
 
     @property
     def gate(self) -> GateKind:
@@ -204,21 +197,22 @@ class CheckpointFormat:
 
     def write(
         self,
-        folder: Path,
-        routers: Routers,
+        out: Path,
+        fitted: Mapping[int, LinearRouter],
+        logit_std: float,
         experts: Callable[[int], ExpertWeights],
-        *,
-        model: ModelConfig,
         partition: Partition | PoolPartition,
         projection: str,
     ) -> None:
-        """Write the checkpoint and its model card.
+        """Write the routers, and `checkpoint/` with its model card.
 
         `experts` and errors are those of `emit_checkpoint`; `projection` is a sentence for the card.
         """
+        routers = Routers.of(fitted, partition.layers, self.dtype, logit_std)
+        routers.save(out)
         emit_checkpoint(
             self.source,
-            folder,
+            out / "checkpoint",
             target=self.target,
             shape=self.shape,
             routers=lambda layer: routers.rows[layer],
@@ -227,20 +221,10 @@ class CheckpointFormat:
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
         )
-        write_card(
-            folder,
-            CarveFacts(
-                source=model.source_name,
-                target=self.target,
-                shape=self.shape,
-                width=partition.width,
-                layers=partition.layers,
-                dropped=partition.dropped,
-                most_copies=int(partition.multiplicity.max()),
-                partition=partition.description,
-                router=self.settings.router,
-                projection=projection,
-                pad_to=self.settings.pad_to,
-                activation=self.activation,
-            ),
-        )
+        facts = CarveFacts(
+            source=self.model.source_name, target=self.target, shape=self.shape, width=partition.width,
+            layers=partition.layers, dropped=partition.dropped, most_copies=int(partition.multiplicity.max()),
+            partition=partition.description, router=self.settings.router, projection=projection,
+            pad_to=self.settings.pad_to, activation=activation_of(read_config(self.source)),
+        )  # fmt: skip
+        write_card(out / "checkpoint", facts)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # Longer than any wait for the slowest worker; a dead worker is noticed at once by its closed connection.
 _COLLECTIVE_TIMEOUT = timedelta(days=2)
 
+# Part of the remedy after a lost worker or server; fresh=true would discard what was flushed.
+GO_ON = "then the same command, without fresh=true: it goes on from the last flush"
+
 Result = TypeVar("Result")
 
 
@@ -39,11 +42,7 @@ class Workers:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Connect to the other workers, and disconnect at the end.
-
-        Raises:
-            UserError: the connection fails.
-        """
+        """Connect to the other workers, and disconnect at the end. Raises UserError: the connection fails."""
         if self.world == 1:
             yield
             return
@@ -116,7 +115,7 @@ class Workers:
             raise LostWorkerError(
                 "another worker of this job is gone",
                 where=f"worker {os.environ.get('RANK', '0')}: {str(error).splitlines()[0]}",
-                do="see its own message, then the same command again: it goes on from what was flushed",
+                do=f"see its own message, {GO_ON}",
             ) from error
 
 

@@ -33,12 +33,18 @@ def unpack_tag(metadata: Mapping[str, str] | None) -> dict[str, Any]:
 Contract = TypeVar("Contract")
 
 
-def save_contract(contract: Any, path: Path, *, version: int) -> None:  # noqa: ANN401 - any contract dataclass
+def _version(contract: Any) -> int:  # noqa: ANN401
+    # A layer's result needs none: its scratch folder belongs to one fingerprint, which includes the stage's version.
+    return int(getattr(contract, "VERSION", 1))
+
+
+def save_contract(contract: Any, path: Path) -> None:  # noqa: ANN401 - any contract dataclass
     """Write tensor fields as tensors, other fields as JSON metadata; a nested field's name is `outer.inner`."""
     values = dict(_walk(contract))
     tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in values.items() if name not in tensors}
-    save_file(tensors, path, metadata=pack_tag(contract=type(contract).__name__, version=version, plain=plain))
+    tag = pack_tag(contract=type(contract).__name__, version=_version(contract), plain=plain)
+    save_file(tensors, path, metadata=tag)
 
 
 def _walk(contract: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401
@@ -50,7 +56,7 @@ def _walk(contract: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # noqa
             yield prefix + spec.name, value
 
 
-def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract:
+def load_contract(kind: type[Contract], path: Path) -> Contract:
     """Read what `save_contract` wrote.
 
     Raises:
@@ -63,10 +69,9 @@ def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise ContractError(f"cannot read {kind.__name__}: {error}", where=str(path), do=remedy) from error
-    found = (tag.get("contract"), tag.get("version"))
-    if found != (kind.__name__, version):
-        wanted = f"{kind.__name__} version {version}"
-        raise ContractError(f"expected {wanted}, found {found[0]} version {found[1]}", where=str(path), do=remedy)
+    wanted, found = f"{kind.__name__} version {_version(kind)}", f"{tag.get('contract')} version {tag.get('version')}"
+    if found != wanted:
+        raise ContractError(f"expected {wanted}, found {found}", where=str(path), do=remedy)
     values = {**tag["plain"], **tensors}
     names = set(_names(kind))
     if values.keys() != names:
@@ -107,31 +112,26 @@ class TensorFile:
 
     def save(self, folder: Path) -> None:
         """Write `folder/FILE`."""
-        save_contract(self, folder / self.FILE, version=self.VERSION)
+        save_contract(self, folder / self.FILE)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read what `save` wrote. Raises ContractError."""
-        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
-
-
-Layer = TypeVar("Layer")
-
-_VERSION = 1  # never incremented: a scratch folder belongs to one fingerprint, which includes the stage's version
+        return load_contract(cls, folder / cls.FILE)
 
 
 def save_layer_checkpoint(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
     """Write a stage's result for a layer atomically; the hash of the file is part of its name."""
     written = scratch / f"layer-{index:05}"
     with whole_file(written) as unfinished:
-        save_contract(layer, unfinished, version=_VERSION)
+        save_contract(layer, unfinished)
     for older in _find_files(scratch, index):
         older.unlink()
     written.rename(scratch / f"{written.name}.{hash_file(written)}.safetensors")
     sync(scratch)
 
 
-def load_layer_checkpoint(scratch: Path, index: int, kind: type[Layer]) -> Layer | None:
+def load_layer_checkpoint(scratch: Path, index: int, kind: type[Contract]) -> Contract | None:
     """Read what `save_layer_checkpoint` wrote; None if there is no file for the layer, or a damaged one.
 
     Raises:
@@ -139,7 +139,7 @@ def load_layer_checkpoint(scratch: Path, index: int, kind: type[Layer]) -> Layer
     """
     for path in _find_files(scratch, index):
         if hash_file(path) == path.suffixes[0].removeprefix("."):
-            return load_contract(kind, path, version=_VERSION)
+            return load_contract(kind, path)
         logger.warning("layer %d of an unfinished run is damaged and will be computed again: %s", index, path)
         path.unlink()
     return None

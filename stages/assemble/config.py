@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from models.targets.config import MOE_TARGETS
-from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
+from stages.calibration.config import FITTED_ROUTERS, ROUTERS, is_priced, unread_of_descent
 
 VERSION = 9
 
@@ -37,10 +37,7 @@ class AssembleConfig:
         found, router = {}, f"assemble.router={self.router}"
         if self.router not in FITTED_ROUTERS:
             found["ridge_penalty"] = router
-        if self.router not in TRAINED_ROUTERS:
-            found |= dict.fromkeys(("router_steps", "router_rate"), router)
-        elif not self.router_steps:
-            found["router_rate"] = "assemble.router_steps=0"
+        found |= unread_of_descent(self.router, self.router_steps, "assemble")
         if self.router not in FITTED_ROUTERS and not pooled:
             found["router_tokens"] = router
         if not is_priced(self.router, pooled=pooled):

@@ -39,14 +39,8 @@ def summarise(
 ) -> Table:
     """One row per carved layer; the chance level is in the notes."""
     rows = [
-        [
-            layer,
-            f"{report.agreement:.3f}",
-            f"{report.error:.4f}",
-            f"{report.load_E.max():.2f}",
-            int((report.load_E == 0).sum()),
-        ]
-        for layer, report in reports.items()
+        [layer, f"{one.agreement:.3f}", f"{one.error:.4f}", f"{one.load_E.max():.2f}", int((one.load_E == 0).sum())]
+        for layer, one in reports.items()
     ]
     share = shape.active_width / partition.width
     notes = [

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -12,25 +11,25 @@ from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
 from models.experts import ExpertLoop, ExpertWeights
-from models.ffn import DenseFFN
 from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
-from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
+from stages.artifacts.carve import Partition, PoolPartition, load_partition
 from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.assemble.config import AssembleConfig
 from stages.assemble.report import RouterReport, summarise, summarise_pool
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.batches import CalibrationContext, DealtLayer, Keep, deal_layers, take_tokens
+from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.token_memory import as_it_is
+from stages.calibration.share import take_tokens
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
 from stages.routing.task import (
     RouterTask,
     load_balance,
+    make_loop,
     oracle_agreement,
     relative_output_error,
     set_logit_std,
@@ -52,7 +51,7 @@ def run(
 ) -> Table:
     """Write `checkpoint/` and the routers."""
     context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed, job)
-    checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
+    checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     partition = load_partition(job.parents["cluster"], shape)
     pool = load_pool(job.parents["extract"], partition.layers, context.device) if shape.pooled else None
     with LayerStream(context.folder, device=context.device) as stream:
@@ -60,17 +59,13 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    std = logit_std(assemble, checkpoint.gate)
-    fitted = {layer: report.router for layer, report in reports.items()}
-    routers = Routers.of(fitted, partition.layers, checkpoint.dtype, std)
-    routers.save(job.out)
     scales = column_scales(reports, assemble, partition)
     checkpoint.write(
-        job.out / "checkpoint",
-        routers,
+        job.out,
+        {layer: report.router for layer, report in reports.items()},
+        logit_std(assemble, checkpoint.gate),
         lambda layer: scaled(load_layer(job.parents["extract"], layer), scales[layer]),
-        model=model,
-        partition=partition,
+        partition,
         projection="none: experts are the dense slices",
     )
     if isinstance(partition, PoolPartition):
@@ -85,38 +80,26 @@ def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:
     return LOGIT_STD[gate] if assemble.logit_std is None else assemble.logit_std
 
 
-class Fitted(NamedTuple):
-    """One layer's router, its task, and the dense FFN's outputs for every batch."""
-
-    task: RouterTask
-    router: LinearRouter
-    outputs: Sequence[Tensor]
-
-
 def fit_layer(
-    ffn: DenseFFN,
-    inputs: Sequence[Tensor],
+    layer: DealtLayer,
     experts: ExpertWeights | None,
     neurons_EN: Int[Tensor, "E N"],
     always_S: Int[Tensor, "S"],
-    checkpoint: CheckpointFormat,
+    top_k: int,
     settings: RouterSettings,
-    keep: Keep = as_it_is,
-) -> Fitted:
-    """Fit a layer's router over the experts cut from its own FFN, or over the `experts` of a pool.
+) -> tuple[RouterTask, LinearRouter]:
+    """Fit a layer's router over the experts cut from its own FFN, or over the `experts` of a pool; sets `outputs`.
 
     The outputs of a pool's experts cost E·N / F times the dense FFN, so only `settings.tokens` tokens are used.
     """
-    top_k, biased = checkpoint.shape.top_k, checkpoint.biased
     if experts is None:
-        task = watch_experts(ffn, neurons_EN, always_S, inputs, top_k, biased=biased, keep=keep)
-        return Fitted(task, fit_router(task, settings), task.wanted)
-    outputs = [keep(ffn(x_TD)) for x_TD in inputs]
-    unrouted = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
-    loop = ExpertLoop(experts, neurons_EN, always_S, unrouted, top_k, ffn.width, ffn.act)
-    seen, wanted = take_tokens(inputs, outputs, settings.tokens)
-    task = watch_pool(loop, wanted, seen, biased=biased)
-    return Fitted(task, fit_pool_router(task, settings), outputs)
+        task = watch_experts(layer.ffn, neurons_EN, always_S, layer.inputs, top_k, layer.keep)
+        layer.outputs = task.wanted
+        return task, fit_router(task, settings)
+    layer.outputs = [layer.keep(layer.ffn(x_TD)) for x_TD in layer.inputs]
+    seen, wanted = take_tokens(layer.inputs, layer.outputs, settings.tokens)
+    task = watch_pool(make_loop(layer.ffn, neurons_EN, always_S, None, top_k, experts), wanted, seen)
+    return task, fit_pool_router(task, settings)
 
 
 @torch.no_grad()
@@ -134,26 +117,24 @@ def fit_all(
     Workers share the pass; then each fits the router of one layer. Layers that stay dense have no report.
     """
     text, device, workers = len(context.text), stream.device, context.workers
-    turns = -(-stream.depth // workers.world)
     done = workers.lead(lambda: [load_layer_checkpoint(scratch, index, RouterReport) for index in range(stream.depth)])
 
     def fit(layer: DealtLayer) -> tuple[int, RouterReport]:
         if report := done[layer.index]:
             return layer.index, report
-        index, seed = layer.index, context.layer_seed(layer.index)
-        descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.balance_weight, seed)
+        index, seed, balance = layer.index, layer_seed(context.seed, layer.index), checkpoint.balance_weight
+        descent = DescentSettings(assemble.router_steps, assemble.router_rate, balance, seed, checkpoint.biased)
         settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, text=text)
         neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
-        fitted = fit_layer(layer.ffn, layer.inputs, experts, neurons_EN, always_S, checkpoint, settings, layer.keep)
-        task, router, layer.outputs = fitted
+        task, router = fit_layer(layer, experts, neurons_EN, always_S, checkpoint.shape.top_k, settings)
         router = set_logit_std(router, layer.inputs[:text], logit_std(assemble, checkpoint.gate))
         loop = replace(task.routed(router), gate=checkpoint.gate)
         scale_EN = scale_of(loop, layer.inputs, assemble, pooled=checkpoint.shape.pooled)
         return index, measure_router(loop, scale_EN, task, text)
 
     reports: dict[int, RouterReport] = {}
-    layers = deal_layers(stream, context.batches, workers, context.memory)
+    layers, turns = deal_layers(stream, context.batches, workers, context.memory), -(-stream.depth // workers.world)
     for layer in tqdm(layers, total=turns, desc="assemble", unit="layer"):
         mine = fit(layer) if layer and layer.index not in checkpoint.shape.dense_layers else None
         for index, report in filter(None, workers.gather(mine)):

@@ -12,7 +12,7 @@ from instruments.errors import NumericsError
 from models.experts import Block, ExpertLoop, sum_blocks
 from models.routing import has_copies, membership, relative_gates
 from stages.artifacts.job import Workers
-from stages.calibration.batches import Share
+from stages.calibration.share import Share
 
 FP32_MIN_INPUTS = 2048  # least number of inputs for fp32
 FP32_MAX_CONDITION = 1e5  # greatest condition number for fp32
@@ -129,6 +129,14 @@ class NormalEquations:
         return weight_AY.T
 
 
+def ridge_cholesky(gram_AA: Float[Tensor, "A A"], penalty: float) -> Float[Tensor, "A A"]:
+    """Lower Cholesky factor, fp64, of G with a ridge; `penalty` is relative to the mean diagonal of G."""
+    system_AA = gram_AA.double()
+    system_AA.diagonal().add_(penalty * system_AA.diagonal().mean() + 1e-30)
+    factor_AA: Tensor = torch.linalg.cholesky(system_AA)
+    return factor_AA
+
+
 def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
     """The tokens' rows, without a copy if they are all rows."""
     return a_TA if len(tokens_t) == len(a_TA) else a_TA.index_select(0, tokens_t)
@@ -141,24 +149,6 @@ def solving_dtype(inputs: int, penalty: float) -> torch.dtype:
     keeps two digits, enough for an estimate.
     """
     return torch.float32 if inputs >= FP32_MIN_INPUTS and inputs / penalty <= FP32_MAX_CONDITION else torch.float64
-
-
-def split_validation(batches: int, share: float, text: int | None = None) -> tuple[list[int], list[int]]:
-    """Batches to fit on, and evenly spaced validation batches; the same one for both if there is only one.
-
-    The first `text` batches (None: all) are split separately from those of random tokens, which late layers do not
-    have: otherwise the validation text of late layers would be training text of early ones.
-    """
-    text = batches if text is None else text
-    validation = _spaced(range(text), share) + _spaced(range(text, batches), share)
-    fitted = sorted({*range(batches)}.difference(validation))
-    return fitted, validation or fitted
-
-
-def _spaced(batches: range, share: float) -> list[int]:
-    """A `share` of the batches, at least one, but not all."""
-    count = min(max(1, round(share * len(batches))), max(0, len(batches) - 1))
-    return [batches[round((index + 0.5) * len(batches) / count - 0.5)] for index in range(count)]
 
 
 class Alignable(Protocol):
@@ -222,7 +212,7 @@ def align_down(
     outputs for them, (T, D). Penalties are relative to the mean diagonal of the features' second moment.
     """
     share = Share.of(inputs)
-    fitted, validation = split_validation(share.total_batches, settings.validation_share, share.text)
+    fitted, validation = share.split(settings.validation_share)
     moments = NormalEquations(carved.width, share.like.shape[1], device=share.like.device)
     for _, place in share.places(fitted):
         blocks, output_TD = carved.run(inputs[place])

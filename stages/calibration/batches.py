@@ -1,13 +1,11 @@
 """Data for fitting: the dense checkpoint, batches of calibration text and random tokens, and their layer passes."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -16,16 +14,16 @@ from instruments.errors import NumericsError
 from models.config import ModelConfig
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, padding_id, resolve_device
-from models.source import read_config, resolve_folder
+from models.source import resolve_folder
 from models.stream import LayerStream, StreamLayer
 from stages.artifacts.job import ALONE, Job, Workers
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.token_memory import KEPT, TokenMemory, as_it_is, memory_limit
+from stages.calibration.share import Share, take_tokens
+from stages.calibration.token_memory import KEPT, Keep, TokenMemory, as_it_is, memory_limit
 from stages.losses import MeanLoss, supervised_tokens, token_losses
+from stages.text.batches import IGNORED, TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
-
-Keep = Callable[[Tensor], Tensor]  # moves a tensor to where it is kept
+from stages.text.sequences import load_text
 
 OFFSET = 1000  # of the Zipf-Mandelbrot law, so that rare tokens are drawn too
 SEED = 0
@@ -64,7 +62,7 @@ def calibration_batches(
 
     A batch holds at most `batch_tokens`, fewer if the text would otherwise make less than 16 batches.
     """
-    sequences = load_sequences(data, tokenizer, "calibration")
+    sequences = load_text(data, tokenizer, "calibration").sequences
     total = sum(len(sequence.ids) for sequence in sequences)
     size = min(batch_tokens, max(1, total // LEAST_BATCHES))
     pad_id = padding_id(tokenizer)
@@ -88,7 +86,6 @@ class CalibrationContext:
 
     model: ModelConfig
     folder: Path  # of the dense checkpoint
-    config: Mapping[str, Any]  # its config.json
     batches: list[TokenBatch]  # text, then random tokens
     device: torch.device
     seed: int
@@ -97,13 +94,7 @@ class CalibrationContext:
 
     @classmethod
     def of(
-        cls,
-        model: ModelConfig,
-        data: DataConfig,
-        vocabulary: VocabularyConfig,
-        batch_tokens: int,
-        seed: int,
-        job: Job,
+        cls, model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int, seed: int, job: Job
     ) -> "CalibrationContext":
         """Find the dense checkpoint and tokenise the calibration split. Raises UserError."""
         workers = job.workers
@@ -112,146 +103,12 @@ class CalibrationContext:
         tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
         memory = TokenMemory(job.scratch, memory_limit(model, workers.local_world))
-        return cls(model, folder, read_config(folder), batches, resolve_device(model), seed, workers, memory)
+        return cls(model, folder, batches, resolve_device(model), seed, workers, memory)
 
     @property
     def text(self) -> list[TokenBatch]:
         """The batches of text, which come first."""
         return [batch for batch in self.batches if batch.is_text]
-
-    def layer_seed(self, index: int) -> int:
-        """The layer's seed, see the function `layer_seed`."""
-        return layer_seed(self.seed, index)
-
-
-def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
-    """Indices of `wanted` out of `count`, including the first and the last; at least one, at most all."""
-    return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
-
-
-class Share(Sequence[Tensor]):
-    """One worker's batches of a text, (T, D) each; all batches if there is one process.
-
-    Worker r of W holds the batches r, r + W, r + 2·W ... `total` adds in the order of all batches, so that its result
-    is the same to the last bit for any number of workers.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Tensor],
-        sizes: Sequence[int],
-        like: Tensor,
-        workers: Workers = ALONE,
-        keep: Keep = as_it_is,
-        text: int | None = None,
-    ) -> None:
-        """`sizes` are the token counts of all batches, other workers' included; `like` is a tensor (0, D).
-
-        `keep` stores tensors that are computed from the batches. The first `text` batches are text, the others random
-        tokens; None: all are text.
-        """
-        self._parts, self.sizes, self.like, self.workers, self.keep = parts, sizes, like, workers, keep
-        self.text = len(sizes) if text is None else text
-
-    @classmethod
-    def of(cls, batches: Sequence[Tensor]) -> "Share":
-        """Wrap batches that are all in this process; a Share is returned unchanged."""
-        if isinstance(batches, Share):
-            return batches
-        like = batches[0][:0] if batches else torch.empty(0, 0)
-        return cls(batches, [len(batch_TD) for batch_TD in batches], like)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 - as of any sequence
-        return self._parts[place]
-
-    @property
-    def total_batches(self) -> int:
-        """Number of batches of all workers."""
-        return len(self.sizes)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all workers."""
-        return sum(self.sizes)
-
-    def places(self, batches: Collection[int]) -> Iterator[tuple[int, int]]:
-        """This worker's batches among the numbered ones: (number, place in this sequence)."""
-        numbers = range(self.total_batches)[self.workers.rank :: self.workers.world]
-        return ((number, place) for place, number in enumerate(numbers) if number in batches)
-
-    def map(self, compute: Callable[[Tensor], Tensor]) -> "Share":
-        """The share of `compute` of every batch."""
-        return self.holding([self.keep(compute(batch_TD)) for batch_TD in self])
-
-    def holding(self, parts: Sequence[Tensor]) -> "Share":
-        """The same share with other tensors for its batches, row by row of the same tokens."""
-        return Share(parts, self.sizes, self.like, self.workers, self.keep, self.text)
-
-    def only_text(self) -> "Share":
-        """Only the batches of text."""
-        sizes = self.sizes[: self.text]
-        mine = len(range(len(sizes))[self.workers.rank :: self.workers.world])
-        return Share(self._parts[:mine], sizes, self.like, self.workers, self.keep)
-
-    def taken(self, share: float) -> "Share":
-        """An evenly spaced `share` of the tokens of every batch, at least one token."""
-        sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
-        parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
-        return Share(parts, sizes, self.like, self.workers, self.keep, self.text)
-
-    def total(
-        self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None
-    ) -> Tensor:
-        """Σ of `measure` over all batches, or the numbered ones, fp64; every worker gets it.
-
-        `measure` returns a small tensor of that `shape` for a place in this sequence.
-        """
-        chosen = range(self.total_batches) if batches is None else batches
-        table = self.like.new_zeros(self.total_batches, *shape, dtype=torch.float64)
-        for number, place in self.places(chosen):
-            table[number] = measure(place)
-        self.workers.sum_(table)
-        return table.sum(0)
-
-    def gather(self, at: int = 0) -> list[Tensor]:
-        """All batches in order at the worker `at`; an empty list at the others."""
-        if self.workers.world == 1:
-            return list(self._parts)
-        gathered, mine = [], dict(self.places(range(self.total_batches)))
-        for number, size in enumerate(self.sizes):
-            batch_TD = self.like.new_zeros(size, self.like.shape[1])
-            if number in mine:
-                batch_TD.copy_(self._parts[mine[number]])
-            self.workers.reduce_(batch_TD, at=at)
-            if self.workers.rank == at:
-                gathered.append(self.keep(batch_TD))
-        return gathered
-
-
-def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
-    """The rows of the concatenated batches (T, D) in the given order: (t, D)."""
-    sorted_t, order_t = rows_t.sort()
-    ends = torch.tensor([len(batch_TD) for batch_TD in batches]).cumsum(0)
-    until = torch.searchsorted(sorted_t, ends)
-    counts = until.diff(prepend=until.new_zeros(1)).tolist()
-    sorted_t, order_t = (each_t.to(batches[0].device) for each_t in (sorted_t, order_t))  # copied once for all batches
-    taken_tD, start = batches[0].new_empty(len(rows_t), batches[0].shape[1]), 0
-    for batch_TD, places, rows in zip(
-        batches, torch.split(order_t, counts), torch.split(sorted_t, counts), strict=True
-    ):
-        taken_tD[places] = batch_TD[rows - start]
-        start += len(batch_TD)
-    return taken_tD
-
-
-def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[Share, Share]:
-    """Inputs and outputs of about `wanted` tokens, evenly spaced over every batch, at least one token per batch."""
-    given = Share.of(inputs)
-    share = min(1.0, wanted / max(1, given.tokens))
-    return given.taken(share), given.holding(outputs).taken(share)
 
 
 def layer_seed(seed: int, index: int) -> int:
@@ -300,11 +157,7 @@ class TokenStream:
         self._layer: StreamLayer | None = None
 
     def enter(self, layer: StreamLayer) -> None:
-        """Run the layer's attention and set `inputs`.
-
-        Raises:
-            NumericsError: an FFN input is not finite.
-        """
+        """Run the layer's attention and set `inputs`. Raises NumericsError: an FFN input is not finite."""
         self._layer = layer
         while self._layers and self._layers[-1] is not None and self._layers[-1] <= self.entered:
             del self._layers[-1], self._sizes[-1]

@@ -35,6 +35,13 @@ TRAINED_ROUTERS = frozenset({"error"})
 POOL_ROUTERS = frozenset({"error", "random"})
 
 
+def unread_of_descent(router: str, steps: int, stage: str) -> dict[str, str]:
+    """Settings of a router's descent without effect in a stage → the reason."""
+    if router not in TRAINED_ROUTERS:
+        return dict.fromkeys(("router_steps", "router_rate"), f"assemble.router={router}")
+    return {} if steps else {"router_rate": f"{stage}.router_steps=0"}
+
+
 def is_priced(router: str, *, pooled: bool) -> bool:
     """Whether `balance` applies to the router; in a pool it does not, since no layer should use all experts evenly."""
     return router in TRAINED_ROUTERS and not pooled

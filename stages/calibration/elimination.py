@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.ffn import DenseFFN
-from stages.calibration.batches import Share
+from stages.calibration.alignment import ridge_cholesky
+from stages.calibration.share import Share
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
 SHARE = 32  # each step removes 1/32 of the remaining neurons
@@ -18,17 +19,11 @@ def rank_by_alignment(ffn: DenseFFN, inputs: Sequence[Tensor], keep: int) -> Flo
     """Rank neurons by the error of the aligned output without them; higher is better to keep."""
     if keep >= ffn.width:
         return torch.ones(ffn.width)
-    gram_FF, workers = second_moment(ffn, inputs), Share.of(inputs).workers
-    workers.reduce_(gram_FF)
-    return workers.lead(lambda: rank_by_elimination(gram_FF, ffn.down_DF, keep))
-
-
-def second_moment(ffn: DenseFFN, inputs: Sequence[Tensor]) -> Float[Tensor, "F F"]:
-    """Σ_t h hᵀ over the tokens of all inputs."""
-    gram_FF = ffn.down_DF.new_zeros(ffn.width, ffn.width)
+    gram_FF, workers = ffn.down_DF.new_zeros(ffn.width, ffn.width), Share.of(inputs).workers
     for hidden_TF in map(ffn.hidden, inputs):
         gram_FF.addmm_(hidden_TF.T, hidden_TF)
-    return gram_FF
+    workers.reduce_(gram_FF)
+    return workers.lead(lambda: rank_by_elimination(gram_FF, ffn.down_DF, keep))
 
 
 def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D F"], keep: int) -> Float[Tensor, "F"]:
@@ -66,10 +61,7 @@ def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D
 
 
 def _inverse(gram_FF: Tensor) -> Tensor:
-    system_FF = gram_FF.double()
-    system_FF.diagonal().add_(PENALTY * system_FF.diagonal().mean() + 1e-30)
-    inverse_FF: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(system_FF)).float()
-    return inverse_FF
+    return torch.cholesky_inverse(ridge_cholesky(gram_FF, PENALTY)).float()
 
 
 def _losses(columns_UD: Tensor, inverse_UU: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ _MEMINFO = Path("/proc/meminfo")
 _SHARE = 0.5  # of the free memory, if no limit is set
 KEPT = 3  # tensors (T, D) of a layer pass: hidden states, inputs and outputs of an FFN
 
+Keep = Callable[["Tensor"], "Tensor"]  # moves a tensor to where it is kept
+
 
 def free_memory() -> int | None:
     """Bytes that a process could allocate now; None if the system does not report them."""
@@ -51,7 +53,7 @@ class TokenMemory:
     def __init__(self, folder: Path, room: float) -> None:
         self._folder, self._room = folder, room
 
-    def reserve(self, size: int) -> Callable[["Tensor"], "Tensor"]:
+    def reserve(self, size: int) -> Keep:
         """A function that stores tensors of `size` bytes in all: all of them in RAM, or all on disk."""
         if size <= self._room:
             self._room -= size
@@ -60,11 +62,7 @@ class TokenMemory:
 
 
 def spill(tensor: "Tensor", folder: Path) -> "Tensor":
-    """Copy a CPU tensor into a nameless file, which is deleted with the copy.
-
-    Raises:
-        OSError: the disk has no room.
-    """
+    """Copy a CPU tensor into a nameless file, which is deleted with the copy. Raises OSError: the disk has no room."""
     import torch  # noqa: PLC0415 - settings are checked without torch
 
     if not tensor.numel():

@@ -6,9 +6,6 @@ from models.config import MoEShape
 
 VERSION = 7
 
-# Methods that compare neurons by their features.
-COMPARING_METHODS = frozenset({"router_aware", "balanced_kmeans"})
-
 
 @dataclass
 class ClusterConfig:
@@ -28,7 +25,7 @@ class ClusterConfig:
     @property
     def groups_by_features(self) -> bool:
         """Whether the method compares neurons by features."""
-        return self.method in COMPARING_METHODS
+        return self.method in {"router_aware", "balanced_kmeans"}
 
     def ranks(self, shape: MoEShape, width: int) -> bool:
         """Whether neurons are ranked: to be always on, dropped, or dealt out by method rank."""

@@ -1,8 +1,7 @@
 """The data by which a layer's neurons are grouped: statistics, scores, activity on text, features."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,67 +12,11 @@ from instruments.errors import ConfigError
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig
 from models.ffn import DenseFFN
-from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
-from models.stream import LayerStream
-from stages.artifacts.job import ALONE, Workers
 from stages.artifacts.statistics import NeuronStatistics, Scores
-from stages.calibration.batches import calibration_batches, deal_layers, evenly_spaced, take_rows
-from stages.calibration.config import VocabularyConfig
-from stages.calibration.token_memory import TokenMemory, memory_limit
+from stages.calibration.batches import DealtLayer
+from stages.calibration.share import sample_rows
 from stages.cluster.config import ClusterConfig
-from stages.text.config import DataConfig
-from stages.text.sequences import TokenBatch
-
-
-@dataclass(frozen=True)
-class LayerActivity:
-    """A layer's FFN and its inputs, (T, D) per batch, without padding; valid until the next layer is requested."""
-
-    ffn: DenseFFN
-    inputs: Sequence[Tensor]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in all batches."""
-        return sum(map(len, self.inputs))
-
-    def sample(self, tokens: int) -> Float[Tensor, "T D"]:
-        """The inputs of at most `tokens` tokens, evenly spaced over the text."""
-        return take_rows(self.inputs, evenly_spaced(self.tokens, tokens))
-
-
-def open_activities(
-    model: ModelConfig,
-    data: DataConfig,
-    vocabulary: VocabularyConfig,
-    batch_tokens: int,
-    workers: Workers = ALONE,
-    scratch: Path | None = None,
-) -> Iterator[LayerActivity | None]:
-    """Run the dense model over the calibration text and yield the activity of every layer in order.
-
-    Each of W workers gets every W-th layer; in the last turn, workers without a layer get None.
-    Memory: one layer, and the hidden states of all tokens, which go to files in `scratch` if they exceed the limit.
-    """
-    folder = resolve_folder(model)
-    memory = TokenMemory(scratch, memory_limit(model, workers.local_world)) if scratch else None
-    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
-    batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
-    with LayerStream(folder, device=resolve_device(model)) as stream:
-        yield from stream_activities(stream, batches, workers, memory)
-
-
-def stream_activities(
-    stream: LayerStream,
-    batches: Sequence[TokenBatch],
-    workers: Workers = ALONE,
-    memory: TokenMemory | None = None,
-) -> Iterator[LayerActivity | None]:
-    """`open_activities` for an open model; requesting the next layer runs the FFN of this one."""
-    for dealt in deal_layers(stream, batches, workers, memory):
-        yield LayerActivity(dealt.ffn, dealt.inputs) if dealt else None
-
 
 FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # purposes of a layer's random number streams
 
@@ -87,13 +30,12 @@ class LayerEvidence:
     statistics: NeuronStatistics  # of all layers, like the scores
     scores: Scores | None  # None: nothing is ranked by score
     seed: int
-    pass_activity: LayerActivity | None = None
+    activity: DealtLayer | None = None  # on the calibration text; None: no pass was made
 
-    @property
-    def activity(self) -> LayerActivity:
-        """Activity on the calibration text; only if `needs_pass` in config.py is true."""
-        assert self.pass_activity is not None, "no pass was made, see needs_pass in config.py"
-        return self.pass_activity
+    def sample(self, tokens: int) -> tuple[DenseFFN, Float[Tensor, "T D"]]:
+        """The FFN and at most `tokens` of its inputs, evenly spaced over the text; needs a pass."""
+        assert self.activity is not None, "no pass was made, see needs_pass in config.py"
+        return self.activity.ffn, sample_rows(self.activity.inputs, tokens)
 
     @property
     def score_F(self) -> Float[Tensor, "F"]:

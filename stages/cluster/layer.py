@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -67,32 +67,22 @@ def share_experts(weights_L: Float[Tensor, "L"], experts: int, *, least: int, mo
 ALWAYS_ON, DROPPED = -1, -2  # homes of neurons that no expert holds
 
 
-class Roles(NamedTuple):
-    """Every neuron of a layer in one of three roles; indices ascend."""
+def split_neurons(
+    measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int
+) -> tuple[Int[Tensor, "S"], Int[Tensor, "U"], Int[Tensor, "X"]]:
+    """Always-on neurons (S of highest measure), routed ones (`slots` others of highest score), and dropped ones.
 
-    always_on_S: Int[Tensor, "S"]
-    routed_U: Int[Tensor, "U"]
-    dropped_X: Int[Tensor, "X"]
-
-
-def split_neurons(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
-    """The S neurons of highest measure are always on, the `slots` others of highest score routed, the rest dropped.
-
-    `slots` is the number of places in experts, E·N; ties go to the lower index.
+    `slots` is the number of places in experts, E·N. Ties go to the lower index; the results ascend.
     """
     by_measure_F = measure_F.argsort(descending=True, stable=True)
     rest = by_measure_F[always_on:].sort().values
     by_score = rest[scores_F[rest].argsort(descending=True, stable=True)]
-    return Roles(
-        always_on_S=by_measure_F[:always_on].sort().values,
-        routed_U=by_score[:slots].sort().values,
-        dropped_X=by_score[slots:].sort().values,
-    )
+    return by_measure_F[:always_on].sort().values, by_score[:slots].sort().values, by_score[slots:].sort().values
 
 
 @dataclass(frozen=True)
 class LayerPartition:
-    """Roles of all neurons, and the neurons of every expert."""
+    """Every neuron in one of three roles, and the neurons of every expert; indices ascend."""
 
     always_on_S: Int[Tensor, "S"]
     routed_U: Int[Tensor, "U"]
@@ -101,16 +91,11 @@ class LayerPartition:
     neurons_EN: Int[Tensor, "E N"]
 
     @property
-    def roles(self) -> Roles:
-        """Every neuron in one of three roles."""
-        return Roles(self.always_on_S, self.routed_U, self.dropped_X)
-
-    @property
     def home_F(self) -> Int[Tensor, "F"]:
         """The expert of every neuron, ALWAYS_ON or DROPPED."""
-        home_F = torch.full((sum(map(len, self.roles)),), DROPPED)
-        home_F[self.roles.always_on_S] = ALWAYS_ON
-        home_F[self.roles.routed_U] = self.labels_U
+        home_F = torch.full((len(self.always_on_S) + len(self.routed_U) + len(self.dropped_X),), DROPPED)
+        home_F[self.always_on_S] = ALWAYS_ON
+        home_F[self.routed_U] = self.labels_U
         return home_F
 
 
@@ -178,18 +163,14 @@ def partition_layer(
         Indices into the layer's F neurons, ascending within every expert.
     """
     roles = split_neurons(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
+    always_on_S, routed_U, _ = roles
     if not shape.experts:  # this layer gives no expert to the pool
-        return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
+        return LayerPartition(*roles, routed_U.clone(), routed_U.new_empty(0, shape.n))
 
     def energy() -> TokenEnergy:
         assert evidence is not None, "the layer's evidence is needed"
-        return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)
+        return measure_energy(*evidence.sample(tokens), routed_U, always_on_S, top_k=shape.top_k)
 
-    neurons = NeuronsToGroup(
-        scores_F[roles.routed_U],
-        lambda: features()[roles.routed_U],
-        energy,
-        shape.n,
-    )
+    neurons = NeuronsToGroup(scores_F[routed_U], lambda: features()[routed_U], energy, shape.n)
     labels_U, affinity_UE = group_neurons(method, neurons, shape.experts, rng=rng)
-    return LayerPartition(*roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
+    return LayerPartition(*roles, labels_U, routed_U[fill_experts(affinity_UE, labels_U, shape.n)])

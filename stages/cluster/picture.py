@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from io import BytesIO
 from typing import Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 
 from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import LayerEvidence
+from stages.cluster.evidence import LAYOUT, LayerEvidence
 from stages.cluster.layer import ALWAYS_ON, DROPPED, LayerPartition
 
 # Chosen greedily from the sRGB cube: each is the farthest in OKLab from earlier ones, white, grey and black.
@@ -40,10 +40,6 @@ def distinct_colours(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
-NAMES = {"s_p": "S_p"}
-MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
-
-
 @dataclass(frozen=True)
 class NeuronMap:
     """The data of one picture, per neuron."""
@@ -56,27 +52,24 @@ class NeuronMap:
     experts: int
 
 
-def plot_neuron_map(neurons: NeuronMap, path: Path, *, title: str) -> None:
-    """Write a PNG of three panels; the same input and libraries give the same bytes."""
+def plot_neuron_map(neurons: NeuronMap, *, title: str) -> bytes:
+    """A PNG of three panels; the same input and libraries give the same bytes."""
     figure = Figure(figsize=(20, 6.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=16)
     by_expert, by_score, by_frequency = figure.subplots(1, 3)
     _plot_experts(by_expert, neurons)
-    _plot_measure(
-        by_score,
-        neurons,
-        neurons.score_U,
-        Normalize(*_middle(neurons.score_U)),
-        NAMES.get(neurons.score, neurons.score),
-    )
+    name = "S_p" if neurons.score == "s_p" else neurons.score
+    _plot_measure(by_score, neurons, neurons.score_U, Normalize(*_middle(neurons.score_U)), name)
     low, high = _middle(neurons.frequency_U[neurons.frequency_U > 0])
     shown_U = neurons.frequency_U.clamp_min(low / 2)  # a neuron that never fires has no logarithm
     _plot_measure(by_frequency, neurons, shown_U, LogNorm(low, high), "share of tokens the neuron is active on")
-    for panel, name in ((by_expert, "Expert"), (by_score, "Score"), (by_frequency, "Frequency")):
-        panel.set_title(name, fontsize=14)
+    for panel, heading in ((by_expert, "Expert"), (by_score, "Score"), (by_frequency, "Frequency")):
+        panel.set_title(heading, fontsize=14)
         panel.set(xticks=[], yticks=[])
-    figure.savefig(path, metadata={"Software": None})
+    png = BytesIO()
+    figure.savefig(png, format="png", metadata={"Software": None})
+    return png.getvalue()
 
 
 def _middle(values: Tensor) -> tuple[float, float]:
@@ -98,7 +91,7 @@ def _plot_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Norm
 
 def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
     """Colour by expert; if there are few experts, number each one and list all in the legend."""
-    named = neurons.experts <= MOST_NAMED
+    named = neurons.experts <= len(COLOURS)
     handles = []
     homes = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
     homes += [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(neurons.experts))]
@@ -111,23 +104,18 @@ def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
             handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
         if named and home >= 0:
             outline = [withStroke(linewidth=3.5, foreground="white")]
+            # At the medoid: unlike the mean, it is one of the points.
+            distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
+            x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
             panel.annotate(
-                str(home), _midst(points_U2), path_effects=outline, fontsize=12, fontweight="bold", ha="center",
-                va="center",
-            )  # fmt: skip
+                str(home), (x, y), path_effects=outline, fontsize=12, fontweight="bold", ha="center", va="center"
+            )
     if not named:
         handles.append(Line2D([], [], linestyle="", label=f"{neurons.experts} experts,\ncolours repeat"))
     panel.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
         handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
     )  # fmt: skip
-
-
-def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
-    """The medoid: unlike the mean, it is one of the points."""
-    distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
-    x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
-    return x, y
 
 
 def _dot_area(neurons: NeuronMap) -> float:
@@ -215,35 +203,24 @@ def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = (
 
 
 def plot_layer(
-    folder: Path,
-    layer: int,
-    partition: LayerPartition,
-    features_FC: Float[Tensor, "F C"],
-    evidence: LayerEvidence,
-    cluster: ClusterConfig,
-    rng: np.random.Generator,
-) -> str:
-    """Write the map of one layer; return the file name."""
-    width = len(features_FC)
+    partition: LayerPartition, features_FC: Float[Tensor, "F C"], evidence: LayerEvidence, cluster: ClusterConfig
+) -> dict[str, bytes]:
+    """The map of one layer: file name → PNG."""
+    layer, width = evidence.layer, len(features_FC)
     shown = torch.from_numpy(np.linspace(0, width - 1, min(width, MAP_NEURONS)).round().astype(np.int64))
     coordinates_U2 = place_neurons(
         features_FC[shown],
         cluster.map,  # type: ignore[arg-type] # checked against the field's choices
         neighbors=MAP_NEIGHBORS,
-        rng=rng,
+        rng=evidence.draw(LAYOUT),
     )
     experts, size = partition.neurons_EN.shape
     # Without a score: contribution.
     scores, frequency_U = evidence.scores, evidence.statistics.frequency[layer, shown]
     name, score_F = ("contribution", evidence.contribution_F) if scores is None else (scores.method, evidence.score_F)
     picture = NeuronMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
-    file = f"neuron_map_layer_{layer:03}.png"
     neurons = f"{width} neurons" if len(shown) == width else f"{len(shown)} of {width} neurons"
-    copies = ", coloured by first home" if experts * size > len(partition.roles.routed_U) else ""
-    plot_neuron_map(
-        picture,
-        folder / file,
-        title=f"Layer {layer}: {neurons}, {experts} experts of {size}{copies} "
-        f"({MAP_NAMES[cluster.map]} of {FEATURE_NAMES[cluster.features]})",
-    )
-    return file
+    copies = ", coloured by first home" if experts * size > len(partition.routed_U) else ""
+    source = f"{MAP_NAMES[cluster.map]} of {FEATURE_NAMES[cluster.features]}"
+    png = plot_neuron_map(picture, title=f"Layer {layer}: {neurons}, {experts} experts of {size}{copies} ({source})")
+    return {f"neuron_map_layer_{layer:03}.png": png}

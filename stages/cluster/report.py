@@ -110,52 +110,39 @@ def measure_layer(
     partition: LayerPartition, evidence: LayerEvidence, features_FC: Float[Tensor, "F C"] | None
 ) -> LayerFigures:
     """Figures of one layer; `features_FC` is None for methods that do not compare neurons."""
-    roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
+    statistics, layer = evidence.statistics, evidence.layer
     contribution_F, experts = evidence.contribution_F, len(partition.neurons_EN)
     objective = None
     if features_FC is not None and experts:
-        compared_UC = features_FC[roles.routed_U]
+        compared_UC = features_FC[partition.routed_U]
         objective = measure_objective(compared_UC, partition.labels_U, experts, rng=evidence.draw(CONTROL))
     return LayerFigures(
         measure_coactivation(statistics.active_bits[layer], statistics.reservoir_tokens, partition.neurons_EN),
         objective,
-        always_on_share=share_of(contribution_F, roles.always_on_S),
-        dropped=len(roles.dropped_X),
-        dropped_share=share_of(contribution_F, roles.dropped_X),
+        always_on_share=share_of(contribution_F, partition.always_on_S),
+        dropped=len(partition.dropped_X),
+        dropped_share=share_of(contribution_F, partition.dropped_X),
         copies=int(partition.neurons_EN.flatten().bincount(minlength=1).max()),
     )
 
 
-COLUMNS = [
-    "layer",
-    "fire together within",
-    "between experts",
-    "ratio",
-    "similarity",
-    "by chance",
-    "gap",
-    "always-on share",
-    "dropped neurons",
-    "dropped share",
-    "most copies",
-]
+COLUMNS = (
+    "layer", "fire together within", "between experts", "ratio", "similarity", "by chance", "gap", "always-on share",
+    "dropped neurons", "dropped share", "most copies",
+)  # fmt: skip
 
 
 def tabulate_layers(
-    figures: Mapping[int, LayerFigures],
-    cluster: ClusterConfig,
-    description: str,
-    pictures: Sequence[str],
-    shapes: Sequence[MoEShape] = (),
+    figures: Mapping[int, LayerFigures], description: str, pictures: Sequence[str], shapes: Sequence[MoEShape] = ()
 ) -> Table:
     """One row per carved layer, and notes on the method; `shapes` are the layers' shapes in a pool."""
     rows = [
         [
             layer,
-            _percent(figure.coactivation.within),
-            _percent(figure.coactivation.between),
-            "–" if figure.coactivation.ratio is None else f"{figure.coactivation.ratio:.2f}×",
-            *_show_objective(figure.objective),
+            _show(figure.coactivation.within, ".3%"),
+            _show(figure.coactivation.between, ".3%"),
+            _show(figure.coactivation.ratio, ".2f", "×"),
+            *map(_show, figure.objective or [None] * 3, (".4f", ".4f", ".2%")),
             f"{figure.always_on_share:.1%}",
             figure.dropped,
             f"{figure.dropped_share:.1%}",
@@ -173,9 +160,8 @@ def tabulate_layers(
             "it is below the best assignment to these means"
         )
     if shapes:
-        notes.append(
-            f"experts that the layers give to the pool, by score: {', '.join(str(shape.experts) for shape in shapes)}"
-        )
+        given = ", ".join(str(shape.experts) for shape in shapes)
+        notes.append(f"experts that the layers give to the pool, by score: {given}")
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")
     return Table("cluster", COLUMNS, rows, notes)
@@ -204,11 +190,5 @@ def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | N
     return "; ".join(said)
 
 
-def _show_objective(objective: Objective | None) -> list[str]:
-    if objective is None:
-        return ["–"] * 3
-    return [f"{objective.similarity:.4f}", f"{objective.by_chance:.4f}", f"{objective.gap:.2%}"]
-
-
-def _percent(chance: float | None) -> str:
-    return "–" if chance is None else f"{chance:.3%}"
+def _show(value: float | None, spec: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{spec}}{unit}"

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.ffn import DenseFFN
 from models.routing import choose_experts, chosen_mask
-from stages.calibration.alignment import NormalEquations
+from stages.calibration.alignment import NormalEquations, ridge_cholesky
 from stages.calibration.balanced import assign_balanced
-from stages.cluster.evidence import LayerActivity
 
 ROUTER_PENALTY = 0.1
 PREDICT_PENALTY = 1e-2
@@ -43,30 +43,18 @@ class TokenEnergy:
 
 
 def measure_energy(
-    activity: LayerActivity, routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int, tokens: int
+    ffn: DenseFFN, x_TD: Float[Tensor, "T D"], routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int
 ) -> TokenEnergy:
-    """Energy of the routed neurons on at most `tokens` calibration tokens, evenly spaced over the text.
-
-    Memory: tokens × U.
-    """
-    x_TD = activity.sample(tokens)
-    hidden_TF = activity.ffn.hidden(x_TD)
+    """Energy of the routed neurons on these tokens. Memory: T × U."""
+    hidden_TF = ffn.hidden(x_TD)
     kept_TS, hidden_TU = hidden_TF[:, always_on_S], hidden_TF[:, routed_U]
     del hidden_TF
     if len(always_on_S):
         moments = NormalEquations(len(always_on_S), len(routed_U), device=x_TD.device)
         moments.add(kept_TS, hidden_TU)
         hidden_TU.addmm_(kept_TS, moments.solve(PREDICT_PENALTY).T, alpha=-1)
-    energy_TU = hidden_TU.mul_(activity.ffn.down_DF.norm(dim=0)[routed_U]).square_()
-    return TokenEnergy(energy_TU, x_TD, ridge_factor(x_TD, ROUTER_PENALTY), top_k)
-
-
-def ridge_factor(a_TA: Float[Tensor, "T A"], penalty: float) -> Float[Tensor, "A A"]:
-    """Cholesky factor of aᵀa with a ridge relative to its mean diagonal; factored in fp64."""
-    gram_AA = (a_TA.T @ a_TA).double()
-    gram_AA.diagonal().add_(penalty * gram_AA.diagonal().mean() + 1e-30)
-    factor_AA: Tensor = torch.linalg.cholesky(gram_AA).float()
-    return factor_AA
+    energy_TU = hidden_TU.mul_(ffn.down_DF.norm(dim=0)[routed_U]).square_()
+    return TokenEnergy(energy_TU, x_TD, ridge_cholesky(x_TD.T @ x_TD, ROUTER_PENALTY).float(), top_k)
 
 
 def regroup(

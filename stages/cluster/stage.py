@@ -1,10 +1,8 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import repeat
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,13 +12,15 @@ from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
+from models.stream import LayerStream
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
+from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerActivity, LayerEvidence, open_activities, view_neurons
+from stages.cluster.evidence import GROUPING, LayerEvidence, view_neurons
 from stages.cluster.layer import LayerPartition, layer_shapes, load_layers, partition_layer, save_partition
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
@@ -37,30 +37,24 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Group the neurons of every layer that does not stay dense; random numbers are independent between layers.
-
-    Workers share the pass over the text; then each worker groups one layer. With `job.earlier`, its partition is taken.
-    """
-    workers, model = job.workers, replace(model, device=job.workers.pick_device(model.device))
+    """Group the neurons of every layer that does not stay dense: workers share the pass, then each groups one layer."""
+    workers = job.workers
     statistics = NeuronStatistics.load(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
     drawn = layers_to_draw(cluster, layers, shape.dense_layers)
-    shapes = [shape] * layers
-    if shape.pooled:
-        assert scores is not None, "a pool reads the score, see config.py"
-        shapes = layer_shapes(shape, scores.chosen)
+    shapes = layer_shapes(shape, scores.chosen) if scores and shape.pooled else [shape] * layers
     turns = -(-layers // workers.world)
     done = workers.lead(lambda: find_done(job, shape, layers))
-    activities: Iterable[LayerActivity | None] = repeat(None, turns)
+    activities: Iterable[DealtLayer | None] = repeat(None, turns)
     if cluster.needs_pass(shape, width) and None in done.values():
-        activities = open_activities(model, data, vocabulary, cluster.batch_tokens, workers, job.scratch)
+        activities = open_activities(CalibrationContext.of(model, data, vocabulary, cluster.batch_tokens, seed, job))
     found: dict[int, GroupedLayer] = {}
     for turn, activity in enumerate(tqdm(activities, total=turns, desc="cluster", unit="layer")):
         layer, mine = turn * workers.world + workers.rank, None
         if layer in done:
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
-            mine = group_layer(cluster, evidence, shapes[layer], done[layer], job.out if layer in drawn else None)
+            mine = group_layer(cluster, evidence, shapes[layer], done[layer], draw=layer in drawn)
         for grouped in filter(None, workers.gather(mine)):
             if workers.leads:
                 grouped.keep(job, new=done[grouped.layer] is None)
@@ -69,11 +63,16 @@ def run(
     if not workers.leads:
         return NOTHING
     description = describe(cluster, shape, width, scores.description if scores else None)
-    partitions = {layer: grouped.partition for layer, grouped in found.items()}
-    save_partition(job.out, partitions, layers, shape, width, description)
+    save_partition(job.out, {layer: one.partition for layer, one in found.items()}, layers, shape, width, description)
     figures = {layer: grouped.figures for layer, grouped in found.items()}
     pictures = [name for grouped in found.values() for name in grouped.pictures]
-    return tabulate_layers(figures, cluster, description, pictures, shapes if shape.pooled else ())
+    return tabulate_layers(figures, description, pictures, shapes if shape.pooled else ())
+
+
+def open_activities(context: CalibrationContext) -> Iterator[DealtLayer | None]:
+    """`deal_layers` of the dense model on the calibration text."""
+    with LayerStream(context.folder, device=context.device) as stream:
+        yield from deal_layers(stream, context.batches, context.workers, context.memory)
 
 
 def find_done(job: Job, shape: MoEShape, layers: int) -> Mapping[int, LayerPartition | None]:
@@ -101,14 +100,10 @@ class GroupedLayer(NamedTuple):
 
 
 def group_layer(
-    cluster: ClusterConfig,
-    evidence: LayerEvidence,
-    shape: MoEShape,
-    partition: LayerPartition | None,
-    out: Path | None,
+    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape, partition: LayerPartition | None, *, draw: bool
 ) -> GroupedLayer:
-    """Group the neurons of one layer, or take the `partition` of an earlier run; draw a map into `out`, if given."""
-    layer, features = evidence.layer, lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
+    """Group the neurons of one layer, or take the `partition` of an earlier run; `draw` a map."""
+    features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
     if partition is None:
         partition = partition_layer(
             *rank_neurons(cluster, evidence, shape),
@@ -119,11 +114,9 @@ def group_layer(
             evidence=evidence,
             tokens=cluster.sample_tokens,
         )
-    figures, pictures = measure_layer(partition, evidence, features() if cluster.groups_by_features else None), {}
-    if out and shape.experts:
-        name = plot_layer(out, layer, partition, features(), evidence, cluster, evidence.draw(LAYOUT))
-        pictures[name] = (out / name).read_bytes()
-    return GroupedLayer(layer, partition, figures, pictures)
+    figures = measure_layer(partition, evidence, features() if cluster.groups_by_features else None)
+    pictures = plot_layer(partition, features(), evidence, cluster) if draw and shape.experts else {}
+    return GroupedLayer(evidence.layer, partition, figures, pictures)
 
 
 def rank_neurons(
@@ -141,8 +134,8 @@ def rank_neurons(
     if cluster.aligns(shape, width):
         # Without always-on neurons, the ranking separates routed from dropped neurons, and orders them for method rank.
         keep = shape.always_on or min(shape.experts * shape.n, width - 1)
-        sample_TD = evidence.activity.sample(cluster.sample_tokens)
-        measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
+        ffn, sample_TD = evidence.sample(cluster.sample_tokens)
+        measure_F = rank_by_alignment(ffn, [sample_TD], keep)
     else:
         measure_F = evidence.score_F
     return measure_F, evidence.score_F if shape.pooled else measure_F

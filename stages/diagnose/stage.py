@@ -3,29 +3,92 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from instruments.errors import DataError
+import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.errors import CheckpointError, ConfigError, DataError
+from instruments.precision import findings, tensor_analysis, tensor_file
+from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.comparison import find_format
-from instruments.precision.findings import COLUMNS, notes_of, rows_of, to_json
 from instruments.precision.model_diff import auto_diff
-from instruments.precision.plot import draw_diff
+from instruments.precision.plot import draw_diff, draw_tensor
 from instruments.precision.session import CAST
 from instruments.static_check.check import static_check
 from instruments.training_watch.model_watch import watch_model
 from instruments.training_watch.step_log import NOTE, StepReport, draw_training_steps, read_step_log
 from models.config import ModelConfig
-from models.loading import input_device
+from models.loading import input_device, load_tokenizer, load_whole, padding_id, placement, resolve_device
+from models.source import resolve_folder
 from stages.artifacts.job import Job, Table
-from stages.diagnose.analyze_tensor import analyze_tensors
 from stages.diagnose.config import DiagnoseConfig
-from stages.diagnose.subject import Request, load_model, load_sample, tokenizer_for
+from stages.text.batches import batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import load_sequences
+from stages.text.sequences import load_text
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of every check."""
+
+    job: Job
+    model: ModelConfig
+    data: DataConfig
+    settings: DiagnoseConfig
+    seed: int
+
+
+def folder_of(request: Request) -> Path:
+    """Folder of `diagnose.checkpoint`, or of the dense model without it."""
+    asked = request.settings.checkpoint
+    return Path(asked) if asked is not None else resolve_folder(request.model)
+
+
+def load_model(request: Request, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in this number format, in evaluation mode."""
+    return load_whole(
+        folder_of(request),
+        dtype=dtype,
+        trust_remote_code=request.model.trust_remote_code,
+        **placement(request.model, resolve_device(request.model)),
+    )
+
+
+def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The first `diagnose.tokens` tokens of the calibration text, as one batch."""
+    tokens = request.settings.tokens
+    tokenizer = tokenizer_for(request, model)
+    data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
+    batches = batch_sequences(load_text(data, tokenizer, "calibration").sequences, tokens, padding_id(tokenizer))
+    return batches[0].inputs(input_device(model))
+
+
+def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, or the dense model's if the checkpoint has none.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or it has more tokens than the model.
+    """
+    folder = folder_of(request)
+    if not any(folder.glob("tokenizer*")):
+        folder = resolve_folder(request.model)
+    tokenizer = load_tokenizer(folder, trust_remote_code=request.model.trust_remote_code)
+    known = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > known:
+        raise CheckpointError(
+            f"the tokenizer has {len(tokenizer)} tokens, the checkpoint {known}",
+            where=f"{folder}, diagnose.checkpoint={request.settings.checkpoint}",
+            do="put the checkpoint's own tokenizer files beside its config.json, or diagnose.checkpoint=null",
+        )
+    return tokenizer
 
 
 def watch_passes(request: Request) -> Table:
@@ -60,7 +123,7 @@ def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]
 
 def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:
     """Token ids of the first sequences, (1, T) each, repeated if there are too few. Raises DataError."""
-    found = load_sequences(request.data, tokenizer_for(request, model), "calibration")
+    found = load_text(request.data, tokenizer_for(request, model), "calibration").sequences
     usable = [sequence for sequence in found if len(sequence.ids) > 1]
     if not usable:
         raise DataError("no sequence has two tokens", where="check=watch", do="choose a longer text: data.path=")
@@ -108,9 +171,81 @@ def diff_model(request: Request) -> Table:
         reference, load_sample(request, reference), precision=settings.precision, mode=settings.mode, low=low,
         modules=settings.modules, limits=settings.limits, memory_mib=settings.memory_mib, seed=request.seed,
     )  # fmt: skip
-    (request.job.out / "auto_diff.json").write_text(json.dumps(to_json(diff), indent=1) + "\n")
+    (request.job.out / "auto_diff.json").write_text(json.dumps(findings.to_json(diff), indent=1) + "\n")
     draw_diff(diff, request.job.out / "auto_diff.png")
-    return Table(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}", COLUMNS, rows_of(diff), notes_of(diff))
+    title = f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}"
+    return Table(title, findings.COLUMNS, findings.rows_of(diff), findings.notes_of(diff))
+
+
+class _Outputs(ModuleEvents):
+    """Collects the outputs of the selected modules, in the order of execution."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self.patterns = patterns
+        self.found: dict[str, Tensor] = {}
+
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
+        """Copy the output tensors to the CPU; the model may change them later."""
+        if any(fnmatchcase(call.module, pattern) for pattern in self.patterns):
+            kept = {f"{call}{path}": tensor for path, tensor in find_tensors(output).items()}
+            self.found |= {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+
+
+@torch.no_grad()
+def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Tensor]:
+    """FP32 outputs of the modules whose names match a glob. Raises ConfigError: no module matches."""
+    model = load_model(request, torch.float32)
+    outputs = _Outputs(patterns)
+    with trace_modules(model, outputs):
+        model(**load_sample(request, model), use_cache=False)
+    if not outputs.found:
+        names = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(
+            f"no module that ran is called {', '.join(patterns)}",
+            where="setting diagnose.analyze_tensor.modules",
+            do=f"diagnose.analyze_tensor.modules=['{names[-1]}']",
+        )
+    return outputs.found
+
+
+def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or .pt file whose names match a glob.
+
+    Raises:
+        DataError: the file cannot be read, or no tensor matches.
+    """
+    found = dict(tensor_file.flatten_tensors(tensor_file.read_tensors(path)))
+    chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
+    if not chosen:
+        raise DataError(
+            f"none of {len(found)} tensors is called {', '.join(patterns)}",
+            where=str(path),
+            do=f"diagnose.analyze_tensor.tensors=['{next(iter(found), '*')}']",
+        )
+    return chosen
+
+
+_MOST_PICTURES = 12
+
+
+def analyze_tensors(request: Request) -> Table:
+    """Write `analyze_tensor.json` and pictures of the first tensors."""
+    asked = request.settings.analyze_tensor
+    tensors = read_tensors(Path(asked.file), asked.tensors) if asked.file else read_activations(request, asked.modules)
+    found, notes = [], []
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            scale = None if asked.scale == "none" else asked.scale
+            found.append(tensor_analysis.analyze_tensor(tensor, asked.formats, scale=scale, name=name))
+        else:
+            notes.append(f"{name} holds {str(tensor.dtype).removeprefix('torch.')}: not analysed")
+    (request.job.out / "analyze_tensor.json").write_text(json.dumps(tensor_analysis.to_json(found), indent=1) + "\n")
+    for number, one in enumerate(found[:_MOST_PICTURES]):
+        draw_tensor(one, request.job.out / f"tensor_{number:02}.png")
+    if len(found) > _MOST_PICTURES:
+        notes.append(f"pictures of the first {_MOST_PICTURES} of {len(found)} tensors")
+    rows, notes = tensor_analysis.rows_of(found), [*tensor_analysis.notes_of(found), *notes]
+    return Table("What tensors lose in low precision", tensor_analysis.COLUMNS, rows, notes)
 
 
 # Value of `check` → function.

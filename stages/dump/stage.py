@@ -21,8 +21,9 @@ from models.source import resolve_folder
 from stages.artifacts.job import Job, Table
 from stages.dump.config import DumpStageConfig
 from stages.losses import forward_losses, gradients_from_embeddings, save_memory
+from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import TokenBatch, batch_sequences, load_text
+from stages.text.sequences import load_text
 
 
 def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:

@@ -17,12 +17,23 @@ from models.targets.config import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
-from stages.calibration.batches import Share, TokenStream, layer_seed
+from stages.calibration.batches import TokenStream, layer_seed
+from stages.calibration.share import Share
 from stages.calibration.token_memory import TokenMemory
-from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, LayerFacts, Memo, route, start_baseline
+from stages.evaluate.baselines import (
+    FIRST_SEED,
+    MASKS,
+    Baseline,
+    CarvedFFN,
+    FactsOf,
+    LayerFacts,
+    Memo,
+    route,
+    start_baseline,
+)
 from stages.evaluate.published import PUBLISHED, TOKENS, first_text
 from stages.losses import MeanLoss, measure_loss
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 ALIGNED = "_aligned"
 
@@ -97,9 +108,8 @@ def run_baselines(
     names: Sequence[str],
     stream: LayerStream,
     text: Text,
-    facts_of: Callable[[int, StreamLayer], LayerFacts],
+    facts_of: FactsOf,
     settings: AlignmentSettings,
-    *,
     replicated: bool,
     workers: Workers = ALONE,
     memory: TokenMemory | None = None,
@@ -114,7 +124,7 @@ def run_baselines(
     counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
     cut = TokenStream(stream, text.calibration if counted else [], workers, memory)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
-        facts, hidden, last = facts_of(index, layer), Memo(layer.ffn.hidden), index == stream.depth - 1
+        facts, hidden, last = facts_of(index, layer.ffn), Memo(layer.ffn.hidden), index == stream.depth - 1
         cut.enter(layer)
         for run in runs.values():
             run.step(layer, facts, cut.inputs, hidden, last=last)

@@ -16,8 +16,8 @@ from models.experts import Block, ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
 from stages.artifacts.job import ALONE, Workers
-from stages.calibration.batches import Share
 from stages.calibration.elimination import rank_by_alignment
+from stages.calibration.share import Share
 
 # Seeds of random routers start here: with those of stage=assemble, its random router would be drawn again.
 FIRST_SEED = 5_000
@@ -114,8 +114,7 @@ class LayerFacts:
     stays_dense: bool = False  # the carve and every baseline keep the layer's FFN
 
 
-# (inputs, activations of all neurons) → the K experts of every token.
-Choice = Callable[[Tensor, Tensor], Tensor]
+FactsOf = Callable[[int, DenseFFN], LayerFacts]
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,8 @@ class Baseline:
     features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → factors of its columns
 
 
-def choice_of(method: str, facts: LayerFacts) -> Choice:
-    """How the baseline `method`, named without `_aligned`, chooses experts.
+def choice_of(method: str, facts: LayerFacts) -> Callable[[Tensor, Tensor], Tensor]:
+    """(inputs, activations of all neurons) → the K experts of every token, for `method` without `_aligned`.
 
     unaligned: by the carve's router. random_router: by seeded normal rows. oracle: the experts of largest output norm,
     which a router cannot know.

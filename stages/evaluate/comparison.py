@@ -1,7 +1,7 @@
 """Compare dense and carved model, run by transformers, on held-out text."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,11 @@ from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
 from models.training import RouterWatch
 from stages.artifacts.job import ALONE, Workers
-from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
+from stages.evaluate.baselines import FactsOf, LayerFacts, expert_grams, output_norms
 from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_loss
 from stages.routing.task import error_drops
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
@@ -131,40 +131,23 @@ class LayerFidelity:
         self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
         self.chosen += chosen_TK.numel()
 
-    def sum_(self, workers: Workers) -> None:
-        """Sum over all workers, at each of them."""
+    def result(self, workers: Workers = ALONE) -> LayerResult:
+        """The figures of the layer, from the sums of all workers."""
         sums = torch.tensor([self.missed, self.wanted, self.agreed, self.chosen], dtype=torch.float64)
         sums = torch.cat([sums, self.load_E.cpu().double()])
         workers.sum_(sums)
-        self.missed, self.wanted, agreed, chosen = sums[:4].tolist()
-        self.agreed, self.chosen, self.load_E = int(agreed), int(chosen), sums[4:].to(self.load_E)
-
-    @property
-    def error(self) -> float:
-        """Σ‖dense − MoE‖² / Σ‖dense‖²; 0 where the dense output is 0."""
-        return self.missed / self.wanted if self.wanted else 0.0
-
-    @property
-    def agreement(self) -> float:
-        """Share of the router's choices that the oracle would make too."""
-        return self.agreed / self.chosen
-
-    @property
-    def imbalance(self) -> float:
-        """Largest load over the mean load."""
-        return float(self.load_E.max() / self.load_E.mean())
-
-    def result(self) -> LayerResult:
-        """The figures of the layer."""
-        unused, load_E = int((self.load_E == 0).sum()), self.load_E / self.load_E.mean()
-        return LayerResult(self.error, self.agreement, self.imbalance, unused, load_E.tolist())
+        missed, wanted, agreed, chosen = sums[:4].tolist()
+        load_E = sums[4:].to(self.load_E)
+        unused, imbalance = int((load_E == 0).sum()), float(load_E.max() / load_E.mean())
+        error = missed / wanted if wanted else 0.0
+        return LayerResult(error, agreed / chosen, imbalance, unused, (load_E / load_E.mean()).tolist())
 
 
 def follow_ffns(
     carved: PreTrainedModel,
     batches: Sequence[TokenBatch],
     dense: Sequence[GatedFFN],
-    facts_of: Callable[[int, DenseFFN], LayerFacts],
+    facts_of: FactsOf,
     shape: MoEShape,
     workers: Workers = ALONE,
 ) -> tuple[MeanLoss, list[LayerResult]]:
@@ -193,15 +176,11 @@ def follow_ffns(
     with watch.collect() as routings, watch_ffns(carved, on_ffn):
         loss = measure_loss(carved, batches, "carved", workers)
     watch.remove()
-    results = []
+    results = [LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)] * len(dense)  # as of layers that stay dense
     for layer in range(len(dense)):
-        if layer in shape.dense_layers:
-            # A dense layer has no error and an even load.
-            results.append(LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts))
-            continue
-        fidelity = fidelities.get(layer) or LayerFidelity(shape.top_k, torch.zeros(shape.experts), None)
-        fidelity.sum_(workers)
-        results.append(fidelity.result())
+        if layer not in shape.dense_layers:
+            fidelity = fidelities.get(layer) or LayerFidelity(shape.top_k, torch.zeros(shape.experts), None)
+            results[layer] = fidelity.result(workers)
     return loss, results
 
 

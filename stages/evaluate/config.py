@@ -28,13 +28,7 @@ class EvaluateConfig:
 
     checkpoint: str = field(default="project", metadata={"choices": ("project", "train")})
     baselines: list[str] = field(
-        default_factory=lambda: [
-            "unaligned",
-            "static_mask",
-            "static_mask_aligned",
-            "random_router",
-            "cmoe",
-        ],
+        default_factory=lambda: ["unaligned", "static_mask", "static_mask_aligned", "random_router", "cmoe"],
         metadata={"choices": (*BASELINES,)},
     )
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})

@@ -13,9 +13,9 @@ from torch.nn.functional import normalize
 from models.ffn import DenseFFN
 from models.routing import choose_experts
 from stages.calibration.balanced import assign_balanced, fit_balanced_kmeans
-from stages.calibration.batches import Share
+from stages.calibration.share import Share
 from stages.evaluate.baselines import Choice, LayerFacts
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 CMOE_ACTIVE = 10  # K_a: neurons that count as active for a token
 # Calibration tokens that each method reads, as many as its published code.

@@ -1,7 +1,6 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from models.config import ModelConfig, MoEShape
@@ -14,18 +13,18 @@ from stages.artifacts.carve import Partition, PoolPartition, Routers, load_parti
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
-from stages.calibration.batches import CalibrationContext, evenly_spaced
+from stages.calibration.batches import CalibrationContext, layer_seed
 from stages.calibration.config import VocabularyConfig
+from stages.calibration.share import evenly_spaced
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
-from stages.evaluate.baselines import FIRST_SEED, LayerFacts
+from stages.evaluate.baselines import FIRST_SEED, FactsOf, LayerFacts
 from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_layers, measure_speed
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss, measure_loss
+from stages.text.batches import batch_sequences, split_batch
 from stages.text.config import DataConfig
-from stages.text.sequences import batch_sequences, load_sequences, split_batch
-
-FactsOf = Callable[[int, DenseFFN], LayerFacts]
+from stages.text.sequences import load_text
 
 
 def run(
@@ -43,7 +42,7 @@ def run(
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
     partition = load_partition(job.parents["cluster"], shape)
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
-    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), padding_id(tokenizer)
+    sequences, pad_id = load_text(data, tokenizer, "heldout").sequences, padding_id(tokenizer)
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)
@@ -55,15 +54,9 @@ def run(
     else:
         plain_facts = read_facts(job, "assemble", context, partition, shape)
         with LayerStream(context.folder, device=context.device) as stream:
+            replicated, memory = int(partition.multiplicity.max()) > 1, context.memory
             baselines = run_baselines(
-                evaluate.baselines,
-                stream,
-                text,
-                lambda index, layer: plain_facts(index, layer.ffn),
-                project,
-                replicated=int(partition.multiplicity.max()) > 1,
-                workers=job.workers,
-                memory=context.memory,
+                evaluate.baselines, stream, text, plain_facts, project, replicated, job.workers, memory
             )
     if not job.workers.leads:
         return NOTHING
@@ -121,7 +114,7 @@ def read_facts(
             router,
             contribution_LF[index].to(device),
             shape,
-            context.layer_seed(FIRST_SEED + index),
+            layer_seed(context.seed, FIRST_SEED + index),
             pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
             stays_dense=index in shape.dense_layers,
         )

@@ -17,11 +17,14 @@ from stages.extract.config import ExtractConfig
 
 
 def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape) -> Table:
-    """Copy the neurons of the partition into one file per layer that does not stay dense."""
+    """Copy the neurons of the partition into one file per layer that does not stay dense. Raises ContractError."""
     folder = resolve_folder(model)
     config = read_config(folder)
     partition = load_partition(job.parents["cluster"], shape)
-    check_partition(partition, shape, layers=config["num_hidden_layers"], width=config["intermediate_size"])
+    wanted = config["num_hidden_layers"], shape.experts, shape.n, shape.always_on, config["intermediate_size"]
+    if partition.sizes != wanted:
+        what = f"the partition has (layers, experts, n, always_on, width) = {partition.sizes}, not {wanted}"
+        raise ContractError(what, where="stage=cluster", do="stage=cluster fresh=true")
     started, size = perf_counter(), 0
     with ShardReader(folder) as reader:
         for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):
@@ -31,17 +34,6 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape
             if extract.verify:
                 verify_layer(job.out, layer, experts)
     return summarise(partition, size, perf_counter() - started)
-
-
-def check_partition(partition: Partition | PoolPartition, shape: MoEShape, *, layers: int, width: int) -> None:
-    """Refuse a partition of another shape or another model. Raises ContractError."""
-    wanted = (layers, shape.experts, shape.n, shape.always_on, width)
-    if partition.sizes != wanted:
-        raise ContractError(
-            f"the partition has (layers, experts, n, always_on, width) = {partition.sizes}, not {wanted}",
-            where="stage=cluster",
-            do="stage=cluster fresh=true",
-        )
 
 
 def summarise(partition: Partition | PoolPartition, size: int, seconds: float) -> Table:

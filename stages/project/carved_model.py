@@ -16,7 +16,7 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.loading import input_device
 from stages.artifacts.job import ALONE, Workers
 from stages.losses import prediction_distance
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -197,18 +197,15 @@ class CarvedModel:
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
     def _distance(self, batch: TaughtBatch) -> Tensor:
-        tokens, device = batch.tokens, input_device(self.model)
-        mask_BT = tokens.attention_mask.to(device)
-        logits = self.model(input_ids=tokens.input_ids.to(device), attention_mask=mask_BT, use_cache=False).logits
+        logits = self.model(**batch.tokens.inputs(input_device(self.model)), use_cache=False).logits
+        mask_BT = batch.tokens.attention_mask.bool().to(logits.device)
         with torch.no_grad():
             wanted = self._logits(batch.hidden_BTD)
-        return prediction_distance(logits, wanted.to(logits.device), mask_BT.bool().to(logits.device))
+        return prediction_distance(logits, wanted.to(logits.device), mask_BT)
 
     def _last_hidden(self, batch: TokenBatch) -> Tensor:
-        device = input_device(self.model)
-        hidden_BTD: Tensor = self.model.base_model(
-            input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
-        ).last_hidden_state
+        inputs = batch.inputs(input_device(self.model))
+        hidden_BTD: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         return hidden_BTD
 
     def _logits(self, hidden_BTD: Tensor) -> Tensor:

@@ -3,23 +3,10 @@
 from dataclasses import dataclass, field
 
 from models.config import MoEShape
-from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
+from stages.calibration.config import FITTED_ROUTERS, unread_of_descent
 
 VERSION = 16
 
-# Settings of gradient projection only.
-GRADIENT_FIELDS = (
-    "alpha",
-    "beta",
-    "sign",
-    "epsilon",
-    "matrices",
-    "gradient_tokens",
-    "round_tokens",
-)
-# Settings of layers with their own experts, and of a pool.
-LAYER_FIELDS = ("descent_steps", "descent_rate", "descent_tokens")
-POOL_FIELDS = ("pool_tokens", "pool_sweeps")
 REFIT_FIELDS = ("refit_tokens", "router_steps", "router_rate", "router_tokens")
 
 
@@ -33,8 +20,7 @@ class ProjectConfig:
     sign: int = field(default=-1, metadata={"choices": (1, -1)})
     epsilon: float = field(default=1e-8, metadata={"above": 0})
     matrices: list[str] = field(
-        default_factory=lambda: ["gate", "up", "down"],
-        metadata={"choices": ("gate", "up", "down"), "nonempty": True},
+        default_factory=lambda: ["gate", "up", "down"], metadata={"choices": ("gate", "up", "down"), "nonempty": True}
     )
     gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
     round_tokens: int = field(default=256, metadata={"minimum": 1})
@@ -60,13 +46,14 @@ class ProjectConfig:
         """Settings without effect → the reason; `router` is `assemble.router`."""
         found: dict[str, str] = {}
         if not self.gradient_projection:
-            found |= dict.fromkeys(GRADIENT_FIELDS, "project.gradient_projection=false")
+            names = ("alpha", "beta", "sign", "epsilon", "matrices", "gradient_tokens", "round_tokens")
+            found |= dict.fromkeys(names, "project.gradient_projection=false")
         if not self.descent_steps:
             found |= dict.fromkeys(("descent_rate", "descent_tokens"), "project.descent_steps=0")
         if shape.pooled:
-            found |= dict.fromkeys(LAYER_FIELDS, "topology=global_pool")
+            found |= dict.fromkeys(("descent_steps", "descent_rate", "descent_tokens"), "topology=global_pool")
         else:
-            found |= dict.fromkeys(POOL_FIELDS, f"topology={shape.topology}")
+            found |= dict.fromkeys(("pool_tokens", "pool_sweeps"), f"topology={shape.topology}")
         # In the order in which stages/project/layer_pass.py reads them.
         if self.alignment == "none":
             found |= dict.fromkeys(("rounds", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")
@@ -77,13 +64,5 @@ class ProjectConfig:
         elif not self.rounds:
             found |= dict.fromkeys(REFIT_FIELDS, "project.rounds=0")
         else:
-            found |= self._unread_of_refit(router)
-        return found
-
-    def _unread_of_refit(self, router: str) -> dict[str, str]:
-        found: dict[str, str] = {}
-        if router not in TRAINED_ROUTERS:
-            found |= dict.fromkeys(("router_steps", "router_rate"), f"assemble.router={router}")
-        elif not self.router_steps:
-            found["router_rate"] = "project.router_steps=0"
+            found |= unread_of_descent(router, self.router_steps, "project")
         return found

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.loading import load_dense
-from stages.calibration.alignment import split_validation
-from stages.calibration.batches import CalibrationContext
+from stages.calibration.batches import CalibrationContext, layer_seed
+from stages.calibration.share import split_validation
 from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
 from stages.project.config import ProjectConfig
-from stages.text.sequences import TokenBatch, split_batch
+from stages.text.batches import TokenBatch, split_batch
 
 # Matrix of the settings → fields of ExpertWeights: routed experts, always-on neurons.
 FIELDS = {
@@ -190,7 +190,7 @@ def project_end_to_end(
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     save_memory(dense, asked=False)
     carved = CarvedModel(dense, make_loops(dense), context.workers)
-    outcome = GradientRounds(carved, context.text, project, context.layer_seed(SEED)).run()
+    outcome = GradientRounds(carved, context.text, project, layer_seed(context.seed, SEED)).run()
     return gather_parts(carved.loops, context.workers), outcome
 
 

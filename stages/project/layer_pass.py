@@ -1,7 +1,8 @@
 """Project layer by layer: each is fitted on the outputs of the carved layers before it, each step validated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from models.stream import LayerStream
 from models.targets.base import is_power_of_two
 from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.experts import CheckpointFormat, load_layer
+from stages.artifacts.job import Job
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.alignment import (
     Alignment,
@@ -22,23 +24,14 @@ from stages.calibration.alignment import (
     column_scale,
     relative_error,
     scale_columns,
-    split_validation,
 )
-from stages.calibration.batches import CalibrationContext, Share, TokenStream, take_rows, take_tokens
+from stages.calibration.batches import CalibrationContext, TokenStream, layer_seed
 from stages.calibration.config import FITTED_ROUTERS
+from stages.calibration.share import Share, take_rows, take_tokens
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
 from stages.routing.task import RouterTask, load_balance, set_logit_std
-
-
-@dataclass(frozen=True)
-class LayerCarve:
-    """Results of the earlier stages for one layer."""
-
-    loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, unscaled
-    refit: RouterSettings
-    biased: bool  # the router may have a bias
 
 
 @dataclass(frozen=True)
@@ -55,31 +48,40 @@ class Outcome:
 
 @torch.no_grad()
 def project_layer(
-    carve: LayerCarve, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig, seed: int
+    loop: ExpertLoop,
+    refit: RouterSettings,
+    inputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    settings: ProjectConfig,
+    seed: int,
 ) -> tuple[ExpertLoop, Outcome]:
-    """Alignment, rounds of router and alignment, descent.
+    """Alignment, rounds of router and alignment, descent of a layer as stage=assemble left it, unscaled.
 
     `inputs` (of the already carved model) and `wanted` are those of `align_down`; `seed` orders the tokens of descent.
     """
     share = Share.of(inputs)
-    _, validation = split_validation(share.total_batches, settings.validation_share, share.text)
-    base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
+    _, validation = share.split(settings.validation_share)
+    base = scale_columns(loop, column_scale(loop, inputs))
     state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
     outcome = Outcome(state.error)
     if settings.alignment == "ridge":
-        state, first, rounds = align_layer(carve, base, inputs, wanted, settings)
+        state, first, rounds = align_layer(base, refit, inputs, wanted, settings)
         outcome = replace(outcome, error_aligned=first, penalty=state.penalty, rounds=rounds)
     if settings.descent_steps:
         # Descent fits the training tokens further, so it starts from columns that are fitted less closely to them.
-        loop = train_experts(state.less_fitted or state.carved, inputs, wanted, settings, seed)
-        trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
+        descended = train_experts(state.less_fitted or state.carved, inputs, wanted, settings, seed)
+        trained = Alignment(descended, relative_error(descended, inputs, wanted, validation), state.penalty)
         if not settings.validate or trained.error < state.error:
             state, outcome = trained, replace(outcome, descended=True)
     return state.carved, replace(outcome, error_end=state.error)
 
 
 def align_layer(
-    carve: LayerCarve, base: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig
+    base: ExpertLoop,
+    refit: RouterSettings,
+    inputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    settings: ProjectConfig,
 ) -> tuple[Alignment[ExpertLoop], float, int]:
     """Alternate alignment and router refits on `refit_tokens` tokens, then align on all tokens.
 
@@ -87,7 +89,8 @@ def align_layer(
         The layer, its error after the first alignment, and the number of rounds kept.
     """
     seen, targets = inputs, wanted
-    if settings.rounds and refits(carve):
+    refits = base.top_k < base.router.experts and refit.method in FITTED_ROUTERS
+    if settings.rounds and refits:
         seen, targets = take_tokens(inputs, wanted, settings.refit_tokens)
     state = align_down(base, seen, targets, settings)
     first = state.error
@@ -96,21 +99,16 @@ def align_layer(
     sizes = sorted(settings.penalties)
     place = len(sizes) if state.penalty is None else sizes.index(state.penalty)
     again = replace(settings, penalties=sizes[place : place + 2] or sizes)
-    state, rounds = alternate(carve, base, state, seen, targets, again)
+    state, rounds = alternate(base, refit, state, seen, targets, again) if refits else (state, 0)
     if Share.of(seen).tokens < Share.of(inputs).tokens:
         last = replace(settings, penalties=sizes[: place + 2])
         state = align_down(reroute(base, state.carved.router, inputs), inputs, wanted, last)
     return state, first, rounds
 
 
-def refits(carve: LayerCarve) -> bool:
-    """Whether the layer's router is refitted: its method is a fit, and K < E."""
-    return carve.loop.top_k < carve.loop.router.experts and carve.refit.method in FITTED_ROUTERS
-
-
 def alternate(
-    carve: LayerCarve,
     base: ExpertLoop,
+    refit: RouterSettings,
     state: Alignment[ExpertLoop],
     inputs: Sequence[Tensor],
     wanted: Sequence[Tensor],
@@ -120,15 +118,13 @@ def alternate(
 
     The rounds are compared by error plus `load_cost`.
     """
-    if not refits(carve):
-        return state, 0
     for kept in range(settings.rounds):
-        router = refit_router(carve, state.carved, inputs, wanted)
+        router = refit_router(state.carved, refit, inputs, wanted)
         if chooses_alike(router, state.carved, inputs):
             return state, kept
-        router = set_logit_std(router, Share.of(inputs).only_text(), carve.refit.logit_std)
+        router = set_logit_std(router, Share.of(inputs).only_text(), refit.logit_std)
         aligned = align_down(reroute(base, router, inputs), inputs, wanted, settings)
-        before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.carved, aligned.carved))
+        before, after = (load_cost(loop, inputs, refit) for loop in (state.carved, aligned.carved))
         if settings.validate and aligned.error + after >= state.error + before:
             return state, kept
         state = aligned
@@ -136,13 +132,13 @@ def alternate(
 
 
 def refit_router(
-    carve: LayerCarve, aligned: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor]
+    aligned: ExpertLoop, refit: RouterSettings, inputs: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> LinearRouter:
     """A router for the aligned experts; one worker fits it for all, because descent takes hundreds of small steps."""
     usual, share = at_usual_gates(aligned, inputs), Share.of(inputs)
     tokens, targets = share.gather(), share.holding(wanted).gather()
-    task = RouterTask(usual, targets, carve.biased, tokens)
-    return share.workers.lead(lambda: fit_router(task, carve.refit).to("cpu")).to(share.like.device)
+    task = RouterTask(usual, targets, tokens)
+    return share.workers.lead(lambda: fit_router(task, refit).to("cpu")).to(share.like.device)
 
 
 def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) -> ExpertLoop:
@@ -156,7 +152,7 @@ def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings)
     if not refit.descent.balance:
         return 0.0
     share = Share.of(inputs)
-    _, validation = split_validation(share.total_batches, refit.validation_share, share.text)
+    _, validation = share.split(refit.validation_share)
     load_E = load_balance(loop.router, inputs, loop.top_k, validation)
     return refit.descent.balance * float((load_E - 1).square().mean())
 
@@ -180,7 +176,7 @@ def train_experts(
     trains for all, because the steps are many and small.
     """
     share = Share.of(inputs)
-    fitted, _ = split_validation(share.total_batches, settings.validation_share, share.text)
+    fitted, _ = share.split(settings.validation_share)
     gathered = [share.gather(), share.holding(wanted).gather()]
 
     def train() -> ExpertWeights:
@@ -242,49 +238,44 @@ class ProjectedLayer:
 
 @torch.no_grad()
 def project_all(
+    job: Job,
     stream: LayerStream,
     context: CalibrationContext,
     checkpoint: CheckpointFormat,
-    extracted: Path,
     partition: Partition,
     routers: Routers,
     project: ProjectConfig,
-    scratch: Path,
 ) -> dict[int, tuple[LinearRouter, Outcome]]:
     """Project the layers in order, each on the inputs from the carved layers before it; save each in `scratch`.
 
     Layers that stay dense have no result. Workers share the tokens and see the same `scratch`.
     """
-    workers, found = context.workers, {}
+    workers, scratch, found = job.workers, job.scratch, {}
     tokens = TokenStream(stream, context.batches, workers, context.memory)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
-        if index in checkpoint.shape.dense_layers:
-            if index < stream.depth - 1:  # nothing reads the last layer's outputs
-                tokens.leave(map(layer.ffn, tokens.inputs))
-            continue
-        done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
-        # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
-        if workers.broadcast(done is not None):
-            done = done or find_done(scratch, index)
-        else:
-            seed = context.layer_seed(index)
-            refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
-            start = checkpoint.loop(
-                partition, index, load_layer(extracted, index), routers.layer(index), layer.ffn.act, stream.device
-            )
-            carve = LayerCarve(start, refit, checkpoint.biased)
-            wanted = tokens.inputs.map(layer.ffn)
-            loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
-            del wanted  # free it before the next layer's is computed
-            done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
-            if workers.leads:
-                save_layer_checkpoint(scratch, index, done)
-        if index < stream.depth - 1:
+        carved: Callable[[Tensor], Tensor] = layer.ffn
+        if index not in checkpoint.shape.dense_layers:
+            make_loop = partial(checkpoint.loop, partition, index, act=layer.ffn.act, device=stream.device)
+            done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
+            # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
+            if workers.broadcast(done is not None):
+                done = done or find_done(scratch, index)
+            else:
+                loop = make_loop(load_layer(job.parents["extract"], index), routers.layer(index))
+                seed = layer_seed(context.seed, index)
+                refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
+                wanted = tokens.inputs.map(layer.ffn)
+                loop, outcome = project_layer(loop, refit, tokens.inputs, wanted, project, seed)
+                del wanted  # free it before the next layer's is computed
+                done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
+                if workers.leads:
+                    save_layer_checkpoint(scratch, index, done)
             # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
-            carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
+            carved = make_loop(done.experts, done.router)
+            found[index] = (done.router, done.outcome)
+        if index < stream.depth - 1:  # nothing reads the last layer's outputs
             tokens.leave(map(carved, tokens.inputs))
-        found[index] = (done.router, done.outcome)
     return found
 
 
@@ -302,13 +293,8 @@ def refit_settings(
 
     The first `text` batches are text; None: all.
     """
-    descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.balance_weight, seed)
+    form, balance = checkpoint.settings, checkpoint.balance_weight
+    descent = DescentSettings(project.router_steps, project.router_rate, balance, seed, checkpoint.biased)
     return RouterSettings(
-        checkpoint.settings.router,
-        checkpoint.settings.ridge_penalty,
-        descent,
-        project.router_tokens,
-        project.validation_share,
-        logit_std,
-        text,
+        form.router, form.ridge_penalty, descent, project.router_tokens, project.validation_share, logit_std, text
     )

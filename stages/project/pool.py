@@ -23,16 +23,10 @@ from models.stream import LayerStream
 from stages.artifacts.carve import PoolPartition, Routers
 from stages.artifacts.experts import ROUTED, CheckpointFormat, load_pool
 from stages.artifacts.job import Job, Table
-from stages.calibration.alignment import (
-    NormalEquations,
-    at_usual_gates,
-    relative_error,
-    scale_columns,
-    scale_pool,
-    split_validation,
-)
-from stages.calibration.batches import CalibrationContext, LayerSample, sample_layers
+from stages.calibration.alignment import NormalEquations, at_usual_gates, relative_error, scale_columns, scale_pool
+from stages.calibration.batches import CalibrationContext, LayerSample, layer_seed, sample_layers
 from stages.calibration.config import FITTED_ROUTERS
+from stages.calibration.share import split_validation
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import refit_settings
@@ -133,15 +127,6 @@ def mean_error(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], batc
 
 
 @dataclass(frozen=True)
-class PoolCarve:
-    """Dense inputs and outputs of the layers, and settings of the router refits."""
-
-    samples: Sequence[LayerSample]
-    refit: Sequence[RouterSettings]  # of every layer
-    biased: bool  # routers may have a bias
-
-
-@dataclass(frozen=True)
 class PoolOutcome:
     """Relative errors of every layer on validation tokens after each step, and the steps kept."""
 
@@ -152,42 +137,54 @@ class PoolOutcome:
 
 @torch.no_grad()
 def project_pool(
-    carve: PoolCarve, loops: Sequence[ExpertLoop], settings: ProjectConfig
+    loops: Sequence[ExpertLoop],
+    samples: Sequence[LayerSample],
+    refits: Sequence[RouterSettings],
+    settings: ProjectConfig,
 ) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
-    """Alignment, then rounds of routers and alignment; `loops` are the layers over the initial pool."""
-    _, validation = split_validation(len(carve.samples[0].inputs), settings.validation_share)
-    errors = {"as cut": layer_errors(loops, carve.samples, validation)}
+    """Alignment, then rounds of routers and alignment.
+
+    `loops` are the layers over the initial pool, `samples` their dense inputs and outputs, `refits` the settings of
+    their router refits.
+    """
+    _, validation = split_validation(len(samples[0].inputs), settings.validation_share)
+    errors = {"as cut": layer_errors(loops, samples, validation)}
     aligned, kept = PoolAlignment(loops, 0.0, None), 0
     if settings.alignment == "ridge":
-        aligned = align_pool(loops, carve.samples, settings)
-        errors["after alignment"] = layer_errors(aligned.loops, carve.samples, validation)
-        aligned, kept = alternate(carve, loops, aligned, settings)
-    errors["at the end"] = layer_errors(aligned.loops, carve.samples, validation)
+        aligned = align_pool(loops, samples, settings)
+        errors["after alignment"] = layer_errors(aligned.loops, samples, validation)
+        aligned, kept = alternate(loops, aligned, samples, refits, settings)
+    errors["at the end"] = layer_errors(aligned.loops, samples, validation)
     return aligned.loops, PoolOutcome(errors, aligned.penalty, kept)
 
 
 def alternate(
-    carve: PoolCarve, base: Sequence[ExpertLoop], aligned: PoolAlignment, settings: ProjectConfig
+    base: Sequence[ExpertLoop],
+    aligned: PoolAlignment,
+    samples: Sequence[LayerSample],
+    refits: Sequence[RouterSettings],
+    settings: ProjectConfig,
 ) -> tuple[PoolAlignment, int]:
     """Repeat while it helps: refit the routers to the aligned experts, align the original experts again."""
     chooses = base[0].top_k < len(base[0].neurons_EN)
-    rounds = settings.rounds if chooses and carve.refit[0].method in FITTED_ROUTERS else 0
+    rounds = settings.rounds if chooses and refits[0].method in FITTED_ROUTERS else 0
     for kept in range(rounds):
-        again = align_pool(
-            reroute_pool(base, refit_routers(carve, aligned.loops), carve.samples), carve.samples, settings
-        )
+        routers = refit_routers(aligned.loops, samples, refits)
+        again = align_pool(reroute_pool(base, routers, samples), samples, settings)
         if settings.validate and again.error >= aligned.error:
             return aligned, kept
         aligned = again
     return aligned, rounds
 
 
-def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearRouter]:
+def refit_routers(
+    loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], refits: Sequence[RouterSettings]
+) -> list[LinearRouter]:
     """Routers of the same method, fitted to the current experts."""
     routers = []
-    for loop, sample, settings in zip(loops, carve.samples, carve.refit, strict=True):
+    for loop, sample, settings in zip(loops, samples, refits, strict=True):
         usual = at_usual_gates(loop, sample.inputs)
-        task = watch_pool(usual, sample.outputs, sample.inputs, biased=carve.biased)
+        task = watch_pool(usual, sample.outputs, sample.inputs)
         router = fit_pool_router(task, settings, others=[loop.router])
         routers.append(set_logit_std(router, sample.inputs, settings.logit_std))
     return routers
@@ -226,11 +223,7 @@ def summarise_pool(
 ) -> Table:
     """One row per layer: relative error of the FFN's output on validation tokens after each step."""
     rows = [
-        [
-            layer,
-            given,
-            *(f"{outcome.errors[step][layer]:.4f}" if step in outcome.errors else "-" for step in STEPS),
-        ]
+        [layer, given, *(f"{outcome.errors[step][layer]:.4f}" if step in outcome.errors else "-" for step in STEPS)]
         for layer, given in enumerate(partition.given)
     ]
     columns = ["layer", "experts given", *(f"error {step}" for step in STEPS)]
@@ -264,26 +257,22 @@ def run_pool(
         checkpoint.loop(partition, layer, experts, routers.layer(layer), samples[layer].act, context.device)
         for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))
     ]
-    refit = [
-        refit_settings(checkpoint, project, routers.logit_std, context.layer_seed(layer))
+    refits = [
+        refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer))
         for layer in range(partition.layers)
     ]
-    carve = PoolCarve(samples, refit, checkpoint.biased)
-    projected, outcome = project_pool(carve, weigh_pool(loops, samples), project)
+    projected, outcome = project_pool(weigh_pool(loops, samples), samples, refits, project)
     gradients = None
     if project.gradient_projection:
         aligned = projected
         projected, gradients = project_end_to_end(context, lambda _: aligned, project)
-    last = {layer: loop.router for layer, loop in enumerate(projected)}
-    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
-    routers.save(job.out)
     given = split_pool(projected, partition)
     checkpoint.write(
-        job.out / "checkpoint",
-        routers,
+        job.out,
+        {layer: loop.router for layer, loop in enumerate(projected)},
+        routers.logit_std,
         lambda layer: given[layer].to("cpu", checkpoint.dtype),
-        model=context.model,
-        partition=partition,
-        projection=describe_pool(outcome, project, gradients),
+        partition,
+        describe_pool(outcome, project, gradients),
     )
     return summarise_pool(outcome, project, gradients, partition)

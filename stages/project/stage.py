@@ -37,34 +37,29 @@ def run(
 ) -> Table:
     """Write `checkpoint/` and the routers; every step is evaluated on validation tokens."""
     context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job)
-    checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
+    checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
     if shape.pooled:  # experts are aligned one after the other on few tokens, so workers have nothing to share
         alone = replace(context, workers=ALONE)
         return run_pool(job, alone, checkpoint, routers, project) if job.workers.leads else NOTHING
     partition = Partition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
-        layers = project_all(
-            stream, context, checkpoint, job.parents["extract"], partition, routers, project, job.scratch
-        )
+        layers = project_all(job, stream, context, checkpoint, partition, routers, project)
     outcomes = {index: outcome for index, (_, outcome) in layers.items()}
     final, gradients = job.scratch, None
     if project.gradient_projection:
         final = job.scratch / "projected"
-        gradients = project_layers(context, partition, checkpoint, project, aligned=job.scratch, kept=final)
+        gradients = project_layers(context, partition, checkpoint, project, outcomes, aligned=job.scratch, kept=final)
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    last = {index: router for index, (router, _) in layers.items()}
-    routers = Routers.of(last, partition.layers, checkpoint.dtype, routers.logit_std)
-    routers.save(job.out)
     checkpoint.write(
-        job.out / "checkpoint",
-        routers,
+        job.out,
+        {index: router for index, (router, _) in layers.items()},
+        routers.logit_std,
         lambda layer: find_done(final, layer).experts,
-        model=model,
-        partition=partition,
-        projection=describe(outcomes, project, gradients),
+        partition,
+        describe(outcomes, project, gradients),
     )
     tokens = sum(batch.tokens for batch in context.text)
     return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
@@ -75,40 +70,36 @@ def project_layers(
     partition: Partition,
     checkpoint: CheckpointFormat,
     project: ProjectConfig,
+    outcomes: Mapping[int, Outcome],
     *,
     aligned: Path,
     kept: Path,
 ) -> ProjectionOutcome:
     """Gradient projection of the layers in the folder `aligned`; the results are saved in the folder `kept`."""
-    depth = partition.layers
-    carved = partition.carved_layers
+    depth, workers = partition.layers, context.workers
 
     def find_outcome() -> ProjectionOutcome | None:
-        whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in carved)
+        whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in outcomes)
         return load_layer_checkpoint(kept, depth, ProjectionOutcome) if whole else None
 
-    if outcome := context.workers.lead(find_outcome):
+    if outcome := workers.lead(find_outcome):
         return outcome
-    outcomes: dict[int, Outcome] = {}
 
     def make_loops(dense: PreTrainedModel) -> list[ExpertLoop | None]:
         loops: list[ExpertLoop | None] = [None] * depth
-        for index in carved:
-            layer = find_done(aligned, index)
-            outcomes[index] = layer.outcome
-            mlp = ffn_modules(dense)[index]
+        for index in outcomes:
+            layer, mlp = find_done(aligned, index), ffn_modules(dense)[index]
             device = execution_device(mlp.gate_proj)
             loop = checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, device)
-            workers = context.workers
             loops[index] = loop if workers.world == 1 else loop.part(workers.rank, workers.world)
         return loops
 
     loops, outcome = project_end_to_end(context, make_loops, project)
-    if not context.workers.leads:
+    if not workers.leads:
         return outcome
     kept.mkdir(exist_ok=True)
-    for index, loop in zip(carved, loops, strict=True):
-        rounded = ProjectedLayer.of(loop, outcomes[index], checkpoint.dtype, checkpoint.down_scale)
+    for (index, found), loop in zip(outcomes.items(), loops, strict=True):
+        rounded = ProjectedLayer.of(loop, found, checkpoint.dtype, checkpoint.down_scale)
         save_layer_checkpoint(kept, index, rounded)
     save_layer_checkpoint(kept, depth, outcome)
     return outcome

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.routing import GateKind, LinearRouter, chosen_mask, masked_gates
+from stages.calibration.alignment import ridge_cholesky
 
 
 def relaxed_mask(logits_TE: Float[Tensor, "T E"], top_k: int, temperature: float) -> Float[Tensor, "T E"]:
@@ -122,52 +123,29 @@ class Sample:
 
 @dataclass(frozen=True)
 class DescentSettings:
-    """`balance` weighs the variance of the experts' load against the objective."""
+    """Settings of `descend`."""
 
     steps: int
     rate: float
-    balance: float
+    balance: float  # weight of the variance of the experts' load, against the objective
     seed: int
-
-
-class _Whitened:
-    """Router rows in coordinates in which the inputs are white, so that a step counts equally in every direction."""
-
-    def __init__(self, x_TD: Float[Tensor, "T D"]) -> None:
-        gram_DD = (x_TD.T @ x_TD / len(x_TD)).double()
-        gram_DD.diagonal().add_(1e-3 * gram_DD.diagonal().mean() + 1e-30)
-        self.factor_DD = torch.linalg.cholesky(gram_DD).float()
-
-    def inputs(self, x_TD: Tensor) -> Tensor:
-        white_TD: Tensor = torch.linalg.solve_triangular(self.factor_DD, x_TD.T, upper=False).T.contiguous()
-        return white_TD
-
-    def from_rows(self, rows_ED: Tensor) -> Tensor:
-        white_ED: Tensor = rows_ED @ self.factor_DD
-        return white_ED
-
-    def to_rows(self, white_ED: Tensor) -> Tensor:
-        rows_ED: Tensor = torch.linalg.solve_triangular(self.factor_DD.T, white_ED.T, upper=True).T.contiguous()
-        return rows_ED
+    biased: bool = False  # the architecture has a selection bias, so the router may have one
 
 
 def descend(
-    start: LinearRouter,
-    train: Sample,
-    validation: Sample,
-    top_k: int,
-    settings: DescentSettings,
-    *,
-    biased: bool,
+    start: LinearRouter, train: Sample, validation: Sample, top_k: int, settings: DescentSettings
 ) -> LinearRouter:
-    """Train a router, with its bias if `biased`; return the one of lowest validation cost, `start` included."""
-    space = _Whitened(train.x_TD)
-    inputs_TD = space.inputs(train.x_TD)
+    """Train a router; return the one of lowest validation cost, `start` included.
+
+    The coordinates are those in which the inputs are white, so that a step counts equally in every direction.
+    """
+    factor_DD = ridge_cholesky(train.x_TD.T @ train.x_TD / len(train.x_TD), 1e-3).float()
+    inputs_TD = torch.linalg.solve_triangular(factor_DD, train.x_TD.T, upper=False).T.contiguous()
     start = _unit_logits(start, train.x_TD)
     best, lowest = start, validation.cost(start, top_k, settings.balance)
-    white_ED = space.from_rows(start.rows_ED).requires_grad_()
-    bias_E = start.bias_E.clone().requires_grad_(biased)
-    optimizer = torch.optim.Adam([white_ED, bias_E] if biased else [white_ED], lr=settings.rate)
+    white_ED = (start.rows_ED @ factor_DD).requires_grad_()
+    bias_E = start.bias_E.clone().requires_grad_(settings.biased)
+    optimizer = torch.optim.Adam([white_ED, bias_E] if settings.biased else [white_ED], lr=settings.rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.steps)
     generator = torch.Generator().manual_seed(settings.seed)
     for step in range(1, settings.steps + 1):
@@ -184,7 +162,8 @@ def descend(
         optimizer.step()
         schedule.step()
         if step % max(1, settings.steps // EVAL_POINTS) == 0 or step == settings.steps:
-            router = LinearRouter(space.to_rows(white_ED.detach()), bias_E.detach().clone())
+            rows_ED = torch.linalg.solve_triangular(factor_DD.T, white_ED.detach().T, upper=True).T.contiguous()
+            router = LinearRouter(rows_ED, bias_E.detach().clone())
             cost = validation.cost(router, top_k, settings.balance)
             if cost < lowest:
                 best, lowest = router, cost

@@ -1,6 +1,6 @@
 """Fit one layer's router: random, by ridge regression on the FFN input, or by descent from such a regression."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from stages.calibration.alignment import NormalEquations, split_validation
-from stages.calibration.batches import evenly_spaced, take_rows
+from stages.calibration.alignment import NormalEquations
+from stages.calibration.share import evenly_spaced, sample_rows, split_validation
 from stages.routing.descent import DescentSettings, OutputError, Sample, descend
 from stages.routing.task import RouterTask, output_error, output_norms
 
@@ -22,9 +22,12 @@ class RouterRegression(NormalEquations):
     """
 
     @classmethod
-    def of(cls, task: RouterTask) -> "RouterRegression":
-        """Empty moments for a task."""
-        return cls(task.inputs[0].shape[1], task.experts, device=task.inputs[0].device)
+    def of(cls, task: RouterTask, samples: Iterable[tuple[Tensor, Tensor]]) -> "RouterRegression":
+        """The moments of inputs (T, D) and targets (T, E)."""
+        regression = cls(task.inputs[0].shape[1], task.experts, device=task.inputs[0].device)
+        for x_TD, wanted_TE in samples:
+            regression.add(x_TD, wanted_TE)
+        return regression
 
     def add(self, x_TD: Tensor, wanted_TE: Tensor) -> None:
         """Add one batch: D inputs, E targets."""
@@ -37,18 +40,13 @@ class RouterRegression(NormalEquations):
 
 def regress_contributions(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
     """Regress each expert's contribution on the FFN input, on the given batches."""
-    regression = RouterRegression.of(task)
-    for index in batches:
-        regression.add(task.inputs[index], task.contributions[index])
-    return regression
+    return RouterRegression.of(task, ((task.inputs[index], task.contributions[index]) for index in batches))
 
 
 def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
     """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
-    regression = RouterRegression.of(task)
-    for index in batches:
-        regression.add(task.inputs[index], logs(output_norms(task.loop, task.inputs[index])))
-    return regression
+    inputs = (task.inputs[index] for index in batches)
+    return RouterRegression.of(task, ((x_TD, logs(output_norms(task.loop, x_TD))) for x_TD in inputs))
 
 
 def logs(norms_TE: Tensor) -> Tensor:
@@ -70,16 +68,12 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     on the activations of the always-on neurons, with `penalty` relative to the mean diagonal of their second moment.
     `cluster.method=router_aware` groups neurons by the same measure. At most `tokens` tokens are used.
     """
-    inputs = [task.inputs[index] for index in batches]
-    x_TD = take_rows(inputs, evenly_spaced(sum(map(len, inputs)), tokens))
+    x_TD = sample_rows([task.inputs[index] for index in batches], tokens)
     routed = distinct_neurons(task.loop)
     parts = Activations(task.loop, routed, x_TD)
     predicted_RS = regress_on_always_on(parts, penalty)
-    regression = RouterRegression.of(task)
-    for x_tD, always_tS, hidden_tR in parts:
-        left_tR = torch.addmm(hidden_tR, always_tS, predicted_RS.T, alpha=-1)
-        regression.add(x_tD, logs(routed.expert_norms(left_tR)))
-    return regression
+    left = ((x_tD, torch.addmm(hidden_tR, always_tS, predicted_RS.T, alpha=-1)) for x_tD, always_tS, hidden_tR in parts)
+    return RouterRegression.of(task, ((x_tD, logs(routed.expert_norms(left_tR))) for x_tD, left_tR in left))
 
 
 @dataclass(frozen=True)
@@ -204,7 +198,7 @@ def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: Rout
     best = min(starts, key=lambda router: validation.cost(router, task.top_k, settings.descent.balance))
     if not settings.descent.steps or task.top_k == task.experts:  # if all are chosen, there is nothing to learn
         return best
-    return descend(best, train, validation, task.top_k, settings.descent, biased=task.biased)
+    return descend(best, train, validation, task.top_k, settings.descent)
 
 
 def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_std: float) -> Sample:

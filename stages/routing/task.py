@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.experts import ExpertLoop, slice_ffn
+from models.experts import ExpertLoop, ExpertWeights, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, choose_experts, chosen_mask, membership
 from stages.calibration.alignment import relative_error
-from stages.calibration.batches import Keep, Share, take_tokens
-from stages.calibration.token_memory import as_it_is
+from stages.calibration.share import Share, take_tokens
+from stages.calibration.token_memory import Keep, as_it_is
 from stages.routing.descent import OutputError
 
 MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB
@@ -62,7 +62,6 @@ class RouterTask:
 
     loop: ExpertLoop  # the experts; its router is not used
     wanted: Sequence[Tensor]  # (T, D) target outputs of the whole layer
-    biased: bool  # the architecture has a selection bias, so the router may have one
     inputs: Sequence[Tensor]  # (T, D) FFN inputs
     contributions: Sequence[Tensor] = ()  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool, error drops
 
@@ -82,12 +81,18 @@ class RouterTask:
 
 
 def make_loop(
-    ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], router: LinearRouter | None, top_k: int
+    ffn: DenseFFN,
+    neurons_EN: Int[Tensor, "E N"],
+    always_S: Int[Tensor, "S"],
+    router: LinearRouter | None,
+    top_k: int,
+    experts: ExpertWeights | None = None,
 ) -> ExpertLoop:
-    """The plain slices of a layer behind a router; None is a router of zeros."""
+    """These experts, None: plain slices of the layer, behind a router; None is a router of zeros."""
     if router is None:
         router = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
-    return ExpertLoop(slice_ffn(ffn, neurons_EN, always_S), neurons_EN, always_S, router, top_k, ffn.width, ffn.act)
+    experts = slice_ffn(ffn, neurons_EN, always_S) if experts is None else experts
+    return ExpertLoop(experts, neurons_EN, always_S, router, top_k, ffn.width, ffn.act)
 
 
 def watch_experts(
@@ -96,8 +101,6 @@ def watch_experts(
     always_S: Int[Tensor, "S"],
     inputs: Sequence[Tensor],
     top_k: int,
-    *,
-    biased: bool,
     keep: Keep = as_it_is,
 ) -> RouterTask:
     """The task of a router over plain slices, from one pass over the FFN's activations; `keep` stores the results."""
@@ -107,16 +110,16 @@ def watch_experts(
         h_TF = ffn.hidden(x_TD)
         contributions.append(keep((h_TF.abs() * norms_F) @ member_EF.T))
         outputs.append(keep(ffn.output(h_TF)))
-    return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), outputs, biased, inputs, contributions)
+    return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), outputs, inputs, contributions)
 
 
-def watch_pool(loop: ExpertLoop, wanted: Sequence[Tensor], inputs: Sequence[Tensor], *, biased: bool) -> RouterTask:
+def watch_pool(loop: ExpertLoop, wanted: Sequence[Tensor], inputs: Sequence[Tensor]) -> RouterTask:
     """The task of a layer's router over a pool; most of the pool's experts were cut from other layers.
 
     Contributions are error drops, because the output size of another layer's expert does not show its use here.
     """
     drops = [error_drops(loop, x_TD, wanted_TD) for x_TD, wanted_TD in zip(inputs, wanted, strict=True)]
-    return RouterTask(loop, wanted, biased, inputs, drops)
+    return RouterTask(loop, wanted, inputs, drops)
 
 
 EVAL_TOKENS = 4096  # for the reported error, evenly spaced; each costs a pass of the whole layer

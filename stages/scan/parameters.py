@@ -104,14 +104,9 @@ def record_parameters(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         writer = MscanWriter(
-            path,
-            scanner.parameters,
-            model=label,
-            block_width=scan.block_width,
-            encoding="f32",
-            per_token=scan.per_token,
-            append=True,
-        )
+            path, scanner.parameters, model=label, block_width=scan.block_width, encoding="f32",
+            per_token=scan.per_token, append=True,
+        )  # fmt: skip
     for warning in caught:
         logger.warning("%s", warning.message)
     with writer, scanner:

@@ -18,7 +18,7 @@ from stages.losses import forward_losses, supervised_tokens
 from stages.scan.batch_sums import BatchSums, HostBatch
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import ParameterRecorder
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 
 def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module) -> None:

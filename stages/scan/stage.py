@@ -10,6 +10,7 @@ from typing import Never
 import torch
 import transformers
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from instruments.durable import hash_code
 from instruments.ffn_probe import GatedFFN
@@ -27,9 +28,10 @@ from stages.scan import passes
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
+from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts, load_generated, load_prompts, save_generated
-from stages.text.sequences import TokenBatch, batch_sequences, describe_skipped, load_text
+from stages.text.sequences import LoadedText, describe_skipped, load_text
 from stages.text.sources import describe_source
 
 
@@ -102,11 +104,10 @@ def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch
     }
 
 
-def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:
-    """Run the dense model on text and write its statistics.
-
-    Resumes from the last flush of a killed run, and from its generated text if it finished that.
-    """
+def load_inputs(
+    job: Job, model: ModelConfig, data: DataConfig, scan: ScanConfig, seed: int
+) -> tuple[PreTrainedModel, LoadedText, list[TokenBatch]]:
+    """The dense model, and the text and its batches; the model generates the text unless a killed run has done so."""
     folder, workers = resolve_folder(model), job.workers
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     generated = data.labels == "generated"
@@ -120,6 +121,13 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
             save_generated(text, job.scratch)
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), padding_id(tokenizer))
+    return dense, text, batches
+
+
+def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:
+    """Run the dense model on text and write its statistics. Resumes from the last flush of a killed run."""
+    workers = job.workers
+    dense, text, batches = load_inputs(job, model, data, scan, seed)
     mlps = ffn_modules(dense)
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
     identity = sums_cache_key(job.fingerprint, batches, dense.dtype)

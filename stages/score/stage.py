@@ -1,8 +1,6 @@
 """score: read neuron statistics, write the score that ranks neurons: S_p, or a simple measure."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,10 +12,8 @@ from stages.artifacts.job import Job, Table
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.score.config import ScoreConfig
 
-Normalisation = Literal["zscore", "rank", "minmax"]
 
-
-def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[Tensor, "L F"]:
+def normalise(values_LF: Shaped[Tensor, "L F"], method: str) -> Float[Tensor, "L F"]:
     """Rescale the finite values of each layer.
 
     zscore: mean 0, standard deviation 1; rank: 0 lowest to 1 highest, ties share the mean of their ranks; minmax: 0
@@ -31,7 +27,7 @@ def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[
             scaled_LF = (values_LF - values_LF.mean(1, keepdim=True)) / values_LF.std(1, correction=0, keepdim=True)
         case "rank":
             scaled_LF = torch.stack([_ranks(values_F) for values_F in values_LF]) / (values_LF.shape[1] - 1)
-        case "minmax":
+        case _:  # minmax
             low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
             scaled_LF = (values_LF - low_L1) / (high_L1 - low_L1)
     return torch.where(varies(values_LF), scaled_LF, 0.0)
@@ -49,26 +45,11 @@ def _ranks(values_F: Float[Tensor, "F"]) -> Float[Tensor, "F"]:
     return torch.from_numpy((size_G.cumsum() - (size_G + 1) / 2)[group_F])
 
 
-Form = Literal["weighted", "product", "inverse_gradient"]
-
-
-@dataclass(frozen=True)
-class SynergyWeights:
-    """Weights of the terms of S_p, >= 0."""
-
-    activation: float
-    gradient: float
-    frequency: float
-
-
 def score_synergy(
     activation_LF: Float[Tensor, "L F"],
     gradients_LF: Sequence[Float[Tensor, "L F"]],
     frequency_LF: Float[Tensor, "L F"],
-    *,
-    weights: SynergyWeights,
-    form: Form,
-    normalisation: Normalisation,
+    score: ScoreConfig,
 ) -> Float[Tensor, "L F"]:
     """Combine activation A, gradient G and frequency F into S_p, each term normalised within its layer.
 
@@ -79,17 +60,17 @@ def score_synergy(
     Returns:
         ``(L, F)`` fp32, finite; comparable within a layer only.
     """
-    gradient_LF = torch.stack([normalise(kind_LF, normalisation) for kind_LF in gradients_LF]).mean(0)
-    terms = [normalise(term_LF, normalisation) for term_LF in (activation_LF, gradient_LF, frequency_LF)]
-    if form == "weighted":
+    a, g, f = score.activation_weight, score.gradient_weight, score.frequency_weight
+    gradient_LF = torch.stack([normalise(kind_LF, score.normalisation) for kind_LF in gradients_LF]).mean(0)
+    terms = [normalise(term_LF, score.normalisation) for term_LF in (activation_LF, gradient_LF, frequency_LF)]
+    if score.form == "weighted":
         a_LF, g_LF, f_LF = terms
-        return (weights.activation * a_LF - weights.gradient * g_LF + weights.frequency * f_LF).float()
+        return (a * a_LF - g * g_LF + f * f_LF).float()
     a_LF, g_LF, f_LF = (normalise(term_LF, "minmax") for term_LF in terms)
-    if form == "inverse_gradient":
-        gain_LF = weights.activation * a_LF + weights.frequency * f_LF
-        return (gain_LF / (1 + weights.gradient * g_LF)).float()
+    if score.form == "inverse_gradient":
+        return ((a * a_LF + f * f_LF) / (1 + g * g_LF)).float()
     a_LF, f_LF = (torch.where(varies(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
-    return (a_LF**weights.activation * (1 - g_LF) ** weights.gradient * f_LF**weights.frequency).float()
+    return (a_LF**a * (1 - g_LF) ** g * f_LF**f).float()
 
 
 def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "L F"]) -> Float[Tensor, "L F"]:
@@ -136,9 +117,6 @@ def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L
     return [value if ok else None for value, ok in zip(correlation_L.tolist(), defined_L1[:, 0].tolist(), strict=True)]
 
 
-WITHOUT_GRADIENT = "s_p without its gradient term (the scan was forward-only)"
-
-
 def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
     """Score every neuron of every layer."""
     statistics = NeuronStatistics.load(job.parents["scan"])
@@ -164,14 +142,7 @@ def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int
     activation_LF = statistics.sum_abs / tokens * statistics.weight_norm_down
     kinds = (statistics.grad_norm_gate, statistics.grad_norm_up, statistics.grad_norm_down)
     gradients_LF = [gradient_rate(norms_LF / samples, activation_LF) for norms_LF in kinds]
-    return score_synergy(
-        activation_LF,
-        gradients_LF,
-        statistics.frequency,
-        weights=SynergyWeights(score.activation_weight, score.gradient_weight, score.frequency_weight),
-        form=score.form,  # type: ignore[arg-type] # checked against the field's choices
-        normalisation=score.normalisation,  # type: ignore[arg-type]
-    )
+    return score_synergy(activation_LF, gradients_LF, statistics.frequency, score)
 
 
 # Method name → function that returns (L, F) fp32.
@@ -188,7 +159,7 @@ MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
 def describe(score: ScoreConfig, statistics: NeuronStatistics) -> str:
     """The score in words; says so if the gradient term is missing."""
     lacks = score.method == "s_p" and score.gradient_weight > 0 and not statistics.samples_with_gradient
-    return WITHOUT_GRADIENT if lacks else score.method
+    return "s_p without its gradient term (the scan was forward-only)" if lacks else score.method
 
 
 def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:

@@ -9,8 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from instruments.errors import DataError
 from stages.text.documents import Document, Message
 
-# Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
 
@@ -30,7 +28,8 @@ def encode_conversation(
     template = find_template(tokenizer)
     messages = list(document.messages)
     try:
-        if completion and GENERATION_MARK.search(template):
+        # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
+        if completion and re.search(r"\{%-?\s*generation\s*-?%\}", template):
             encoded = tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
             )
@@ -107,19 +106,15 @@ def find_assistant_spans(
         if not (text.startswith(opening) and closed.startswith(opening)):
             return None
         place = closed.find(message["content"].strip(), len(opening))
-        turn = _drop_layout(closed[place:], tokenizer)
+        turn = closed[place:]
+        if turn.rstrip().endswith(tuple(tokenizer.all_special_tokens)):
+            turn = turn.rstrip()  # the model stops before white space that follows an end-of-turn token
         start = text.find(turn, len(opening))
         # A match after `place` would be another turn with the same content.
         if place < 0 or not 0 <= start <= place:
             return None
         spans.append((len(opening), start + len(turn)))
     return spans
-
-
-def _drop_layout(turn: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Remove the white space after an end-of-turn token: the model stops before it."""
-    bare = turn.rstrip()
-    return bare if bare.endswith(tuple(tokenizer.all_special_tokens)) else turn
 
 
 def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:

@@ -18,8 +18,6 @@ FOREIGN_FIELDS = {
     "hub": ("path", "heldout_path", "sources"),
     "mixture": ("path", "name", "subset", "revision", "heldout_split"),
 }  # fmt: skip
-# Settings of data.labels=generated only.
-GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
 
 
 @dataclass
@@ -73,7 +71,7 @@ class DataConfig:
         """Settings without effect, each with the setting that disables it."""
         found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
         if self.labels != "generated":
-            found |= dict.fromkeys(GENERATION_FIELDS, f"data.labels={self.labels}")
+            found |= dict.fromkeys(("max_new_tokens", "temperature", "prompt_tokens"), f"data.labels={self.labels}")
         return found
 
 

@@ -19,11 +19,11 @@ from instruments.durable import whole_file
 from instruments.errors import DataError
 from models.loading import input_device, padding_id
 from stages.artifacts.job import ALONE, Workers
-from stages.text import sequences
+from stages.text.batches import IGNORED, TokenSequence, group_lengths
 from stages.text.chat import encode_prompt
 from stages.text.config import DataConfig
 from stages.text.documents import Document
-from stages.text.sequences import IGNORED, LoadedText, Skipped, TokenSequence, describe_skipped
+from stages.text.sequences import LoadedText, Skipped, describe_skipped, encode_text, select_usable
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
 def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:
     if document.messages:
         return encode_prompt(document, tokenizer)
-    ids = sequences.encode_text(document.text, tokenizer, data.separator)
+    ids = encode_text(document.text, tokenizer, data.separator)
     # Without the end-of-text token, so that the model continues a short text.
     if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
         ids.pop()
@@ -113,7 +113,7 @@ def continue_prompts(
     """
     ends, pad_id = find_ends(model, tokenizer), padding_id(tokenizer)
     ids = [prompt.ids for prompt in prompts.sequences]
-    groups = sequences.group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
+    groups = group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
     written: list[list[int]] = []
     tokens = 0
     with tqdm(total=data.tokens, desc="generate", unit="tok", smoothing=0.1, disable=not workers.leads) as progress:
@@ -229,7 +229,7 @@ def _label(prompts: LoadedText, written: Sequence[Sequence[int]], ends: Collecti
             else:
                 yield TokenSequence(prompt.name, [*prompt.ids, *tokens], [*prompt.labels, *tokens])
 
-    text = sequences.select_usable(join(), wanted)
+    text = select_usable(join(), wanted)
     for note in describe_skipped({NOTHING_WRITTEN: silent}):
         logger.warning("generated text: %s", note)
     if not text.sequences:

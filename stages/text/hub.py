@@ -26,9 +26,7 @@ def read_hub(data: DataConfig, split: Split) -> Iterator[Document]:
 
     With `heldout_split`, both splits are the publisher's. Without it, `heldout_share` of the documents is held out,
     chosen by content.
-
-    Raises:
-        DataError: `datasets` is not installed, the dataset cannot be reached or read, or a record has no text.
+    Raises DataError: `datasets` is not installed, the dataset cannot be reached or read, or a record has no text.
     """
     if data.heldout_split is None:
         return take_share(_read_split(data, data.split), split, data.heldout_share)
@@ -110,10 +108,7 @@ def bounded_memory(growth: int) -> Iterator[None]:
 def require_hub(data: DataConfig) -> None:
     """Fail early if the hub does not answer: `datasets` itself retries for half a minute.
 
-    Does nothing in offline mode (cache) and for local folders.
-
-    Raises:
-        DataError: the hub cannot be reached.
+    Does nothing in offline mode (cache) and for local folders. Raises DataError: the hub cannot be reached.
     """
     for source in list_sources(data):
         require_hub(source.data)

@@ -38,10 +38,7 @@ def read_stdlib(heldout_share: float, split: Split) -> Iterator[Document]:
     """The documents of one split, one of each module in turn.
 
     Every second module begins with its docstrings, the others with their source (without docstrings), so that every
-    part of the text holds about as much of both.
-
-    Raises:
-        DataError: the library was installed without its source.
+    part of the text holds about as much of both. Raises DataError: the library was installed without its source.
     """
     modules = enumerate(choose_modules(heldout_share, split))
     return interleave(read_module(module, docstrings_first=place % 2 == 0) for place, module in modules)

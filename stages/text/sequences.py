@@ -1,50 +1,27 @@
-"""Token sequences of documents, and padded batches of sequences."""
+"""Token sequences of documents."""
 
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from jaxtyping import Int64
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError, some
+from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig
 from stages.text.documents import Document, Split
 from stages.text.mixture import interleave_shares, list_sources
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
-# Label of tokens that do not count in the loss, as in torch.nn.functional.cross_entropy.
-IGNORED = -100
-# Values of data.labels with which only the assistant's turns of a conversation count.
-ANSWERS_COUNT = ("completion", "generated")
-
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """One sequence of tokens.
-
-    `labels[t]` is `ids[t]` if the token counts in the loss, else -100. Labels are not shifted: position t is predicted
-    from the tokens before it, so that the label of position 0 is never used.
-    """
-
-    name: str
-    ids: list[int]
-    labels: list[int]
-    source: str = ""  # name of the source in a mixture
-
-    def cut(self, length: int) -> "TokenSequence":
-        """The first `length` tokens."""
-        return replace(self, ids=self.ids[:length], labels=self.labels[:length])
-
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TokenSequence:
     """Tokenize one document with its end token. Raises DataError: a conversation cannot be rendered or labelled."""
     if document.messages:
-        ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
+        # With these labels, only the assistant's turns count.
+        completion = data.labels in {"completion", "generated"}
+        ids, supervised = encode_conversation(document, tokenizer, completion=completion)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
         return TokenSequence(document.name, ids, labels)
     ids = encode_text(document.text, tokenizer, data.separator)
@@ -124,11 +101,6 @@ class LoadedText:
     def tokens(self) -> int:
         """Tokens of all sequences."""
         return sum(len(sequence.ids) for sequence in self.sequences)
-
-
-def load_sequences(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[TokenSequence]:
-    """The sequences of `load_text`."""
-    return load_text(data, tokenizer, split).sequences
 
 
 # Cache of one entry: the stages of a run share one DataConfig, so that its calibration split is tokenized once.
@@ -285,61 +257,3 @@ def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText
         if wanted <= 0:
             break
     return LoadedText(taken, dict(skipped))
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """B sequences, padded on the right to the longest of them."""
-
-    input_ids: Int64[Tensor, "B T"]
-    attention_mask: Int64[Tensor, "B T"]  # 1 = token, 0 = padding
-    labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
-    names: list[str]
-    is_text: bool = True  # False: random tokens
-    layers: int | None = None  # number of first layers that read it; None: all
-
-    @property
-    def tokens(self) -> int:
-        """Tokens without padding."""
-        return int(self.attention_mask.sum())
-
-
-def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:
-    """Batch sequences in order with B·T <= batch_tokens; a longer sequence is a batch of its own."""
-    groups = group_lengths([len(sequence.ids) for sequence in sequences], batch_tokens)
-    return [_pad(sequences[group.start : group.stop], pad_id) for group in groups]
-
-
-def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
-    """Split into batches of at least one sequence, B·T <= batch_tokens, each padded to its own longest sequence."""
-    rows = max(1, batch_tokens // batch.input_ids.shape[1])
-    parts = []
-    for start in range(0, len(batch.names), rows):
-        those = slice(start, start + rows)
-        width = int(batch.attention_mask[those].sum(1).max())
-        tensors = {name: getattr(batch, name)[those, :width] for name in ("input_ids", "attention_mask", "labels")}
-        parts.append(replace(batch, **tensors, names=batch.names[those]))
-    return parts
-
-
-def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:
-    """Ranges of sequences that share a batch: count times greatest length <= `batch_tokens`, or one sequence."""
-    groups: list[range] = []
-    start = longest = 0
-    for number, length in enumerate(lengths):
-        longest = max(longest, length)
-        if number > start and (number - start + 1) * longest > batch_tokens:
-            groups.append(range(start, number))
-            start, longest = number, length
-    return [*groups, range(start, len(lengths))] if lengths else groups
-
-
-def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
-    shape = len(group), max(len(sequence.ids) for sequence in group)
-    input_ids, attention_mask, labels = torch.full(shape, pad_id), torch.zeros(shape).long(), torch.full(shape, IGNORED)
-    for row, sequence in enumerate(group):
-        length = len(sequence.ids)
-        input_ids[row, :length] = torch.tensor(sequence.ids)
-        attention_mask[row, :length] = 1
-        labels[row, :length] = torch.tensor(sequence.labels)
-    return TokenBatch(input_ids, attention_mask, labels, [sequence.name for sequence in group])

@@ -40,9 +40,7 @@ def read_text(data: DataConfig, split: Split) -> Iterator[Document]:
 
     With a held-out path, the splits are the two paths; calibration excludes documents that are also in the held-out
     text. Without one, `heldout_share` of the documents is held out, chosen by content.
-
-    Raises:
-        DataError: a path or a record cannot be read.
+    Raises DataError: a path or a record cannot be read.
     """
     if data.heldout_path is None:
         return take_share(read_files(str(data.path), "data.path", data), split, data.heldout_share)
@@ -56,50 +54,28 @@ def list_files(path: str, option: str) -> list[Path]:
     Raises:
         DataError: the path does not exist or may not be read, or is no such file and no folder that holds one.
     """
-    found = expand_user(path)
+    found, where = expand_user(path), f"{option}={path}"
     try:
         folder, file = found.is_dir(), found.is_file()
-        files = (
-            sorted(file for file in found.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-            if folder
-            else []
-        )
+        files = [one for one in found.rglob("*") if one.suffix.lower() in SUFFIXES and one.is_file()] if folder else []
     except PermissionError as error:
-        raise DataError(
-            f"cannot read {error.filename}: {error.strerror}", where=f"{option}={path}", do="check its permissions"
-        ) from error
-    if folder:
-        if files:
-            _require_readable_names(files, option)
-            return files
-        raise DataError(
-            "the folder holds no .jsonl and no .txt file", where=f"{option}={path}", do=f"{option}=another folder"
-        )
-    if not file:
-        raise DataError(
-            f"no file and no folder {path}",
-            where=f"{option}, from working folder {Path.cwd()}",
-            do=f"{option}=an existing path",
-        )
-    if found.suffix.lower() not in SUFFIXES:
-        raise DataError(
-            f"cannot read a {found.suffix or 'suffixless'} file",
-            where=f"{option}={path}",
-            do="a .jsonl or .txt file; other formats: data=hub data.name=their folder",
-        )
-    _require_readable_names([found], option)
-    return [found]
-
-
-def _require_readable_names(files: Iterable[Path], option: str) -> None:
-    """Refuse names that tables, reports and records, which are UTF-8, cannot hold."""
-    for file in files:
-        if any(unicodedata.category(character) in {"Cc", "Cs"} for character in str(file)):
-            raise DataError(
-                "the name of a file is not UTF-8, or holds a line break or another control character",
-                where=f"{option}, {str(file)!a}",
-                do="rename it",
-            )
+        what = f"cannot read {error.filename}: {error.strerror}"
+        raise DataError(what, where=where, do="check its permissions") from error
+    if folder and not files:
+        raise DataError("the folder holds no .jsonl and no .txt file", where=where, do=f"{option}=another folder")
+    if not folder and not file:
+        where = f"{option}, from working folder {Path.cwd()}"
+        raise DataError(f"no file and no folder {path}", where=where, do=f"{option}=an existing path")
+    if file and found.suffix.lower() not in SUFFIXES:
+        do = "a .jsonl or .txt file; other formats: data=hub data.name=their folder"
+        raise DataError(f"cannot read a {found.suffix or 'suffixless'} file", where=where, do=do)
+    files = sorted(files) if folder else [found]
+    for one in files:
+        # Tables, reports and records are UTF-8 and could not hold such a name.
+        if any(unicodedata.category(character) in {"Cc", "Cs"} for character in str(one)):
+            what = "the name of a file is not UTF-8, or holds a line break or another control character"
+            raise DataError(what, where=f"{option}, {str(one)!a}", do="rename it")
+    return files
 
 
 def read_files(path: str, option: str, data: DataConfig) -> Iterator[Document]:

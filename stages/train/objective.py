@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from models.training import RouterWatch, Routing
 from stages.losses import prediction_distance, supervised_tokens, token_losses
-from stages.text.sequences import IGNORED
+from stages.text.batches import IGNORED
 from stages.train.config import TrainConfig
 from stages.train.routers import Balance, add_up, balance_loss, count_load, entropy, z_loss
 
@@ -74,12 +74,11 @@ class Objective:
     """The loss of a micro-batch."""
 
     def __init__(
-        self, settings: TrainConfig, watch: RouterWatch, teacher: PreTrainedModel | None, balance: Balance, pooled: bool
+        self, settings: TrainConfig, watch: RouterWatch, teacher: PreTrainedModel | None, balance: Balance
     ) -> None:
         """`watch` observes the model that is passed to `loss`; `teacher` is the frozen dense model for distillation."""
-        self.settings, self.watch, self.teacher = settings, watch, teacher
-        self.balance, self.pooled = balance, pooled
-        self.metrics = RunningMetrics(pooled)
+        self.settings, self.watch, self.teacher, self.balance = settings, watch, teacher, balance
+        self.metrics = RunningMetrics(balance.pooled)
         self.load_LE: Tensor | None = None  # since the last optimizer step, of this process
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Tensor], items: Tensor, parts: int, world: int) -> Tensor:
@@ -127,7 +126,7 @@ class Objective:
         """Auxiliary losses as means over tokens: name → (weight, value)."""
         settings, means = self.settings, {}
         if self.balance.kind == "loss" and settings.balance_weight:
-            even = balance_loss(routings, add_up(load_LE), mask_T, pooled=self.pooled)
+            even = balance_loss(routings, add_up(load_LE), mask_T, pooled=self.balance.pooled)
             means["balance"] = (settings.balance_weight, even)
         if settings.z_weight:
             means["router_z"] = (settings.z_weight, z_loss(routings, mask_T))

@@ -134,9 +134,10 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
     lines, checks = _split(folder / FILE), _split(folder / CHECKS)
     pairs = [*zip(lines, checks, strict=False)]
     # An incomplete line is allowed, unless only its line break is missing: that is a change, not an interrupted write.
-    changed = [
-        line for line, check in pairs if (line[-1] == "\n") != (check == _check(line)) or _ends_like(line, check)
-    ]
+    changed = any(
+        (line[-1] == "\n") != (check == _check(line)) or (line[-1] != "\n" and check == _check(f"{line[:-1]}\n"))
+        for line, check in pairs
+    )
     if changed or (lines and not pairs):
         raise _changed(folder, "was changed since it was written")
     return [json.loads(line) for line, _check in pairs if line[-1] == "\n"]
@@ -151,10 +152,6 @@ def _split(path: Path) -> list[str]:
     """Lines with their line breaks; str.splitlines would also split at other characters."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
-
-
-def _ends_like(line: str, check: str) -> bool:
-    return line[-1] != "\n" and check == _check(f"{line[:-1]}\n")
 
 
 def open_events(folder: Path) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type

@@ -16,6 +16,7 @@ class Balance:
 
     kind: str  # loss, selection_bias or none
     bias_step: float  # change of a selection bias per step, in the bias's unit, at logits of standard deviation 1
+    pooled: bool = False  # an expert's load is that of all layers together
 
 
 def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:

@@ -9,21 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from models import mixed_precision, straight_through
+from models import loading, mixed_precision, straight_through
 from models.card import copy_card
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
-from models.loading import (
-    explained_memory,
-    load_dense,
-    load_tokenizer,
-    load_whole,
-    padding_id,
-    release_freed_memory,
-    resolve_device,
-)
 from models.routing import LinearRouter
-from models.source import read_config, resolve_folder
+from models.source import resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
@@ -49,50 +40,46 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Write `checkpoint/`, the routers, `metrics.jsonl` and TensorBoard events.
-
-    Resumes from the last checkpoint of a killed run; all processes of torchrun take part.
-    """
+    """Write `checkpoint/`, the routers, `metrics.jsonl` and TensorBoard events; all processes of torchrun take part."""
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
-    source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
-    routers = Routers.load(job.parents["project"])
-    form = CheckpointFormat.of(source, read_config(source), assemble, shape)
-    tokenizer = load_tokenizer(source, trust_remote_code=model.trust_remote_code)
-    text = read_text(data, train, tokenizer, padding_id(tokenizer))
-    phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
+    source, routers = resolve_folder(model), Routers.load(job.parents["project"])
+    form = CheckpointFormat.of(model, source, assemble, shape)
+    tokenizer = loading.load_tokenizer(source, trust_remote_code=model.trust_remote_code)
+    text = read_text(data, train, tokenizer, loading.padding_id(tokenizer))
+    phases = make_phases(train, train.batch * (text.train.tokens / len(text.train.sequences)))
     total, done = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
-    dense = load_dense(model, source) if train.logits or not done else None
+    dense = loading.load_dense(model, source) if train.logits or not done else None
     lines = record.Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
     context = TrainContext(
-        settings=train,
-        text=text,
+        settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
-        total=total,
-        balance=balance_of(train, form.target, shape),
-        pooled=shape.pooled,
-        teacher=dense if train.logits else None,
-        record=lines,
-        seed=seed,
-        workers=job.workers,
-        device=resolve_device(model),
-    )
+        teacher=dense if train.logits else None, record=lines, seed=seed, workers=job.workers,
+        device=loading.resolve_device(model),
+    )  # fmt: skip
     dense_loss = context.heldout_loss(dense) if dense is not None and not done else None
     del dense
-    release_freed_memory()
+    loading.release_freed_memory()
+    trained = run_phases(job, phases, context, done, dense_loss)
+    if lines is not None:
+        lines.close()
+        keep_result(job, trained, form, context.schedule.at(total))
+    job.workers.broadcast(None)  # all wait until the result is written
+    if lines is None:
+        return NOTHING
+    return record.summarise(record.read_record(job.scratch), phases, text.train.tokens)
+
+
+def run_phases(job: Job, phases: list[Phase], context: TrainContext, done: int, dense_loss: float | None) -> Path:
+    """Train phase by phase, going on after `done` steps; returns the last checkpoint."""
+    checkpoint = job.parents["project"] / "checkpoint"
     for phase in phases:
         start, checkpoint = checkpoint, job.scratch / phase.name / "final"
         # `<=`: the last step may be done before `final` is written. Later phases do not need `final` of this one.
         if done <= phase.last and not record.is_whole(checkpoint):
             run_phase(start, phase, context, job.scratch / phase.name, dense_loss)
         dense_loss = None
-    if lines is not None:
-        lines.close()
-        keep_result(job, checkpoint, form, context.schedule.at(total))
-    job.workers.broadcast(None)  # all wait until the result is written
-    if lines is None:
-        return NOTHING
-    return record.summarise(record.read_record(job.scratch), phases, text.tokens)
+    return checkpoint
 
 
 def steps_done(job: Job, phases: list[Phase]) -> int:
@@ -108,8 +95,7 @@ def steps_done(job: Job, phases: list[Phase]) -> int:
             done = phase.first + found[1]
         if done:
             break
-    agreed: int = job.workers.broadcast(done)
-    return agreed
+    return int(job.workers.broadcast(done))
 
 
 def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balance:
@@ -117,13 +103,13 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
     asked = train.balance
     if asked == "auto":
         asked = "loss" if target.selection_bias is None else "selection_bias"
-    return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale)
+    return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale, shape.pooled)
 
 
 def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedModel:
     """Load the MoE in float32, with kernels whose backward cost does not grow with the square of E."""
     kernels = (straight_through if all_experts else mixed_precision).IMPLEMENTATION
-    model = load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
+    model = loading.load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
     mixed_precision.exempt_routers(model)
     return model
 
@@ -146,7 +132,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
         if context.record is not None:
             context.record.write(0, "start", losses)
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
-    with explained_memory(f"stage=train, phase {phase.name}", remedy):
+    with loading.explained_memory(f"stage=train, phase {phase.name}", remedy):
         trainer.train(resume_from_checkpoint=str(found) if found else None)
     trainer.save_model(str(folder / "final"))
     trainer.mark_saved(folder / "final")
@@ -155,7 +141,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
             shutil.rmtree(path)
     # Trainer and callbacks refer to each other: without a collection, the next model would be loaded in addition.
     del model, trainer
-    release_freed_memory()
+    loading.release_freed_memory()
 
 
 def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:

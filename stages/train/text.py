@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import TokenBatch, TokenSequence, batch_sequences, load_sequences
+from stages.text.sequences import LoadedText, load_text
 from stages.train.config import TrainConfig
 
 
@@ -17,21 +18,16 @@ from stages.train.config import TrainConfig
 class TrainingText:
     """Training sequences, and held-out batches."""
 
-    sequences: list[TokenSequence]
+    train: LoadedText
     heldout: list[TokenBatch]
     pad_id: int
-
-    @property
-    def tokens(self) -> int:
-        """Training tokens."""
-        return sum(len(sequence.ids) for sequence in self.sequences)
 
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> TrainingText:
     """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
-    sequences = load_sequences(replace(data, tokens=train.tokens), tokenizer, "calibration")
-    heldout = load_sequences(data, tokenizer, "heldout")[: train.heldout_sequences]
-    return TrainingText(sequences, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
+    text = load_text(replace(data, tokens=train.tokens), tokenizer, "calibration")
+    heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
+    return TrainingText(text, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
 
 
 def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:

@@ -43,7 +43,6 @@ class TrainContext:
     schedule: LogitSchedule
     total: int  # optimizer steps of all phases
     balance: Balance
-    pooled: bool
     teacher: PreTrainedModel | None
     record: Record | None  # None except in the leading process
     seed: int
@@ -115,14 +114,14 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         settings, batch = context.settings, context.settings.batch
         watch = RouterWatch(model)
         self.shown = show_scores(model) if settings.straight_through else []
-        self.objective = Objective(settings, watch, context.teacher, context.balance, context.pooled)
+        self.objective = Objective(settings, watch, context.teacher, context.balance)
         self.monitor: ModelWatch | None = None
         groups = parameter_groups(model, **rates_of(phase, settings), weight_decay=settings.weight_decay)
         super().__init__(
             model,
             training_arguments(context, phase, folder),
             partial(collate, pad_id=context.text.pad_id),
-            order_sequences(context.text.sequences, phase.first * batch, phase.steps * batch, context.seed),
+            order_sequences(context.text.train.sequences, phase.first * batch, phase.steps * batch, context.seed),
             optimizer_cls_and_kwargs=(AdamW, {"params": groups, "betas": BETAS, "fused": True}),
             callbacks=[PhaseCallback(self)],
         )
@@ -197,9 +196,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         """Move selection biases and stretch the routers; runs before a checkpoint of the step is saved."""
         step, schedule = self.phase.first + self.state.global_step, self.context.schedule
         load_LE, routers = self.objective.take_load(), self.objective.watch.routers
-        if self.context.balance.kind == "selection_bias":
-            distance = self.context.balance.bias_step * schedule.at(step - 1)
-            move_biases(routers, load_LE, distance, pooled=self.context.pooled)
+        balance = self.context.balance
+        if balance.kind == "selection_bias":
+            move_biases(routers, load_LE, balance.bias_step * schedule.at(step - 1), pooled=balance.pooled)
         stretch(routers, schedule.factor(step))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -24,10 +24,13 @@ from models.ffn import DenseFFN
 from models.routing import GateKind
 from stages.assemble.stage import fit_layer, measure_router
 from stages.calibration.alignment import NormalEquations, column_scale
-from stages.cluster.evidence import FEATURE_DIMS, LayerActivity, coactivation_features
+from stages.calibration.batches import DealtLayer
+from stages.calibration.share import sample_rows
+from stages.calibration.token_memory import as_it_is
+from stages.cluster.evidence import FEATURE_DIMS, coactivation_features
 from stages.cluster.layer import partition_layer
 from stages.project.config import ProjectConfig
-from stages.project.layer_pass import LayerCarve, project_layer
+from stages.project.layer_pass import project_layer
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 from stages.routing.task import set_logit_std
@@ -64,11 +67,10 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
     (ffn, inputs), shape, found = draw_layer(width, tokens), shape_of(width), SimpleNamespace()
     bits_Fr = draw_bits(width)
     scores_F = torch.rand(width, generator=torch.Generator().manual_seed(1))
-    checkpoint = SimpleNamespace(shape=shape, biased=False)
     router = RouterSettings("error", 0.1, DescentSettings(0, 0.01, 0.0, 0), tokens=8192)
 
     def cluster() -> None:
-        evidence = SimpleNamespace(activity=LayerActivity(ffn, inputs))
+        evidence = SimpleNamespace(sample=lambda tokens: (ffn, sample_rows(inputs, tokens)))
         rng = np.random.default_rng(0)
 
         def features() -> Tensor:
@@ -80,16 +82,16 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
 
     def assemble() -> None:
         neurons_EN, always_S = found.partition.neurons_EN, found.partition.always_on_S
-        fitted = fit_layer(ffn, inputs, None, neurons_EN, always_S, checkpoint, router)
-        routed = fitted.task.routed(set_logit_std(fitted.router, inputs, 1.0))
+        task, fitted = fit_layer(DealtLayer(0, ffn, inputs, as_it_is), None, neurons_EN, always_S, shape.top_k, router)
+        routed = task.routed(set_logit_std(fitted, inputs, 1.0))
         found.loop = replace(routed, gate=GateKind.SIGMOID_OF_CHOSEN)
-        measure_router(found.loop, column_scale(found.loop, inputs), fitted.task, len(inputs))
+        measure_router(found.loop, column_scale(found.loop, inputs), task, len(inputs))
 
     def project() -> None:
         wanted = [ffn(x_TD) for x_TD in inputs]
         refit = RouterSettings("error", 0.1, DescentSettings(200, 0.01, 0.0, 0), tokens=8192)
         settings = ProjectConfig(penalties=[PENALTY], validate=False)
-        project_layer(LayerCarve(found.loop, refit, biased=False), inputs, wanted, settings, seed=0)
+        project_layer(found.loop, refit, inputs, wanted, settings, seed=0)
 
     def solve() -> None:
         moments = NormalEquations(width, HIDDEN)

@@ -14,8 +14,8 @@ from models.source import EMBEDDED
 from stages.losses import forward_losses
 from stages.scan.config import ScanConfig
 from stages.scan.passes import draw_reservoir
+from stages.text.batches import TokenBatch
 from stages.text.config import DataConfig
-from stages.text.sequences import TokenBatch
 
 SHAPES = {
     "qwen3-1.7b": {

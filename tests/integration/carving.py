@@ -16,7 +16,7 @@ from models.source import EMBEDDED
 from pipeline.cli import run_command
 from stages.evaluate.config import BASELINES
 from stages.text.config import DataConfig
-from stages.text.sequences import load_sequences
+from stages.text.sequences import load_text
 
 PARITY = "assemble.mode=parity"
 ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_logit_std=0")
@@ -175,7 +175,7 @@ def reopen(carves: Mapping[str, Carve], folder: Path, *, remote: bool = False) -
 
 def describe(carve: Carve) -> dict[str, object]:
     """Paths and held-out sequences for the fresh process."""
-    sequences = load_sequences(carve.data, AutoTokenizer.from_pretrained(carve.dense), "heldout")
+    sequences = load_text(carve.data, AutoTokenizer.from_pretrained(carve.dense), "heldout").sequences
     assert all(sequence.labels == sequence.ids for sequence in sequences)
     return {
         "dense": str(carve.dense),

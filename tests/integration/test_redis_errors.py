@@ -15,7 +15,7 @@ from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import _warn_of_loss, check_store, connect
 from stages.accumulators.redis_store import open_redis_store
 
-GO_ON = "then the same command again: it goes on from the last flush"
+GO_ON = "then the same command, without fresh=true: it goes on from the last flush"
 
 
 @pytest.fixture

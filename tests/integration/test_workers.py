@@ -14,6 +14,7 @@ from pico import write_pico
 from safetensors.torch import load_file
 
 from pipeline.cli import run_command
+from stages.artifacts.job import GO_ON
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -111,7 +112,7 @@ def lost(words, tmp_path_factory):
     script.write_text(DYING)
     died = torchrun(2, outputs, words, program=(script, "3"))
     assert died.returncode != 0
-    assert "the same command again: it goes on from what was flushed" in died.stderr
+    assert GO_ON in died.stderr
     scratch = next((outputs / "artifacts" / "pico" / "scan").glob(".*/scratch"))
     assert {path.name for path in scratch.glob("*.safetensors")} == {"sums.0.safetensors", "sums.1.safetensors"}
     return outputs
@@ -246,7 +247,7 @@ def test_a_worker_that_dies_in_any_stage_ends_the_job_and_the_same_command_goes_
     script.write_text(DYING_LATER)
     died = torchrun(2, outputs, words, program=(script, target, calls), limit=300)
     assert died.returncode != 0
-    assert "the same command again" in died.stderr
+    assert GO_ON in died.stderr
     assert "worker 0: " in died.stderr
     assert not list((outputs / "artifacts" / "pico" / stage).glob("[!.]*"))
     done = torchrun(2, outputs, words, limit=300)

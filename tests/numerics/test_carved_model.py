@@ -17,7 +17,7 @@ from models.routing import GateKind, LinearRouter
 from models.targets.base import gate_kind, gate_scale_of
 from models.targets.config import MOE_TARGETS
 from stages.project.carved_model import CarvedModel, clip_tokens
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 E, N, K, F, D, L = 4, 8, 2, 40, 24, 3
 LENGTHS = (9, 5, 7)

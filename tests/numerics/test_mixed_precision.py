@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pico_moes import MOES, make_moe
+from pico_moes import make_moe
 
 from models import straight_through
 from models.mixed_precision import IMPLEMENTATION, exempt_routers
@@ -12,15 +12,6 @@ from stages.losses import enable_gradient_checkpointing
 from stages.train.stage import load_trainable
 
 IDS = torch.arange(14).view(2, 7)
-
-
-@pytest.fixture(params=MOES)
-def moe(request):
-    torch.manual_seed(1)
-    model = make_moe(request.param).train()
-    for router in find_routers(model):
-        torch.nn.init.normal_(router.weight)
-    return model
 
 
 def both_passes(model, *, half):

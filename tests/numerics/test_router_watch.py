@@ -1,22 +1,10 @@
 """Routers are watched in every architecture and under gradient checkpointing."""
 
-import pytest
 import torch
-from pico_moes import MOES, make_moe
 
 from models.training import RouterWatch, find_routers, selection_bias
 from stages.losses import enable_gradient_checkpointing
 from stages.train.routers import z_loss
-
-
-@pytest.fixture(params=MOES)
-def moe(request):
-    torch.manual_seed(1)
-    model = make_moe(request.param)
-    for router in find_routers(model):
-        torch.nn.init.normal_(router.weight)
-    return model.train()
-
 
 IDS = torch.arange(14).view(2, 7)
 

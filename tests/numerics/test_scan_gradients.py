@@ -15,7 +15,7 @@ from stages.losses import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner, draw_reservoir, scan_shares
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 LENGTHS = (9, 5, 7)
 LAYERS, HIDDEN, WIDTH = 2, 24, 40

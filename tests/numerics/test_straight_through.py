@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pico_moes import MOES, make_moe
+from pico_moes import make_moe
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -19,15 +19,13 @@ GATES = {"num_experts_per_tok": 2, "scoring": "sigmoid", "norm_topk_prob": True,
 IDS = torch.arange(14).view(2, 7)
 
 
-@pytest.fixture(params=MOES)
-def moe(request):
-    torch.manual_seed(1)
-    model = make_moe(request.param).train()
-    for router in find_routers(model):
-        torch.nn.init.normal_(router.weight)
+@pytest.fixture
+def moe(moe):
+    """With a selection bias where the architecture has one."""
+    for router in find_routers(moe):
         if (bias_E := selection_bias(router)) is not None:
             bias_E.copy_(torch.linspace(-0.1, 0.1, 5))
-    return model
+    return moe
 
 
 def pass_through(model, implementation, recompute=False):

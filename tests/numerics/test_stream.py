@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from models.stream import LayerStream
 from stages.calibration.batches import TokenStream
 from stages.losses import measure_loss
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 CPU = torch.device("cpu")
 

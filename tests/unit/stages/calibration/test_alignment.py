@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from stages.calibration.alignment import align_down, relative_error, split_validation
+from stages.calibration.alignment import align_down, relative_error
+from stages.calibration.share import split_validation
 from stages.evaluate.baselines import CarvedFFN
 
 D, F = 6, 12

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stages.calibration.batches import evenly_spaced, take_tokens
+from stages.calibration.share import evenly_spaced, take_tokens
 
 
 @pytest.mark.parametrize(

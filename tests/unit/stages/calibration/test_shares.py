@@ -13,9 +13,10 @@ from models.routing import GateKind, LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.job import ALONE
 from stages.calibration.alignment import align_down, column_scale, relative_error
-from stages.calibration.batches import Share, TokenStream, deal_layers, take_tokens
+from stages.calibration.batches import TokenStream, deal_layers
+from stages.calibration.share import Share, take_tokens
 from stages.routing.task import load_balance, make_loop, set_logit_std
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 D, F, E, N, S, K = 6, 13, 3, 4, 2, 2
 SIZES = [7, 5, 9, 4, 8]
@@ -73,7 +74,7 @@ def test_tokens_are_taken_alike_and_gathered_in_order_where_they_are_wanted():
     def work(workers):
         share = shared(workers)
         taken, doubled = take_tokens(share, [2 * x_TD for x_TD in share], 16)
-        assert (share.text, share.map(FFN).text, taken.text, share.only_text().total_batches) == (3,) * 4
+        assert (share.text, share.map(FFN).text, taken.text, len(share.only_text().sizes)) == (3,) * 4
         expected, _ = take_tokens(BATCHES, BATCHES, 16)
         assert taken.tokens == expected.tokens == sum(map(len, expected)) < sum(SIZES)
         gathered = taken.gather(at=1), doubled.gather(at=1)

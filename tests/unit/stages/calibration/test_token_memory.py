@@ -14,11 +14,12 @@ from models.config import ModelConfig
 from models.stream import LayerStream
 from pipeline.disk import explain_os_error
 from stages.artifacts.job import Job, Workers
-from stages.calibration.batches import CalibrationContext, TokenStream, take_rows
+from stages.calibration.batches import CalibrationContext, TokenStream
 from stages.calibration.config import without_random_tokens
+from stages.calibration.share import take_rows
 from stages.calibration.token_memory import TokenMemory, as_it_is, free_memory, memory_limit, spill
+from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import TokenSequence, batch_sequences
 
 
 def draw(*shape, seed=0):

@@ -9,8 +9,8 @@ from models.source import EMBEDDED
 from models.stream import LayerStream
 from stages.calibration.batches import TokenStream, calibration_batches, draw_sequences
 from stages.calibration.config import VocabularyConfig
+from stages.text.batches import IGNORED
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED
 
 DATA = DataConfig(tokens=640, max_length=32)
 

@@ -4,9 +4,13 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
+from models.stream import LayerStream
+from stages.artifacts.job import ALONE, Job
+from stages.calibration.batches import CalibrationContext, deal_layers
 from stages.calibration.config import VocabularyConfig
-from stages.cluster.evidence import open_activities, stream_activities
-from stages.text.sequences import TokenBatch
+from stages.cluster.stage import open_activities
+from stages.text.batches import TokenBatch
+from stages.text.config import DataConfig
 
 L, D, F, V = 3, 24, 40, 61
 
@@ -34,8 +38,6 @@ def folder(tmp_path_factory):
 
 def test_activities_are_those_of_the_model(folder):
     """The reference for neuron activations is the input of down_proj in transformers."""
-    from models.stream import LayerStream
-
     batches = Batches()
     model = AutoModelForCausalLM.from_pretrained(folder)
     seen = [[] for _ in range(L)]
@@ -46,9 +48,8 @@ def test_activities_are_those_of_the_model(folder):
             model(ids_BT, attention_mask=mask_BT)
     layers = 0
     with LayerStream(folder, device=torch.device("cpu")) as stream:
-        for layer, activity in enumerate(stream_activities(stream, batches.tokens())):
+        for layer, activity in enumerate(deal_layers(stream, batches.tokens(), ALONE)):
             layers += 1
-            assert activity.tokens == 14 + 13
             assert [tuple(x_TD.shape) for x_TD in activity.inputs] == [(14, D), (13, D)]
             for x_TD, seen_BTF, mask_BT in zip(activity.inputs, seen[layer], batches.masks, strict=True):
                 torch.testing.assert_close(activity.ffn.hidden(x_TD), seen_BTF[mask_BT.bool()], rtol=1e-4, atol=1e-5)
@@ -56,11 +57,13 @@ def test_activities_are_those_of_the_model(folder):
 
 
 def test_the_pass_reads_the_calibration_text(tmp_path):
-    from stages.text.config import DataConfig
-
     folder = write_pico(tmp_path / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
     data = DataConfig(tokens=96, max_length=32)
-    model, vocabulary = ModelConfig(kind="local", path=str(folder), device="cpu"), VocabularyConfig(tokens=40, layers=2)
-    plain = open_activities(model, data, VocabularyConfig(tokens=0), 64)
-    assert [(activity.tokens, activity.ffn.width) for activity in plain] == [(96, F)] * L
-    assert [activity.tokens for activity in open_activities(model, data, vocabulary, 64)] == [96 + 40, 96 + 40, 96]
+    model, job = ModelConfig(kind="local", path=str(folder), device="cpu"), Job({}, tmp_path, tmp_path)
+
+    def read(**vocabulary):
+        context = CalibrationContext.of(model, data, VocabularyConfig(**vocabulary), 64, 0, job)
+        return [(sum(map(len, layer.inputs)), layer.ffn.width) for layer in open_activities(context)]
+
+    assert read(tokens=0) == [(96, F)] * L
+    assert read(tokens=40, layers=2) == [(96 + 40, F), (96 + 40, F), (96, F)]

@@ -43,17 +43,18 @@ def planted(plant):
 )
 def test_every_method_obeys_the_shape(method, shape, planted):
     found = partition(shape, planted, method=method)
-    roles, labels_U, neurons_EN = found.roles, found.labels_U, found.neurons_EN
+    labels_U, neurons_EN = found.labels_U, found.neurons_EN
     routable = F - shape.always_on
     assert neurons_EN.shape == (shape.experts, shape.n)
     assert (neurons_EN.diff(dim=1) > 0).all()
-    assert torch.equal(neurons_EN.unique(), roles.routed_U)
-    assert len(roles.always_on_S) == shape.always_on
-    assert len(roles.dropped_X) == max(0, routable - shape.experts * shape.n)
-    assert torch.cat(roles).sort().values.tolist() == list(range(F))
+    assert torch.equal(neurons_EN.unique(), found.routed_U)
+    assert len(found.always_on_S) == shape.always_on
+    assert len(found.dropped_X) == max(0, routable - shape.experts * shape.n)
+    every = torch.cat([found.always_on_S, found.routed_U, found.dropped_X])
+    assert every.sort().values.tolist() == list(range(F))
     home_sizes_E = labels_U.bincount(minlength=shape.experts)
     assert home_sizes_E.max() - home_sizes_E.min() <= 1
-    assert all(neuron in neurons_EN[home] for neuron, home in zip(roles.routed_U, labels_U, strict=True))
+    assert all(neuron in neurons_EN[home] for neuron, home in zip(found.routed_U, labels_U, strict=True))
 
 
 def test_neurons_that_fire_together_share_an_expert(plant):
@@ -78,10 +79,9 @@ def test_dead_neurons_are_placed_like_all_others(plant):
 
 def test_homes_name_the_role_of_every_neuron(planted):
     result = partition(MoEShape(experts=4, n=5, top_k=2, always_on=3), planted)
-    roles, labels_U = result.roles, result.labels_U
-    assert (result.home_F[roles.always_on_S] == ALWAYS_ON).all()
-    assert (result.home_F[roles.dropped_X] == DROPPED).all()
-    assert torch.equal(result.home_F[roles.routed_U], labels_U)
+    assert (result.home_F[result.always_on_S] == ALWAYS_ON).all()
+    assert (result.home_F[result.dropped_X] == DROPPED).all()
+    assert torch.equal(result.home_F[result.routed_U], result.labels_U)
 
 
 def test_the_same_seed_gives_the_same_partition(planted):

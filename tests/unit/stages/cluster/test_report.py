@@ -17,8 +17,7 @@ def test_the_table_reads_well():
         ),
         LayerFigures(Coactivation(0.01, None), None, always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
     ]
-    cluster = ClusterConfig(method="balanced_kmeans")
-    table = tabulate_layers(dict(enumerate(figures)), cluster, "experts by some method", ["neuron_map_layer_000.png"])
+    table = tabulate_layers(dict(enumerate(figures)), "experts by some method", ["neuron_map_layer_000.png"])
     assert table.title == "cluster"
     assert table.columns == COLUMNS
     assert table.rows == [

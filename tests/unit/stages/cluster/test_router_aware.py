@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from stages.cluster.evidence import LayerActivity
+from stages.calibration.share import sample_rows
 from stages.cluster.router_aware import measure_energy, members, place_copies, regroup
 
 D, F, E, K, T = 6, 27, 4, 1, 600
@@ -21,11 +21,12 @@ def activity():
     gate_FD = 3 * torch.eye(D)[direction_F] + 0.1 * torch.randn(F, D, generator=generator)
     down_DF = torch.randn(D, F, generator=generator)
     inputs = [torch.randn(T // 2, D, generator=generator), torch.randn(T // 2, D, generator=generator)]
-    return LayerActivity(DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu), inputs)
+    return DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu), inputs
 
 
-def energy_of(activity, **changes):
-    return measure_energy(activity, ROUTED_U, ALWAYS_S, **({"top_k": K, "tokens": T} | changes))
+def energy_of(activity, tokens=T):
+    ffn, inputs = activity
+    return measure_energy(ffn, sample_rows(inputs, tokens), ROUTED_U, ALWAYS_S, top_k=K)
 
 
 def test_a_bad_start_ends_at_the_groups_that_belong_together(activity):
@@ -44,17 +45,18 @@ def test_a_bad_start_ends_at_the_groups_that_belong_together(activity):
 
 
 def test_energy_leaves_out_what_always_on_neurons_predict(activity):
-    copied = activity.ffn.gate_FD.clone()
+    ffn, inputs = activity
+    copied = ffn.gate_FD.clone()
     copied[24] = copied[0]
-    twin = DenseFFN(copied, copied.clone(), activity.ffn.down_DF, activity.ffn.act)
-    plain, predicted = (energy_of(LayerActivity(ffn, activity.inputs)) for ffn in (activity.ffn, twin))
+    twin = DenseFFN(copied, copied.clone(), ffn.down_DF, ffn.act)
+    plain, predicted = energy_of(activity), energy_of((twin, inputs))
     assert float(predicted.energy_TU[:, 0].sum()) < 0.1 * float(plain.energy_TU[:, 0].sum())
 
 
 def test_tokens_are_spread_over_the_text(activity):
     energy = energy_of(activity, tokens=100)
     assert energy.energy_TU.shape == (100, 24)
-    assert torch.equal(energy.x_TD[-1], activity.inputs[1][-1])
+    assert torch.equal(energy.x_TD[-1], activity[1][1][-1])
 
 
 def test_copies_go_where_they_are_missed(activity):

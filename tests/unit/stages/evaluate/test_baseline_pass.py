@@ -11,7 +11,7 @@ from models.stream import LayerStream
 from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts
 from stages.losses import measure_loss
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
 
@@ -43,13 +43,13 @@ def text():
 def run(folder, text, *names, top_k=K, always_on=S):
     shape = MoEShape(E, N, top_k, always_on)
 
-    def facts_of(index, layer):
+    def facts_of(index, ffn):
         generator = torch.Generator().manual_seed(index)
         order = torch.randperm(F, generator=generator)
         rows_ED = torch.randn(E, D, generator=generator)
         contribution_F = torch.rand(F, generator=generator)
         router = LinearRouter.without_bias(rows_ED)
-        return LayerFacts(layer.ffn, order[S:].view(E, N), order[:S], router, contribution_F, shape, seed=index)
+        return LayerFacts(ffn, order[S:].view(E, N), order[:S], router, contribution_F, shape, seed=index)
 
     with LayerStream(folder, device=torch.device("cpu")) as stream:
         return run_baselines(names, stream, text, facts_of, Settings(), replicated=False)
@@ -81,12 +81,12 @@ def test_alignment_reads_calibration_text_only(folder, text):
 def test_neurons_with_copies_share_their_weight(folder, text):
     """All experts are on and expert 0 is there twice: half the weight for each copy gives the dense model."""
 
-    def facts_of(index, layer):
+    def facts_of(index, ffn):
         order = torch.randperm(F, generator=torch.Generator().manual_seed(index))
         neurons_EN = torch.cat([order.view(F // N, N), order[:N][None]])
         router = LinearRouter.without_bias(torch.zeros(len(neurons_EN), D))
         none_S, shape = torch.empty(0, dtype=torch.int64), MoEShape(len(neurons_EN), N, len(neurons_EN), 0)
-        return LayerFacts(layer.ffn, neurons_EN, none_S, router, torch.rand(F), shape, seed=index)
+        return LayerFacts(ffn, neurons_EN, none_S, router, torch.rand(F), shape, seed=index)
 
     names = ("unaligned", "static_mask", "oracle", "oracle_aligned")
     with LayerStream(folder, device=torch.device("cpu")) as stream:

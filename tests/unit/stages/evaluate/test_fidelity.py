@@ -29,13 +29,13 @@ def dense_output(facts, x_BTD):
 def test_the_dense_ffn_itself_has_no_error(facts, x_BTD, mask_BT):
     fidelity = LayerFidelity.start(facts)
     fidelity.add(facts, x_BTD, dense_output(facts, x_BTD), mask_BT, choices(facts, x_BTD))
-    assert fidelity.error < 1e-12
+    assert fidelity.result().error < 1e-12
 
 
 def test_half_the_output_misses_a_quarter_of_the_energy(facts, x_BTD, mask_BT):
     fidelity = LayerFidelity.start(facts)
     fidelity.add(facts, x_BTD, 0.5 * dense_output(facts, x_BTD), mask_BT, choices(facts, x_BTD))
-    assert fidelity.error == pytest.approx(0.25, rel=1e-5)
+    assert fidelity.result().error == pytest.approx(0.25, rel=1e-5)
 
 
 def test_padding_does_not_count(facts, x_BTD, mask_BT):
@@ -43,7 +43,7 @@ def test_padding_does_not_count(facts, x_BTD, mask_BT):
     fidelity = LayerFidelity.start(facts)
     x_BTD = x_BTD.masked_fill(~mask_BT[..., None], 1e6)
     fidelity.add(facts, x_BTD, output_BTD, mask_BT, choices(facts, x_BTD))
-    assert fidelity.error < 1e-12
+    assert fidelity.result().error < 1e-12
     assert fidelity.load_E.sum() == facts.shape.top_k * mask_BT.sum()
 
 
@@ -54,15 +54,15 @@ def test_batches_add_up(facts, x_BTD, mask_BT):
     for row in range(B):
         x_1TD = x_BTD[row : row + 1]
         parts.add(facts, x_1TD, output_BTD[row : row + 1], mask_BT[row : row + 1], choices(facts, x_1TD))
-    assert parts.error == pytest.approx(whole.error, rel=1e-6)
-    assert (parts.agreement, parts.imbalance) == (whole.agreement, whole.imbalance)
+    assert parts.result().error == pytest.approx(whole.result().error, rel=1e-6)
+    assert (parts.result().agreement, parts.result().imbalance) == (whole.result().agreement, whole.result().imbalance)
 
 
 def test_an_ffn_that_gives_nothing_has_no_error(facts, x_BTD, mask_BT):
     facts = replace(facts, ffn=replace(facts.ffn, down_DF=torch.zeros_like(facts.ffn.down_DF)))
     fidelity = LayerFidelity.start(facts)
     fidelity.add(facts, x_BTD, torch.zeros_like(x_BTD), mask_BT, choices(facts, x_BTD))
-    assert fidelity.error == 0
+    assert fidelity.result().error == 0
 
 
 def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT):
@@ -78,6 +78,6 @@ def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT
         agreed += len(chosen & set(norms_E.argsort(descending=True)[:2].tolist()))
         load = [count + (expert in chosen) for expert, count in enumerate(load)]
     assert fidelity.load_E.tolist() == load
-    assert fidelity.imbalance == pytest.approx(max(load) / (sum(load) / 4))
-    assert fidelity.agreement == pytest.approx(agreed / (2 * 7))
-    assert 0 < fidelity.agreement < 1
+    assert fidelity.result().imbalance == pytest.approx(max(load) / (sum(load) / 4))
+    assert fidelity.result().agreement == pytest.approx(agreed / (2 * 7))
+    assert 0 < fidelity.result().agreement < 1

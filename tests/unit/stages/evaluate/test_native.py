@@ -23,7 +23,7 @@ from stages.evaluate.comparison import (
     measure_speed,
 )
 from stages.losses import measure_loss
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
 

@@ -13,7 +13,7 @@ from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from stages.evaluate.baselines import LayerFacts, route
 from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, TOKENS, carve_cmoe, carve_moefication, first_text
-from stages.text.sequences import TokenBatch
+from stages.text.batches import TokenBatch
 
 D, F, E, N, K, S = 12, 60, 9, 5, 3, 15
 

@@ -7,10 +7,10 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from stages.calibration.alignment import column_scale, relative_error, scale_columns, split_validation
-from stages.calibration.batches import Share
+from stages.calibration.alignment import column_scale, relative_error, scale_columns
+from stages.calibration.share import Share, split_validation
 from stages.project.config import ProjectConfig
-from stages.project.layer_pass import LayerCarve, load_cost, project_layer, train_experts
+from stages.project.layer_pass import load_cost, project_layer, train_experts
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 from stages.routing.task import load_balance, make_loop
@@ -29,14 +29,14 @@ INPUTS = [draw(90 + index, D, seed=10 + index) for index in range(8)]
 WANTED = [FFN(x_TD) for x_TD in INPUTS]
 
 
-def carve(neurons_EN):
+def cut(neurons_EN):
     router = LinearRouter.without_bias(draw(E, D, seed=4))
-    return LayerCarve(make_loop(FFN, neurons_EN, torch.arange(S), router, K), REFIT, biased=False)
+    return make_loop(FFN, neurons_EN, torch.arange(S), router, K)
 
 
 def loop_of(neurons_EN=None):
     neurons_EN = torch.arange(S, F).view(E, N) if neurons_EN is None else neurons_EN
-    loop = carve(neurons_EN).loop
+    loop = cut(neurons_EN)
     return scale_columns(loop, column_scale(loop, INPUTS))
 
 
@@ -81,10 +81,10 @@ def test_validation_tokens_are_not_looked_at():
 def test_the_validation_text_is_the_same_with_random_tokens():
     """The last 3 of 8 batches are random tokens; text 2 and random tokens 6 are for validation in every step."""
     settings = replace(DESCENT, penalties=[0.1], validate=False, descent_steps=3)
-    inputs, layer = Share(INPUTS, list(map(len, INPUTS)), INPUTS[0][:0], text=5), carve(torch.arange(S, F).view(E, N))
+    inputs, layer = Share(INPUTS, list(map(len, INPUTS)), INPUTS[0][:0], text=5), cut(torch.arange(S, F).view(E, N))
     others = [7 * y_TD if index in {2, 6} else y_TD for index, y_TD in enumerate(WANTED)]
     (loop, outcome), (other, another) = (
-        project_layer(layer, inputs, wanted, settings, seed=5) for wanted in (WANTED, others)
+        project_layer(layer, REFIT, inputs, wanted, settings, seed=5) for wanted in (WANTED, others)
     )
     for name, matrix in matrices(loop).items():
         assert torch.equal(matrix, matrices(other)[name]), name
@@ -111,9 +111,9 @@ def test_copies_of_a_neuron_go_their_own_ways():
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.01, True), (30.0, False)])
 def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
-    layer = carve(torch.arange(S, F).view(E, N))
-    plain, plainly = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_steps=0), seed=5)
-    trained, outcome = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_rate=rate), seed=5)
+    layer = cut(torch.arange(S, F).view(E, N))
+    plain, plainly = project_layer(layer, REFIT, INPUTS, WANTED, replace(DESCENT, descent_steps=0), seed=5)
+    trained, outcome = project_layer(layer, REFIT, INPUTS, WANTED, replace(DESCENT, descent_rate=rate), seed=5)
     assert (outcome.error_end < plainly.error_end) == outcome.descended == kept
     assert not plainly.descended
     assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept

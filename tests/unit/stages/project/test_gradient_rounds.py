@@ -12,7 +12,7 @@ from models.routing import GateKind, LinearRouter
 from stages.project.carved_model import CarvedModel, gather_parts
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import SECTIONS, GradientRounds, divide, shuffle_rounds
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 D, F, E, N, K = 24, 20, 4, 3, 2
 SETTINGS = ProjectConfig(alpha=3.2, round_tokens=14, validation_share=0.25)  # large steps, since there are few tokens

@@ -6,7 +6,7 @@ import torch
 
 from models.ffn import DenseFFN
 from stages.project.config import ProjectConfig
-from stages.project.layer_pass import LayerCarve, project_layer
+from stages.project.layer_pass import project_layer
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
 from stages.routing.task import load_balance, make_loop, watch_experts
@@ -25,14 +25,13 @@ def carve_layer(balance):
     neurons_EN = torch.arange(F).view(E, N)
     start = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, 0.0, 1), tokens=1000)
     refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000, logit_std=0.001)
-    router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K, biased=False), start)
-    carve = LayerCarve(make_loop(ffn, neurons_EN, NONE, router, K), refit, biased=False)
-    return carve, inputs, [ffn(x_TD) for x_TD in inputs]
+    router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K), start)
+    return make_loop(ffn, neurons_EN, NONE, router, K), refit, inputs, [ffn(x_TD) for x_TD in inputs]
 
 
 def project(balance):
-    carve, inputs, wanted = carve_layer(balance)
-    loop, outcome = project_layer(carve, inputs, wanted, ProjectConfig(), seed=3)
+    *layer, inputs, wanted = carve_layer(balance)
+    loop, outcome = project_layer(*layer, inputs, wanted, ProjectConfig(), seed=3)
     return float(load_balance(loop.router, inputs, K).max()), outcome
 
 
@@ -48,10 +47,10 @@ def test_rounds_lower_the_error():
 
 
 def test_descent_starts_from_the_columns_of_the_next_larger_penalty():
-    carve, inputs, wanted = carve_layer(0.0)
+    layer = carve_layer(0.0)
     still = ProjectConfig(rounds=0, descent_steps=1, descent_rate=1e-12, validate=False)
-    loop, outcome = project_layer(carve, inputs, wanted, still, seed=3)
+    loop, outcome = project_layer(*layer, still, seed=3)
     sizes = sorted(still.penalties)
     larger = sizes[sizes.index(outcome.penalty) + 1]
-    expected, _ = project_layer(carve, inputs, wanted, replace(still, descent_steps=0, penalties=[larger]), seed=3)
+    expected, _ = project_layer(*layer, replace(still, descent_steps=0, penalties=[larger]), seed=3)
     torch.testing.assert_close(loop.experts.down_EDN, expected.experts.down_EDN)

@@ -12,7 +12,6 @@ from stages.artifacts.experts import join_pool
 from stages.calibration.batches import LayerSample
 from stages.project.config import ProjectConfig
 from stages.project.pool import (
-    PoolCarve,
     RoutedTokens,
     align_pool,
     layer_errors,
@@ -72,9 +71,9 @@ def samples():
     return found
 
 
-def carve(samples, method="random"):
+def project(loops, samples, settings, method="random"):
     refit = RouterSettings(method, 0.1, DescentSettings(20, 0.02, 0.0, 3), tokens=3000)
-    return PoolCarve(samples, [refit] * L, biased=False)
+    return project_pool(loops, samples, [refit] * L, settings)
 
 
 def sweep(loops, samples, penalty, sweeps):
@@ -129,7 +128,7 @@ def test_an_expert_that_nobody_chooses_stays(loops, samples):
 
 def test_alignment_lowers_the_error_and_says_so(loops, samples):
     settings = ProjectConfig(validation_share=0.2)
-    projected, outcome = project_pool(carve(samples), loops, settings)
+    projected, outcome = project(loops, samples, settings)
     assert outcome.penalty in settings.penalties
     assert outcome.rounds == 0
     ends = layer_errors(projected, samples, [2])
@@ -148,8 +147,8 @@ def test_penalties_do_not_depend_on_each_other(loops, samples):
 
 def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
     loops = weigh_pool(loops, samples)
-    still, plain = project_pool(carve(samples), loops, ProjectConfig(validation_share=0.2, rounds=0))
-    moved, fitted = project_pool(carve(samples, "error"), loops, ProjectConfig(validation_share=0.2, rounds=2))
+    still, plain = project(loops, samples, ProjectConfig(validation_share=0.2, rounds=0))
+    moved, fitted = project(loops, samples, ProjectConfig(validation_share=0.2, rounds=2), "error")
     assert all(torch.equal(a.router.rows_ED, b.router.rows_ED) for a, b in zip(still, loops, strict=True))
     assert fitted.rounds > 0
     assert sum(fitted.errors["at the end"]) < sum(plain.errors["at the end"])
@@ -157,7 +156,7 @@ def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
 
 
 def test_nothing_is_done_where_nothing_is_asked_for(loops, samples):
-    projected, outcome = project_pool(carve(samples), loops, ProjectConfig(alignment="none"))
+    projected, outcome = project(loops, samples, ProjectConfig(alignment="none"))
     assert projected is loops
     assert outcome.errors["at the end"] == outcome.errors["as cut"]
     assert (outcome.penalty, outcome.rounds) == (None, 0)

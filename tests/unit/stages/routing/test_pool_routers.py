@@ -53,11 +53,11 @@ def make_task(loop):
         outputs_TED = loop.expert_outputs(x_TD)
         best_T = (x_TD @ true_DE).argmax(1)
         targets.append(outputs_TED[torch.arange(len(x_TD)), best_T] + loop.always_on_output(x_TD))
-    return watch_pool(loop, targets, inputs, biased=True)
+    return watch_pool(loop, targets, inputs)
 
 
 def settings(method, steps=0):
-    return RouterSettings(method, 0.1, DescentSettings(steps, 0.02, 0.0, 3), tokens=3000)
+    return RouterSettings(method, 0.1, DescentSettings(steps, 0.02, 0.0, 3, biased=True), tokens=3000)
 
 
 def test_contributions_name_the_expert_that_helps(loop):

@@ -42,7 +42,7 @@ def make_task(*, echo, neurons_EN=None):
     # A router without bias needs a shared input component to prefer an expert for all tokens.
     inputs = [draw(60, D, seed=seed) + 3 * torch.eye(D)[0] for seed in range(10, 18)]
     neurons_EN, always_S = torch.arange(S, F).view(E, N) if neurons_EN is None else neurons_EN, torch.arange(S)
-    return watch_experts(ffn, neurons_EN, always_S, inputs, 1, biased=False)
+    return watch_experts(ffn, neurons_EN, always_S, inputs, 1)
 
 
 @pytest.mark.parametrize("numbers", [2**26, 50])
@@ -106,7 +106,7 @@ def test_without_always_on_neurons_the_residual_is_all_of_it():
     ffn = DenseFFN(draw(E * N, D, seed=1), draw(E * N, D, seed=2), draw(D, E * N, seed=3), torch.nn.functional.silu)
     inputs = [draw(60, D, seed=seed) for seed in range(10, 18)]
     nobody = torch.empty(0, dtype=torch.long)
-    task = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1, biased=False)
+    task = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1)
     found = Activations(task.loop, distinct_neurons(task.loop), inputs[0])
     assert regress_on_always_on(found, 0.1).shape == (E * N, 0)
     assert fit_router(task, SETTINGS).rows_ED.isfinite().all()

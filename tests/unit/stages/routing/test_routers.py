@@ -18,7 +18,7 @@ def settings(method, **changes):
     return RouterSettings(method, 1e-3, descent, tokens=1000)
 
 
-def make_task(*, biased=False, shift=0.0, tokens=40, loud=1.0):
+def make_task(*, shift=0.0, tokens=40, loud=1.0):
     """Make a routing task of three groups of neurons, one per input direction."""
     generator = torch.Generator().manual_seed(0)
     gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
@@ -26,7 +26,7 @@ def make_task(*, biased=False, shift=0.0, tokens=40, loud=1.0):
     down_DF[:, -N:] *= loud
     ffn = DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu)
     inputs = [shift + torch.randn(tokens + index, D, generator=generator) for index in range(8)]
-    return watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K, biased=biased)
+    return watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K)
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_refitting_starts_from_the_experts_as_they_are():
 
 def test_a_bias_is_learned_where_the_target_has_one():
     """The bias favours the expert with larger outputs, which helps every token more."""
-    plain, biased = (make_task(biased=biased, loud=4.0, tokens=200) for biased in (False, True))
-    without, router = (fit_router(task, settings("error", steps=200)) for task in (plain, biased))
+    task = make_task(loud=4.0, tokens=200)
+    without, router = (fit_router(task, settings("error", steps=200, biased=biased)) for biased in (False, True))
     assert not without.bias_E.any()
     assert int(router.bias_E.argmax()) == E - 1
 
@@ -96,7 +96,7 @@ def test_ridge_recovers_contributions_that_are_linear():
     up_FD = torch.rand(F, D, generator=generator)
     ffn = DenseFFN(gate_FD, up_FD, torch.randn(D, F, generator=generator), torch.ones_like)
     inputs = [torch.rand(60, D, generator=generator)]
-    task = watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K, biased=False)
+    task = watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K)
     torch.testing.assert_close(task.wanted[0], ffn(inputs[0]))
     assert oracle_agreement(regress_contributions(task, [0]).router(1e-9), task) == 1.0
 

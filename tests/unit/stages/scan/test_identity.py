@@ -1,7 +1,7 @@
 import torch
 
 from stages.scan.stage import sums_cache_key
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 IDS = [5, 6, 7, 8]
 

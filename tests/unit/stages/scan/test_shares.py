@@ -1,5 +1,5 @@
 from stages.scan.passes import number_samples
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
 
 
 def test_samples_are_numbered_through_all_batches():

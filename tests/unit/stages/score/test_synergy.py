@@ -1,18 +1,22 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from stages.score.stage import SynergyWeights, gradient_rate, score_synergy
+from stages.score.config import ScoreConfig
+from stages.score.stage import gradient_rate, score_synergy
 
 # One layer of four neurons; all terms already span 0 to 1, so minmax does not change them.
 ACTIVATION = torch.tensor([[0.0, 0.2, 0.6, 1.0]])
 GRADIENT = torch.tensor([[1.0, 0.5, 0.0, 0.5]])
 FREQUENCY = torch.tensor([[0.0, 1.0, 0.5, 0.1]])
-WEIGHTS = SynergyWeights(activation=2.0, gradient=0.5, frequency=1.0)
+SCORE = ScoreConfig(
+    form="weighted", normalisation="minmax", activation_weight=2.0, gradient_weight=0.5, frequency_weight=1.0
+)
 
 
 def score(activation=ACTIVATION, gradients=(GRADIENT,), frequency=FREQUENCY, **options):
-    options = {"weights": WEIGHTS, "form": "weighted", "normalisation": "minmax", **options}
-    return score_synergy(activation, list(gradients), frequency, **options)[0]
+    return score_synergy(activation, list(gradients), frequency, replace(SCORE, **options))[0]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_a_low_gradient_alone_decides_between_equals():
 def test_a_scan_without_gradients_keeps_the_order_of_the_other_terms(form):
     zeros = torch.zeros(1, 4)
     without = score(gradients=(zeros, zeros, zeros), form=form)
-    weightless = score(form=form, weights=SynergyWeights(2.0, 0.0, 1.0))
+    weightless = score(form=form, gradient_weight=0.0)
     torch.testing.assert_close(without, weightless)
 
 
@@ -61,10 +65,8 @@ def test_the_kind_of_largest_gradients_does_not_speak_for_all():
 
 
 def test_layers_are_normalised_apart():
-    two_layers = [torch.cat([term, 1000 * term]) for term in (ACTIVATION, GRADIENT, FREQUENCY)]
-    s_p_LF = score_synergy(
-        two_layers[0], [two_layers[1]], two_layers[2], weights=WEIGHTS, form="weighted", normalisation="zscore"
-    )
+    activation, gradient, frequency = (torch.cat([term, 1000 * term]) for term in (ACTIVATION, GRADIENT, FREQUENCY))
+    s_p_LF = score_synergy(activation, [gradient], frequency, replace(SCORE, normalisation="zscore"))
     torch.testing.assert_close(s_p_LF[0], s_p_LF[1])
 
 

@@ -1,4 +1,4 @@
-from stages.text.sequences import TokenSequence, batch_sequences, group_lengths, split_batch
+from stages.text.batches import TokenSequence, batch_sequences, group_lengths, split_batch
 
 PAD = 9
 

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from instruments.errors import DataError
 from models.source import EMBEDDED
 from stages.artifacts.job import Workers
+from stages.text.batches import TokenSequence
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts, load_prompts
-from stages.text.sequences import LoadedText, TokenSequence
+from stages.text.sequences import LoadedText
 
 DATA = DataConfig(labels="generated", tokens=140, max_length=40, prompt_tokens=11, max_new_tokens=6)
 

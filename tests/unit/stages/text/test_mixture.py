@@ -10,7 +10,7 @@ from instruments.errors import DataError
 from stages.text.cache_key import check_data, data_cache_key
 from stages.text.config import FOREIGN_FIELDS, DataConfig, SourceConfig
 from stages.text.mixture import interleave_shares, list_sources, mixture_errors
-from stages.text.sequences import load_sequences
+from stages.text.sequences import load_text
 
 WORDS = {"chats": "hello friend", "web": "page of prose"}
 
@@ -30,7 +30,7 @@ def mixture(folder, shares=(0.75, 0.25), **settings):
 
 
 def test_every_beginning_holds_the_sources_by_their_shares(files, tokenizer):
-    sequences = load_sequences(mixture(files), tokenizer, "calibration")
+    sequences = load_text(mixture(files), tokenizer, "calibration").sequences
     seen = {"chats": 0, "web": 0}
     for sequence in sequences:
         seen[Path(sequence.source).stem] += len(sequence.ids)
@@ -41,17 +41,16 @@ def test_every_beginning_holds_the_sources_by_their_shares(files, tokenizer):
 
 def test_heldout_text_is_of_the_sources_or_of_the_file_that_is_named(files, tokenizer):
     settings = mixture(files, heldout_tokens=512, heldout_share=0.3)
-    held = load_sequences(settings, tokenizer, "heldout")
+    held = load_text(settings, tokenizer, "heldout").sequences
     assert {Path(found.source).stem for found in held} == {"chats", "web"}
-    known = {tuple(found.ids) for found in load_sequences(settings, tokenizer, "calibration")}
+    known = {tuple(found.ids) for found in load_text(settings, tokenizer, "calibration").sequences}
     assert not known & {tuple(found.ids) for found in held}
     (files / "other.txt").write_text("quite another text " * 400)
     named = mixture(files, heldout_tokens=512, heldout_path=str(files / "other.txt"))
-    (text, *_) = load_sequences(named, tokenizer, "heldout")
+    (text, *_) = load_text(named, tokenizer, "heldout").sequences
     assert "another" in tokenizer.decode(text.ids)
-    assert len(load_sequences(named, tokenizer, "calibration")) == len(
-        load_sequences(settings, tokenizer, "calibration")
-    )
+    with_own, without = (load_text(data, tokenizer, "calibration").sequences for data in (named, settings))
+    assert len(with_own) == len(without)
 
 
 def test_a_source_does_not_take_what_a_mixture_ignores(files):
@@ -85,17 +84,17 @@ def test_a_dataset_keeps_all_but_the_documents_of_the_heldout_file(tmp_path, tok
     assert messages(data) == []
     texts = [
         tokenizer.decode(found.ids, skip_special_tokens=True)
-        for found in load_sequences(data, tokenizer, "calibration")
+        for found in load_text(data, tokenizer, "calibration").sequences
     ]
     assert texts == [f"book {number}" for number in range(20) if number != 3]
-    assert len(load_sequences(data, tokenizer, "heldout")) == 1
+    assert len(load_text(data, tokenizer, "heldout").sequences) == 1
 
 
 def test_a_dataset_of_held_out_documents_only(tmp_path, tokenizer):
     pytest.importorskip("datasets", reason="the optional extra hub is not installed")
     data = hub_mixture(tmp_path, [f"book {number}" for number in range(20)])
     with pytest.raises(DataError) as caught:
-        load_sequences(data, tokenizer, "calibration")
+        load_text(data, tokenizer, "calibration")
     assert str(caught.value) == (
         "no document is left for the calibration text: all of them also occur in the held-out text\n"
         f"  where: calibration text of {tmp_path / 'books'}[train]\n"
@@ -115,7 +114,7 @@ def test_a_source_has_settings_of_its_own(files):
 
 def test_a_source_that_falls_short_is_named(files, tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
-        load_sequences(mixture(files, tokens=60_000), tokenizer, "calibration")
+        load_text(mixture(files, tokens=60_000), tokenizer, "calibration")
     assert "chats.jsonl has" in caplog.text
     assert "of the 45000 that are its share" in caplog.text
 
@@ -123,7 +122,7 @@ def test_a_source_that_falls_short_is_named(files, tokenizer, caplog):
 def test_a_language_that_the_tokenizer_does_not_know(files, tokenizer, caplog):
     (files / "web.jsonl").write_text("\n".join(json.dumps({"text": "ዓለም ሁሉ " * 200 + str(i)}) for i in range(40)))
     with caplog.at_level(logging.WARNING):
-        load_sequences(mixture(files), tokenizer, "calibration")
+        load_text(mixture(files), tokenizer, "calibration")
     assert "the model hardly knows its language" in caplog.text
     assert "web.jsonl" in caplog.text
     assert "chats.jsonl" not in caplog.text

@@ -7,7 +7,7 @@ import pytest
 from instruments.errors import DataError
 from stages.text.config import DataConfig
 from stages.text.python_stdlib import Module, choose_modules, list_modules, read_module, read_stdlib, split_docstrings
-from stages.text.sequences import load_sequences
+from stages.text.sequences import load_text
 
 SOURCE = '''\
 """What the module does."""
@@ -88,9 +88,9 @@ def test_the_first_documents_are_of_as_many_modules_and_of_both_kinds():
 
 def test_reading_is_quick_and_the_same_every_time(tokenizer):
     started = time.perf_counter()
-    sequences = load_sequences(DataConfig(tokens=8192), tokenizer, "calibration")
+    sequences = load_text(DataConfig(tokens=8192), tokenizer, "calibration").sequences
     assert time.perf_counter() - started < 5
-    assert load_sequences(DataConfig(tokens=8192), tokenizer, "calibration") == sequences
+    assert load_text(DataConfig(tokens=8192), tokenizer, "calibration").sequences == sequences
     assert sum(len(sequence.ids) for sequence in sequences) == 8192
 
 

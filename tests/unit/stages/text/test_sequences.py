@@ -4,11 +4,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from instruments.errors import DataError
+from stages.text.batches import TokenSequence
 from stages.text.config import DataConfig
 from stages.text.sequences import (
-    TokenSequence,
     find_begin,
-    load_sequences,
     load_text,
     pack_documents,
     select_usable,
@@ -104,7 +103,7 @@ def test_a_last_cut_that_leaves_no_label_is_left_out():
 @pytest.mark.usefixtures("no_heldout")
 def test_packed_text_holds_the_documents_and_their_ends(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [{"text": f"document number {number}"} for number in range(9)])
-    sequences = load_sequences(config_of(path, max_length=16), tokenizer, "calibration")
+    sequences = load_text(config_of(path, max_length=16), tokenizer, "calibration").sequences
     assert all(sequence.labels == sequence.ids for sequence in sequences)
     text = tokenizer.decode([id_ for sequence in sequences for id_ in sequence.ids])
     assert text == "".join(f"document number {number}<|endoftext|>" for number in range(9))
@@ -115,7 +114,7 @@ def test_a_whole_file_is_one_running_text(tmp_path, tokenizer):
     text = "\n\n".join(" = Lobster =\n\n" + " The lobster pinches." * (number + 1) for number in range(40))
     path.write_text(text, encoding="utf-8")
     data = config_of("none", heldout_path=str(path), separator="blank_line", heldout_tokens=100_000)
-    sequences = load_sequences(data, tokenizer, "heldout")
+    sequences = load_text(data, tokenizer, "heldout").sequences
     assert tokenizer.decode([id_ for sequence in sequences for id_ in sequence.ids]) == text + "\n\n"
 
 
@@ -125,7 +124,7 @@ def test_a_whole_file_is_one_running_text(tmp_path, tokenizer):
 def test_the_number_of_tokens_is_kept_to_the_token(write_jsonl, tokenizer, packing, tokens):
     path = write_jsonl("a.jsonl", [{"text": f"this is document number {number} " * 4} for number in range(30)])
     data = config_of(path, packing=packing, max_length=16, tokens=tokens)
-    sequences = load_sequences(data, tokenizer, "calibration")
+    sequences = load_text(data, tokenizer, "calibration").sequences
     # A last sequence of one token has nothing to predict and is left out.
     assert sum(len(sequence.ids) for sequence in sequences) == (64 if tokens == 65 else tokens)
     assert [len(sequence.ids) for sequence in sequences[:4]] == [16] * 4
@@ -133,8 +132,8 @@ def test_the_number_of_tokens_is_kept_to_the_token(write_jsonl, tokenizer, packi
 
 def test_calibration_and_heldout_have_their_own_numbers_of_tokens(tokenizer):
     data = DataConfig(tokens=100, heldout_tokens=50, max_length=32)
-    calibration = load_sequences(data, tokenizer, "calibration")
-    heldout = load_sequences(data, tokenizer, "heldout")
+    calibration = load_text(data, tokenizer, "calibration").sequences
+    heldout = load_text(data, tokenizer, "heldout").sequences
     assert [len(sequence.ids) for sequence in calibration] == [32, 32, 32, 4]
     assert [len(sequence.ids) for sequence in heldout] == [32, 18]
 
@@ -147,7 +146,7 @@ def test_skipped_sequences_are_counted_and_named(write_jsonl, tokenizer, caplog)
         text = load_text(data, tokenizer, "calibration")
     assert [sequence.name for sequence in text.sequences] == [f"{path}:1", f"{path}:4"]
     assert text.skipped == {"no token counts in the loss": [f"{path}:2", f"{path}:3"]}
-    assert load_sequences(data, tokenizer, "calibration") == text.sequences
+    assert load_text(data, tokenizer, "calibration").sequences == text.sequences
     assert caplog.messages[:2] == [
         f"calibration text: skipped 2 sequences (no token counts in the loss: {path}:2, {path}:3)",
         f"calibration text: {text.tokens} of 65536 tokens, 2 sequences of {path}",
@@ -157,7 +156,7 @@ def test_skipped_sequences_are_counted_and_named(write_jsonl, tokenizer, caplog)
 @pytest.mark.usefixtures("no_heldout")
 def test_packed_conversations_carry_their_labels_along(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [chat(f"question {number}", f"answer {number}") for number in range(9)])
-    sequences = load_sequences(config_of(path, labels="completion", max_length=16), tokenizer, "calibration")
+    sequences = load_text(config_of(path, labels="completion", max_length=16), tokenizer, "calibration").sequences
     kept = [label for sequence in sequences for label in sequence.labels if label != -100]
     assert tokenizer.decode(kept) == "".join(f"answer {number}<|endoftext|>" for number in range(9))
 
@@ -165,7 +164,8 @@ def test_packed_conversations_carry_their_labels_along(write_jsonl, tokenizer):
 def test_heldout_text_of_its_own_counts_in_full(write_jsonl, tokenizer):
     heldout = write_jsonl("b.jsonl", [{"text": "plain text"}])
     path = write_jsonl("a.jsonl", [chat("a", "b")])
-    (sequence,) = load_sequences(config_of(path, heldout_path=str(heldout), labels="completion"), tokenizer, "heldout")
+    data = config_of(path, heldout_path=str(heldout), labels="completion")
+    (sequence,) = load_text(data, tokenizer, "heldout").sequences
     assert sequence.labels == sequence.ids
 
 
@@ -174,7 +174,7 @@ def test_every_label_masked(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [chat("long " * 20, "b"), chat("longer " * 20, "b")])
     data = config_of(path, packing="single", labels="completion", max_length=16)
     with pytest.raises(DataError) as caught:
-        load_sequences(data, tokenizer, "calibration")
+        load_text(data, tokenizer, "calibration")
     assert str(caught.value) == (
         "every label is masked: none of 2 sequences has a token that counts in the loss\n"
         f"  where: calibration text of {path}, data.labels=completion, data.max_length=16\n"
@@ -187,7 +187,7 @@ def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokeniz
     """In stages other than the scan, all tokens of plain text and the answers of conversations are labels."""
     path = write_jsonl("a.jsonl", [chat("question", "answer"), {"text": "plain"}])
     data = config_of(path, labels="generated", packing="single")
-    conversation, plain = load_sequences(data, tokenizer, "calibration")
+    conversation, plain = load_text(data, tokenizer, "calibration").sequences
     kept = [label for label in conversation.labels if label != -100]
     assert tokenizer.decode(kept) == "answer<|endoftext|>"
     assert plain.labels == plain.ids
@@ -198,7 +198,7 @@ def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokeniz
 def test_conversations_are_required(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [chat("a", "b"), {"text": "plain"}])
     with pytest.raises(DataError) as caught:
-        load_sequences(config_of(path, labels="completion"), tokenizer, "calibration")
+        load_text(config_of(path, labels="completion"), tokenizer, "calibration")
     assert str(caught.value) == (
         "data.labels=completion needs conversations, and this is plain text\n"
         f"  where: {path}:2\n"
@@ -211,7 +211,7 @@ def test_too_short_to_learn_from(write_jsonl, tokenizer):
     tokenizer.eos_token = None
     path = write_jsonl("a.jsonl", [{"text": "a"}, {"text": "b"}])
     with pytest.raises(DataError) as caught:
-        load_sequences(config_of(path, packing="single"), tokenizer, "calibration")
+        load_text(config_of(path, packing="single"), tokenizer, "calibration")
     assert str(caught.value) == (
         f"none of 2 sequences has 2 tokens\n  where: calibration text of {path}\n  do:    name text that holds more"
     )
@@ -221,7 +221,7 @@ def test_too_short_to_learn_from(write_jsonl, tokenizer):
 def test_no_document_for_a_split(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [{"text": "a"}])
     with pytest.raises(DataError) as caught:
-        load_sequences(config_of(path), tokenizer, "heldout")
+        load_text(config_of(path), tokenizer, "heldout")
     assert str(caught.value) == (
         "no document falls to the heldout text\n"
         f"  where: heldout text of {path}, data.heldout_share=0.1 of its documents held out\n"
@@ -232,7 +232,7 @@ def test_no_document_for_a_split(write_jsonl, tokenizer):
 def test_empty_heldout_text(write_jsonl, tokenizer):
     heldout = write_jsonl("b.jsonl", [])
     with pytest.raises(DataError) as caught:
-        load_sequences(config_of("none", heldout_path=str(heldout)), tokenizer, "heldout")
+        load_text(config_of("none", heldout_path=str(heldout)), tokenizer, "heldout")
     assert str(caught.value) == (
         f"the text is empty\n  where: heldout text of {heldout}\n  do:    name text that holds something"
     )

@@ -1,6 +1,6 @@
 import torch
 
-from stages.text.sequences import TokenSequence
+from stages.text.batches import TokenSequence
 from stages.train.text import collate, order_sequences
 
 

@@ -11,7 +11,8 @@ from pico_moes import make_moe
 from models.training import Part
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
-from stages.text.sequences import TokenSequence, batch_sequences
+from stages.text.batches import TokenSequence, batch_sequences
+from stages.text.sequences import LoadedText
 from stages.train import stage
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
@@ -23,11 +24,10 @@ from stages.train.trainer import MoETrainer, TrainContext, training_arguments
 def make_context(settings, heldout=(), workers=None):
     return TrainContext(
         settings=settings,
-        text=TrainingText([], list(heldout), 0),
+        text=TrainingText(LoadedText([], {}), list(heldout), 0),
         schedule=LogitSchedule(1.0, 1.0, 1),
         total=1,
         balance=Balance("none", 0.0),
-        pooled=False,
         teacher=None,
         record=None,
         seed=0,
@@ -64,7 +64,7 @@ def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
     sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(4)]
     settings = TrainConfig(batch=2, micro_batch=2, log_steps=1, save_steps=100)
     context = make_context(settings, batch_sequences(sequences, 8, 0))
-    context = replace(context, text=TrainingText(sequences, context.text.heldout, 0))
+    context = replace(context, text=TrainingText(LoadedText(sequences, {}), context.text.heldout, 0))
     alive = []
 
     class Watched(MoETrainer):

@@ -1,0 +1,160 @@
+"""The batches of a text, shared by workers: sums over them, subsets of their tokens, and the validation split."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from stages.artifacts.job import ALONE, Workers
+from stages.calibration.token_memory import Keep, as_it_is
+
+
+def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
+    """Indices of `wanted` out of `count`, including the first and the last; at least one, at most all."""
+    return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
+
+
+def split_validation(batches: int, share: float, text: int | None = None) -> tuple[list[int], list[int]]:
+    """Batches to fit on, and evenly spaced validation batches; the same one for both if there is only one.
+
+    The first `text` batches (None: all) are split separately from those of random tokens, which late layers do not
+    have: otherwise the validation text of late layers would be training text of early ones.
+    """
+    text = batches if text is None else text
+    validation = _spaced(range(text), share) + _spaced(range(text, batches), share)
+    fitted = sorted({*range(batches)}.difference(validation))
+    return fitted, validation or fitted
+
+
+def _spaced(batches: range, share: float) -> list[int]:
+    """A `share` of the batches, at least one, but not all."""
+    count = min(max(1, round(share * len(batches))), max(0, len(batches) - 1))
+    return [batches[round((index + 0.5) * len(batches) / count - 0.5)] for index in range(count)]
+
+
+class Share(Sequence[Tensor]):
+    """One worker's batches of a text, (T, D) each; all batches if there is one process.
+
+    Worker r of W holds the batches r, r + W, r + 2·W ... `total` adds in the order of all batches, so that its result
+    is the same to the last bit for any number of workers.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        sizes: Sequence[int],
+        like: Tensor,
+        workers: Workers = ALONE,
+        keep: Keep = as_it_is,
+        text: int | None = None,
+    ) -> None:
+        """`sizes` are the token counts of all batches, other workers' included; `like` is a tensor (0, D).
+
+        `keep` stores tensors that are computed from the batches. The first `text` batches are text, the others random
+        tokens; None: all are text.
+        """
+        self._parts, self.sizes, self.like, self.workers, self.keep = parts, sizes, like, workers, keep
+        self.text = len(sizes) if text is None else text
+
+    @classmethod
+    def of(cls, batches: Sequence[Tensor]) -> "Share":
+        """Wrap batches that are all in this process; a Share is returned unchanged."""
+        if isinstance(batches, Share):
+            return batches
+        like = batches[0][:0] if batches else torch.empty(0, 0)
+        return cls(batches, [len(batch_TD) for batch_TD in batches], like)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 - as of any sequence
+        return self._parts[place]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all workers."""
+        return sum(self.sizes)
+
+    def split(self, validation_share: float) -> tuple[list[int], list[int]]:
+        """Numbers of the batches to fit on, and of the validation batches; see `split_validation`."""
+        return split_validation(len(self.sizes), validation_share, self.text)
+
+    def places(self, batches: Collection[int] | None = None) -> Iterator[tuple[int, int]]:
+        """This worker's batches among the numbered ones, or all of its batches: (number, place in this sequence)."""
+        numbers = range(len(self.sizes))[self.workers.rank :: self.workers.world]
+        return ((number, place) for place, number in enumerate(numbers) if batches is None or number in batches)
+
+    def map(self, compute: Callable[[Tensor], Tensor]) -> "Share":
+        """The share of `compute` of every batch."""
+        return self.holding([self.keep(compute(batch_TD)) for batch_TD in self])
+
+    def holding(self, parts: Sequence[Tensor]) -> "Share":
+        """The same share with other tensors for its batches, row by row of the same tokens."""
+        return Share(parts, self.sizes, self.like, self.workers, self.keep, self.text)
+
+    def only_text(self) -> "Share":
+        """Only the batches of text."""
+        mine = len(range(self.text)[self.workers.rank :: self.workers.world])
+        return Share(self._parts[:mine], self.sizes[: self.text], self.like, self.workers, self.keep)
+
+    def taken(self, share: float) -> "Share":
+        """An evenly spaced `share` of the tokens of every batch, at least one token."""
+        sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
+        parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
+        return Share(parts, sizes, self.like, self.workers, self.keep, self.text)
+
+    def total(
+        self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None
+    ) -> Tensor:
+        """Σ of `measure` over all batches, or the numbered ones, fp64; every worker gets it.
+
+        `measure` returns a small tensor of that `shape` for a place in this sequence.
+        """
+        table = self.like.new_zeros(len(self.sizes), *shape, dtype=torch.float64)
+        for number, place in self.places(batches):
+            table[number] = measure(place)
+        self.workers.sum_(table)
+        return table.sum(0)
+
+    def gather(self, at: int = 0) -> list[Tensor]:
+        """All batches in order at the worker `at`; an empty list at the others."""
+        if self.workers.world == 1:
+            return list(self._parts)
+        gathered, mine = [], dict(self.places())
+        for number, size in enumerate(self.sizes):
+            batch_TD = self.like.new_zeros(size, self.like.shape[1])
+            if number in mine:
+                batch_TD.copy_(self._parts[mine[number]])
+            self.workers.reduce_(batch_TD, at=at)
+            if self.workers.rank == at:
+                gathered.append(self.keep(batch_TD))
+        return gathered
+
+
+def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
+    """The rows of the concatenated batches (T, D) in the given order: (t, D)."""
+    sorted_t, order_t = rows_t.sort()
+    ends = torch.tensor([len(batch_TD) for batch_TD in batches]).cumsum(0)
+    until = torch.searchsorted(sorted_t, ends)
+    counts = until.diff(prepend=until.new_zeros(1)).tolist()
+    sorted_t, order_t = (each_t.to(batches[0].device) for each_t in (sorted_t, order_t))  # copied once for all batches
+    taken_tD, start = batches[0].new_empty(len(rows_t), batches[0].shape[1]), 0
+    pairs = zip(torch.split(order_t, counts), torch.split(sorted_t, counts), strict=True)
+    for batch_TD, (places, rows) in zip(batches, pairs, strict=True):
+        taken_tD[places] = batch_TD[rows - start]
+        start += len(batch_TD)
+    return taken_tD
+
+
+def sample_rows(batches: Sequence[Tensor], tokens: int) -> Float[Tensor, "t D"]:
+    """The rows of at most `tokens` tokens, evenly spaced over all batches."""
+    return take_rows(batches, evenly_spaced(sum(map(len, batches)), tokens))
+
+
+def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[Share, Share]:
+    """Inputs and outputs of about `wanted` tokens, evenly spaced over every batch, at least one token per batch."""
+    given = Share.of(inputs)
+    share = min(1.0, wanted / max(1, given.tokens))
+    return given.taken(share), given.holding(outputs).taken(share)

@@ -1,0 +1,91 @@
+"""Token sequences, and padded batches of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+# Label of tokens that do not count in the loss, as in torch.nn.functional.cross_entropy.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence of tokens.
+
+    `labels[t]` is `ids[t]` if the token counts in the loss, else -100. Labels are not shifted: position t is predicted
+    from the tokens before it, so that the label of position 0 is never used.
+    """
+
+    name: str
+    ids: list[int]
+    labels: list[int]
+    source: str = ""  # name of the source in a mixture
+
+    def cut(self, length: int) -> "TokenSequence":
+        """The first `length` tokens."""
+        return replace(self, ids=self.ids[:length], labels=self.labels[:length])
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B sequences, padded on the right to the longest of them."""
+
+    input_ids: Int64[Tensor, "B T"]
+    attention_mask: Int64[Tensor, "B T"]  # 1 = token, 0 = padding
+    labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
+    names: list[str]
+    is_text: bool = True  # False: random tokens
+    layers: int | None = None  # number of first layers that read it; None: all
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.attention_mask.sum())
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask` on a device, as arguments of a model."""
+        return {"input_ids": self.input_ids.to(device), "attention_mask": self.attention_mask.to(device)}
+
+
+def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:
+    """Batch sequences in order with B·T <= batch_tokens; a longer sequence is a batch of its own."""
+    groups = group_lengths([len(sequence.ids) for sequence in sequences], batch_tokens)
+    return [_pad(sequences[group.start : group.stop], pad_id) for group in groups]
+
+
+def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
+    """Split into batches of at least one sequence, B·T <= batch_tokens, each padded to its own longest sequence."""
+    rows = max(1, batch_tokens // batch.input_ids.shape[1])
+    parts = []
+    for start in range(0, len(batch.names), rows):
+        those = slice(start, start + rows)
+        width = int(batch.attention_mask[those].sum(1).max())
+        tensors = {name: getattr(batch, name)[those, :width] for name in ("input_ids", "attention_mask", "labels")}
+        parts.append(replace(batch, **tensors, names=batch.names[those]))
+    return parts
+
+
+def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:
+    """Ranges of sequences that share a batch: count times greatest length <= `batch_tokens`, or one sequence."""
+    groups: list[range] = []
+    start = longest = 0
+    for number, length in enumerate(lengths):
+        longest = max(longest, length)
+        if number > start and (number - start + 1) * longest > batch_tokens:
+            groups.append(range(start, number))
+            start, longest = number, length
+    return [*groups, range(start, len(lengths))] if lengths else groups
+
+
+def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
+    shape = len(group), max(len(sequence.ids) for sequence in group)
+    input_ids, attention_mask, labels = torch.full(shape, pad_id), torch.zeros(shape).long(), torch.full(shape, IGNORED)
+    for row, sequence in enumerate(group):
+        length = len(sequence.ids)
+        input_ids[row, :length] = torch.tensor(sequence.ids)
+        attention_mask[row, :length] = 1
+        labels[row, :length] = torch.tensor(sequence.labels)
+    return TokenBatch(input_ids, attention_mask, labels, [sequence.name for sequence in group])
