@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pipeline.disk import BYTES
 from pipeline.settings import Settings
 from pipeline.workload import PROGRAM, Cost, Sizes
+from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.text.config import sampled
 
 DRAWING = 220 * 2**20  # additional bytes once a map was drawn
@@ -240,6 +241,8 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
         kept += s.kept_bytes(heldout)
         if name == "oracle":
             cost += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.carved
+        if name in PUBLISHED_TOKENS:
+            cost += layer_pass(s, min(settings.data.tokens, PUBLISHED_TOKENS[name]))
         if name.endswith("_aligned"):
             cost += layer_pass(s, tokens) + fit * s.carved
             kept += s.kept_bytes(tokens)

@@ -31,7 +31,8 @@ from stages.evaluate.baselines import (
     route,
     start_baseline,
 )
-from stages.evaluate.published import PUBLISHED, TOKENS, first_text
+from stages.evaluate.config import PUBLISHED_TOKENS
+from stages.evaluate.published import PUBLISHED, first_text
 from stages.losses import MeanLoss, measure_loss
 from stages.text.batches import TokenBatch
 
@@ -62,7 +63,9 @@ class BaselineRun:
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
         reads_all = self.aligned or self.method == "best_mask"
-        calibration = text.calibration if reads_all else first_text(text.calibration, TOKENS.get(self.method, 0))
+        calibration = (
+            text.calibration if reads_all else first_text(text.calibration, PUBLISHED_TOKENS.get(self.method, 0))
+        )
         self.fitted = bool(calibration)
         self._calibration = TokenStream(stream, calibration, workers, memory)
         self.heldout = TokenStream(stream, text.heldout, workers, memory)

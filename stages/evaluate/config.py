@@ -18,6 +18,8 @@ BASELINES = {  # name → row of the table
     "oracle": "output oracle, weights as cut",
     "oracle_aligned": "output oracle, aligned",
 }
+# Published method → calibration tokens that it reads, as many as its code.
+PUBLISHED_TOKENS = {"cmoe": 16_384, "moefication": 0}
 # Baselines of a pool; masks and oracles choose among one layer's neurons.
 POOL_BASELINES = frozenset({"unaligned", "random_router"})
 

@@ -18,8 +18,6 @@ from stages.evaluate.baselines import Choice, LayerFacts
 from stages.text.batches import TokenBatch
 
 CMOE_ACTIVE = 10  # K_a: neurons that count as active for a token
-# Calibration tokens that each method reads, as many as its published code.
-TOKENS = {"cmoe": 16_384, "moefication": 0}
 
 
 def carve_cmoe(facts: LayerFacts, inputs: Sequence[Tensor]) -> tuple[LayerFacts, Choice]:

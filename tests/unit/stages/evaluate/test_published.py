@@ -12,7 +12,8 @@ from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from stages.evaluate.baselines import LayerFacts, route
-from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, TOKENS, carve_cmoe, carve_moefication, first_text
+from stages.evaluate.config import PUBLISHED_TOKENS
+from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, carve_cmoe, carve_moefication, first_text
 from stages.text.batches import TokenBatch
 
 D, F, E, N, K, S = 12, 60, 9, 5, 3, 15
@@ -121,5 +122,7 @@ def test_cmoe_reads_as_much_text_as_its_code():
     ids_BT = torch.zeros(1, 6000, dtype=torch.long)
     text = [TokenBatch(ids_BT, torch.ones_like(ids_BT), ids_BT, []) for _ in range(4)]
     batches = [*text, replace(text[0], is_text=False)]
-    assert first_text(batches, TOKENS["cmoe"]) == batches[:3]
-    assert first_text(batches[4:], TOKENS["cmoe"]) == first_text(batches, TOKENS["moefication"]) == []
+    assert first_text(batches, PUBLISHED_TOKENS["cmoe"]) == batches[:3]
+    assert (
+        first_text(batches[4:], PUBLISHED_TOKENS["cmoe"]) == first_text(batches, PUBLISHED_TOKENS["moefication"]) == []
+    )
