@@ -11,6 +11,7 @@ RIVALS = {
     "static_mask_aligned": "the aligned static mask",
     "best_mask_aligned": "the best static mask, aligned",
     "random_router": "a random router",
+    "cmoe": "CMoE",
 }
 
 
@@ -33,6 +34,10 @@ KNOWN = {
     "best_mask_aligned": Method("best static mask, aligned", "extra-0", "s"),
     "random_router": Method("random router", "random", "^", before=True),
     "random_router_aligned": Method("random router, aligned", "random", "^"),
+    "cmoe": Method("CMoE", "extra-1", "p", before=True),
+    "cmoe_aligned": Method("CMoE, aligned", "extra-1", "p"),
+    "moefication": Method("MoEfication", "extra-2", "v", before=True),
+    "moefication_aligned": Method("MoEfication, aligned", "extra-2", "v"),
     "oracle": Method("output oracle", "oracle", "D", before=True),
     "oracle_aligned": Method("output oracle, aligned", "oracle", "D"),
 }

@@ -13,11 +13,10 @@ from torch.nn.functional import normalize
 from models.config import MoEShape
 from models.routing import membership
 from stages.artifacts.job import Table
+from stages.calibration.balanced import assign_balanced, mean_directions, total_similarity
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
 from stages.cluster.evidence import CHUNK, CONTROL, LayerEvidence, unpack_bits
 from stages.cluster.layer import LayerPartition
-from stages.cluster.methods import mean_directions, total_similarity
-from stages.cluster.router_aware import assign_balanced
 
 
 class Objective(NamedTuple):

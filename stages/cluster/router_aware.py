@@ -7,8 +7,6 @@ regression, not by an oracle, because a partition is only useful if a linear rou
 
 from dataclasses import dataclass
 
-import numpy as np
-import ot
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -16,26 +14,7 @@ from torch import Tensor
 from models.ffn import DenseFFN
 from models.routing import choose_experts, chosen_mask
 from stages.calibration.alignment import NormalEquations, ridge_cholesky
-
-MAX_PIVOTS = 10**9  # of the network simplex; far more than it needs
-
-
-def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]) -> Int[Tensor, "U"]:
-    """Give every neuron an expert so that expert e gets exactly `sizes_E[e]` and the summed affinity is the highest.
-
-    This is a transport problem of U unit masses to E sizes, which sum to U. At U = 18,944 and E = 128 it takes 1 to 2 s
-    and 0.1 GB; the usual solver of the U × U assignment problem would need 2.9 GB.
-
-    Returns:
-        ``(U,)`` int64 expert of each neuron.
-    Numerics: the exact optimum in fp64; ties are broken deterministically.
-    Source: the network simplex of POT (Bonneel et al. 2011).
-    """
-    cost_UE = affinity_UE.max().double() - affinity_UE.double()
-    cost_UE /= cost_UE.max().clamp_min(torch.finfo(torch.float64).tiny)  # the solver's tolerances are absolute
-    plan_UE = ot.emd(np.ones(len(cost_UE)), sizes_E.double().numpy(), cost_UE.numpy(), numItermax=MAX_PIVOTS)
-    return torch.from_numpy(plan_UE.argmax(1))
-
+from stages.calibration.balanced import assign_balanced
 
 ROUTER_PENALTY = 0.1
 PREDICT_PENALTY = 1e-2

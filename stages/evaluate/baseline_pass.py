@@ -20,7 +20,18 @@ from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import TokenStream, layer_seed
 from stages.calibration.share import Share
 from stages.calibration.token_memory import TokenMemory
-from stages.evaluate.baselines import FIRST_SEED, MASKS, Baseline, CarvedFFN, FactsOf, LayerFacts, Memo, start_baseline
+from stages.evaluate.baselines import (
+    FIRST_SEED,
+    MASKS,
+    Baseline,
+    CarvedFFN,
+    FactsOf,
+    LayerFacts,
+    Memo,
+    route,
+    start_baseline,
+)
+from stages.evaluate.published import PUBLISHED, TOKENS, first_text
 from stages.losses import MeanLoss, measure_loss
 from stages.text.batches import TokenBatch
 
@@ -50,8 +61,9 @@ class BaselineRun:
         """Embed the splits; calibration text only if the baseline is fitted on its own hidden states."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
-        self.fitted = self.aligned or self.method == "best_mask"
-        calibration = text.calibration if self.fitted else []
+        reads_all = self.aligned or self.method == "best_mask"
+        calibration = text.calibration if reads_all else first_text(text.calibration, TOKENS.get(self.method, 0))
+        self.fitted = bool(calibration)
         self._calibration = TokenStream(stream, calibration, workers, memory)
         self.heldout = TokenStream(stream, text.heldout, workers, memory)
 
@@ -68,7 +80,10 @@ class BaselineRun:
                 tokens.leave(map(layer.ffn, tokens.inputs))
             return
         hidden = Memo(layer.ffn.hidden) if self.fitted else hidden
-        baseline = start_baseline(self.method, facts, inputs if self.fitted else cut, hidden)
+        if self.method in PUBLISHED:
+            baseline = route(*PUBLISHED[self.method](facts, inputs))
+        else:
+            baseline = start_baseline(self.method, facts, inputs if self.fitted else cut, hidden)
         carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
         if not last:
             self._calibration.leave(map(carved, inputs))

@@ -115,6 +115,7 @@ class LayerFacts:
 
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
+Choice = Callable[[Tensor, Tensor], Tensor]  # (inputs, activations of all neurons) → the K experts of every token
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ class Baseline:
     features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → factors of its columns
 
 
-def choice_of(method: str, facts: LayerFacts) -> Callable[[Tensor, Tensor], Tensor]:
-    """(inputs, activations of all neurons) → the K experts of every token, for `method` without `_aligned`.
+def choice_of(method: str, facts: LayerFacts) -> Choice:
+    """How the baseline `method`, named without `_aligned`, chooses experts.
 
     unaligned: by the carve's router. random_router: by seeded normal rows. oracle: the experts of largest output norm,
     which a router cannot know.
@@ -157,18 +158,24 @@ def start_baseline(
     if method in MASKS:
         return mask_neurons(facts, MASKS[method](facts, inputs))
     choose = choice_of(method, facts)
+    if not has_copies(facts.neurons_EN):
+        return route(facts, choose)
+    # Routers do not read the activations.
+    looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
+    chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
     member_EF = membership(facts.neurons_EN, facts.ffn.width)
-    down_DF = facts.ffn.down_DF
-    if has_copies(facts.neurons_EN):
-        # Routers do not read the activations.
-        looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
-        chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
-        down_DF = down_DF * copies_scale(chosen, member_EF, facts.always_S, Share.of(inputs).workers)
+    return route(facts, choose, copies_scale(chosen, member_EF, facts.always_S, Share.of(inputs).workers))
+
+
+def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | None = None) -> Baseline:
+    """The layer's experts, chosen by `choose`, and its always-on neurons, with scaled down columns."""
+    ffn, member_EF = facts.ffn, membership(facts.neurons_EN, facts.ffn.width)
 
     def features(x_TD: Tensor, h_TF: Tensor) -> Tensor:
         return h_TF * active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
 
-    return Baseline(CarvedFFN(lambda x_TD: features(x_TD, facts.ffn.hidden(x_TD)), down_DF), features)
+    down_DF = ffn.down_DF if scale_F is None else ffn.down_DF * scale_F
+    return Baseline(CarvedFFN(lambda x_TD: features(x_TD, ffn.hidden(x_TD)), down_DF), features)
 
 
 def copies_scale(

@@ -11,6 +11,10 @@ BASELINES = {  # name → row of the table
     "best_mask_aligned": "best static mask (neurons by what alignment loses least), aligned",
     "random_router": "random router, weights as cut",
     "random_router_aligned": "random router, aligned to its own routing",
+    "cmoe": "CMoE (arXiv:2502.04416)",
+    "cmoe_aligned": "CMoE, aligned like this MoE",
+    "moefication": "MoEfication (arXiv:2110.01786), its untrained router",
+    "moefication_aligned": "MoEfication, aligned like this MoE",
     "oracle": "output oracle, weights as cut",
     "oracle_aligned": "output oracle, aligned",
 }
@@ -24,7 +28,7 @@ class EvaluateConfig:
 
     checkpoint: str = field(default="project", metadata={"choices": ("project", "train")})
     baselines: list[str] = field(
-        default_factory=lambda: ["unaligned", "static_mask", "static_mask_aligned", "random_router", "oracle"],
+        default_factory=lambda: ["unaligned", "static_mask", "static_mask_aligned", "random_router", "cmoe"],
         metadata={"choices": (*BASELINES,)},
     )
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})

@@ -11,9 +11,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from stages.calibration.balanced import assign_balanced, fit_balanced_kmeans, mean_directions, seed_centroids
 from stages.cluster.evidence import FEATURE_DIMS, coactivation_features
-from stages.cluster.methods import fit_balanced_kmeans, group_sizes, mean_directions, seed_centroids
-from stages.cluster.router_aware import assign_balanced
+from stages.cluster.methods import group_sizes
 
 CPU = torch.device("cpu")
 TOKENS = 8192

@@ -3,7 +3,8 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from stages.cluster.methods import fit_balanced_kmeans, group_sizes, mean_directions
+from stages.calibration.balanced import fit_balanced_kmeans, mean_directions
+from stages.cluster.methods import group_sizes
 from stages.cluster.report import measure_objective
 
 NEURONS, E, C = 70, 6, 9

@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from stages.cluster.router_aware import assign_balanced
+from stages.calibration.balanced import assign_balanced
 
 
 def best_total(affinity_UE, sizes_E):

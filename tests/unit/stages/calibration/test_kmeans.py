@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from stages.cluster.methods import fit_balanced_kmeans, mean_directions, seed_centroids, total_similarity
+from stages.calibration.balanced import fit_balanced_kmeans, mean_directions, seed_centroids, total_similarity
 
 NEURONS, E, C = 45, 3, 7
 

@@ -1,0 +1,125 @@
+"""CMoE and MoEfication against references that follow the papers step by step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch.nn.functional import normalize, silu
+
+from models.config import MoEShape
+from models.ffn import DenseFFN
+from models.routing import LinearRouter
+from stages.evaluate.baselines import LayerFacts, route
+from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, TOKENS, carve_cmoe, carve_moefication, first_text
+from stages.text.batches import TokenBatch
+
+D, F, E, N, K, S = 12, 60, 9, 5, 3, 15
+
+
+@pytest.fixture
+def wide() -> LayerFacts:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return LayerFacts(
+        ffn=DenseFFN(draw(F, D), draw(F, D), draw(D, F), silu),
+        neurons_EN=torch.arange(E * N).view(E, N),
+        always_S=torch.arange(E * N, F),
+        router=LinearRouter.without_bias(draw(E, D)),
+        contribution_F=draw(F).abs(),
+        shape=MoEShape(E, N, K, S),
+        seed=0,
+    )
+
+
+@pytest.fixture
+def batches() -> list[torch.Tensor]:
+    return list(torch.randn(4, 50, D, generator=torch.Generator().manual_seed(1)))
+
+
+def markers(facts, batches):
+    """(T, F): 1 for the K_a largest activations of a token, with inputs and rows of length 1."""
+    x_TD = normalize(torch.cat(batches), dim=1)
+    gate_FD, up_FD = (normalize(rows, dim=1) for rows in (facts.ffn.gate_FD, facts.ffn.up_FD))
+    h_TF = silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)
+    return torch.zeros_like(h_TF).scatter(1, h_TF.abs().topk(CMOE_ACTIVE, dim=1).indices, 1.0)
+
+
+def test_cmoe_shares_the_neurons_that_are_active_most_often(wide, batches):
+    rates_F = markers(wide, batches).sum(0)
+    carved, _ = carve_cmoe(wide, batches)
+    assert len(carved.always_S) == S
+    routed = carved.neurons_EN.flatten()
+    assert sorted([*routed.tolist(), *carved.always_S.tolist()]) == list(range(F))
+    assert rates_F[carved.always_S].min() >= rates_F[routed].max()
+
+
+def test_cmoe_groups_neurons_by_the_best_balanced_assignment(wide, batches):
+    """The paper's own problem: every place in an expert is a column of a square assignment."""
+    marked_TF = markers(wide, batches)
+    carved, _ = carve_cmoe(wide, batches)
+    rest = [neuron for neuron in range(F) if neuron not in carved.always_S.tolist()]
+    rates = marked_TF[:, rest].sum(0)
+    seeds = [rest[place] for place in rates.argsort(descending=True, stable=True)[:E].tolist()]
+    distance_RE = torch.cdist(marked_TF[:, rest].T, marked_TF[:, seeds].T, p=1).numpy()
+    slots = np.repeat(distance_RE, N, axis=1)
+    best = slots[linear_sum_assignment(slots)].sum()
+    total = sum(distance_RE[rest.index(one), e] for e, group in enumerate(carved.neurons_EN.tolist()) for one in group)
+    assert total == pytest.approx(best)
+
+
+def test_cmoe_routes_by_the_neuron_closest_to_each_experts_mean(wide, batches):
+    marked_TF, x_TD = markers(wide, batches), batches[0]
+    carved, choose = carve_cmoe(wide, batches)
+    typical = []
+    for neurons_N in carved.neurons_EN:
+        distances_N = (marked_TF[:, neurons_N] - marked_TF[:, neurons_N].mean(1, keepdim=True)).abs().sum(0)
+        typical.append(int(neurons_N[distances_N.argmin()]))
+    gate_ED, up_ED = (normalize(rows[typical], dim=1) for rows in (wide.ffn.gate_FD, wide.ffn.up_FD))
+    scores_TE = (silu(x_TD @ gate_ED.T) * (x_TD @ up_ED.T)).abs()
+    assert choose(x_TD, x_TD).sort(1).values.tolist() == scores_TE.topk(K, dim=1).indices.sort(1).values.tolist()
+
+
+def test_moefication_sends_tokens_to_the_closest_mean_gate_row(wide, batches):
+    carved, choose = carve_moefication(wide, batches)
+    assert carved.neurons_EN.shape == (F // N, N)
+    assert carved.neurons_EN.flatten().sort().values.tolist() == list(range(F))
+    assert not len(carved.always_S)
+    centers = torch.stack([normalize(wide.ffn.gate_FD[group], dim=1).mean(0) for group in carved.neurons_EN])
+    distances = torch.cdist(normalize(batches[0], dim=1), centers)
+    chosen = distances.topk((S + K * N) // N, dim=1, largest=False).indices
+    assert choose(batches[0], batches[0]).sort(1).values.tolist() == chosen.sort(1).values.tolist()
+
+
+def test_moefication_groups_similar_gate_rows(wide, batches):
+    """Six bundles of ten nearly equal rows end up together."""
+    bundles = torch.randn(6, D, generator=torch.Generator().manual_seed(2))
+    rows = bundles.repeat(10, 1) + 0.01 * torch.randn(F, D, generator=torch.Generator().manual_seed(3))
+    alike = replace(wide, ffn=replace(wide.ffn, gate_FD=rows), shape=MoEShape(6, 10, 2, 10))
+    carved, _ = carve_moefication(alike, batches)
+    assert all(len({neuron % 6 for neuron in group}) == 1 for group in carved.neurons_EN.tolist())
+
+
+@pytest.mark.parametrize("method", PUBLISHED)
+@pytest.mark.parametrize("shape", [MoEShape(E, N, K, S), MoEShape(7, 7, 2, 14), MoEShape(4, 25, 1, 0)])
+def test_published_methods_have_at_most_the_active_width_of_the_carve(wide, batches, method, shape):
+    """With neurons that fill no expert, and with experts that overlap in the carve."""
+    carved, choose = PUBLISHED[method](replace(wide, shape=shape), batches)
+    neurons = [*carved.neurons_EN.flatten().tolist(), *carved.always_S.tolist()]
+    assert len(set(neurons)) == len(neurons)
+    h_TF = wide.ffn.hidden(batches[0])
+    active_TF = route(carved, choose).features(batches[0], h_TF) / h_TF
+    (width,) = {round(float(count)) for count in active_TF.sum(1)}
+    assert shape.active_width - shape.n < width <= shape.active_width
+
+
+def test_cmoe_reads_as_much_text_as_its_code():
+    ids_BT = torch.zeros(1, 6000, dtype=torch.long)
+    text = [TokenBatch(ids_BT, torch.ones_like(ids_BT), ids_BT, []) for _ in range(4)]
+    batches = [*text, replace(text[0], is_text=False)]
+    assert first_text(batches, TOKENS["cmoe"]) == batches[:3]
+    assert first_text(batches[4:], TOKENS["cmoe"]) == first_text(batches, TOKENS["moefication"]) == []
