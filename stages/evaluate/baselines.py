@@ -115,6 +115,7 @@ class LayerFacts:
 
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
+Choice = Callable[[Tensor, Tensor], Tensor]  # (inputs, activations of all neurons) → the K experts of every token
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ class Baseline:
     features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → factors of its columns
 
 
-def choice_of(method: str, facts: LayerFacts) -> Callable[[Tensor, Tensor], Tensor]:
-    """(inputs, activations of all neurons) → the K experts of every token, for `method` without `_aligned`.
+def choice_of(method: str, facts: LayerFacts) -> Choice:
+    """How the baseline `method`, named without `_aligned`, chooses experts.
 
     unaligned: by the carve's router. random_router: by seeded normal rows. oracle: the experts of largest output norm,
     which a router cannot know.
