@@ -31,12 +31,8 @@ from stages.evaluate.baselines import (
     route,
     start_baseline,
 )
-<<<<<<< HEAD
 from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.evaluate.published import PUBLISHED, first_text
-=======
-from stages.evaluate.published import PUBLISHED, TOKENS, first_text
->>>>>>> simp_stages
 from stages.losses import MeanLoss, measure_loss
 from stages.text.batches import TokenBatch
 

@@ -12,12 +12,8 @@ from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from stages.evaluate.baselines import LayerFacts, route
-<<<<<<< HEAD
 from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, carve_cmoe, carve_moefication, first_text
-=======
-from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, TOKENS, carve_cmoe, carve_moefication, first_text
->>>>>>> simp_stages
 from stages.text.batches import TokenBatch
 
 D, F, E, N, K, S = 12, 60, 9, 5, 3, 15
