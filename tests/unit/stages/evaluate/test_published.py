@@ -9,32 +9,12 @@ from scipy.optimize import linear_sum_assignment
 from torch.nn.functional import normalize, silu
 
 from models.config import MoEShape
-from models.ffn import DenseFFN
-from models.routing import LinearRouter
-from stages.evaluate.baselines import LayerFacts, route
+from stages.evaluate.baselines import route
 from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, carve_cmoe, carve_moefication, first_text
 from stages.text.batches import TokenBatch
 
-D, F, E, N, K, S = 12, 60, 9, 5, 3, 15
-
-
-@pytest.fixture
-def wide() -> LayerFacts:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    return LayerFacts(
-        ffn=DenseFFN(draw(F, D), draw(F, D), draw(D, F), silu),
-        neurons_EN=torch.arange(E * N).view(E, N),
-        always_S=torch.arange(E * N, F),
-        router=LinearRouter.without_bias(draw(E, D)),
-        contribution_F=draw(F).abs(),
-        shape=MoEShape(E, N, K, S),
-        seed=0,
-    )
+D, F, E, N, K, S = 12, 60, 9, 5, 3, 15  # of the fixture `wide`
 
 
 @pytest.fixture
