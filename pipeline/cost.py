@@ -49,8 +49,7 @@ def scan(s: Sizes, settings: Settings) -> Cost:
 
     Norms take min(2·length·(2D + 3F), 6·D·F) FLOPs per token and layer. Memory: the model, and see `Sizes.saved_bytes`.
     """
-    kind = "cpu" if settings.model.device in {"auto", "cpu"} else "cuda"
-    tokens, batch = sampled(settings.data).tokens, settings.scan.read_batch(kind)
+    tokens, batch = sampled(settings.data).tokens, settings.scan.read_batch("cpu" if s.on_host else "cuda")
     cost = forward(s, tokens)
     if settings.scan.gradients:
         norms = tokens * min(2 * s.length * (2 * s.hidden + 3 * s.width), 6 * s.hidden * s.width)
@@ -294,5 +293,4 @@ def loaded_bytes(s: Sizes, settings: Settings) -> int:
     model = settings.model
     if model.quantization in {"nf4", "fp4"}:
         return s.parameters * 5 // 8
-    auto = 4 if model.device in {"auto", "cpu"} else s.stored
-    return s.parameters * BYTES.get(model.dtype, auto)
+    return s.parameters * BYTES.get(model.dtype, 4 if s.on_host else s.stored)

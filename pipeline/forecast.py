@@ -196,7 +196,7 @@ def smaller_settings(stage: str, checked: Checked) -> Iterator[tuple[str, Checke
         return " ".join(f"{group}.{key}={text}" for key, text in texts.items()), changed
 
     if stage == "scan":
-        for count in halves(settings.scan.read_batch("cpu"), least):
+        for count in halves(settings.scan.read_batch("cpu" if is_on_host(settings.model) else "cuda"), least):
             yield change("scan", batch_tokens=count)
         yield change("scan", batch_tokens=least, gradient_checkpointing=True)
     elif stage == "train":

@@ -32,6 +32,7 @@ class Sizes:
     always_on: int  # S neurons
     dense: int  # layers whose FFN is not carved
     processes: int
+    on_host: bool  # the model computes on the CPU
     room: float  # bytes of memory for hidden states, per process; the excess is stored on disk
 
     @property
@@ -104,7 +105,7 @@ class Cost:
 
 
 def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
-    """Sizes of this run; attention has Q, K, V and output projections. `on_host`: host memory limits `room`."""
+    """Sizes of this run; attention has Q, K, V and output projections. With `on_host` the host's memory is `room`."""
     settings, source, workers = checked.settings, checked.source, find_workers()
     shape = checked.shape or MoEShape(0, 0, 0, 0)
     hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
@@ -114,5 +115,6 @@ def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
         int(source["num_hidden_layers"]), hidden, int(source["intermediate_size"]), int(source["vocab_size"]),
         2 * hidden * head * (heads + keys), heads * head, settings.data.max_length, count_dense(source).total,
         BYTES.get(source_dtype(source) or "", 2), shape.experts, shape.n, shape.top_k, shape.always_on,
-        len(shape.dense_layers), workers.world, memory_limit(settings.model, workers.local_world) if on_host else inf,
+        len(shape.dense_layers), workers.world, on_host,
+        memory_limit(settings.model, workers.local_world) if on_host else inf,
     )  # fmt: skip

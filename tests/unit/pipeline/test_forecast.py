@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
 from pipeline.cli import run_command
-from pipeline.cost import COSTS
+from pipeline.cost import COSTS, loaded_bytes
 from pipeline.forecast import Rates, costs_of, describe_spilling, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
@@ -95,6 +95,19 @@ def test_the_memory_of_a_gpu_holds_the_tensors_alone(planned, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (7, 8) if device.type == "cuda" else None)
     assert free_tensor_memory(on_gpu.settings) == 7
+
+
+def test_device_auto_counts_what_a_gpu_would_hold(planned):
+    """On a GPU the dense model keeps the checkpoint's two bytes per weight, and the scan takes larger batches."""
+    checked, _ = planned()
+    host, gpu = (sizes_of(checked, on_host=on_host) for on_host in (True, False))
+    assert checked.settings.model.device == "auto"
+    assert loaded_bytes(host, checked.settings) == 4 * host.parameters
+    assert loaded_bytes(gpu, checked.settings) == 2 * host.parameters
+    larger = checked.settings.scan.read_batch("cuda") / checked.settings.scan.read_batch("cpu")
+    scan = COSTS["scan"]
+    saved = [scan(sizes, checked.settings).device - loaded_bytes(sizes, checked.settings) for sizes in (host, gpu)]
+    assert saved[1] == pytest.approx(larger * saved[0])
 
 
 def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
