@@ -31,7 +31,6 @@ class GateScale:
     shared_down_scale: float  # always-on neurons' down
     norm_topk_prob: bool | None  # None: the architecture has no such key
     routed_scaling_factor: float | None  # None: the architecture has no such key
-    selection_bias_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,6 @@ def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
         shared_down_scale=2.0 if target.shared_router else 1.0,  # σ(0) = ½
         norm_topk_prob=normalised if target.norm_key else None,
         routed_scaling_factor=inverse if target.factor_key else None,
-        selection_bias_scale=target.selection_bias_scale,
     )
 
 

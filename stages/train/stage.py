@@ -15,7 +15,7 @@ from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.routing import LinearRouter
 from models.source import resolve_folder
-from models.targets.base import MoETarget, gate_scale_of
+from models.targets.base import MoETarget
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
 from stages.artifacts.experts import CheckpointFormat, FormatSettings
@@ -103,7 +103,7 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
     asked = train.balance
     if asked == "auto":
         asked = "loss" if target.selection_bias is None else "selection_bias"
-    return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale, shape.pooled)
+    return Balance(asked, train.bias_rate * target.selection_bias_scale, shape.pooled)
 
 
 def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedModel:
@@ -149,8 +149,7 @@ def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: floa
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
     write_native(model, start, job.out / "checkpoint", form.dtype)
     copy_card(start, job.out / "checkpoint", record.describe(record.read_record(job.scratch)))
-    scale = gate_scale_of(form.target, form.shape).selection_bias_scale
-    found = [read_router(router, scale) for router in find_routers(model)]
+    found = [read_router(router, form.target.selection_bias_scale) for router in find_routers(model)]
     layers = len(Routers.load(job.parents["project"]).rows)
     carved = (layer for layer in range(layers) if layer not in form.shape.dense_layers)
     Routers.of(dict(zip(carved, found, strict=True)), layers, form.dtype, logit_std).save(job.out)
