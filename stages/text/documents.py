@@ -32,11 +32,6 @@ class Document:
     messages: tuple[Message, ...] = ()
 
     @property
-    def characters(self) -> int:
-        """Number of characters in the text or in all messages."""
-        return len(self.text) + sum(len(message["content"]) for message in self.messages)
-
-    @property
     def digest(self) -> bytes:
         """8-byte hash of the content; copies of a document have the same."""
         content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text

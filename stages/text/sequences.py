@@ -135,16 +135,8 @@ def _load_source(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, excluded: Collection[bytes] = frozenset()
 ) -> LoadedText:
     """The sequences of one source without the documents whose digests are `excluded`."""
-    characters = tokens = 0
-
-    def encode(document: Document) -> TokenSequence:
-        nonlocal characters, tokens
-        sequence = encode_document(document, tokenizer, data)
-        characters, tokens = characters + document.characters, tokens + len(sequence.ids)
-        return sequence
-
     documents = (document for document in read_documents(data, split) if document.digest not in excluded)
-    encoded = map(encode, documents)
+    encoded = (encode_document(document, tokenizer, data) for document in documents)
     build = pack_documents if data.packing == "packed" else truncate_documents
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
     text = select_usable(build(encoded, data.max_length, find_begin(tokenizer)), wanted)
@@ -153,9 +145,11 @@ def _load_source(
     if not text.sequences:
         raise describe_nothing_left(data, split, text.skipped)
     source = describe_source(data, split)
-    if tokens > characters:
+    # Of the decoded text, because a short conversation is mostly what its template writes.
+    characters = sum(len(tokenizer.decode(sequence.ids)) for sequence in text.sequences)
+    if text.tokens > characters:
         message = "%s text: the tokenizer makes %d tokens of %d characters of %s: the model hardly knows its language"
-        logger.warning(message, split, tokens, characters, source)
+        logger.warning(message, split, text.tokens, characters, source)
     count = len(text.sequences)
     logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, count, source)
     return text

@@ -128,6 +128,17 @@ def test_a_language_that_the_tokenizer_does_not_know(files, tokenizer, caplog):
     assert "chats.jsonl" not in caplog.text
 
 
+def test_short_chats_are_no_unknown_language(tmp_path, tokenizer, caplog):
+    """Most of their tokens are the template's."""
+    chat = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "%d"}]}'
+    (tmp_path / "chats.jsonl").write_text("\n".join(chat % (number, number + 1) for number in range(60)))
+    data = DataConfig(kind="text", path=str(tmp_path / "chats.jsonl"), max_length=64)
+    with caplog.at_level(logging.WARNING):
+        sequences = load_text(data, tokenizer, "calibration").sequences
+    assert sum(len(found.ids) for found in sequences) > 60 * len("1?2")
+    assert not caplog.messages
+
+
 def test_identity_follows_the_content_of_every_source(files):
     before = data_cache_key(mixture(files))
     assert before == data_cache_key(mixture(files))
