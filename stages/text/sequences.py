@@ -200,7 +200,7 @@ def pack_documents(
     name, number = "", 0
 
     def cut(start: int) -> tuple[int, TokenSequence]:
-        first = _missing(begin, ids[start : start + 1])
+        first = missing_begin(begin, ids[start : start + 1])
         end = start + max_length - len(first)
         shown = [IGNORED] * len(first) + labels[start:end]
         return end, TokenSequence(f"{number}: {name}", first + ids[start:end], shown)
@@ -224,12 +224,13 @@ def truncate_documents(
 ) -> Iterator[TokenSequence]:
     """One sequence per document: its first `max_length` tokens, with the token `begin` first."""
     for document in documents:
-        first = _missing(begin, document.ids[:1])
+        first = missing_begin(begin, document.ids[:1])
         ids, labels = first + document.ids, [IGNORED] * len(first) + document.labels
         yield TokenSequence(document.name, ids[:max_length], labels[:max_length])
 
 
-def _missing(begin: int | None, start: list[int]) -> list[int]:
+def missing_begin(begin: int | None, start: list[int]) -> list[int]:
+    """The begin token as a list; [] if there is none, or `start`, a sequence's first token, is it."""
     return [] if begin is None or start == [begin] else [begin]
 
 
