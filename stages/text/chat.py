@@ -27,6 +27,10 @@ def encode_conversation(
     """
     template = find_template(tokenizer)
     messages = list(document.messages)
+    if completion and not tokenizer.is_fast:
+        what = "this tokenizer cannot show which tokens are the assistant's"
+        do = "data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
+        raise DataError(what, where=f"tokenizer {tokenizer.name_or_path}, data.labels", do=do)
     try:
         # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
         if completion and re.search(r"\{%-?\s*generation\s*-?%\}", template):
@@ -35,10 +39,10 @@ def encode_conversation(
             )
             return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
         text = _render(messages, tokenizer)
-        spans = find_assistant_spans(messages, text, tokenizer) if completion else [(0, len(text))]
+        spans = find_assistant_spans(messages, text, tokenizer) if completion else None
     except TemplateError as error:
         raise _refused(document, tokenizer, error) from error
-    if spans is None:
+    if completion and spans is None:
         raise DataError(
             "the rendered conversation does not show where the assistant's turns are",
             where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
@@ -63,7 +67,7 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> lis
         text = _render(messages, tokenizer, add_generation_prompt=True)
     except TemplateError as error:
         raise _refused(document, tokenizer, error) from error
-    return _tokenize(text, [], tokenizer)[0]
+    return _tokenize(text, None, tokenizer)[0]
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -121,11 +125,15 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **o
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
 
 
-def _tokenize(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def _tokenize(
+    text: str, spans: Sequence[Span] | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[bool]]:
+    """Token ids, and whether they are in one of the spans; None: all count."""
     # The template has already written the special tokens.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
+    ids = list(encoded["input_ids"])
+    if spans is None:
+        return ids, [True] * len(ids)
     # A token across a turn's border counts: it holds the turn's first or last character.
-    supervised = [
-        any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]
-    ]
-    return list(encoded["input_ids"]), supervised
+    places = encoded["offset_mapping"]
+    return ids, [any(start < last and first < end for first, last in spans) for start, end in places]

@@ -1,4 +1,5 @@
 import pytest
+from transformers import ByT5Tokenizer
 
 from instruments.errors import DataError
 from stages.text.chat import encode_conversation, encode_prompt
@@ -135,6 +136,33 @@ def test_a_rendering_that_hides_the_answers(tokenizer, conversation, choose):
         "the rendered conversation does not show where the assistant's turns are\n"
         f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
         "  do:    data.labels=full_sequence, or a chat template with {% generation %} marks"
+    )
+
+
+@pytest.fixture
+def slow_tokenizer():
+    """A tokenizer without Rust code: it does not tell where its tokens are."""
+    slow = ByT5Tokenizer()
+    slow.chat_template, slow.name_or_path = PLAIN, "slow"
+    return slow
+
+
+def test_a_slow_tokenizer_encodes_whole_conversations(slow_tokenizer, conversation):
+    document = Document("f:1", messages=tuple(conversation))
+    ids, counts = encode_conversation(document, slow_tokenizer, completion=False)
+    text = slow_tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert ids == slow_tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert counts == [True] * len(ids)
+    assert encode_prompt(document, slow_tokenizer) == ids[: len(encode_prompt(document, slow_tokenizer))]
+
+
+def test_a_slow_tokenizer_cannot_label_answers(slow_tokenizer, conversation):
+    with pytest.raises(DataError) as caught:
+        supervise(conversation, slow_tokenizer)
+    assert str(caught.value) == (
+        "this tokenizer cannot show which tokens are the assistant's\n"
+        "  where: tokenizer slow, data.labels\n"
+        "  do:    data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
     )
 
 
