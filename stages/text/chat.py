@@ -43,11 +43,7 @@ def encode_conversation(
     except TemplateError as error:
         raise _refused(document, tokenizer, error) from error
     if completion and spans is None:
-        raise DataError(
-            "the rendered conversation does not show where the assistant's turns are",
-            where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
-            do="data.labels=full_sequence, or a chat template with {% generation %} marks",
-        )
+        raise _not_found(document, tokenizer)
     return _tokenize(text, spans, tokenizer)
 
 
@@ -89,6 +85,15 @@ def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: Temp
     )
 
 
+def _not_found(document: Document, tokenizer: PreTrainedTokenizerBase) -> DataError:
+    first = "begin the record with a question, " if document.messages[0]["role"] == "assistant" else ""
+    return DataError(
+        "the rendered conversation does not show where the assistant's turns are",
+        where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
+        do=f"{first}data.labels=full_sequence, or a chat template with {{% generation %}} marks",
+    )
+
+
 def find_assistant_spans(
     messages: Sequence[Message], text: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[Span] | None:
@@ -105,6 +110,8 @@ def find_assistant_spans(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if not index:
+            return None  # transformers renders no empty conversation
         opening = _render(messages[:index], tokenizer, add_generation_prompt=True)
         closed = _render(messages[: index + 1], tokenizer)
         if not (text.startswith(opening) and closed.startswith(opening)):

@@ -139,6 +139,21 @@ def test_a_rendering_that_hides_the_answers(tokenizer, conversation, choose):
     )
 
 
+def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
+    """transformers renders no empty conversation, so that nothing shows where this answer begins."""
+    opened = conversation[1:]
+    assert supervise(opened, tokenizer)[0] == "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"
+    tokenizer.chat_template = UNMARKED
+    with pytest.raises(DataError) as caught:
+        supervise(opened, tokenizer)
+    assert str(caught.value) == (
+        "the rendered conversation does not show where the assistant's turns are\n"
+        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+        "  do:    begin the record with a question, data.labels=full_sequence, or a chat template with "
+        "{% generation %} marks"
+    )
+
+
 @pytest.fixture
 def slow_tokenizer():
     """A tokenizer without Rust code: it does not tell where its tokens are."""
