@@ -11,6 +11,9 @@ from stages.text.documents import Document, Message
 
 Span = tuple[int, int]
 
+# Before a template that writes today's date: tomorrow it would give other tokens, and a killed scan could not go on.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
+
 
 def encode_conversation(
     document: Document, tokenizer: PreTrainedTokenizerBase, *, completion: bool
@@ -35,7 +38,11 @@ def encode_conversation(
         # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
         if completion and re.search(r"\{%-?\s*generation\s*-?%\}", template):
             encoded = tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+                messages,
+                chat_template=template,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
             )
             return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
         text = _render(messages, tokenizer)
@@ -67,14 +74,15 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template. Raises DataError: the tokenizer has none."""
+    """The chat template, with a fixed date instead of today's. Raises DataError: the tokenizer has none."""
     if not tokenizer.chat_template:
         raise DataError(
             "the text is conversations, and the tokenizer has no chat template to render them with",
             where=f"tokenizer {tokenizer.name_or_path}",
             do="an instruction-tuned model, or plain text: data.text_column=",
         )
-    return str(tokenizer.get_chat_template())
+    template = str(tokenizer.get_chat_template())
+    return FIXED_DATE + template if "strftime_now" in template else template
 
 
 def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: TemplateError) -> DataError:
@@ -129,7 +137,8 @@ def find_assistant_spans(
 
 
 def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    template = find_template(tokenizer)
+    return str(tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options))
 
 
 def _tokenize(

@@ -1,3 +1,5 @@
+from datetime import UTC, datetime
+
 import pytest
 from transformers import ByT5Tokenizer
 
@@ -22,6 +24,8 @@ PLAIN = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+# Like Llama 3.2: a date in the text.
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + UNMARKED
 REFUSING = "{{ raise_exception('conversation roles must alternate') }}"
 # A further message changes the rendering of the earlier ones.
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
@@ -152,6 +156,23 @@ def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
         "  do:    begin the record with a question, data.labels=full_sequence, or a chat template with "
         "{% generation %} marks"
     )
+
+
+@pytest.mark.parametrize("completion", [True, False])
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch, completion, marks):
+    tokenizer.chat_template = DATED
+    if marks:
+        tokenizer.chat_template += "{% generation %}{% endgeneration %}"
+    document = Document("f:1", messages=tuple(conversation))
+
+    def encode_on(day):
+        clock = type("clock", (), {"now": lambda: datetime(2031, 5, day, tzinfo=UTC)})
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        return encode_conversation(document, tokenizer, completion=completion), encode_prompt(document, tokenizer)
+
+    assert encode_on(3) == encode_on(4)
+    assert tokenizer.decode(encode_on(4)[1]).startswith("26 Jul 2024<|user|>\nWhat is a lobster?")
 
 
 @pytest.fixture
