@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,7 @@ def encode_conversation(
         do = "data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
         raise DataError(what, where=f"tokenizer {tokenizer.name_or_path}, data.labels", do=do)
     try:
+        text = _render_all(document, tokenizer)
         # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
         if completion and re.search(r"\{%-?\s*generation\s*-?%\}", template):
             encoded = tokenizer.apply_chat_template(
@@ -45,7 +47,6 @@ def encode_conversation(
                 tokenizer_kwargs={"verbose": False},
             )
             return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-        text = _render(messages, tokenizer)
         spans = find_assistant_spans(messages, text, tokenizer) if completion else None
     except TemplateError as error:
         raise _refused(document, tokenizer, error) from error
@@ -61,13 +62,13 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> lis
         DataError: the tokenizer has no chat template, or the template refuses the conversation.
     """
     find_template(tokenizer)
-    messages = list(document.messages)
+    messages = document.messages
     while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
+        messages = messages[:-1]
     if not messages:
         return []
     try:
-        text = _render(messages, tokenizer, add_generation_prompt=True)
+        text = _render_all(replace(document, messages=messages), tokenizer, add_generation_prompt=True)
     except TemplateError as error:
         raise _refused(document, tokenizer, error) from error
     return _tokenize(text, None, tokenizer)[0]
@@ -134,6 +135,28 @@ def find_assistant_spans(
             return None
         spans.append((len(opening), start + len(turn)))
     return spans
+
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+def _render_all(document: Document, tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
+    """The rendered conversation. Raises DataError: the template leaves out a message, for a role that it does not know.
+
+    Templates may change a message's white space or quotes, so that only its longest word is looked for.
+    """
+    text = _render(document.messages, tokenizer, **options)
+    for message in document.messages:
+        if (
+            message["role"] not in ROLES
+            and max(re.findall(r"\w+", message["content"]), key=len, default="") not in text
+        ):
+            raise DataError(
+                f"the chat template leaves out the messages of role {message['role']!r}",
+                where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
+                do="rename the roles to system, user, assistant and tool",
+            )
+    return text
 
 
 def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:

@@ -1,4 +1,5 @@
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 from transformers import ByT5Tokenizer
@@ -23,6 +24,11 @@ THINKING = (
 PLAIN = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+# Like Qwen2.5: a default system message, and nothing for roles that it does not know.
+KNOWN_ROLES = (
+    "{{ 'You are helpful.' }}{% for m in messages %}{% if m['role'] in ['user', 'assistant'] %}"
+    "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 # Like Llama 3.2: a date in the text.
 DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + UNMARKED
@@ -156,6 +162,32 @@ def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
         "  do:    begin the record with a question, data.labels=full_sequence, or a chat template with "
         "{% generation %} marks"
     )
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("completion", [True, False])
+def test_roles_that_the_template_leaves_out(tokenizer, conversation, completion, marks):
+    tokenizer.chat_template = KNOWN_ROLES + marks
+    named = [dict(zip(("role", "content"), turn, strict=True)) for turn in (("human", "Why  so?"), ("gpt", ""))]
+    document = Document("f:1", messages=(*conversation[:2], *named))
+    for encode in (partial(encode_conversation, completion=completion), encode_prompt):
+        with pytest.raises(DataError) as caught:
+            encode(document, tokenizer)
+        assert str(caught.value) == (
+            "the chat template leaves out the messages of role 'human'\n"
+            f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+            "  do:    rename the roles to system, user, assistant and tool"
+        )
+    tokenizer.chat_template = UNMARKED  # writes messages of any role
+    assert "<|human|>\nWhy  so?" in supervise(document.messages, tokenizer)[1]
+
+
+def test_roles_whose_messages_are_written_in_other_quotes(tokenizer, conversation):
+    """Like Llama 3.1, whose results of tools have the role ipython."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
+    document = Document("f:1", messages=(*conversation, {"role": "ipython", "content": '{"legs": 10}'}))
+    ids, _ = encode_conversation(document, tokenizer, completion=False)
+    assert r"{\"legs\": 10}" in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("completion", [True, False])
