@@ -30,6 +30,7 @@ from stages.text.sequences import (
     encode_text,
     find_begin,
     missing_begin,
+    require_embeddings,
     select_usable,
 )
 from stages.text.sources import describe_emptiness, describe_source, read_documents
@@ -73,6 +74,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
         logger.warning("prompts: %s", note)
     if not prompts:
         raise _no_prompts(data, skipped)
+    require_embeddings(prompts, tokenizer)
     return LoadedText(prompts, dict(skipped))
 
 

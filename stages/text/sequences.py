@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError, some
+from models.loading import vocabulary_size
 from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig
@@ -87,6 +88,19 @@ def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> D
     return describe_emptiness(data, split)
 
 
+def require_embeddings(sequences: Iterable[TokenSequence], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError at a token that the tokenizer has and the model has not."""
+    known = vocabulary_size(tokenizer)
+    for sequence in sequences:
+        if known is not None and (last := max(sequence.ids)) >= known:
+            name = tokenizer.convert_ids_to_tokens(last)
+            raise DataError(
+                f"the tokenizer makes token {last}, {name!r}, and the model has {known}",
+                where=f"{sequence.name}, tokenizer {tokenizer.name_or_path}",
+                do="the tokenizer and the chat template of these weights, or text without this token",
+            )
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -140,6 +154,7 @@ def _load_source(
     build = pack_documents if data.packing == "packed" else truncate_documents
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
     text = select_usable(build(encoded, data.max_length, find_begin(tokenizer)), wanted)
+    require_embeddings(text.sequences, tokenizer)
     for note in describe_skipped(text.skipped):
         logger.warning("%s text: %s", split, note)
     if not text.sequences:
