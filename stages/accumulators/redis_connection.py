@@ -97,7 +97,7 @@ def _client(url: str, tries: int) -> "Redis":
     from redis.backoff import ExponentialBackoff  # noqa: PLC0415
     from redis.retry import Retry  # noqa: PLC0415
 
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         password=find_password(url) or os.environ.get(PASSWORD),  # a password in the URL has precedence
         socket_timeout=ANSWER_WITHIN,
@@ -106,6 +106,9 @@ def _client(url: str, tries: int) -> "Redis":
         retry=Retry(ExponentialBackoff(cap=LONGEST_WAIT, base=0.05), tries),
         retry_on_error=[refusals.ConnectionError, refusals.TimeoutError, refusals.BusyLoadingError],
     )
+    # Answers hold packed numbers, which are no text, even if the URL asks for text.
+    client.connection_pool.connection_kwargs["decode_responses"] = False
+    return client
 
 
 def _check_server(url: str, place: str) -> None:
