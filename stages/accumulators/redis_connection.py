@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from instruments.errors import ConfigError, ContractError, UserError
 from stages.accumulators.config import START_OVER, StoreConfig, find_password
@@ -61,7 +61,9 @@ def place_of(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"Redis at {parts.path}"
-    return f"Redis at {parts.hostname or 'localhost'}:{parts.port or 6379}, database {parts.path.strip('/') or 0}"
+    # The option db has precedence over the path.
+    database = parse_qs(parts.query).get("db", [parts.path.strip("/") or "0"])[0]
+    return f"Redis at {parts.hostname or 'localhost'}:{parts.port or 6379}, database {database}"
 
 
 def _find_url(store: StoreConfig) -> str:
