@@ -186,6 +186,12 @@ def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Spl
         if part.tokens < 0.9 * wanted:
             message = "%s text: source %s has %d tokens of the %d that are its share: the mixture holds less of it"
             logger.warning(message, split, source.name, part.tokens, wanted)
+        share = source.share * (data.tokens if split == "calibration" else data.heldout_tokens)
+        if part.tokens > 1.1 * share:
+            message = (
+                "%s text: source %s has %d tokens, and its share is %.0f: less than one sequence of data.max_length"
+            )
+            logger.warning(message, split, source.name, part.tokens, share)
     order = interleave_shares([[len(found.ids) for found in part.sequences] for part in parts],
                               [source.share for source in sources])  # fmt: skip
     skipped: dict[str, list[str]] = defaultdict(list)
