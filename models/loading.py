@@ -140,8 +140,14 @@ def _warn_of_tokens(known: int, vocabulary: int) -> None:
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id for padding; 0 if the tokenizer has none, or one that has no embedding in its checkpoint."""
-    known, pad_id = read_config(Path(tokenizer.name_or_path)).get("vocab_size"), tokenizer.pad_token_id
-    return 0 if pad_id is None or (isinstance(known, int) and pad_id >= known) else int(pad_id)
+    known, pad_id = vocabulary_size(tokenizer), tokenizer.pad_token_id
+    return 0 if pad_id is None or (known is not None and pad_id >= known) else int(pad_id)
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Number of tokens of the model in the tokenizer's folder; None: its config.json does not state it."""
+    known = read_config(Path(tokenizer.name_or_path)).get("vocab_size")
+    return known if isinstance(known, int) else None
 
 
 def _check_config(folder: Path, *, trust_remote_code: bool) -> None:

@@ -150,11 +150,15 @@ def balance_errors(settings: Settings, target: MoETarget) -> Iterator[ConfigErro
 
 
 def _score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[ConfigError]:
-    """Errors: all weights of the score are 0, or it needs gradients that the scan does not compute."""
+    """Errors: the weights of all terms of the score are 0, or it needs gradients that the scan does not compute."""
     if score.method == "s_p" and not any((score.activation_weight, score.gradient_weight, score.frequency_weight)):
         what = "score.method=s_p ranks by nothing: the weights of all three terms are 0"
         where = "settings score.activation_weight, score.gradient_weight and score.frequency_weight"
         yield ConfigError(what, where=where, do="score.activation_weight=1")
+    elif score.method == "s_p" and score.form == "inverse_gradient" and score.needs_gradients:
+        what = "score.form=inverse_gradient ranks by nothing: it divides activation and frequency, whose weights are 0"
+        where = "settings score.form, score.activation_weight and score.frequency_weight"
+        yield ConfigError(what, where=where, do="score.form=weighted, or score.activation_weight=1")
     elif score.needs_gradients and not gradients:
         alone = "score.gradient_weight alone" if score.method == "s_p" else f"score.method={score.method}"
         what = f"{alone} needs gradients, and scan.gradients=false computes none"

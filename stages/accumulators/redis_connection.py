@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from instruments.errors import ConfigError, ContractError, UserError
 from stages.accumulators.config import START_OVER, StoreConfig, find_password
@@ -61,7 +61,9 @@ def place_of(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"Redis at {parts.path}"
-    return f"Redis at {parts.hostname or 'localhost'}:{parts.port or 6379}, database {parts.path.strip('/') or 0}"
+    # The option db has precedence over the path.
+    database = parse_qs(parts.query).get("db", [parts.path.strip("/") or "0"])[0]
+    return f"Redis at {parts.hostname or 'localhost'}:{parts.port or 6379}, database {database}"
 
 
 def _find_url(store: StoreConfig) -> str:
@@ -97,7 +99,7 @@ def _client(url: str, tries: int) -> "Redis":
     from redis.backoff import ExponentialBackoff  # noqa: PLC0415
     from redis.retry import Retry  # noqa: PLC0415
 
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         password=find_password(url) or os.environ.get(PASSWORD),  # a password in the URL has precedence
         socket_timeout=ANSWER_WITHIN,
@@ -106,6 +108,9 @@ def _client(url: str, tries: int) -> "Redis":
         retry=Retry(ExponentialBackoff(cap=LONGEST_WAIT, base=0.05), tries),
         retry_on_error=[refusals.ConnectionError, refusals.TimeoutError, refusals.BusyLoadingError],
     )
+    # Answers hold packed numbers, which are no text, even if the URL asks for text.
+    client.connection_pool.connection_kwargs["decode_responses"] = False
+    return client
 
 
 def _check_server(url: str, place: str) -> None:

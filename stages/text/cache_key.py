@@ -70,7 +70,7 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
 
 
 # Incremented when a change of the readers gives other tokens for the same text.
-READER_VERSION = 3
+READER_VERSION = 4
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:
@@ -82,7 +82,7 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     if data.kind == "mixture":
         source: dict[str, object] = {"sources": [data_cache_key(part.data, hash_of) for part in list_sources(data)]}
     elif data.kind == "text":
-        source = {"files": [hash_of(file) for file in list_files(str(data.path), "data.path")]}
+        source = {"files": _hash_files(str(data.path), "data.path", hash_of)}
     elif data.kind == "hub":
         source = {"name": data.name, "subset": data.subset, "revision": data.revision}
         if (folder := Path(str(data.name))).is_dir():
@@ -94,8 +94,13 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
         modules = hashlib.sha256(repr(sizes).encode()).hexdigest()
         source = {"python": sys.version.split()[0], "modules": modules}
     if data.kind in {"text", "mixture"} and data.heldout_path is not None:
-        source["heldout_files"] = [hash_of(file) for file in list_files(data.heldout_path, "data.heldout_path")]
+        source["heldout_files"] = _hash_files(data.heldout_path, "data.heldout_path", hash_of)
     return {"kind": data.kind, "reader": READER_VERSION, **source}
+
+
+def _hash_files(path: str, option: str, hash_of: Callable[[Path], str]) -> list[str]:
+    """Hash and suffix of each file; the suffix decides how it is read."""
+    return [hash_of(file) + file.suffix.lower() for file in list_files(path, option)]
 
 
 def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,9 @@ from instruments.errors import DataError
 from stages.text.documents import Document, Message
 
 Span = tuple[int, int]
+
+# Before a template that writes today's date: tomorrow it would give other tokens, and a killed scan could not go on.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
 
 
 def encode_conversation(
@@ -27,23 +31,27 @@ def encode_conversation(
     """
     template = find_template(tokenizer)
     messages = list(document.messages)
+    if completion and not tokenizer.is_fast:
+        what = "this tokenizer cannot show which tokens are the assistant's"
+        do = "data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
+        raise DataError(what, where=f"tokenizer {tokenizer.name_or_path}, data.labels", do=do)
     try:
+        text = _render_all(document, tokenizer)
         # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
         if completion and re.search(r"\{%-?\s*generation\s*-?%\}", template):
             encoded = tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+                messages,
+                chat_template=template,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
             )
             return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-        text = _render(messages, tokenizer)
-        spans = find_assistant_spans(messages, text, tokenizer) if completion else [(0, len(text))]
+        spans = find_assistant_spans(messages, text, tokenizer) if completion else None
     except TemplateError as error:
         raise _refused(document, tokenizer, error) from error
-    if spans is None:
-        raise DataError(
-            "the rendered conversation does not show where the assistant's turns are",
-            where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
-            do="data.labels=full_sequence, or a chat template with {% generation %} marks",
-        )
+    if completion and spans is None:
+        raise _not_found(document, tokenizer)
     return _tokenize(text, spans, tokenizer)
 
 
@@ -54,27 +62,28 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> lis
         DataError: the tokenizer has no chat template, or the template refuses the conversation.
     """
     find_template(tokenizer)
-    messages = list(document.messages)
+    messages = document.messages
     while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
+        messages = messages[:-1]
     if not messages:
         return []
     try:
-        text = _render(messages, tokenizer, add_generation_prompt=True)
+        text = _render_all(replace(document, messages=messages), tokenizer, add_generation_prompt=True)
     except TemplateError as error:
         raise _refused(document, tokenizer, error) from error
-    return _tokenize(text, [], tokenizer)[0]
+    return _tokenize(text, None, tokenizer)[0]
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template. Raises DataError: the tokenizer has none."""
+    """The chat template, with a fixed date instead of today's. Raises DataError: the tokenizer has none."""
     if not tokenizer.chat_template:
         raise DataError(
             "the text is conversations, and the tokenizer has no chat template to render them with",
             where=f"tokenizer {tokenizer.name_or_path}",
             do="an instruction-tuned model, or plain text: data.text_column=",
         )
-    return str(tokenizer.get_chat_template())
+    template = str(tokenizer.get_chat_template())
+    return FIXED_DATE + template if "strftime_now" in template else template
 
 
 def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: TemplateError) -> DataError:
@@ -82,6 +91,15 @@ def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: Temp
         f"the chat template refuses the conversation: {error}",
         where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
         do="correct or remove the record",
+    )
+
+
+def _not_found(document: Document, tokenizer: PreTrainedTokenizerBase) -> DataError:
+    first = "begin the record with a question, " if document.messages[0]["role"] == "assistant" else ""
+    return DataError(
+        "the rendered conversation does not show where the assistant's turns are",
+        where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
+        do=f"{first}data.labels=full_sequence, or a chat template with {{% generation %}} marks",
     )
 
 
@@ -101,6 +119,8 @@ def find_assistant_spans(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if not index:
+            return None  # transformers renders no empty conversation
         opening = _render(messages[:index], tokenizer, add_generation_prompt=True)
         closed = _render(messages[: index + 1], tokenizer)
         if not (text.startswith(opening) and closed.startswith(opening)):
@@ -117,15 +137,42 @@ def find_assistant_spans(
     return spans
 
 
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+def _render_all(document: Document, tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
+    """The rendered conversation. Raises DataError: the template leaves out a message, for a role that it does not know.
+
+    Templates may change a message's white space or quotes, so that only its longest word is looked for.
+    """
+    text = _render(document.messages, tokenizer, **options)
+    for message in document.messages:
+        if (
+            message["role"] not in ROLES
+            and max(re.findall(r"\w+", message["content"]), key=len, default="") not in text
+        ):
+            raise DataError(
+                f"the chat template leaves out the messages of role {message['role']!r}",
+                where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
+                do="rename the roles to system, user, assistant and tool",
+            )
+    return text
+
+
 def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    template = find_template(tokenizer)
+    return str(tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options))
 
 
-def _tokenize(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def _tokenize(
+    text: str, spans: Sequence[Span] | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[bool]]:
+    """Token ids, and whether they are in one of the spans; None: all count."""
     # The template has already written the special tokens.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
+    ids = list(encoded["input_ids"])
+    if spans is None:
+        return ids, [True] * len(ids)
     # A token across a turn's border counts: it holds the turn's first or last character.
-    supervised = [
-        any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]
-    ]
-    return list(encoded["input_ids"]), supervised
+    places = encoded["offset_mapping"]
+    return ids, [any(start < last and first < end for first, last in spans) for start, end in places]

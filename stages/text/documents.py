@@ -32,11 +32,6 @@ class Document:
     messages: tuple[Message, ...] = ()
 
     @property
-    def characters(self) -> int:
-        """Number of characters in the text or in all messages."""
-        return len(self.text) + sum(len(message["content"]) for message in self.messages)
-
-    @property
     def digest(self) -> bytes:
         """8-byte hash of the content; copies of a document have the same."""
         content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text
@@ -124,6 +119,9 @@ def _read_messages(value: object, where: str) -> tuple[Message, ...]:
 def _read_message(message: object, where: str) -> Message:
     fields = message if isinstance(message, Mapping) else {}
     role, content = fields.get("role"), fields.get("content")
+    if fields.get("tool_calls"):
+        what = "a message has tool_calls, which are not read"
+        raise DataError(what, where=where, do="write the calls into the content, as the model should write them")
     if not isinstance(role, str) or not isinstance(content, str):
         what = "a message needs a role and a content, both text"
         raise DataError(what, where=where, do='{"role": "user", "content": "..."}')

@@ -23,7 +23,16 @@ from stages.text.batches import IGNORED, TokenSequence, group_lengths
 from stages.text.chat import encode_prompt
 from stages.text.config import DataConfig
 from stages.text.documents import Document
-from stages.text.sequences import LoadedText, Skipped, describe_skipped, encode_text, select_usable
+from stages.text.sequences import (
+    LoadedText,
+    Skipped,
+    describe_skipped,
+    encode_text,
+    find_begin,
+    missing_begin,
+    require_embeddings,
+    select_usable,
+)
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
 logger = logging.getLogger(__name__)
@@ -38,7 +47,8 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     """Read the calibration text as prompts, one per document; deterministic.
 
     The prompt of a conversation is all before its last answer, with the assistant's turn opened; that of plain text is
-    its first `data.prompt_tokens`. Conversations that leave no room for an answer within `data.max_length` are skipped.
+    its first `data.prompt_tokens`. Both start with the begin token, if the tokenizer adds one.
+    Conversations that leave no room for an answer within `data.max_length` are skipped.
 
     Returns:
         Prompts without labels, enough to fill `data.tokens` by themselves; `continue_prompts` uses those it needs.
@@ -64,17 +74,19 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
         logger.warning("prompts: %s", note)
     if not prompts:
         raise _no_prompts(data, skipped)
+    require_embeddings(prompts, tokenizer)
     return LoadedText(prompts, dict(skipped))
 
 
 def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:
     if document.messages:
-        return encode_prompt(document, tokenizer)
-    ids = encode_text(document.text, tokenizer, data.separator)
-    # Without the end-of-text token, so that the model continues a short text.
-    if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
-        ids.pop()
-    return ids[: data.prompt_tokens]
+        ids, longest = encode_prompt(document, tokenizer), None
+    else:
+        ids, longest = encode_text(document.text, tokenizer, data.separator), data.prompt_tokens
+        # Without the end-of-text token, so that the model continues a short text.
+        if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
+            ids.pop()
+    return (missing_begin(find_begin(tokenizer), ids[:1]) + ids)[:longest] if ids else []
 
 
 def _no_prompts(data: DataConfig, skipped: Skipped) -> DataError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError, some
+from models.loading import vocabulary_size
 from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig
@@ -87,6 +88,19 @@ def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> D
     return describe_emptiness(data, split)
 
 
+def require_embeddings(sequences: Iterable[TokenSequence], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError at a token that the tokenizer has and the model has not."""
+    known = vocabulary_size(tokenizer)
+    for sequence in sequences:
+        if known is not None and (last := max(sequence.ids)) >= known:
+            name = tokenizer.convert_ids_to_tokens(last)
+            raise DataError(
+                f"the tokenizer makes token {last}, {name!r}, and the model has {known}",
+                where=f"{sequence.name}, tokenizer {tokenizer.name_or_path}",
+                do="the tokenizer and the chat template of these weights, or text without this token",
+            )
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -135,27 +149,22 @@ def _load_source(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, excluded: Collection[bytes] = frozenset()
 ) -> LoadedText:
     """The sequences of one source without the documents whose digests are `excluded`."""
-    characters = tokens = 0
-
-    def encode(document: Document) -> TokenSequence:
-        nonlocal characters, tokens
-        sequence = encode_document(document, tokenizer, data)
-        characters, tokens = characters + document.characters, tokens + len(sequence.ids)
-        return sequence
-
     documents = (document for document in read_documents(data, split) if document.digest not in excluded)
-    encoded = map(encode, documents)
+    encoded = (encode_document(document, tokenizer, data) for document in documents)
     build = pack_documents if data.packing == "packed" else truncate_documents
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
     text = select_usable(build(encoded, data.max_length, find_begin(tokenizer)), wanted)
+    require_embeddings(text.sequences, tokenizer)
     for note in describe_skipped(text.skipped):
         logger.warning("%s text: %s", split, note)
     if not text.sequences:
         raise describe_nothing_left(data, split, text.skipped)
     source = describe_source(data, split)
-    if tokens > characters:
+    # Of the decoded text, because a short conversation is mostly what its template writes.
+    characters = sum(len(tokenizer.decode(sequence.ids)) for sequence in text.sequences)
+    if text.tokens > characters:
         message = "%s text: the tokenizer makes %d tokens of %d characters of %s: the model hardly knows its language"
-        logger.warning(message, split, tokens, characters, source)
+        logger.warning(message, split, text.tokens, characters, source)
     count = len(text.sequences)
     logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, count, source)
     return text
@@ -177,6 +186,12 @@ def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Spl
         if part.tokens < 0.9 * wanted:
             message = "%s text: source %s has %d tokens of the %d that are its share: the mixture holds less of it"
             logger.warning(message, split, source.name, part.tokens, wanted)
+        share = source.share * (data.tokens if split == "calibration" else data.heldout_tokens)
+        if part.tokens > 1.1 * share:
+            message = (
+                "%s text: source %s has %d tokens, and its share is %.0f: less than one sequence of data.max_length"
+            )
+            logger.warning(message, split, source.name, part.tokens, share)
     order = interleave_shares([[len(found.ids) for found in part.sequences] for part in parts],
                               [source.share for source in sources])  # fmt: skip
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -206,7 +221,7 @@ def pack_documents(
     name, number = "", 0
 
     def cut(start: int) -> tuple[int, TokenSequence]:
-        first = _missing(begin, ids[start : start + 1])
+        first = missing_begin(begin, ids[start : start + 1])
         end = start + max_length - len(first)
         shown = [IGNORED] * len(first) + labels[start:end]
         return end, TokenSequence(f"{number}: {name}", first + ids[start:end], shown)
@@ -230,12 +245,13 @@ def truncate_documents(
 ) -> Iterator[TokenSequence]:
     """One sequence per document: its first `max_length` tokens, with the token `begin` first."""
     for document in documents:
-        first = _missing(begin, document.ids[:1])
+        first = missing_begin(begin, document.ids[:1])
         ids, labels = first + document.ids, [IGNORED] * len(first) + document.labels
         yield TokenSequence(document.name, ids[:max_length], labels[:max_length])
 
 
-def _missing(begin: int | None, start: list[int]) -> list[int]:
+def missing_begin(begin: int | None, start: list[int]) -> list[int]:
+    """The begin token as a list; [] if there is none, or `start`, a sequence's first token, is it."""
     return [] if begin is None or start == [begin] else [begin]
 
 

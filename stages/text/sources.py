@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -155,10 +156,11 @@ def _decode(line: bytes, where: str) -> str:
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        own = "utf-16" if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
         raise DataError(
             f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}",
             where=where,
-            do="convert the file to UTF-8, e.g. iconv -f latin1 -t utf-8",
+            do=f"convert the file to UTF-8, e.g. iconv -f {own} -t utf-8",
         ) from error
 
 

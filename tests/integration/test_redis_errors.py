@@ -76,6 +76,21 @@ def test_no_address(url):
     )
 
 
+def test_a_url_that_asks_for_text_still_gives_numbers(server):
+    store = open_store(f"{server.url}?decode_responses=true")
+    store.sums.add(make_part(0, 1))
+    store.flush()
+    assert_equal(store.collect(), make_part(0, 1))
+    store.close()
+
+
+def test_a_database_that_an_option_names(server):
+    store = open_store(f"{server.url}?db=3")
+    assert store.namespace.place.startswith(f"Redis at 127.0.0.1:{server.port}, database 3, ")
+    assert store.namespace.client.info("keyspace").keys() == {"db3"}
+    store.close()
+
+
 @pytest.mark.parametrize("option", ["ssl_ca_cert=ca.pem", "socket_timeout=soon"])
 def test_an_option_that_is_none(server, option):
     caught = refusal(f"{server.url}?{option}")

@@ -67,6 +67,17 @@ def test_a_score_of_nothing_is_refused(texts, form):
     ]
 
 
+def test_an_inverse_gradient_of_nothing_is_refused(texts):
+    """Its numerator holds activation and frequency only: all neurons would have the score 0."""
+    form = ["score.form=inverse_gradient", "score.activation_weight=0"]
+    assert texts(*form, "score.frequency_weight=0") == [
+        "score.form=inverse_gradient ranks by nothing: it divides activation and frequency, whose weights are 0\n"
+        "  where: settings score.form, score.activation_weight and score.frequency_weight\n"
+        "  do:    score.form=weighted, or score.activation_weight=1"
+    ]
+    assert texts(*form) == []
+
+
 ALIGNED = "cluster.always_on_by=alignment"
 
 

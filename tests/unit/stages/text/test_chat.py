@@ -1,4 +1,8 @@
+from datetime import UTC, datetime
+from functools import partial
+
 import pytest
+from transformers import ByT5Tokenizer
 
 from instruments.errors import DataError
 from stages.text.chat import encode_conversation, encode_prompt
@@ -21,6 +25,13 @@ PLAIN = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+# Like Qwen2.5: a default system message, and nothing for roles that it does not know.
+KNOWN_ROLES = (
+    "{{ 'You are helpful.' }}{% for m in messages %}{% if m['role'] in ['user', 'assistant'] %}"
+    "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+# Like Llama 3.2: a date in the text.
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + UNMARKED
 REFUSING = "{{ raise_exception('conversation roles must alternate') }}"
 # A further message changes the rendering of the earlier ones.
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
@@ -135,6 +146,91 @@ def test_a_rendering_that_hides_the_answers(tokenizer, conversation, choose):
         "the rendered conversation does not show where the assistant's turns are\n"
         f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
         "  do:    data.labels=full_sequence, or a chat template with {% generation %} marks"
+    )
+
+
+def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
+    """transformers renders no empty conversation, so that nothing shows where this answer begins."""
+    opened = conversation[1:]
+    assert supervise(opened, tokenizer)[0] == "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"
+    tokenizer.chat_template = UNMARKED
+    with pytest.raises(DataError) as caught:
+        supervise(opened, tokenizer)
+    assert str(caught.value) == (
+        "the rendered conversation does not show where the assistant's turns are\n"
+        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+        "  do:    begin the record with a question, data.labels=full_sequence, or a chat template with "
+        "{% generation %} marks"
+    )
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("completion", [True, False])
+def test_roles_that_the_template_leaves_out(tokenizer, conversation, completion, marks):
+    tokenizer.chat_template = KNOWN_ROLES + marks
+    named = [dict(zip(("role", "content"), turn, strict=True)) for turn in (("human", "Why  so?"), ("gpt", ""))]
+    document = Document("f:1", messages=(*conversation[:2], *named))
+    for encode in (partial(encode_conversation, completion=completion), encode_prompt):
+        with pytest.raises(DataError) as caught:
+            encode(document, tokenizer)
+        assert str(caught.value) == (
+            "the chat template leaves out the messages of role 'human'\n"
+            f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+            "  do:    rename the roles to system, user, assistant and tool"
+        )
+    tokenizer.chat_template = UNMARKED  # writes messages of any role
+    assert "<|human|>\nWhy  so?" in supervise(document.messages, tokenizer)[1]
+
+
+def test_roles_whose_messages_are_written_in_other_quotes(tokenizer, conversation):
+    """Like Llama 3.1, whose results of tools have the role ipython."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
+    document = Document("f:1", messages=(*conversation, {"role": "ipython", "content": '{"legs": 10}'}))
+    ids, _ = encode_conversation(document, tokenizer, completion=False)
+    assert r"{\"legs\": 10}" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("completion", [True, False])
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch, completion, marks):
+    tokenizer.chat_template = DATED
+    if marks:
+        tokenizer.chat_template += "{% generation %}{% endgeneration %}"
+    document = Document("f:1", messages=tuple(conversation))
+
+    def encode_on(day):
+        clock = type("clock", (), {"now": lambda: datetime(2031, 5, day, tzinfo=UTC)})
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        return encode_conversation(document, tokenizer, completion=completion), encode_prompt(document, tokenizer)
+
+    assert encode_on(3) == encode_on(4)
+    assert tokenizer.decode(encode_on(4)[1]).startswith("26 Jul 2024<|user|>\nWhat is a lobster?")
+
+
+@pytest.fixture
+def slow_tokenizer():
+    """A tokenizer without Rust code: it does not tell where its tokens are."""
+    slow = ByT5Tokenizer()
+    slow.chat_template, slow.name_or_path = PLAIN, "slow"
+    return slow
+
+
+def test_a_slow_tokenizer_encodes_whole_conversations(slow_tokenizer, conversation):
+    document = Document("f:1", messages=tuple(conversation))
+    ids, counts = encode_conversation(document, slow_tokenizer, completion=False)
+    text = slow_tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert ids == slow_tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert counts == [True] * len(ids)
+    assert encode_prompt(document, slow_tokenizer) == ids[: len(encode_prompt(document, slow_tokenizer))]
+
+
+def test_a_slow_tokenizer_cannot_label_answers(slow_tokenizer, conversation):
+    with pytest.raises(DataError) as caught:
+        supervise(conversation, slow_tokenizer)
+    assert str(caught.value) == (
+        "this tokenizer cannot show which tokens are the assistant's\n"
+        "  where: tokenizer slow, data.labels\n"
+        "  do:    data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
     )
 
 

@@ -21,6 +21,15 @@ def test_local_files_count_by_content(write_jsonl, tmp_path):
     assert data_cache_key(DataConfig(kind="text", path=str(tmp_path))) != identity
 
 
+def test_a_file_that_is_read_in_another_way_counts(write_jsonl, tmp_path):
+    """Lines of JSON are plain text in a .txt file, records in a .jsonl file."""
+    path = write_jsonl("a.txt", [{"text": "one"}])
+    data = DataConfig(kind="text", path=str(tmp_path))
+    identity = data_cache_key(data)
+    path.rename(tmp_path / "a.jsonl")
+    assert data_cache_key(data) != identity
+
+
 def test_heldout_files_count_too(write_jsonl):
     path, heldout = write_jsonl("a.jsonl", [{"text": "one"}]), write_jsonl("b.jsonl", [{"text": "two"}])
     data = DataConfig(kind="text", path=str(path), heldout_path=str(heldout))
@@ -52,7 +61,7 @@ def test_the_standard_library_counts_by_version(monkeypatch):
 
 def test_a_dataset_counts_by_name_and_commit(write_jsonl, tmp_path, monkeypatch):
     data = DataConfig(kind="hub", name="a/b", subset="c")
-    named = {"kind": "hub", "reader": 3, "name": "a/b", "subset": "c", "revision": None}
+    named = {"kind": "hub", "reader": 4, "name": "a/b", "subset": "c", "revision": None}
     assert data_cache_key(data) == named | {"commit": None}
     monkeypatch.setattr("stages.text.hub.hf_hub_download", lambda *_, **_options: "/cache/snapshots/c0ffee/file")
     assert data_cache_key(data) == named | {"commit": "c0ffee"}

@@ -119,6 +119,17 @@ def test_a_source_that_falls_short_is_named(files, tokenizer, caplog):
     assert "of the 45000 that are its share" in caplog.text
 
 
+def test_a_share_of_less_than_one_sequence_is_named(files, tokenizer, caplog):
+    """The text then holds more of the source, and more tokens, than the settings say."""
+    with caplog.at_level(logging.WARNING):
+        sequences = load_text(mixture(files, (0.95, 0.05), tokens=640), tokenizer, "calibration").sequences
+    assert sum(len(found.ids) for found in sequences) == 608 + 64
+    assert caplog.messages == [
+        f"calibration text: source {files / 'web.jsonl'} has 64 tokens, and its share is 32: less than one sequence of "
+        "data.max_length"
+    ]
+
+
 def test_a_language_that_the_tokenizer_does_not_know(files, tokenizer, caplog):
     (files / "web.jsonl").write_text("\n".join(json.dumps({"text": "ዓለም ሁሉ " * 200 + str(i)}) for i in range(40)))
     with caplog.at_level(logging.WARNING):
@@ -126,6 +137,17 @@ def test_a_language_that_the_tokenizer_does_not_know(files, tokenizer, caplog):
     assert "the model hardly knows its language" in caplog.text
     assert "web.jsonl" in caplog.text
     assert "chats.jsonl" not in caplog.text
+
+
+def test_short_chats_are_no_unknown_language(tmp_path, tokenizer, caplog):
+    """Most of their tokens are the template's."""
+    chat = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "%d"}]}'
+    (tmp_path / "chats.jsonl").write_text("\n".join(chat % (number, number + 1) for number in range(60)))
+    data = DataConfig(kind="text", path=str(tmp_path / "chats.jsonl"), max_length=64)
+    with caplog.at_level(logging.WARNING):
+        sequences = load_text(data, tokenizer, "calibration").sequences
+    assert sum(len(found.ids) for found in sequences) > 60 * len("1?2")
+    assert not caplog.messages
 
 
 def test_identity_follows_the_content_of_every_source(files):

@@ -1,6 +1,7 @@
 import logging
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig
@@ -41,6 +42,18 @@ def test_a_paragraph_keeps_its_blank_line(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [{"text": "two"}])
     (prompt,) = load_prompts(config_of(path, separator="blank_line"), tokenizer).sequences
     assert tokenizer.decode(prompt.ids) == "two\n\n"
+
+
+@pytest.mark.parametrize("separator", ["eos", "blank_line"])
+def test_prompts_start_with_the_begin_token_of_the_tokenizer(write_jsonl, tokenizer, separator):
+    """Like Gemma and Llama; the chat template of the tests writes none."""
+    begin = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", begin)])
+    path = write_jsonl("a.jsonl", [ask("How?", "So."), {"text": "one two three four five six seven eight"}])
+    asked, plain = load_prompts(config_of(path, separator=separator), tokenizer).sequences
+    assert tokenizer.decode(asked.ids) == "<|endoftext|><|user|>\nHow?\n<|assistant|>\n"
+    assert plain.ids == tokenizer("one two three four five six seven")["input_ids"][:6]
+    assert plain.ids.count(begin) == 1
 
 
 def test_conversations_and_plain_text_may_mix(write_jsonl, tokenizer):

@@ -13,7 +13,7 @@ def test_reads_text():
 
 
 def test_prefers_the_conversation_to_the_text():
-    record = {"text": "a", "messages": [*MESSAGES, {"role": "user", "content": "c", "id": 3}]}
+    record = {"text": "a", "messages": [*MESSAGES, {"role": "user", "content": "c", "id": 3, "tool_calls": None}]}
     expected = Document("f:1", messages=(*MESSAGES, {"role": "user", "content": "c"}))
     assert read_record(record, "f:1", DataConfig()) == expected
 
@@ -73,6 +73,12 @@ BAD_MESSAGE = """a message needs a role and a content, both text
         ),
         ({"messages": [MESSAGES[0], {"from": "gpt", "value": "b"}]}, BAD_MESSAGE),
         ({"messages": [MESSAGES[0], "b"]}, BAD_MESSAGE),
+        (
+            {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}]},
+            """a message has tool_calls, which are not read
+  where: f:1, column messages, message 2
+  do:    write the calls into the content, as the model should write them""",
+        ),
         ({"messages": [MESSAGES[0], {"role": "assistant", "content": [{"type": "text"}]}]}, BAD_MESSAGE),
     ],
 )

@@ -6,6 +6,7 @@ from tokenizers.processors import TemplateProcessing
 from instruments.errors import DataError
 from stages.text.batches import TokenSequence
 from stages.text.config import DataConfig
+from stages.text.generated import load_prompts
 from stages.text.sequences import (
     find_begin,
     load_text,
@@ -214,6 +215,22 @@ def test_too_short_to_learn_from(write_jsonl, tokenizer):
         load_text(config_of(path, packing="single"), tokenizer, "calibration")
     assert str(caught.value) == (
         f"none of 2 sequences has 2 tokens\n  where: calibration text of {path}\n  do:    name text that holds more"
+    )
+
+
+@pytest.mark.parametrize("load", [load_text, load_prompts])
+@pytest.mark.usefixtures("no_heldout")
+def test_a_token_without_an_embedding(write_jsonl, tokenizer, load):
+    """As where the tokenizer of a fine-tuned model is put beside the weights of its base model."""
+    tokenizer.add_tokens(["<|new|>"])
+    path = write_jsonl("a.jsonl", [{"text": "one"}, {"text": "two <|new|>"}])
+    data = config_of(path, packing="single")
+    with pytest.raises(DataError) as caught:
+        load(data, tokenizer, *(["calibration"] if load is load_text else []))
+    assert str(caught.value) == (
+        "the tokenizer makes token 4096, '<|new|>', and the model has 4096\n"
+        f"  where: {path}:2, tokenizer {tokenizer.name_or_path}\n"
+        "  do:    the tokenizer and the chat template of these weights, or text without this token"
     )
 
 

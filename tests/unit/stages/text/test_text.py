@@ -136,6 +136,14 @@ def test_bytes_that_are_no_utf8(tmp_path):
     )
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_named(tmp_path, encoding):
+    """As PowerShell and Notepad write it; read as latin1, as advised for other bytes, it would be full of zeros."""
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffcafé\n".encode(encoding))
+    assert message_of(path=str(path)).endswith("  do:    convert the file to UTF-8, e.g. iconv -f utf-16 -t utf-8")
+
+
 def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.touch()
