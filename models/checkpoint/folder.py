@@ -97,7 +97,8 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name → file name of its shard; empty for a checkpoint of one file. Raises CheckpointError."""
     path = folder / INDEX
-    if not path.is_file():
+    # As in transformers, an index beside a whole file is not read.
+    if (folder / SINGLE).is_file() or not path.is_file():
         return {}
     try:
         index = {str(name): str(shard) for name, shard in read_json(path)["weight_map"].items()}
@@ -111,10 +112,10 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def list_shards(folder: Path) -> list[Path]:
     """The checkpoint's safetensors files, present or not. Raises CheckpointError."""
-    if (require_folder(folder) / INDEX).is_file():
-        return [folder / shard for shard in sorted({*_read_index(folder).values()})]
-    if (folder / SINGLE).is_file():
+    if (require_folder(folder) / SINGLE).is_file():
         return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return [folder / shard for shard in sorted({*_read_index(folder).values()})]
     raise missing_weights(folder, [path.name for path in folder.iterdir()])
 
 
