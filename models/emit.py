@@ -17,7 +17,6 @@ from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.folder import LICENCES, TOKENIZER_PATTERNS, read_json
 from models.checkpoint.shards import ShardReader, ShardWriter
 from models.config import MoEShape
-from models.dense import keeps_tied
 from models.experts import ExpertWeights
 from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
 from models.targets.config import emit_config, source_dtype
@@ -100,10 +99,11 @@ def emit_checkpoint(
                 emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
                 emission.add_experts(layer, experts(layer))
         emission.finish()
+        source = {**reader.config, "tie_word_embeddings": reader.tied}
     copy_tokenizer_files(source_folder, out_folder)
     if target.is_tiny_onn:
         copy_code(out_folder)
-    config = emit_config(reader.config, target, shape, str(emission.main_dtype).removeprefix("torch."), pad_to)
+    config = emit_config(source, target, shape, str(emission.main_dtype).removeprefix("torch."), pad_to)
     (out_folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -151,11 +151,11 @@ class _Emission:
         """Write the experts of all layers as one pool, the final norm and the output embedding."""
         if self.shape.pooled:
             self._add_pool()
-        family = self.reader.family
+        family, tied = self.reader.family, self.reader.tied
         self.copy(family.final_norm)
-        if not (self.target.is_tiny_onn and keeps_tied(self.reader.config)):
+        if not (self.target.is_tiny_onn and tied):
             # Some runtimes do not tie embeddings, even if config.json says so.
-            self.copy(family.head if family.head in self.reader.names else family.embedding, family.head)
+            self.copy(family.embedding if tied else family.head, family.head)
 
     def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:
         experts = self.shape.experts
