@@ -96,6 +96,8 @@ _WINDOWED = frozenset({"mistral", "phi3"})
 
 
 def _sliding_layers(source: Mapping[str, Any]) -> bool:
+    if source.get("sliding_window", 4096) is None:
+        return False
     kinds = source.get("layer_types")
     if kinds is not None:
         return "sliding_attention" in kinds
