@@ -33,6 +33,11 @@ TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
     "chat_template*", "*.jinja",
 )  # fmt: skip
+# The other JSON files that transformers reads of a language model. A folder may hold more, such as trainer_state.json.
+_CONFIGURATIONS = {
+    "config.json", "generation_config.json", INDEX, "adapter_config.json", "processor_config.json",
+    "preprocessor_config.json",
+}  # fmt: skip
 LICENCES = ("LICENSE*", "NOTICE*")
 
 
@@ -63,10 +68,10 @@ def require_folder(folder: Path) -> Path:
 
 
 def _check_sizes(files: Iterable[Path]) -> None:
-    """Refuse JSON and tokenizer files that are larger than any model's. Raises CheckpointError."""
+    """Refuse configurations and tokenizer files that are larger than any model's. Raises CheckpointError."""
     for file in sorted(files):
         is_json, size = file.suffix == ".json", file.stat().st_size
-        if not is_json and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
+        if file.name not in _CONFIGURATIONS and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
             continue
         most = MAX_JSON_BYTES if is_json and file.name not in VOCABULARIES else MAX_VOCABULARY_BYTES
         what = f"{size:,} bytes, more than the {most:,}" if size > most else ""
