@@ -39,7 +39,9 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
     for pattern in ("generation_config.json", *TOKENIZER_PATTERNS, *LICENCES):
         for path in source_folder.glob(pattern):
             if path.is_file() and path.suffix.lower() not in _CODE:
-                shutil.copyfile(path, out_folder / path.name)
+                copy = out_folder / path.relative_to(source_folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
     path = out_folder / "tokenizer_config.json"
     if not path.exists():
         return

@@ -31,7 +31,7 @@ VOCABULARIES = {"tokenizer.json", "vocab.json"}
 # Files in other formats than JSON are at most as large as a vocabulary.
 TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
-    "chat_template*", "*.jinja",
+    "chat_template*", "*.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 # The other JSON files that transformers reads of a language model. A folder may hold more, such as trainer_state.json.
 _CONFIGURATIONS = {
