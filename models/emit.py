@@ -22,7 +22,7 @@ from models.config import MoEShape
 from models.experts import ExpertWeights
 from models.loading import load_tokenizer
 from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
-from models.targets.config import emit_config, source_dtype
+from models.targets.config import emit_config, source_dtype, targets_of
 from models.targets.tiny_onn import copy_code
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 
@@ -248,7 +248,19 @@ class _Emission:
         for name, tensor in zip(row_names, rows, strict=True):
             self._add(name, tensor)
         dtype = gate.dtype if self.keeps_dtypes else self.main_dtype
-        self.writer.add(down_name, _scaled(down_name, down, down_scale, dtype))
+        self.writer.add(down_name, self._scaled(down_name, down, down_scale, dtype))
+
+    def _scaled(self, name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        if scale == 1.0:
+            return weight.to(dtype)
+        scaled = (weight.float() * scale).to(dtype)
+        if not scaled.isfinite().all():
+            what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
+            able = targets_of(self.reader.family.model_type, self.shape.always_on)
+            other = next(target.model_type for target in able if target.factor_key)
+            do = f"assemble.dtype=float32, or assemble.target={other}, which scales no weights"
+            raise NumericsError(what, where=name, do=do)
+        return scaled
 
     def _add(self, name: str, tensor: Tensor) -> None:
         self.writer.add(name, tensor if self.keeps_dtypes else tensor.to(self.main_dtype))
@@ -262,17 +274,6 @@ def _widened(weights: Projections, width: int) -> Projections:
         return weights
     rows, columns = (0, 0, 0, zero_neurons), (0, zero_neurons)
     return pad(gate, rows), pad(up, rows), pad(down, columns)
-
-
-def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    if scale == 1.0:
-        return weight.to(dtype)
-    scaled = (weight.float() * scale).to(dtype)
-    if not scaled.isfinite().all():
-        what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
-        do = "assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
-        raise NumericsError(what, where=name, do=do)
-    return scaled
 
 
 def _check_shape(layer: int, experts: ExpertWeights, shape: MoEShape) -> None:

@@ -184,6 +184,14 @@ def test_a_fold_that_overflows(dense: Path, tmp_path: Path) -> None:
     )
 
 
+def test_a_fold_that_overflows_where_glm4_cannot_hold_the_source(tmp_path: Path) -> None:
+    dense = write_pico(tmp_path / "dense", "granite", layers=1)
+    large = replace(random_experts(0), down_EDN=torch.full((3, 24, 8), 40_000.0))
+    with pytest.raises(NumericsError) as caught:
+        emit(dense, tmp_path / "moe", "granitemoeshared", experts=lambda _layer: large, dtype="float16")
+    assert caught.value.do == "assemble.dtype=float32, or assemble.target=tiny_onn, which scales no weights"
+
+
 def test_a_failed_emission_is_no_checkpoint(dense: Path, tmp_path: Path) -> None:
     def fail_late(layer: int) -> ExpertWeights:
         if layer == 1:
