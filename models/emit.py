@@ -4,7 +4,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import TokenizersBackend
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.folder import LICENCES, TOKENIZER_PATTERNS, read_json
@@ -24,7 +23,6 @@ from models.loading import load_tokenizer
 from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
 from models.targets.config import emit_config, source_dtype, targets_of
 from models.targets.tiny_onn import copy_code
-from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 
 logger = logging.getLogger(__name__)
 
@@ -72,34 +70,27 @@ def respell_tokenizer(stored: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def keep_tokens(source_folder: Path, out_folder: Path, target: MoETarget) -> None:
-    """Make the copied tokenizer give the dense model's tokens.
+def keep_tokens(source_folder: Path, out_folder: Path) -> None:
+    """Make the copied tokenizer give the dense model's tokens in transformers 4.57 and 5.
 
-    transformers 5 takes a tokenizer's class from the architecture, and some classes ignore rules in tokenizer.json. If
-    the copy differs, it gets the rules that the dense model's class applies, and the class that applies them unchanged.
+    transformers 5 takes a tokenizer's class from the architecture, and some classes ignore rules in tokenizer.json. So
+    the copy gets the rules that the dense model's class applies, and the class that applies them unchanged.
     """
     try:
         dense = load_tokenizer(source_folder, trust_remote_code=False)
-        wanted = rules, padding_side, special = _tokenizer_rules(dense)
-    except (CheckpointError, AttributeError):  # there is none, it needs its own code, or it is written in Python
+    except CheckpointError:  # there is none, or it needs its own code
         return
-    config = TinyONNConfig() if target.is_tiny_onn else AutoConfig.for_model(target.model_type)
-    with suppress(Exception):  # a class for another kind of tokenizer raises errors of any type
-        copied = AutoTokenizer.from_pretrained(out_folder, config=config, local_files_only=True)
-        if _tokenizer_rules(copied) == wanted:
-            return
-    (out_folder / "tokenizer.json").write_text(rules, encoding="utf-8")
-    path = out_folder / "tokenizer_config.json"
-    settings = special | (read_json(path) if path.exists() else {})
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": padding_side}
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _tokenizer_rules(tokenizer: Any) -> tuple[str, str, dict[str, str]]:  # noqa: ANN401 - not typed
-    """The contents of tokenizer.json as they are in use, the padding side, and the named special tokens."""
+    if not isinstance(dense, TokenizersBackend):  # written in Python
+        return
+    rules, path = out_folder / "tokenizer.json", out_folder / "tokenizer_config.json"
+    if type(dense) is not TokenizersBackend or not rules.exists():
+        # Compact: with indentation, a large vocabulary would exceed MAX_VOCABULARY_BYTES.
+        rules.write_text(dense.backend_tokenizer.to_str(), encoding="utf-8")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: str(token) for name in names if (token := getattr(tokenizer, name))}
-    return tokenizer.backend_tokenizer.to_str(pretty=True), tokenizer.padding_side, special
+    settings = {name: str(token) for name in names if (token := getattr(dense, name))}
+    settings |= read_json(path) if path.exists() else {}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": dense.padding_side}
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def emit_checkpoint(
@@ -140,7 +131,7 @@ def emit_checkpoint(
     if target.is_tiny_onn:
         copy_code(out_folder)
     config = emit_config(source, target, shape, str(emission.main_dtype).removeprefix("torch."), pad_to)
-    keep_tokens(source_folder, out_folder, target)
+    keep_tokens(source_folder, out_folder)
     (out_folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
