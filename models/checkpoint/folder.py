@@ -16,6 +16,7 @@ from instruments.safetensors_header import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the checkpoint again"
@@ -35,8 +36,7 @@ TOKENIZER_PATTERNS = (
 )  # fmt: skip
 # The other JSON files that transformers reads of a language model. A folder may hold more, such as trainer_state.json.
 _CONFIGURATIONS = {
-    "config.json", "generation_config.json", INDEX, "adapter_config.json", "processor_config.json",
-    "preprocessor_config.json",
+    "config.json", "generation_config.json", INDEX, ADAPTER, "processor_config.json", "preprocessor_config.json",
 }  # fmt: skip
 LICENCES = ("LICENSE*", "NOTICE*")
 
@@ -172,6 +172,10 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
         return {}, [error]
     stored: dict[str, TensorEntry] = {}
     errors = []
+    if (folder / ADAPTER).is_file():
+        what = f"{ADAPTER} beside the weights: with peft installed, transformers loads other weights than are here"
+        do = "merge the adapter (merge_and_unload), save the result in another folder, and carve that"
+        errors.append(CheckpointError(what, where=str(folder), do=f"{do}; or remove {ADAPTER}"))
     missing = [shard for shard in shards if not os.path.lexists(shard)]
     if len(missing) > 1:  # one error for all: an index may name any number of shards
         names = ", ".join(shard.name for shard in missing[:3]) + (" ..." if len(missing) > 3 else "")
