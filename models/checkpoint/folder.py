@@ -126,9 +126,13 @@ def list_shards(folder: Path) -> list[Path]:
 
 def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
     """The error for a place without safetensors weights; `names` are its files."""
+    names = [*names]
     pickles = sorted(name for name in names if any(Path(name).match(pattern) for pattern in _PICKLE_PATTERNS))
     if not pickles:
-        return CheckpointError(f"no {SINGLE} or {INDEX}", where=str(place), do="give a safetensors checkpoint")
+        do = "give a safetensors checkpoint"
+        if shards := sum(Path(name).match("*-of-*.safetensors") for name in names):
+            do = f"copy {INDEX} from the source of these {shards} shards"
+        return CheckpointError(f"no {SINGLE} or {INDEX}", where=str(place), do=do)
     return CheckpointError(
         f"pickle checkpoint refused: {', '.join(pickles)} can run any code when opened",
         where=str(place),

@@ -115,6 +115,13 @@ def test_no_weights_at_all(folder: Path) -> None:
     ]
 
 
+def test_shards_without_an_index(folder: Path) -> None:
+    count = len([*folder.glob("*.safetensors")])
+    (folder / "model.safetensors.index.json").unlink()
+    (error,) = check_source(local(folder))
+    assert error.do == f"copy model.safetensors.index.json from the source of these {count} shards"
+
+
 def test_an_adapter_beside_the_weights(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     assert texts(folder) == [
