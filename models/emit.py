@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
+from transformers import TokenizersBackend
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.folder import LICENCES, TOKENIZER_PATTERNS, read_json
 from models.checkpoint.shards import ShardReader, ShardWriter
 from models.config import MoEShape
-from models.dense import keeps_tied
 from models.experts import ExpertWeights
+from models.loading import load_tokenizer
 from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
-from models.targets.config import emit_config, source_dtype
+from models.targets.config import emit_config, source_dtype, targets_of
 from models.targets.tiny_onn import copy_code
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,9 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
     for pattern in ("generation_config.json", *TOKENIZER_PATTERNS, *LICENCES):
         for path in source_folder.glob(pattern):
             if path.is_file() and path.suffix.lower() not in _CODE:
-                shutil.copyfile(path, out_folder / path.name)
+                copy = out_folder / path.relative_to(source_folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
     path = out_folder / "tokenizer_config.json"
     if not path.exists():
         return
@@ -65,6 +68,29 @@ def respell_tokenizer(stored: Mapping[str, Any]) -> dict[str, Any]:
         del settings["extra_special_tokens"]
         settings["additional_special_tokens"] = [*(settings.get("additional_special_tokens") or []), *extra]
     return settings
+
+
+def keep_tokens(source_folder: Path, out_folder: Path) -> None:
+    """Make the copied tokenizer give the dense model's tokens in transformers 4.57 and 5.
+
+    transformers 5 takes a tokenizer's class from the architecture, and some classes ignore rules in tokenizer.json. So
+    the copy gets the rules that the dense model's class applies, and the class that applies them unchanged.
+    """
+    try:
+        dense = load_tokenizer(source_folder, trust_remote_code=False)
+    except CheckpointError:  # there is none, or it needs its own code
+        return
+    if not isinstance(dense, TokenizersBackend):  # written in Python
+        return
+    rules, path = out_folder / "tokenizer.json", out_folder / "tokenizer_config.json"
+    if type(dense) is not TokenizersBackend or not rules.exists():
+        # Compact: with indentation, a large vocabulary would exceed MAX_VOCABULARY_BYTES.
+        rules.write_text(dense.backend_tokenizer.to_str(), encoding="utf-8")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    settings = {name: str(token) for name in names if (token := getattr(dense, name))}
+    settings |= read_json(path) if path.exists() else {}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": dense.padding_side}
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def emit_checkpoint(
@@ -100,10 +126,12 @@ def emit_checkpoint(
                 emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
                 emission.add_experts(layer, experts(layer))
         emission.finish()
+        source = {**reader.config, "tie_word_embeddings": reader.tied}
     copy_tokenizer_files(source_folder, out_folder)
     if target.is_tiny_onn:
         copy_code(out_folder)
-    config = emit_config(reader.config, target, shape, str(emission.main_dtype).removeprefix("torch."), pad_to)
+    config = emit_config(source, target, shape, str(emission.main_dtype).removeprefix("torch."), pad_to)
+    keep_tokens(source_folder, out_folder)
     (out_folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -151,11 +179,11 @@ class _Emission:
         """Write the experts of all layers as one pool, the final norm and the output embedding."""
         if self.shape.pooled:
             self._add_pool()
-        family = self.reader.family
+        family, tied = self.reader.family, self.reader.tied
         self.copy(family.final_norm)
-        if not (self.target.is_tiny_onn and keeps_tied(self.reader.config)):
+        if not (self.target.is_tiny_onn and tied):
             # Some runtimes do not tie embeddings, even if config.json says so.
-            self.copy(family.head if family.head in self.reader.names else family.embedding, family.head)
+            self.copy(family.embedding if tied else family.head, family.head)
 
     def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:
         experts = self.shape.experts
@@ -211,7 +239,19 @@ class _Emission:
         for name, tensor in zip(row_names, rows, strict=True):
             self._add(name, tensor)
         dtype = gate.dtype if self.keeps_dtypes else self.main_dtype
-        self.writer.add(down_name, _scaled(down_name, down, down_scale, dtype))
+        self.writer.add(down_name, self._scaled(down_name, down, down_scale, dtype))
+
+    def _scaled(self, name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        if scale == 1.0:
+            return weight.to(dtype)
+        scaled = (weight.float() * scale).to(dtype)
+        if not scaled.isfinite().all():
+            what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
+            able = targets_of(self.reader.family.model_type, self.shape.always_on)
+            other = next(target.model_type for target in able if target.factor_key)
+            do = f"assemble.dtype=float32, or assemble.target={other}, which scales no weights"
+            raise NumericsError(what, where=name, do=do)
+        return scaled
 
     def _add(self, name: str, tensor: Tensor) -> None:
         self.writer.add(name, tensor if self.keeps_dtypes else tensor.to(self.main_dtype))
@@ -225,17 +265,6 @@ def _widened(weights: Projections, width: int) -> Projections:
         return weights
     rows, columns = (0, 0, 0, zero_neurons), (0, zero_neurons)
     return pad(gate, rows), pad(up, rows), pad(down, columns)
-
-
-def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    if scale == 1.0:
-        return weight.to(dtype)
-    scaled = (weight.float() * scale).to(dtype)
-    if not scaled.isfinite().all():
-        what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
-        do = "assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
-        raise NumericsError(what, where=name, do=do)
-    return scaled
 
 
 def _check_shape(layer: int, experts: ExpertWeights, shape: MoEShape) -> None:

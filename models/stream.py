@@ -151,8 +151,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
     def head(self) -> Callable[[Float[Tensor, "B T D"]], Float[Tensor, "B T V"]]:
         """Final norm and output embedding, as a function from hidden states to logits."""
-        tied = self.config.tie_word_embeddings or self._family.head not in self._reader.names
-        output_VD = self._tensor(self._family.embedding if tied else self._family.head)
+        stored = self._family.head in self._reader.names
+        output_VD = self._tensor(self._family.head if stored else self._family.embedding)
         self._norm.load_state_dict({"weight": self._tensor(self._family.final_norm)}, assign=True)
         self._model.lm_head.weight = nn.Parameter(output_VD, requires_grad=False)
         return self._logits

@@ -174,8 +174,10 @@ class _Check:
         config = read_config(self.checkpoint)
         target, dense = MOE_TARGETS[config["model_type"]], config.get("dense") or config
         shape = MoEShape(1, 1, 1, 0, topology=config.get("topology", PER_LAYER))
-        if "vLLM" not in target.served_by(shape, activation_of(dense)):
-            raise UserError(f"vLLM does not know {'a pool of experts' if shape.pooled else 'this architecture'}")
+        if fault := target.faults(shape, activation_of(dense)).get("vLLM"):
+            raise UserError(f"vLLM {fault}")
+        if "vLLM" not in target.runtimes:
+            raise UserError("vLLM does not know this architecture")
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(self.threads)
         return run_client(python, "vLLM", {**self.request, "remote": self.own}, **environment)

@@ -42,7 +42,7 @@ def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
         yield ConfigError(what, where=where, do="dense_layers=[0]")
     elif asked and request.pooled:
         yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
-    elif asked and request.carved_share <= 0:
+    elif asked and request.carved_share <= 0 and None in (request.experts, request.n, request.top_k, request.always_on):
         what = f"{len(asked)} of {layers} layers dense leave nothing of active={request.active:g} to the others"
         yield ConfigError(what, where=where, do="dense_layers=[]")
 

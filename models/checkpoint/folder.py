@@ -16,6 +16,7 @@ from instruments.safetensors_header import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the checkpoint again"
@@ -31,8 +32,12 @@ VOCABULARIES = {"tokenizer.json", "vocab.json"}
 # Files in other formats than JSON are at most as large as a vocabulary.
 TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
-    "chat_template*", "*.jinja",
+    "chat_template*", "*.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# The other JSON files that transformers reads of a language model. A folder may hold more, such as trainer_state.json.
+_CONFIGURATIONS = {
+    "config.json", "generation_config.json", INDEX, ADAPTER, "processor_config.json", "preprocessor_config.json",
+}  # fmt: skip
 LICENCES = ("LICENSE*", "NOTICE*")
 
 
@@ -63,10 +68,10 @@ def require_folder(folder: Path) -> Path:
 
 
 def _check_sizes(files: Iterable[Path]) -> None:
-    """Refuse JSON and tokenizer files that are larger than any model's. Raises CheckpointError."""
+    """Refuse configurations and tokenizer files that are larger than any model's. Raises CheckpointError."""
     for file in sorted(files):
         is_json, size = file.suffix == ".json", file.stat().st_size
-        if not is_json and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
+        if file.name not in _CONFIGURATIONS and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
             continue
         most = MAX_JSON_BYTES if is_json and file.name not in VOCABULARIES else MAX_VOCABULARY_BYTES
         what = f"{size:,} bytes, more than the {most:,}" if size > most else ""
@@ -97,7 +102,8 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name → file name of its shard; empty for a checkpoint of one file. Raises CheckpointError."""
     path = folder / INDEX
-    if not path.is_file():
+    # As in transformers, an index beside a whole file is not read.
+    if (folder / SINGLE).is_file() or not path.is_file():
         return {}
     try:
         index = {str(name): str(shard) for name, shard in read_json(path)["weight_map"].items()}
@@ -111,18 +117,22 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def list_shards(folder: Path) -> list[Path]:
     """The checkpoint's safetensors files, present or not. Raises CheckpointError."""
-    if (require_folder(folder) / INDEX).is_file():
-        return [folder / shard for shard in sorted({*_read_index(folder).values()})]
-    if (folder / SINGLE).is_file():
+    if (require_folder(folder) / SINGLE).is_file():
         return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return [folder / shard for shard in sorted({*_read_index(folder).values()})]
     raise missing_weights(folder, [path.name for path in folder.iterdir()])
 
 
 def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
     """The error for a place without safetensors weights; `names` are its files."""
+    names = [*names]
     pickles = sorted(name for name in names if any(Path(name).match(pattern) for pattern in _PICKLE_PATTERNS))
     if not pickles:
-        return CheckpointError(f"no {SINGLE} or {INDEX}", where=str(place), do="give a safetensors checkpoint")
+        do = "give a safetensors checkpoint"
+        if shards := sum(Path(name).match("*-of-*.safetensors") for name in names):
+            do = f"copy {INDEX} from the source of these {shards} shards"
+        return CheckpointError(f"no {SINGLE} or {INDEX}", where=str(place), do=do)
     return CheckpointError(
         f"pickle checkpoint refused: {', '.join(pickles)} can run any code when opened",
         where=str(place),
@@ -166,6 +176,10 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
         return {}, [error]
     stored: dict[str, TensorEntry] = {}
     errors = []
+    if (folder / ADAPTER).is_file():
+        what = f"{ADAPTER} beside the weights: with peft installed, transformers loads other weights than are here"
+        do = "merge the adapter (merge_and_unload), save the result in another folder, and carve that"
+        errors.append(CheckpointError(what, where=str(folder), do=f"{do}; or remove {ADAPTER}"))
     missing = [shard for shard in shards if not os.path.lexists(shard)]
     if len(missing) > 1:  # one error for all: an index may name any number of shards
         names = ", ".join(shard.name for shard in missing[:3]) + (" ..." if len(missing) > 3 else "")

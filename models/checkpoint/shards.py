@@ -18,7 +18,7 @@ from instruments.safetensors_header import read_header
 from instruments.safetensors_reader import TORCH_DTYPES, EntryReader
 from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
 from models.config import import_bitsandbytes
-from models.dense import DenseFamily, dense_family, fused_name
+from models.dense import DenseFamily, dense_family, fused_name, keeps_tied
 from models.source import read_config
 
 
@@ -43,6 +43,14 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
     def family(self) -> DenseFamily:
         """The dense family. Raises CheckpointError: it is not supported."""
         return dense_family(self.config)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether input and output embedding are one tensor; as in transformers 5, two that differ are not tied."""
+        family = self.family
+        if family.head not in self.names:
+            return True
+        return keeps_tied(self.config) and torch.equal(self.tensor(family.head), self.tensor(family.embedding))
 
     @property
     def names(self) -> KeysView[str]:

@@ -106,8 +106,8 @@ class MoETarget:
         """Runtimes that know the architecture but do not compute this shape correctly → what they do not do."""
         if shape.pooled:
             return dict.fromkeys(self.runtimes, "runs no pool of experts that layers share")
-        if self.is_tiny_onn and activation != "silu":  # vLLM 0.32
-            return dict.fromkeys(self.runtimes, f"computes these experts with SiLU, not with {activation}")
+        if activation != "silu":  # vLLM 0.32 computes some with SiLU and refuses others
+            return dict.fromkeys(self.runtimes, f"has only SiLU for these experts, not {activation}")
         if shape.dense_layers and self.dense_layers == "any" and "llama.cpp" in self.runtimes:
             return {"llama.cpp": "runs dense layers only in architectures that put them before all others"}
         return {}

@@ -96,6 +96,8 @@ _WINDOWED = frozenset({"mistral", "phi3"})
 
 
 def _sliding_layers(source: Mapping[str, Any]) -> bool:
+    if source.get("sliding_window", 4096) is None:
+        return False
     kinds = source.get("layer_types")
     if kinds is not None:
         return "sliding_attention" in kinds
@@ -173,7 +175,8 @@ def source_dtype(source: Mapping[str, Any]) -> str | None:
 
 def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     """The position encoding in the spellings of transformers 4 and 5."""
-    stored = dict(dense.get("rope_parameters") or dense.get("rope_scaling") or {})
+    # As in transformers 5, which ignores the other where both are given.
+    stored = dict(dense.get("rope_scaling") or dense.get("rope_parameters") or {})
     theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or _DEFAULT_THETA
     # Sources that rotate part of each head are refused, so the factor is 1.
     stored.pop("partial_rotary_factor", None)
@@ -182,7 +185,7 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     scaling = {"rope_type": "longrope" if kind == "su" else kind, **stored}
     top_level = {}
     if scaling["rope_type"] == "longrope":
-        original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
+        original = dense.get("original_max_position_embeddings") or stored["original_max_position_embeddings"]
         # transformers 4 reads it outside of the scaling, transformers 5 inside.
         top_level = {"original_max_position_embeddings": original}
         # Phi3's own class computes the factor from the two lengths; the others warn if it is missing.

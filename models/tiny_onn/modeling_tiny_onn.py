@@ -50,11 +50,11 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         self._tied_weights_keys = dense._tied_weights_keys
         for name, module in dense.named_children():
             self.add_module(name, module)
-        pool = None
-        if config.topology == "global_pool":
-            pool = self.experts = TinyONNExperts(config, _activation(self.base_model.layers[0].mlp))
+        pooled = config.topology == "global_pool"
+        if pooled:
+            self.experts = TinyONNExperts(config, _activation(self.base_model.layers[0].mlp))
         for layer in self._sparse_layers():
-            layer.mlp = TinyONNSparseFFN(config, _activation(layer.mlp), pool)
+            layer.mlp = TinyONNSparseFFN(config, _activation(layer.mlp), self._modules if pooled else None)
         # The dense model shares this model's modules, also after one is replaced. It is no submodule itself, so it is
         # neither saved nor counted.
         dense._modules = self._modules

@@ -4,7 +4,7 @@ This file is copied into the checkpoint's folder: it needs only torch and transf
 Shapes: T tokens, D hidden size, E experts, N neurons per expert, K experts per token, S always-on neurons.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -113,20 +113,21 @@ class TinyONNSparseFFN(nn.Module):
     """Replaces the FFN of a dense decoder layer."""
 
     def __init__(
-        self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor], pool: TinyONNExperts | None = None
+        self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor], pool: Mapping[str, nn.Module] | None = None
     ) -> None:
-        """`pool`: experts that all layers share; None: the layer has its own."""
+        """`pool`: the modules of the model, whose `experts` all layers share; None: the layer has its own."""
         super().__init__()
         self.gate = TinyONNRouter(config)
         if pool is None:
             self.experts = TinyONNExperts(config, act_fn)
         self.shared_experts = TinyONNSharedFFN(config, act_fn) if config.shared_intermediate_size else None
-        # In a tuple, the pool is no submodule of this layer: its parameters are counted, saved and trained once.
-        self._pool = () if pool is None else (pool,)
+        # In a mapping, the pool is no submodule of this layer: its parameters are counted, saved and trained once. Each
+        # pass looks it up, since adapters and FSDP replace the model's module by one that wraps it.
+        self._pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
         """The FFN's output for (..., D)."""
-        experts = self._pool[0] if self._pool else self.experts
+        experts = self.experts if self._pool is None else self._pool["experts"]
         x_TD = x.reshape(-1, x.shape[-1])
         _, gates_TK, chosen_TK = self.gate(x_TD)
         # The pool may be on another device than this layer.

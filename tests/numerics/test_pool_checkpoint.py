@@ -1,5 +1,6 @@
 """An emitted global pool: equal to a loop over experts, stored once, and loadable in a fresh process."""
 
+import copy
 import json
 import os
 import subprocess
@@ -110,6 +111,25 @@ def test_every_layer_equals_the_loop_and_so_do_the_gradients(case, model, implem
     assert not gate_EnD[:, N:].any()
     for layer, rows_ED in zip(model.model.layers, rows, strict=True):
         torch.testing.assert_close(layer.mlp.gate.weight.grad, rows_ED.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_a_module_that_replaces_the_pool_is_used(model):
+    """As adapters of PEFT and FSDP do."""
+
+    class Half(torch.nn.Module):
+        def __init__(self, experts):
+            super().__init__()
+            self.base_layer = experts
+
+        def forward(self, *arguments):
+            return self.base_layer(*arguments) / 2
+
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.experts.down_proj /= 2
+        assert not torch.equal(copied(IDS).logits, model(IDS).logits)
+        model.experts = Half(model.experts)
+        torch.testing.assert_close(model(IDS).logits, copied(IDS).logits)
 
 
 def test_gradient_checkpointing_changes_no_gradient(model):

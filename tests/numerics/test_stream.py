@@ -5,9 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from pico import write_pico
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from models.checkpoint.shards import ShardReader
+from models.config import MoEShape
+from models.emit import emit_checkpoint
+from models.experts import slice_experts
 from models.stream import LayerStream
+from models.targets.config import MOE_TARGETS
 from stages.calibration.batches import TokenStream
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
@@ -87,3 +93,34 @@ def test_only_one_layer_is_in_memory(tmp_path: Path):
             modules.append(layer._module)
             held = [any(not p.is_meta for p in module.parameters()) for module in modules]
             assert held == [False] * (len(modules) - 1) + [True]
+
+
+@pytest.mark.parametrize("target", ["tiny_onn", "glm4_moe"])
+def test_an_own_head_of_a_tied_model_is_used_as_transformers_does(target, tmp_path: Path):
+    """A fine-tuning of the head alone leaves such files."""
+    folder = write_pico(tmp_path / "dense", "qwen3", layers=1, tie=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with ShardReader(folder) as reader:
+        emit_checkpoint(
+            folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=MoEShape(5, 8, 5, 0),
+            routers=lambda _layer: torch.zeros(5, 24),
+            experts=lambda layer: slice_experts(
+                reader, reader.family, layer, torch.arange(40).view(5, 8), torch.arange(0)
+            ),
+        )  # fmt: skip
+    batches = draw_batches((9,))
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=remote).eval()
+        for path, remote in ((folder, False), (tmp_path / "moe", target == "tiny_onn"))
+    ]
+    with LayerStream(folder, device=CPU) as stream, torch.no_grad():
+        wanted, carved = (model(batches[0].input_ids).logits for model in models)
+        tokens = TokenStream(stream, batches)
+        for layer in stream.layers():
+            tokens.enter(layer)
+            tokens.leave(map(layer.ffn, tokens.inputs))
+        streamed = stream.head()(tokens.hidden[0])
+    torch.testing.assert_close(streamed, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(carved, wanted, rtol=1e-5, atol=1e-5)

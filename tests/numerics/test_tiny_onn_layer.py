@@ -30,7 +30,7 @@ def make_config(implementation: str = "eager", **keys: object) -> TinyONNConfig:
 
 
 def make_layer(config: TinyONNConfig, pool: TinyONNExperts | None = None) -> TinyONNSparseFFN:
-    layer = TinyONNSparseFFN(config, ACT2FN["silu"], pool)
+    layer = TinyONNSparseFFN(config, ACT2FN["silu"], None if pool is None else {"experts": pool})
     generator = torch.Generator().manual_seed(1)
     for tensor in (*layer.parameters(), *layer.buffers(), *(() if pool is None else pool.parameters())):
         torch.nn.init.normal_(tensor, std=0.5, generator=generator)

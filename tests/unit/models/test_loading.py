@@ -174,8 +174,12 @@ def test_every_file_of_a_tokenizer_that_is_read_is_copied(tmp_path):
     names = {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "merges.txt", "chat_template.jinja", "NOTICE"}
     for name in (*names, "notes.txt", "model.safetensors"):
         (source / name).write_text("{}")
+    template = Path("additional_chat_templates/tool_use.jinja")
+    (source / template).parent.mkdir()
+    (source / template).write_text("tools")
     copy_tokenizer_files(source, out)
-    assert {path.name for path in out.iterdir()} == names
+    assert {path.name for path in out.iterdir()} == names | {template.parent.name}
+    assert (out / template).read_text() == "tools"
 
 
 def test_half_a_surrogate_pair_in_the_settings_of_a_tokenizer_is_copied(tmp_path):

@@ -115,6 +115,23 @@ def test_no_weights_at_all(folder: Path) -> None:
     ]
 
 
+def test_shards_without_an_index(folder: Path) -> None:
+    count = len([*folder.glob("*.safetensors")])
+    (folder / "model.safetensors.index.json").unlink()
+    (error,) = check_source(local(folder))
+    assert error.do == f"copy model.safetensors.index.json from the source of these {count} shards"
+
+
+def test_an_adapter_beside_the_weights(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    assert texts(folder) == [
+        "adapter_config.json beside the weights: with peft installed, transformers loads other weights than are here\n"
+        f"  where: {folder}\n"
+        "  do:    merge the adapter (merge_and_unload), save the result in another folder, and carve that; or remove "
+        "adapter_config.json"
+    ]
+
+
 def test_every_damaged_shard_is_named(folder: Path) -> None:
     missing, cut, corrupt = sorted(folder.glob("*.safetensors"))[:3]
     missing.unlink()

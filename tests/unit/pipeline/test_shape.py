@@ -1,5 +1,7 @@
 """From the dials to a shape; faults of shapes."""
 
+from dataclasses import replace
+
 import pytest
 
 from models.config import MoEShape
@@ -30,6 +32,8 @@ def test_the_active_share_is_that_of_all_layers():
         (dense(58, 64, 0.5, (0,), POOL), "a pool serves every layer: none stays dense"),
         (dense(58, 64, 0.5, tuple(range(11))), None),
         (dense(58, 64, 0.5, ()), None),
+        # Nothing is left for `active` to fill.
+        (replace(dense(58, 64, 0.5, tuple(range(12))), top_k=8, always_on=512), None),
     ],
 )
 def test_dense_layers_that_cannot_be(request_, said):

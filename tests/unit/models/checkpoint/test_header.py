@@ -111,6 +111,13 @@ def test_json_larger_than_any_model_has(tmp_path: Path, name: str, size: int) ->
     assert str(caught.value).startswith(f"{name} has {size * 2**20:,} bytes, more than the ")
 
 
+def test_json_that_nobody_reads_may_be_large(tmp_path: Path) -> None:
+    """Trainer's log of a long training has a line for each step."""
+    with (tmp_path / "trainer_state.json").open("wb") as file:
+        file.truncate(17 * 2**20)
+    assert require_folder(tmp_path) == tmp_path
+
+
 def test_a_header_larger_than_any_checkpoint_has(tmp_path: Path) -> None:
     length = MAX_HEADER_BYTES + 1
     with (tmp_path / "model.safetensors").open("wb") as file:

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 from instruments.errors import CheckpointError
 from instruments.safetensors_reader import TORCH_DTYPES
+from models.checkpoint.folder import list_shards
 from models.checkpoint.shards import ShardReader
 
 
@@ -39,6 +40,17 @@ def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
     with ShardReader(tmp_path) as reader:
         assert reader.shape("first") == (2, 3)
         assert torch.equal(reader.tensor("second"), parts["second"])
+
+
+def test_an_index_beside_a_whole_file_is_not_read(tmp_path: Path) -> None:
+    """transformers prefers model.safetensors, too: the scan and the experts come from the same weights."""
+    save_file({"a": torch.zeros(4)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "missing.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
+    with ShardReader(tmp_path) as reader:
+        assert reader.tensor("a").sum() == 4
+    assert [path.name for path in list_shards(tmp_path)] == ["model.safetensors"]
 
 
 def test_one_file_is_read_as_a_checkpoint_is(tmp_path: Path) -> None:

@@ -134,10 +134,12 @@ def test_the_card_of_the_own_class_shows_how_to_load_it():
     assert 'from_pretrained("path/of/this/folder", trust_remote_code=True)' in render_card(facts)
 
 
-def test_vllm_is_not_named_for_the_class_of_its_own_with_another_activation_than_its():
-    target, shape = MOE_TARGETS["tiny_onn"], MoEShape(64, 256, 8, 0)
-    said = [line for line in suitable_runtimes(target, shape, None, "gelu_pytorch_tanh") if line.startswith("vLLM")]
-    assert said == ["vLLM: computes these experts with SiLU, not with gelu_pytorch_tanh."]
+@pytest.mark.parametrize("target", MOE_TARGETS)
+def test_no_runtime_is_named_for_experts_with_another_activation_than_silu(target):
+    said = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, "gelu_pytorch_tanh")
+    for name in MOE_TARGETS[target].runtimes:
+        assert f"{name}: has only SiLU for these experts, not gelu_pytorch_tanh." in said
+    assert not any("kernels" in line or "pipeline.gguf` converts" in line for line in said)
 
 
 @pytest.mark.parametrize("target", MOE_TARGETS)

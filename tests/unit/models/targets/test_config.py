@@ -87,6 +87,17 @@ def test_position_encoding_in_both_spellings(tmp_path: Path, source: dict[str, A
     assert read_by_transformers(tmp_path, config).rope_parameters == expected
 
 
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 7e3}])
+def test_a_scaling_added_to_the_config_of_transformers_5_replaces_what_is_there(
+    tmp_path: Path, theta: dict[str, float]
+) -> None:
+    added = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, **theta}
+    dense = {**SIZES, "model_type": "llama", "rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}, **added}
+    expected = read_by_transformers(tmp_path, dense).rope_parameters
+    assert expected == {"rope_type": "linear", "factor": 2.0, "rope_theta": theta.get("rope_theta", 1e4)}
+    assert emitted("llama", "mixtral", **dense)["rope_parameters"] == expected
+
+
 def test_plain_position_encoding_has_no_scaling() -> None:
     for source in ({"rope_theta": 7e3, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 7e3}}):
         config = emitted("qwen3", "qwen3_moe", **source)
@@ -169,6 +180,15 @@ def test_longrope_is_said_for_both_generations() -> None:
     assert config["rope_scaling"] == expected
     assert config["rope_parameters"] == {"rope_theta": 1e4} | expected
     assert config["original_max_position_embeddings"] == 128
+
+
+def test_the_length_of_longrope_outside_of_the_scaling_counts(tmp_path: Path) -> None:
+    factors = [1.0, 2.0, 3.0]
+    scaling = {"type": "longrope", "short_factor": factors, "long_factor": factors}
+    scaling["original_max_position_embeddings"] = 64
+    dense = {**SIZES, "model_type": "phi3", "rope_scaling": scaling, "original_max_position_embeddings": 128}
+    expected = read_by_transformers(tmp_path, dense).rope_parameters["original_max_position_embeddings"]
+    assert expected == emitted("phi3", "mixtral", **dense)["rope_parameters"]["original_max_position_embeddings"] == 128
 
 
 def test_phi3_keeps_its_window() -> None:

@@ -1,5 +1,6 @@
 """Emission: refused inputs, copied files, number formats and layouts; tests/numerics compares the logits."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,8 +54,47 @@ def test_tokenizer_template_generation_config_and_licence_come_along(dense: Path
     chat = [{"role": "user", "content": "def"}]
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (dense, out))
     assert after.apply_chat_template(chat, tokenize=False) == before.apply_chat_template(chat, tokenize=False)
-    for name in ("generation_config.json", "LICENSE", "tokenizer.json"):
+    for name in ("generation_config.json", "LICENSE"):
         assert (out / name).read_bytes() == (dense / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "tokenizer_class", "target"),
+    [
+        ("olmo2", "GPT2Tokenizer", "tiny_onn"),
+        ("qwen3", "Qwen2Tokenizer", "glm4_moe"),
+        ("qwen2", "LlamaTokenizerFast", "qwen2_moe"),
+        ("llama", None, "qwen2_moe"),
+        ("qwen3", None, "tiny_onn"),
+        ("qwen3", "no tokenizer.json", "glm4_moe"),
+    ],
+)
+def test_the_tokens_are_the_dense_models_though_the_class_follows_the_architecture(
+    tmp_path: Path, source: str, tokenizer_class: str | None, target: str
+) -> None:
+    dense = write_pico(tmp_path / "dense", source, layers=1, tokenizer=True)
+    path = dense / "tokenizer_config.json"
+    settings = {"eos_token": "<|endoftext|>", "tokenizer_class": tokenizer_class, "note": "é"}
+    path.unlink()
+    if tokenizer_class == "no tokenizer.json":
+        whole = dense / "tokenizer.json"
+        model = json.loads(whole.read_text())["model"]
+        (dense / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (dense / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+        whole.unlink()
+    elif tokenizer_class:
+        path.write_text(json.dumps(settings))
+    out = emit(dense, tmp_path / "moe", target)
+    before, after = (
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=target == "tiny_onn") for folder in (dense, out)
+    )
+    text = "def f(x):\n    return 12345 + x  # don't\n\n<|user|> Hi<|endoftext|>"
+    assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
+    assert (after.pad_token, after.eos_token, after.bos_token) == (before.pad_token, before.eos_token, before.bos_token)
+    assert after.padding_side == before.padding_side
+    if path.exists():
+        assert json.loads((out / path.name).read_text())["note"] == "é"
 
 
 def test_routers_are_written_as_they_are(dense: Path, tmp_path: Path) -> None:
@@ -142,6 +182,14 @@ def test_a_fold_that_overflows(dense: Path, tmp_path: Path) -> None:
         "  where: model.layers.0.mlp.experts.0.down_proj.weight\n"
         "  do:    assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
     )
+
+
+def test_a_fold_that_overflows_where_glm4_cannot_hold_the_source(tmp_path: Path) -> None:
+    dense = write_pico(tmp_path / "dense", "granite", layers=1)
+    large = replace(random_experts(0), down_EDN=torch.full((3, 24, 8), 40_000.0))
+    with pytest.raises(NumericsError) as caught:
+        emit(dense, tmp_path / "moe", "granitemoeshared", experts=lambda _layer: large, dtype="float16")
+    assert caught.value.do == "assemble.dtype=float32, or assemble.target=tiny_onn, which scales no weights"
 
 
 def test_a_failed_emission_is_no_checkpoint(dense: Path, tmp_path: Path) -> None:

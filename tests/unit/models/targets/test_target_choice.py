@@ -36,6 +36,15 @@ def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, targ
     assert select_target(source, target, always_on).model_type == target
 
 
+def test_a_window_of_null_is_no_window() -> None:
+    source = {
+        "model_type": "qwen2", "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0,
+    }  # fmt: skip
+    assert check_target(source, MOE_TARGETS["qwen2_moe"], MoEShape(4, 8, 2, 8)) == []
+    assert check_target(source | {"sliding_window": 4}, MOE_TARGETS["qwen2_moe"], MoEShape(4, 8, 2, 8)) != []
+
+
 @pytest.mark.parametrize("source", DENSE_FAMILIES)
 def test_no_two_targets_of_a_source_have_one_rank(source: str) -> None:
     ranks = [target.sources[source] for target in targets_of(source, 0)]
