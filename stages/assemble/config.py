@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.targets.config import MOE_TARGETS
 from stages.calibration.config import FITTED_ROUTERS, ROUTERS, is_priced, unread_of_descent
 
-VERSION = 9
+VERSION = 10
 
 TARGETS = ("auto", *MOE_TARGETS)
 
