@@ -20,14 +20,16 @@ def soft_choice(scores_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]) 
     """Sigmoid of each score's distance from the border between the chosen experts and the others.
 
     The border is half-way between the lowest chosen score and the highest other one. Border and width have no gradient.
+    If all experts are chosen or all scores are equal, there is no border, and the gradient is 0.
     """
     chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
     with torch.no_grad():
         lowest_T1 = scores_TE.masked_fill(~chosen_TE, torch.inf).amin(1, keepdim=True)
         highest_T1 = scores_TE.masked_fill(chosen_TE, -torch.inf).amax(1, keepdim=True)
-        # With all experts chosen there is no border, and the gradient is 0.
-        border_T1 = torch.where(highest_T1.isfinite(), (lowest_T1 + highest_T1) / 2, -torch.inf)
-        width_T1 = TEMPERATURE * scores_TE.std(1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)
+        spread_T1 = scores_TE.std(1, keepdim=True, correction=min(1, scores_TE.shape[1] - 1))
+        divided_T1 = highest_T1.isfinite() & (spread_T1 > 0)
+        border_T1 = torch.where(divided_T1, (lowest_T1 + highest_T1) / 2, 0)
+        width_T1 = torch.where(divided_T1, TEMPERATURE * spread_T1, torch.inf)
     return torch.sigmoid((scores_TE - border_T1) / width_T1)
 
 

@@ -75,6 +75,8 @@ def warn_of_unread(
     if settings.stage == "diagnose":
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
+    if shape is not None and target is not None and involves(settings, "train"):
+        _warn_of_constant_gates(settings.train, shape, target)
     pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
     left_out = [name for name in baselines if name not in POOL_BASELINES]
     if pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
@@ -106,6 +108,16 @@ def _warn_of_sampling(settings: Settings) -> None:
             "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
             settings.stage, sample, tokens,
         )  # fmt: skip
+
+
+def _warn_of_constant_gates(train: TrainConfig, shape: MoEShape, target: MoETarget) -> None:
+    """Warn if the loss has no gradient for the routers, and only auxiliary losses would move them."""
+    if shape.top_k == 1 < shape.experts and target.normalised(shape) and not train.straight_through:
+        logger.warning(
+            "top_k=1: %s gives the chosen expert a gate of 1, so the loss has no gradient for the routers, and "
+            "only train.balance and train.z_weight move them; train.straight_through=true gives it one",
+            target.model_type,
+        )
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:

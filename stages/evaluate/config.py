@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 VERSION = 5
 
 BASELINES = {  # name → row of the table
-    "unaligned": "the same experts and choices, weights as cut",
+    "unaligned": "this MoE before projection, weights as cut",
     "static_mask": "static mask of the same width",
-    "static_mask_aligned": "static mask, aligned like this MoE",
-    "best_mask_aligned": "best static mask (neurons by what alignment loses least), aligned",
+    "static_mask_aligned": "static mask, down columns aligned",
+    "best_mask_aligned": "best static mask (neurons by what alignment loses least), down columns aligned",
     "random_router": "random router, weights as cut",
     "random_router_aligned": "random router, aligned to its own routing",
     "cmoe": "CMoE (arXiv:2502.04416)",
-    "cmoe_aligned": "CMoE, aligned like this MoE",
+    "cmoe_aligned": "CMoE, down columns aligned",
     "moefication": "MoEfication (arXiv:2110.01786), its untrained router",
-    "moefication_aligned": "MoEfication, aligned like this MoE",
+    "moefication_aligned": "MoEfication, down columns aligned",
     "oracle": "output oracle, weights as cut",
     "oracle_aligned": "output oracle, aligned",
 }

@@ -46,6 +46,7 @@ class Evaluation:
     losses: Mapping[str, MeanLoss]
     costs: Mapping[str, ModelCost]
     layers: Sequence[LayerResult]
+    trained: bool = False  # the MoE is the checkpoint of stage=train
 
     def gap(self, name: str) -> float:
         """Loss above the dense model's, nats per token."""
@@ -77,6 +78,7 @@ def notes(evaluation: Evaluation) -> list[str]:
     layers = [layer for index, layer in enumerate(evaluation.layers) if index not in shape.dense_layers]
     mean_error = sum(layer.error for layer in layers) / len(layers)
     agreement = sum(layer.agreement for layer in layers) / len(layers)
+    trained = "this MoE is trained by stage=train; the dense model and the baselines are not"
     pooled = (
         "one pool of experts for all layers: active parameters are counted in every layer that uses them; masks and "
         "oracles, which choose among one layer's neurons, are left out"
@@ -88,6 +90,7 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"{oracle_name(shape)} on "
         f"{agreement:.0%} of its choices (chance {shape.top_k / shape.experts:.0%}); load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
+        *([trained] if evaluation.trained else []),
         *([f"layers {', '.join(map(str, shape.dense_layers))} stay dense"] if shape.dense_layers else []),
         *([pooled] if shape.pooled else []),
         *costly_layers(evaluation),

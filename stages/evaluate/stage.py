@@ -60,7 +60,8 @@ def run(
             )
     if not job.workers.leads:
         return NOTHING
-    evaluation = Evaluation(shape, partition.width, losses["dense"].tokens, losses | baselines, costs, layers)
+    tokens, trained = losses["dense"].tokens, evaluate.checkpoint == "train"
+    evaluation = Evaluation(shape, partition.width, tokens, losses | baselines, costs, layers, trained)
     write_report(evaluation, job.out)
     return summarise(evaluation)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass

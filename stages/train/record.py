@@ -182,7 +182,8 @@ def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
         f"dense model: held-out loss {dense:.4f}; {text_tokens:,} tokens of text, read {seen / text_tokens:.1f} times"
     ]
     if gaps[0] > 0:
-        notes.append(f"training closed {1 - gaps[-1] / gaps[0]:.0%} of the gap")
+        closed = 1 - gaps[-1] / gaps[0]
+        notes.append(f"training closed {closed:.0%} of the gap" if closed >= 0 else f"the gap grew by {-closed:.0%}")
     return Table("continued pretraining", _COLUMNS, rows, notes)
 
 

@@ -161,9 +161,12 @@ def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: floa
 def write_native(model: PreTrainedModel, like: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the weights in `dtype`, with config.json, tokenizer and code of the checkpoint `like`.
 
-    The config.json that transformers 5 writes is misread by version 4; that of `like` is valid for both.
+    Selection biases stay in float32, as in `like`. The config.json that transformers 5 writes is misread by version 4;
+    that of `like` is valid for both.
     """
-    model.to(dtype).save_pretrained(folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(folder)
     for path in like.iterdir():
         if path.suffix in {".json", ".py"} and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)

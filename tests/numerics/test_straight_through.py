@@ -103,10 +103,17 @@ def test_the_border_lies_between_chosen_and_others():
     assert soft_TE.isfinite().all()
 
 
-def test_where_all_are_chosen_nothing_is_to_be_learnt():
-    scores_TE = torch.randn(3, 4, requires_grad=True)
-    soft_choice(scores_TE, torch.arange(4).expand(3, 4)).sum().backward()
-    assert not scores_TE.grad.any()
+@pytest.mark.parametrize("experts", [1, 4])
+def test_where_all_are_chosen_nothing_is_to_be_learnt(experts):
+    scores_TE = torch.randn(3, experts, requires_grad=True)
+    soft_choice(scores_TE, torch.arange(experts).expand(3, experts)).sum().backward()
+    assert scores_TE.grad.tolist() == [[0.0] * experts] * 3
+
+
+def test_equal_scores_have_no_border():
+    scores_TE = torch.full((3, 4), 0.3, requires_grad=True)
+    soft_choice(scores_TE, torch.tensor([[0, 1]]).expand(3, 2)).sum().backward()
+    assert scores_TE.grad.tolist() == [[0.0] * 4] * 3
 
 
 def test_the_bias_of_a_router_from_remote_code_is_on_its_logits(tmp_path, monkeypatch):

@@ -330,6 +330,18 @@ def test_a_training_must_add_up(texts):
     assert len(texts("stage=evaluate", "evaluate.checkpoint=train", *words)) == 3
 
 
+def test_routers_that_the_training_loss_does_not_reach_are_said(texts, caplog):
+    """Qwen3Moe renormalises the gate of a single expert to 1; Glm4Moe, which has always-on neurons, does not."""
+    words = ["stage=train", "experts=5", "n=320", "always_on=0", "top_k=1"]
+    assert texts(*words) == []
+    (said,) = (message for message in caplog.messages if message.startswith("top_k=1: "))
+    assert said.startswith("top_k=1: qwen3_moe gives the chosen expert a gate of 1, ")
+    caplog.clear()
+    for others in (["stage=project"], ["top_k=2"], ["always_on=64"], ["train.straight_through=true"]):
+        assert texts(*words, *others) == []
+    assert not any(message.startswith("top_k=1: ") for message in caplog.messages)
+
+
 def test_a_selection_bias_is_moved_only_where_there_is_one(texts):
     words = ["train.balance=selection_bias"]
     assert texts("stage=train", "assemble.target=qwen3_moe", "always_on=0", *words) == [

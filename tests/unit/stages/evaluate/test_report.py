@@ -83,6 +83,13 @@ def test_the_table_for_the_console_is_that_of_the_page(evaluation):
     assert table.rows[1] == ["this MoE", "8.166", "+0.1000", "1.60 M", "2.30 M", ""]
 
 
+def test_a_trained_carve_is_told_from_baselines_that_are_not(evaluation):
+    notes = summarise(replace(evaluation, trained=True)).notes
+    assert [note for note in notes if note not in summarise(evaluation).notes] == [
+        "this MoE is trained by stage=train; the dense model and the baselines are not"
+    ]
+
+
 @pytest.mark.parametrize(
     ("saved", "dense", "advice"),
     [

@@ -118,6 +118,8 @@ def test_table_has_a_row_for_the_start_and_every_phase():
         "dense model: held-out loss 2.0000; 600 tokens of text, read 1.5 times",
         "training closed 75% of the gap",
     ]
+    worse = [*LINES, {"step": 9, "phase": "experts", "heldout_loss": 2.5}]
+    assert summarise(worse, phases, 600).notes[1] == "the gap grew by 25%"
 
 
 def test_card_says_what_training_did():

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from pico_moes import make_moe
+from safetensors.torch import load_file
 
-from models.training import Part
+from models.training import Part, find_routers, selection_bias
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
@@ -81,3 +82,15 @@ def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
         gc.enable()
     assert (tmp_path / "all/final/config.json").exists()
     assert [reference() for reference in alive] == [None] * 3
+
+
+def test_weights_are_rounded_and_selection_biases_are_not(tmp_path):
+    model, bias_E = make_moe("glm4_moe"), torch.tensor([0.1013, -0.0507, 0.0251, -0.0333, 0.0717])
+    for router in find_routers(model):
+        selection_bias(router).copy_(bias_E)
+    model.save_pretrained(tmp_path / "start")
+    stage.write_native(model, tmp_path / "start", tmp_path / "out", torch.bfloat16)
+    written = load_file(tmp_path / "out/model.safetensors")
+    biases = [written.pop(name) for name in sorted(written) if name.endswith("e_score_correction_bias")]
+    assert [tensor.tolist() for tensor in biases] == [bias_E.tolist()] * 2
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
