@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table, called_name
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table
 from instruments.static_check.definitions import Definitions, Function
 from instruments.static_check.source import Finding, Source
 
@@ -59,14 +59,10 @@ class Call:
     """A call with evaluated arguments."""
 
     node: ast.Call
+    word: str  # last name of the called function
     base: Value  # the method's object
     arguments: list[Value]
     words: dict[str, Value]
-
-    @property
-    def word(self) -> str:
-        """Last name of the called function."""
-        return called_name(self.node)
 
     @property
     def every(self) -> list[Value]:
