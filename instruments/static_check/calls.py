@@ -55,8 +55,9 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
     node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
     if (done := check_gradients(call, state, frame)) is not None:
         return done
-    known = frame.definitions.functions.get(func.id) if isinstance(func, ast.Name) else None
-    if known is not None and func.id not in frame.definitions.imports:
+    own = isinstance(func, ast.Name) and func.id not in frame.definitions.imports
+    known = frame.definitions.functions.get(word) if own else None
+    if known is not None:
         return frame.report.follow(frame, state, known, None, node, every)
     if (made := _make(call, state, frame)) is not None:
         return made

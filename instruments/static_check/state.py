@@ -160,7 +160,7 @@ def element_of(value: Value) -> Value:
         return replace(value, kind="parameter")
     if value.kind == "parts" and isinstance(value.ref, tuple) and value.ref:
         return value.ref[0] if all(part == value.ref[0] for part in value.ref) else UNKNOWN
-    return value if value.kind in {"", "module", "parameter"} and not value.is_constant else UNKNOWN
+    return value if value.kind in {"", "module", "parameter", "optimizer"} and not value.is_constant else UNKNOWN
 
 
 OFF = Region(enabled=False)

@@ -49,3 +49,31 @@ def test_a_function_of_the_file_is_not_taken_for_an_imported_one_of_the_same_nam
     loss = {}(model(x))
     """
     assert check(code.format("theirs")) == check(code.format("loss_of")) == [(5, "LP102")]
+
+
+@pytest.mark.parametrize("cast", ["m.half()", "m.to(device, dtype=torch.half)"])
+def test_a_cast_whose_result_is_dropped_is_one_of_a_module(check, cast):
+    code = f"""
+    import torch
+    m = Big()
+    {cast}
+    o = torch.optim.SGD([{{"params": m.body.parameters()}}], 0.1)
+    m(x).mean().backward()
+    o.step()
+    """
+    assert check(code) == [(3, "LP101")]
+    assert check(code.replace(f"\n    {cast}", f"\n    y = {cast}")) == []
+
+
+def test_optimizers_in_a_list(check):
+    code = """
+    import torch
+    nets = [Net().half() for _ in range(3)]
+    opts = [torch.optim.Adam(n.parameters()) for n in nets]
+    for x in batches:
+        for n, o in zip(nets, opts):
+            n(x).mean().backward()
+            o.step()
+    """
+    assert check(code) == [(2, "LP101")]
+    assert check(code.replace(".half()", "")) == []
