@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
+from instruments.hooks import OwnHook
 from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.call import bind_arguments, read_call, replace_argument
 from instruments.parameter_scan.module_hooks import TargetHooks
@@ -87,10 +88,10 @@ class ParameterTensorScanner:
         _SCANNED.update(modules)
         hooks = (TargetHooks(target, self._passes, self._product) for target in self._targets)
         self._handles = [
-            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._model.register_forward_pre_hook(OwnHook(self._begin), with_kwargs=True),
             *(handle for own in hooks for handle in own.install()),
             *self._uses.install(),
-            self._model.register_forward_hook(self._end, always_call=True),
+            self._model.register_forward_hook(OwnHook(self._end), always_call=True),
         ]
         return self
 

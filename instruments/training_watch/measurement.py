@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
+from instruments.hooks import OwnHook
 from instruments.precision.calls import as_real, find_tensors, in_backward, plain_name
 from instruments.training_watch import verdict
 from instruments.training_watch.gradient_norms import MISSING, gradient_norms, is_finite
@@ -91,7 +92,8 @@ class Measurement:
     def add_hooks(self) -> Iterator[RemovableHandle]:
         """Hook the modules one by one; without `config.activations` there are none."""
         for name, module in self._modules:
-            yield module.register_forward_hook(self._hook(name, owns=next(module.parameters(), None) is not None))
+            look = self._hook(name, owns=next(module.parameters(), None) is not None)
+            yield module.register_forward_hook(OwnHook(look))
 
     def _hook(self, name: str, *, owns: bool) -> Callable[[nn.Module, Any, Any], None]:
         """`owns`: the module has parameters. Without, only outputs with a gradient count: others may be masks."""

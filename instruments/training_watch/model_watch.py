@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instruments.errors import ConfigError
+from instruments.hooks import OwnHook
 from instruments.precision.calls import in_backward
 from instruments.training_watch.gradient_norms import gradient_norms
 from instruments.training_watch.measurement import Measurement, find_parameters, logger
@@ -96,8 +97,8 @@ class ModelWatch:
         for handle in self.measurement.add_hooks():
             self._undo.callback(handle.remove)
         if not isinstance(model, torch.jit.ScriptModule):
-            self._undo.callback(model.register_forward_pre_hook(self._begin).remove)
-            self._undo.callback(model.register_forward_hook(self._end).remove)
+            self._undo.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
+            self._undo.callback(model.register_forward_hook(OwnHook(self._end)).remove)
         self._listen()
         GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
 
