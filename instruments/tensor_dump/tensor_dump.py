@@ -267,7 +267,7 @@ class TensorDump:
         self._running = None
         recorder.close()
         writer.close()
-        self.manifest.finish(recorder.dumped_steps)
+        self.manifest.finish(recorder.dumped_steps, held_back=self.config.last_steps is not None)
         for complaint in self.manifest.complaints():
             logger.warning("tensor dump %s: %s", self.folder, complaint)
         if kind is None:
