@@ -1,8 +1,11 @@
 """Hooks of a module that its copies and pickles do not have."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 
 class OwnHook:
@@ -18,3 +21,10 @@ class OwnHook:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
         """A function of the standard library that takes any arguments and returns None."""
         return getattr, (nullcontext(), "__exit__")
+
+
+class EagerHook(OwnHook):
+    """A hook that torch.compile does not trace: the module is compiled in parts, before and after its hooks."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__(torch.compiler.disable(run) if "torch._dynamo" in sys.modules else run)

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.hooks import OwnHook
+from instruments.hooks import EagerHook
 
 _GROUPED = {
     getattr(place, name)
@@ -99,6 +99,6 @@ def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | Non
             inside.__exit__(None, None, None)
 
     return [
-        module.register_forward_pre_hook(OwnHook(before), with_kwargs=True),
-        module.register_forward_hook(OwnHook(after), always_call=True),  # recomputation stops early, with an exception
+        module.register_forward_pre_hook(EagerHook(before), with_kwargs=True),
+        module.register_forward_hook(EagerHook(after), always_call=True),  # recomputation ends by an exception
     ]

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
 from instruments.gradients import prefer_gram, watch
-from instruments.hooks import OwnHook
+from instruments.hooks import EagerHook
 from instruments.parameter_scan import inputs
 from instruments.parameter_scan.block_squares import block_squares, sum_blocks
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
@@ -244,4 +244,4 @@ def _listen(module: nn.Module, receive: Callable[[Tensor, Tensor], Tensor | None
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         return receive(args[0] if args else next(iter(kwargs.values())), output)
 
-    return module.register_forward_hook(OwnHook(hook), with_kwargs=True)
+    return module.register_forward_hook(EagerHook(hook), with_kwargs=True)

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.hooks import OwnHook
+from instruments.hooks import EagerHook
 from instruments.parameter_scan.targets import Target
 from instruments.transformers_layers import conv1d_kind
 
@@ -35,8 +35,8 @@ class WeightUses(TorchFunctionMode):
         for target in self._targets:
             for module in filter(None, (target.module, target.head)):
                 begin, end = partial(self._begin_module, target), partial(self._end_module, target)
-                yield module.register_forward_pre_hook(OwnHook(begin))
-                yield module.register_forward_hook(OwnHook(end), always_call=True)
+                yield module.register_forward_pre_hook(EagerHook(begin))
+                yield module.register_forward_hook(EagerHook(end), always_call=True)
 
     def _begin_module(self, target: Target, *_: object) -> None:
         self._running.add(target)
