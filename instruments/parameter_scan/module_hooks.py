@@ -87,8 +87,7 @@ class TargetHooks:
             # A checkpoint recomputes the saved tensors, and autograd does not compare their versions.
             if any(tensor._version > version for tensor, version in zip(saved, versions, strict=True)):
                 on_changed()
-            elif not self.passes.closed:
-                self.passes.reach(scan_pass)
+            elif self.passes.is_reached(scan_pass):
                 receive(scan_pass, inputs.narrow(grad), *map(inputs.narrow, saved))
 
         return watch(unless_closed, output, *saved, on_changed=on_changed)

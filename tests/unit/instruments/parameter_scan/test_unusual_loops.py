@@ -98,3 +98,16 @@ def test_per_sample_gradients_by_torch_func(tmp_path):
         assert gradients.flatten(1).norm(dim=1).tolist() == pytest.approx(expected[name], rel=1e-4)
     sources = [record.source for record in Listing(tmp_path / "dump").records]
     assert {(source.call, source.evaluation) for source in sources} == {(0, False)}
+
+
+def test_a_gradient_of_gradients_is_not_recorded(caplog):
+    """It reaches the weights also by the first backward pass, where no hook is."""
+    model = Net()
+    expected = truth(model)
+    with ParameterTensorScanner(model) as scanner:
+        loss = loss_of(model(input_ids=IDS))
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(one.square().sum() for one in gradients).backward()
+        assert caplog.messages == ["parameter scan: gradients of gradients (create_graph=True) are not recorded"]
+        loss_of(model(input_ids=IDS)).backward()
+    check(scanner, expected, records=2)
