@@ -10,6 +10,8 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from instruments.hooks import EagerHook
+
 _GROUPED = {
     getattr(place, name)
     for place, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
@@ -97,6 +99,6 @@ def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | Non
             inside.__exit__(None, None, None)
 
     return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, always_call=True),  # recomputation stops early, with an exception
+        module.register_forward_pre_hook(EagerHook(before), with_kwargs=True),
+        module.register_forward_hook(EagerHook(after), always_call=True),  # recomputation ends by an exception
     ]

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
 from instruments.gradients import prefer_gram, watch
+from instruments.hooks import EagerHook
 from instruments.parameter_scan import inputs
 from instruments.parameter_scan.block_squares import block_squares, sum_blocks
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
@@ -86,8 +87,7 @@ class TargetHooks:
             # A checkpoint recomputes the saved tensors, and autograd does not compare their versions.
             if any(tensor._version > version for tensor, version in zip(saved, versions, strict=True)):
                 on_changed()
-            elif not self.passes.closed:
-                self.passes.reach(scan_pass)
+            elif self.passes.is_reached(scan_pass):
                 receive(scan_pass, inputs.narrow(grad), *map(inputs.narrow, saved))
 
         return watch(unless_closed, output, *saved, on_changed=on_changed)
@@ -243,4 +243,4 @@ def _listen(module: nn.Module, receive: Callable[[Tensor, Tensor], Tensor | None
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         return receive(args[0] if args else next(iter(kwargs.values())), output)
 
-    return module.register_forward_hook(hook, with_kwargs=True)
+    return module.register_forward_hook(EagerHook(hook), with_kwargs=True)

@@ -48,6 +48,7 @@ class ScanPass:
     dropped: set[int] = field(default_factory=set)  # parameters whose norms would be wrong
     heads: dict[int, HeadPart] = field(default_factory=dict)  # gradient parts of tied output embeddings
     last_input: InputSquares | None = None  # of the module measured last
+    differentiated: bool = False  # its backward pass has a graph of its own, which uses the weights again
     positions_first: bool = False  # whether a layer received (T, B, N); known only where T equals B
 
     def note_order(self, ids_BT: Tensor) -> None:
@@ -111,7 +112,7 @@ class Passes:
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
         self._reached: list[ScanPass] = []
-        self._warned = False
+        self._warned = self._told = False
 
     def recomputed(self) -> bool:
         """Whether the forward pass that begins is recomputed by a backward pass (checkpointing of the whole model)."""
@@ -178,9 +179,20 @@ class Passes:
         """The backward pass has reached this pass: its outputs, or, if they were not found in it, a layer."""
         if self.closed or scan_pass in self._reached:
             return
+        if scan_pass.differentiated:
+            if not self._told:
+                self._told = True
+                logger.warning("parameter scan: gradients of gradients (create_graph=True) are not recorded")
+            return
+        scan_pass.differentiated = torch.is_grad_enabled()
         if not self._reached:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reached.append(scan_pass)
+
+    def is_reached(self, scan_pass: ScanPass) -> bool:
+        """Whether the current backward pass is recorded for this pass."""
+        self.reach(scan_pass)
+        return scan_pass in self._reached
 
     def _finish(self) -> None:
         """Collect the measurements at the end of the whole backward pass."""

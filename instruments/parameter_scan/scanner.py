@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
+from instruments.hooks import EagerHook
 from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.call import bind_arguments, read_call, replace_argument
 from instruments.parameter_scan.module_hooks import TargetHooks
@@ -22,6 +23,7 @@ from instruments.parameter_scan.record import to_record
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
 from instruments.parameter_scan.targets import ScanRecord, Selection, Target, refusal, warn_left_out
 from instruments.parameter_scan.weight_uses import WeightUses
+from instruments.precision.calls import in_transform
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +89,10 @@ class ParameterTensorScanner:
         _SCANNED.update(modules)
         hooks = (TargetHooks(target, self._passes, self._product) for target in self._targets)
         self._handles = [
-            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._model.register_forward_pre_hook(EagerHook(self._begin), with_kwargs=True),
             *(handle for own in hooks for handle in own.install()),
             *self._uses.install(),
-            self._model.register_forward_hook(self._end, always_call=True),
+            self._model.register_forward_hook(EagerHook(self._end), always_call=True),
         ]
         return self
 
@@ -151,11 +153,13 @@ class ParameterTensorScanner:
             return None  # recomputation: its modules use the pass of the backward pass
         self._deliver()
         self._passes.begin(None)
-        if self._gradients and not torch.is_grad_enabled():
+        if (self._gradients and not torch.is_grad_enabled()) or in_transform():
             return None
         arguments = bind_arguments(model, args, kwargs)
         config = getattr(model, "config", None)
         facts = read_call(arguments, encoder_decoder=getattr(config, "is_encoder_decoder", False) is True)
+        if not facts.samples * facts.length:
+            return None  # an empty batch
         self._step += 1
         names = self._names or [f"step {self._step}, sample {sample + 1}" for sample in range(facts.samples)]
         if len(names) != facts.samples:

@@ -1,6 +1,7 @@
 """Find uses of watched weights that the hooks on their modules do not see."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from instruments.hooks import EagerHook
 from instruments.parameter_scan.targets import Target
 from instruments.transformers_layers import conv1d_kind
 
@@ -32,8 +34,15 @@ class WeightUses(TorchFunctionMode):
         """Hooks on the modules, whose own use of the weight is not noted."""
         for target in self._targets:
             for module in filter(None, (target.module, target.head)):
-                yield module.register_forward_pre_hook(lambda *_, own=target: self._running.add(own))
-                yield module.register_forward_hook(lambda *_, own=target: self._running.discard(own), always_call=True)
+                begin, end = partial(self._begin_module, target), partial(self._end_module, target)
+                yield module.register_forward_pre_hook(EagerHook(begin))
+                yield module.register_forward_hook(EagerHook(end), always_call=True)
+
+    def _begin_module(self, target: Target, *_: object) -> None:
+        self._running.add(target)
+
+    def _end_module(self, target: Target, *_: object) -> None:
+        self._running.discard(target)
 
     def begin(self) -> None:
         """A forward pass begins."""

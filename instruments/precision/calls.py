@@ -21,6 +21,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_training_pass() -> bool:
+    """Whether a forward pass with gradients runs: neither compiled, nor recomputed, nor transformed by torch.func."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+        return False
+    return not in_transform()
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad) runs, whose tensors must not outlive it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Name without "torch.", such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -60,12 +60,19 @@ def arguments_of(
     if isinstance(sample, Tensor):
         sample = (sample,)
     args, kwargs = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if _takes_cache(model):
         kwargs.setdefault("use_cache", False)
     placed: Arguments = map_tensors(
         lambda tensor: tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype), (args, kwargs)
     )
     return placed
+
+
+def _takes_cache(model: nn.Module) -> bool:
+    """Whether the model, or the one to which a wrapper such as PEFT's passes its arguments, takes `use_cache`."""
+    parameters, inside = inspect.signature(model.forward).parameters, list(model.children())
+    passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "use_cache" in parameters or (passes_on and len(inside) == 1 and _takes_cache(inside[0]))
 
 
 # Perturbed passes; in a single one, it is chance whether a choice near the border changes.

@@ -55,8 +55,9 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
     node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
     if (done := check_gradients(call, state, frame)) is not None:
         return done
-    known = frame.definitions.functions.get(word) if isinstance(func, ast.Name) else None
-    if known is not None and word not in frame.definitions.imports:
+    own = isinstance(func, ast.Name) and func.id not in frame.definitions.imports
+    known = frame.definitions.functions.get(word) if own else None
+    if known is not None:
         return frame.report.follow(frame, state, known, None, node, every)
     if (made := _make(call, state, frame)) is not None:
         return made
@@ -139,7 +140,7 @@ def _read_region(call: Call, frame: Frame) -> Region | None:
     node, word, every, words = call.node, call.word, call.every, call.words
     if word == "partial" and node.args:
         node, every = ast.copy_location(ast.Call(node.args[0], node.args[1:], node.keywords), node), every[1:]
-        word = called_name(node)
+        word = frame.definitions.called_name(node)
     full = frame.definitions.full_name(node.func)
     if full not in AUTOCASTS:
         if word not in _MANAGED:

@@ -46,6 +46,12 @@ class Definitions:
         head, dot, rest = text_of(node).partition(".")
         return self.imports[head] + dot + rest if head in self.imports else ""
 
+    def called_name(self, call: ast.Call) -> str:
+        """Last name of the called function in its own module: `f` for `a.f()`, and for `g()` after `import f as g`."""
+        if isinstance(call.func, ast.Name):
+            return self.imports.get(call.func.id, call.func.id).rpartition(".")[2]
+        return called_name(call)
+
     def policy(self, *managers: str) -> Policy | None:
         """The first policy of these libraries."""
         return next((one for one in self.policies if one.manager in managers), None)
@@ -107,7 +113,7 @@ def find_definitions(tree: ast.Module) -> Definitions:
     for node in ast.walk(tree):
         if isinstance(node, Function) and id(node) not in owned:
             found.functions.setdefault(node.name, node)
-    found.scales |= any("scaler" in last_word(word).lower() for word in words)
+    found.scales |= any("scaler" in last_word(found.imports.get(word, word)).lower() for word in words)
     imported = {*found.imports, *found.imports.values()}
     found.has_masters = any(_MASTERS.search(word) for word in words | imported)
     return found
@@ -127,7 +133,7 @@ def find_imports(tree: ast.Module) -> dict[str, str]:
 
 
 def _note_call(node: ast.Call, found: Definitions) -> None:
-    word = called_name(node)
+    word = found.called_name(node)
     if policy := _read_policy(node, word, found):
         found.policies.append(policy)
     found.trains |= word in {"backward", "manual_backward"} or word.endswith("Trainer")

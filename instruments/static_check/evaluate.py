@@ -152,4 +152,4 @@ def _call(node: ast.Call, state: State, frame: Frame) -> Value:
         value = evaluate(one.value, state, frame)
         known = value.ref if one.arg is None and value.kind == "dict" and isinstance(value.ref, tuple) else ()
         words |= {key: part for key, part in known if isinstance(key, str)} or {one.arg or "": value}
-    return call_value(Call(node, base, arguments, words), state, frame)
+    return call_value(Call(node, frame.definitions.called_name(node), base, arguments, words), state, frame)

@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import replace
 
-from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, called_name, last_word, text_of
+from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, last_word, text_of
 from instruments.static_check.rules import report
 from instruments.static_check.source import NOTE
 from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Call, Frame, Module, State, Value
@@ -105,7 +105,7 @@ def module_method(node: ast.Call, word: str, key: object, state: State) -> Value
 
 def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value | None:
     """Value of a call that makes an optimizer of the modules named in it; None for other calls."""
-    full, word = frame.definitions.full_name(node.func), called_name(node)
+    full, word = frame.definitions.full_name(node.func), frame.definitions.called_name(node)
     if "lr_scheduler" in full or "sched" in word.lower() or word.endswith(("LR", "Scheduler")):
         return Value(kind="scheduler")
     if not (full.startswith("torch.optim.") or (_OPTIMIZERS.search(word) and word not in {"step", "optimizers"})):

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table, called_name
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table
 from instruments.static_check.definitions import Definitions, Function
 from instruments.static_check.source import Finding, Source
 
@@ -59,14 +59,10 @@ class Call:
     """A call with evaluated arguments."""
 
     node: ast.Call
+    word: str  # last name of the called function
     base: Value  # the method's object
     arguments: list[Value]
     words: dict[str, Value]
-
-    @property
-    def word(self) -> str:
-        """Last name of the called function."""
-        return called_name(self.node)
 
     @property
     def every(self) -> list[Value]:
@@ -164,7 +160,7 @@ def element_of(value: Value) -> Value:
         return replace(value, kind="parameter")
     if value.kind == "parts" and isinstance(value.ref, tuple) and value.ref:
         return value.ref[0] if all(part == value.ref[0] for part in value.ref) else UNKNOWN
-    return value if value.kind in {"", "module", "parameter"} and not value.is_constant else UNKNOWN
+    return value if value.kind in {"", "module", "parameter", "optimizer"} and not value.is_constant else UNKNOWN
 
 
 OFF = Region(enabled=False)

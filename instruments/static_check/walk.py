@@ -8,7 +8,7 @@ from instruments.static_check.autocast import BFLOAT16, FLOAT16, called_name, la
 from instruments.static_check.definitions import Function
 from instruments.static_check.evaluate import bind, evaluate
 from instruments.static_check.gradient_rules import depends_on, read_condition, touches_scaling
-from instruments.static_check.modules import check_unused
+from instruments.static_check.modules import check_unused, module_key
 from instruments.static_check.numeric_rules import check_growing
 from instruments.static_check.rules import report as note
 from instruments.static_check.state import UNKNOWN, Frame, Region, Report, State, Value, element_of, join
@@ -211,9 +211,17 @@ def _walk_simple(statement: ast.stmt, way: State, frame: Frame) -> None:
         case ast.Raise() | ast.Continue() | ast.Break():
             way.ended = True
         case _:
+            _note_module(statement, way, frame)
             for part in ast.iter_child_nodes(statement):
                 if isinstance(part, ast.expr):
                     evaluate(part, way, frame)
+
+
+def _note_module(statement: ast.stmt, way: State, frame: Frame) -> None:
+    """A cast whose result is dropped is one in place, of a module."""
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(owner, "half" | "bfloat16" | "to"))) if text_of(owner):
+            module_key(owner, evaluate(owner, way, frame), way, frame, surely=True)
 
 
 def _check_average(target: ast.expr, value: ast.expr, way: State, frame: Frame) -> None:

@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
+from instruments.hooks import OwnHook
 from instruments.precision.calls import is_sharded
 from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
 from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, TENSORS
@@ -116,7 +117,10 @@ def _hook_calls(
         if calls:  # a tuple also has the bias, the norm's output or the attention weights
             end(calls.pop(), result[0] if isinstance(result, tuple) and result else result)
 
-    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+    return [
+        module.register_forward_pre_hook(OwnHook(before), with_kwargs=True),
+        module.register_forward_hook(OwnHook(after)),
+    ]
 
 
 def watch_weighted(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:

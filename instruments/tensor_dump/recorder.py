@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.precision.calls import dtype_name, in_backward
+from instruments.precision.calls import dtype_name, in_backward, in_transform
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
@@ -112,8 +112,8 @@ class Recorder:
         return sum(count for (_chunk, evaluation), count in self._microbatches.items() if not evaluation)
 
     def begin_call(self, watched: Watched, first_input: Tensor) -> Call | None:
-        """A watched module is called; None if this step is not dumped or the dump has ended."""
-        if not (self._active and self._open):
+        """A watched module is called; None if this call is not dumped."""
+        if not (self._active and self._open) or in_transform():
             return None
         # Outside a forward pass of the whole model, such as in model.encode(x), the call itself decides.
         evaluation = self._evaluating.get(watched.chunk, not torch.is_grad_enabled())

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
+from instruments.hooks import OwnHook
 from instruments.precision.calls import WRAPPERS, plain_name
 from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, quant_type_of
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
@@ -210,10 +211,10 @@ class TensorDump:
         self._running = recorder, writer
         _DUMPED.update(modules)
         for number, root in enumerate(self._roots):
-            begin = root.register_forward_pre_hook(lambda *_, chunk=number: self._begin_pass(chunk))
-            end = root.register_forward_hook(lambda *_, chunk=number: recorder.end_microbatch(chunk), always_call=True)
-            self._hooks.enter_context(begin)
-            self._hooks.enter_context(end)
+            begin = OwnHook(lambda *_, chunk=number: self._begin_pass(chunk))
+            end = OwnHook(lambda *_, chunk=number: recorder.end_microbatch(chunk))
+            self._hooks.enter_context(root.register_forward_pre_hook(begin))
+            self._hooks.enter_context(root.register_forward_hook(end, always_call=True))
         for one in self.watched:
             for hook in one.watch(one, recorder):
                 self._hooks.enter_context(hook)
@@ -266,7 +267,7 @@ class TensorDump:
         self._running = None
         recorder.close()
         writer.close()
-        self.manifest.finish(recorder.dumped_steps)
+        self.manifest.finish(recorder.dumped_steps, held_back=self.config.last_steps is not None)
         for complaint in self.manifest.complaints():
             logger.warning("tensor dump %s: %s", self.folder, complaint)
         if kind is None:

@@ -19,7 +19,7 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     Does not wait for the device. Shards of a DTensor are added up over the processes that hold them; all of these
     processes must call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19; fp64 for fp64.
     """
-    device = next((one.device for one in parameters if one.grad is not None), parameters[0].device)
+    device = next((one.device for one in parameters if one.grad is not None), torch.device("cpu"))
     norms_P = torch.full((len(parameters),), MISSING, device=device)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
     for place, parameter in enumerate(parameters):

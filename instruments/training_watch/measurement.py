@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
-from instruments.precision.calls import as_real, find_tensors, in_backward, plain_name
+from instruments.hooks import OwnHook
+from instruments.precision.calls import as_real, find_tensors, in_training_pass, plain_name
 from instruments.training_watch import verdict
 from instruments.training_watch.gradient_norms import MISSING, gradient_norms, is_finite
 from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
@@ -55,6 +56,17 @@ def _find_hooked(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _plain(output: Tensor) -> Tensor:
+    """Real numbers, without the structure of a nested tensor."""
+    return as_real(output.values() if output.layout is torch.jagged else output)
+
+
+def _has_range(values: Tensor) -> bool:
+    """Whether torch finds its minimum; 8-bit formats are scaled to their limits on purpose."""
+    found = values.is_floating_point() and values.itemsize > 1 and values.layout is torch.strided
+    return found and not values.is_nested and values.numel() > 0
+
+
 # Calls of a module in one forward pass that are recorded separately.
 _MOST_CALLS = 64
 
@@ -72,7 +84,8 @@ class Measurement:
             )
         self.model, self.config, self.parameters = model, config, parameters
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        self.device = next((p.device for p in [*trained, *model.parameters()]), torch.device("cpu"))
+        real = (parameter.device for parameter in [*trained, *model.parameters()] if not parameter.is_meta)
+        self.device = next(real, torch.device("cpu"))
         # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
         self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.calls: Counter[str] = Counter()  # in this forward pass
@@ -91,22 +104,22 @@ class Measurement:
     def add_hooks(self) -> Iterator[RemovableHandle]:
         """Hook the modules one by one; without `config.activations` there are none."""
         for name, module in self._modules:
-            yield module.register_forward_hook(self._hook(name, owns=next(module.parameters(), None) is not None))
+            look = self._hook(name, owns=next(module.parameters(), None) is not None)
+            yield module.register_forward_hook(OwnHook(look))
 
     def _hook(self, name: str, *, owns: bool) -> Callable[[nn.Module, Any, Any], None]:
         """`owns`: the module has parameters. Without, only outputs with a gradient count: others may be masks."""
 
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
-            # Compiled code runs no hooks; evaluation and recomputed forward passes are left out.
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+            if not in_training_pass():
                 return
             if self._was_read:
                 self.forget_outputs()
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
-            parts = [as_real(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
+            parts = [_plain(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
             for part in parts:
-                if part.is_floating_point() and part.numel() and not part.is_sparse:
+                if _has_range(part):
                     low, high = torch.aminmax(part)  # one pass, no copy
                     if (before := self.peaks.get((name, call, part.dtype))) is not None:
                         low, high = torch.minimum(low, before[0]), torch.maximum(high, before[1])
@@ -146,7 +159,7 @@ class Measurement:
         layers, lost = self._by_layer(norms, 1 / known_scale if scaled and known_scale else 1.0, outputs)
         found = verdict.judge_finiteness(known_loss, lost, outputs, scaled=scale is not None)
         if not lost:  # non-finite gradients have no norms to judge
-            idle = self._hooked - {output.module for output in outputs} if outputs else ()
+            idle = self._order.keys() - {output.module for output in outputs} if outputs else ()
             found += verdict.judge_norms(layers, self.config, self._histories[optimizer], idle)
         found += verdict.judge_range(outputs, self.config)
         missing = [name for name, norm in norms.items() if norm == MISSING]
@@ -171,7 +184,9 @@ class Measurement:
             norms_P = gradient_norms([*self.parameters.values()]) if self.parameters else torch.zeros(0)
         singles = [torch.as_tensor(one) for one in (loss, scale) if one is not None]
         parts = [norms_P, *singles, *(value for pair in self.peaks.values() for value in pair)]
-        numbers = iter(torch.cat([part.detach().float().reshape(-1).to(self.device) for part in parts]).tolist())
+        wide = any(part.dtype == torch.float64 and part.device == self.device for part in parts)
+        kind = torch.float64 if wide else torch.float32
+        numbers = iter(torch.cat([part.detach().to(self.device, kind).reshape(-1) for part in parts]).tolist())
         norms = {name: next(numbers) for name in self.parameters}
         known_loss, known_scale = (None if one is None else next(numbers) for one in (loss, scale))
         outputs = [Output(name, dtype, next(numbers), next(numbers)) for name, _call, dtype in self.peaks]

@@ -1,7 +1,8 @@
 """Watch a model during training.
 
 Gradient norms are measured at the end of each backward pass, before clipping. They are judged at the step of a torch
-optimizer that has parameters of the model; with a GradScaler, after `unscale_`. With several optimizers (GAN, Muon and
+optimizer that has parameters of the model (with a closure, after its first evaluation); with a GradScaler, after
+`unscale_`. With several optimizers (GAN, Muon and
 AdamW) each has reports of its own; a step ends when one of them steps again. A loop that calls `watch.step(loss)`
 itself, before clipping, turns following of optimizers off.
 """
@@ -15,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import in_backward
+from instruments.hooks import OwnHook
+from instruments.precision.calls import in_backward, in_training_pass
 from instruments.training_watch.gradient_norms import gradient_norms
 from instruments.training_watch.measurement import Measurement, find_parameters, logger
+from instruments.training_watch.optimizer_steps import on_each_step
 from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
 
 if TYPE_CHECKING:
@@ -86,18 +89,12 @@ class ModelWatch:
             logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
 
     def _add_hooks(self, model: nn.Module) -> None:
-        ours = weakref.ref(self)  # the hook is global and must not keep the model alive
-
-        def before_step(stepping: Optimizer, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
-            if (watch := ours()) is not None:
-                watch.look_before_step(stepping)
-
-        self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+        self._undo.callback(on_each_step(self.look_before_step).remove)
         for handle in self.measurement.add_hooks():
             self._undo.callback(handle.remove)
         if not isinstance(model, torch.jit.ScriptModule):
-            self._undo.callback(model.register_forward_pre_hook(self._begin).remove)
-            self._undo.callback(model.register_forward_hook(self._end).remove)
+            self._undo.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
+            self._undo.callback(model.register_forward_hook(OwnHook(self._end)).remove)
         self._listen()
         GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
 
@@ -105,7 +102,7 @@ class ModelWatch:
         """Add hooks to trained parameters, also to those that were frozen at the last call."""
         ours = weakref.ref(self)
         for name, parameter in self.measurement.parameters.items():
-            if parameter.requires_grad and parameter.is_leaf and name not in self._heard:
+            if parameter.requires_grad and parameter.is_leaf and name not in self._heard and not is_lazy(parameter):
                 handle = parameter.register_post_accumulate_grad_hook(
                     lambda _: (watch := ours()) and watch._await_end()  # type: ignore[func-returns-value]
                 )
@@ -158,7 +155,7 @@ class ModelWatch:
 
     def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
         """At a forward pass: measured gradients that changed without an optimizer's step were a manual step."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+        if not in_training_pass():
             return
         self.measurement.calls.clear()
         self._listen()
@@ -168,7 +165,7 @@ class ModelWatch:
 
     def _end(self, _model: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a model
         """Record the loss."""
-        if torch.compiler.is_compiling() or self._by_hand or not torch.is_grad_enabled() or in_backward():
+        if self._by_hand or not in_training_pass():
             return
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:

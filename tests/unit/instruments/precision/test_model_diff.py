@@ -261,3 +261,25 @@ def test_other_choices_are_counted_and_not_taken_for_errors():
     assert after.unaligned > 5 * after.propagated.normalised_l2
     assert diff.verdict is Verdict.OK, notes_of(diff)
     assert any(note.startswith("discrete choices (experts of a token): ") for note in notes_of(diff))
+
+
+class Wrapper(nn.Module):
+    """Passes all arguments on, as PEFT and DistributedDataParallel do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+def test_a_wrapped_model_writes_no_cache():
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=61, **sizes))
+    plain, wrapped = (auto_diff(one, {"input_ids": torch.arange(12).view(3, 4)}) for one in (model, Wrapper(model)))
+    errors = {one.name: one.propagated for one in wrapped.outputs}
+    assert len(plain.outputs) > 10
+    for one in plain.outputs:
+        assert errors[f"model.{one.name}" if one.call.module else one.name] == one.propagated

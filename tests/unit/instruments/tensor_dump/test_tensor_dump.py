@@ -137,6 +137,7 @@ def test_with_finite_losses_the_last_steps_are_forgotten(folder):
     dump = run(folder, DumpConfig(last_steps=2, memory_mib=1), steps=40, model=Small(**WIDE), rows=64)
     assert Listing(folder).records == ()
     assert dump._ring.most_used <= 2**20
+    assert list(dump.manifest.complaints()) == []  # nothing is missing
 
 
 def test_steps_that_do_not_fit_are_given_up_oldest_first(folder):

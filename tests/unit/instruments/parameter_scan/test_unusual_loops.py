@@ -1,0 +1,113 @@
+"""The scanner in loops that compile the model, pass empty batches or transform it; norms are those of autograd."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+
+from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.tensor_dump.index import Listing
+from instruments.tensor_dump.tensor_dump import TensorDump
+
+B, T, V, D, F = 3, 6, 17, 4, 9
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.body = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))
+
+    def forward(self, input_ids):
+        return self.head(self.body(self.embed(input_ids)))
+
+
+IDS = torch.arange(B * T).view(B, T) * 5 % V
+
+
+def loss_of(logits, ids=IDS):
+    return functional.cross_entropy(logits.transpose(1, 2), ids, reduction="none").mean(1).sum()
+
+
+def truth(model):
+    """Norm of the gradient of every weight, by sample."""
+    norms = {}
+    for ids in IDS.split(1):
+        model.zero_grad()
+        loss_of(model(input_ids=ids), ids).backward()
+        for name, weight in model.named_parameters():
+            norms.setdefault(name, []).append(weight.grad.norm().item())
+    model.zero_grad()
+    return norms
+
+
+def check(scanner, expected, records=1):
+    found = scanner.collect()
+    assert len(found) == records
+    assert scanner.left_out == {}
+    for record in found:
+        for column, parameter in enumerate(scanner.parameters):
+            name = parameter.name.removeprefix("_orig_mod.")
+            assert record.gradient_BP[:, column].tolist() == pytest.approx(expected[name], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch.compile
+@pytest.mark.parametrize("how", ["before", "during", "wrapped", "in place", "part"])
+def test_compiled_models(how):
+    torch._dynamo.reset()
+    model = Net()
+    expected = truth(model)
+    called = torch.compile(model, backend="aot_eager") if how in {"before", "wrapped"} else model
+    if how == "before":
+        called(input_ids=IDS)
+    if how in {"in place", "part"}:
+        (model if how == "in place" else model.body).compile(backend="aot_eager")
+    with ParameterTensorScanner(called if how == "wrapped" else model) as scanner:
+        if how == "during":
+            called = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            loss_of(called(input_ids=IDS)).backward()
+    check(scanner, expected, records=2)
+
+
+@pytest.mark.parametrize("shape", [(0, T), (B, 0)])
+def test_a_batch_without_tokens_has_no_record(shape):
+    model = Net()
+    expected = truth(model)
+    with ParameterTensorScanner(model) as scanner:
+        model(input_ids=torch.zeros(shape, dtype=torch.long)).sum().backward()
+        loss_of(model(input_ids=IDS)).backward()
+    check(scanner, expected)
+
+
+def test_per_sample_gradients_by_torch_func(tmp_path):
+    model = Net()
+    expected, parameters = truth(model), {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(parameters, ids):
+        return loss_of(functional_call(model, parameters, (), {"input_ids": ids[None]}), ids[None])
+
+    with ParameterTensorScanner(model) as scanner, TensorDump(model, tmp_path / "dump", environment={}) as dump:
+        found = vmap(grad(loss), (None, 0))(parameters, IDS)
+        loss_of(model(input_ids=IDS)).backward()
+        dump.step()
+    check(scanner, expected)
+    for name, gradients in found.items():
+        assert gradients.flatten(1).norm(dim=1).tolist() == pytest.approx(expected[name], rel=1e-4)
+    sources = [record.source for record in Listing(tmp_path / "dump").records]
+    assert {(source.call, source.evaluation) for source in sources} == {(0, False)}
+
+
+def test_a_gradient_of_gradients_is_not_recorded(caplog):
+    """It reaches the weights also by the first backward pass, where no hook is."""
+    model = Net()
+    expected = truth(model)
+    with ParameterTensorScanner(model) as scanner:
+        loss = loss_of(model(input_ids=IDS))
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(one.square().sum() for one in gradients).backward()
+        assert caplog.messages == ["parameter scan: gradients of gradients (create_graph=True) are not recorded"]
+        loss_of(model(input_ids=IDS)).backward()
+    check(scanner, expected, records=2)
