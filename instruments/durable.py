@@ -28,7 +28,7 @@ def sync_tree(folder: Path) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to `path` once on the disk; after an error or a kill `path` is unchanged."""
-    unfinished = path.with_suffix(".partial")
+    unfinished = path.with_name(f"{path.name}.partial")
     try:
         yield unfinished
         sync(unfinished)
