@@ -100,6 +100,18 @@ def test_an_output_folder_that_is_a_file(command, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["outputs", "outputs/artifacts", "outputs/runs"])
+def test_a_link_to_a_disk_that_is_not_mounted(command, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to("/no/disk")
+    assert command("stage=scan", "plan=true") == (
+        2,
+        f"{tmp_path}/{name} is a link to /no/disk, which is not there: is a disk not mounted?\n"
+        "  where: setting output_dir\n"
+        "  do:    output_dir=outputs\n",
+    )
+
+
 def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
     def deny(words):
         (closed / "x").exists()
