@@ -218,7 +218,8 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
 
 def require_room(checked: Checked, due: Sequence[str]) -> None:
     """Raises ConfigError: results, and the hidden states of the stage with the most, need more bytes than are free."""
-    settings, output_dir = checked.settings, Path(checked.settings.output_dir)
+    settings = checked.settings
+    output_dir = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
     expected = {name: expected_bytes(name, checked.source, checked.shape, settings.assemble) for name in due}
     sizes, free = sizes_of(checked, on_host=True), free_bytes(output_dir)
     spilled = {name: size for name in due if name in COSTS and (size := COSTS[name](sizes, settings).spilled)}

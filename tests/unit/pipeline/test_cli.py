@@ -167,6 +167,20 @@ def test_another_disk_has_room(command, monkeypatch, tmp_path):
     assert cli.run_command([f"output_dir={tmp_path / 'large'}"]) == 0
 
 
+def test_results_on_another_disk_have_the_room_there(command, monkeypatch, tmp_path):
+    """`outputs/artifacts` may be a link to a larger disk."""
+    for folder in ("outputs", "large"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "outputs/artifacts").symlink_to(tmp_path / "large")
+
+    def free_bytes(folder):
+        return 2**40 if folder.resolve().is_relative_to(tmp_path / "large") else 3 * 2**20
+
+    monkeypatch.setattr("pipeline.plan.free_bytes", free_bytes)
+    monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)
+    assert command()[0] == 0
+
+
 @pytest.mark.parametrize(
     ("raised", "code"), [(ConfigError("x"), 2), (DataError("x"), 1), (KeyboardInterrupt(), 130), (None, 0)]
 )
