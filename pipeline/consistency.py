@@ -75,6 +75,8 @@ def warn_of_unread(
     if settings.stage == "diagnose":
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
+    if shape is not None:
+        _warn_of_active(settings)
     pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
     left_out = [name for name in baselines if name not in POOL_BASELINES]
     if pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
@@ -106,6 +108,13 @@ def _warn_of_sampling(settings: Settings) -> None:
             "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
             settings.stage, sample, tokens,
         )  # fmt: skip
+
+
+def _warn_of_active(settings: Settings) -> None:
+    """Warn if `active` is set, but no dial is left for it to fill, see `resolve_shape`."""
+    filled = ["top_k"] if settings.topology == GLOBAL_POOL else ["experts", "n", "top_k", "always_on"]
+    if settings.active != Settings.active and all(getattr(settings, name) is not None for name in filled):
+        logger.warning("active=%g is ignored: it fills what is null of %s", settings.active, ", ".join(filled))
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:

@@ -215,6 +215,19 @@ def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
     ]
 
 
+def test_an_active_share_that_fills_no_dial_is_said(texts, caplog):
+    every = ["experts=16", "n=48", "top_k=3", "always_on=256"]
+    assert texts("active=0.4", *every) == texts("active=0.4", POOL, every[2]) == []
+    assert caplog.messages == [
+        "active=0.4 is ignored: it fills what is null of experts, n, top_k, always_on",
+        "active=0.4 is ignored: it fills what is null of top_k",
+    ]
+    caplog.clear()
+    assert texts("active=0.4", *every[:3]) == texts("active=0.4", *every, "stage=scan") == texts(*every) == []
+    assert texts("active=0.4", POOL, "always_on=9") == []
+    assert caplog.messages == []
+
+
 def test_random_tokens_that_nobody_sees_are_said(texts, caplog):
     assert texts(POOL, "vocabulary.tokens=99") == texts("vocabulary=none", "vocabulary.layers=2") == []
     assert caplog.messages == [
