@@ -1,6 +1,7 @@
 """Finds all errors in the settings before any weights are loaded, and reports them together."""
 
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, fields, is_dataclass
@@ -236,6 +237,10 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
         do = f"output_dir={home if home.is_absolute() else 'outputs'}"
         yield ConfigError(what, where="setting output_dir", do=do)
         return
+    latest = Path(output_dir) / "latest"
+    if latest.exists() and not latest.is_symlink():
+        what = f"{latest} is no link, so that this run cannot make it point to its results"
+        yield ConfigError(what, where="setting output_dir", do=shlex.join(["mv", str(latest), f"{latest}-old"]))
     # Its folders may be links to another disk.
     for place in dict.fromkeys(nearest_existing(Path(output_dir) / name) for name in ("", "artifacts", "runs")):
         try:

@@ -112,6 +112,16 @@ def test_a_link_to_a_disk_that_is_not_mounted(command, tmp_path, name):
     )
 
 
+def test_results_that_were_copied_with_their_links_followed(command, tmp_path):
+    (tmp_path / "outputs/latest").mkdir(parents=True)
+    assert command("stage=scan", "plan=true") == (
+        2,
+        f"{tmp_path}/outputs/latest is no link, so that this run cannot make it point to its results\n"
+        "  where: setting output_dir\n"
+        f"  do:    mv {tmp_path}/outputs/latest {tmp_path}/outputs/latest-old\n",
+    )
+
+
 def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
     def deny(words):
         (closed / "x").exists()
