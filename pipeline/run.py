@@ -19,7 +19,7 @@ from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
-from pipeline.plan import Step, lacks_pictures, make_plan, published_recipe
+from pipeline.plan import READ, Step, lacks_pictures, make_plan, published_recipe
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape_advice import log_shape
@@ -136,7 +136,8 @@ class Runner:
 
     def run_step(self, step: Step) -> None:
         """Run one stage in its staging folder and publish the result."""
-        with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
+        recipe = published_recipe(step)
+        with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait, read=recipe[READ]) as staging:
             complete = artifacts.is_complete(step.folder) and not step.fresh
             kept = complete and not lacks_pictures(step)  # published by another run since the plan was made
             if step.stage.shared:
@@ -154,7 +155,7 @@ class Runner:
             start_measuring()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
-            artifacts.publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
+            artifacts.publish(staging, fingerprint=step.fingerprint, recipe=recipe, table=table)
         self.report_stage(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:

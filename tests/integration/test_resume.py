@@ -244,6 +244,21 @@ def test_a_kill_between_layers_costs_no_layer_that_is_done(outputs, words, stage
     assert hashes(outputs, stage) == before
 
 
+def test_layers_of_an_unfinished_run_are_computed_again_if_its_parents_hold_other_tensors_now(
+    outputs, words, monkeypatch
+):
+    """As after `stage=cluster fresh=true` with another version of torch between the kill and the next run."""
+    forget(outputs, "project")
+    run_killed(outputs, words, "stage=project", at="stages.project.layer_pass:project_layer", calls=2)
+    module, done = import_module("stages.project.layer_pass"), []
+    original = module.project_layer
+    monkeypatch.setattr(module, "project_layer", lambda *args, **kwargs: done.append(1) or original(*args, **kwargs))
+    read = import_module("pipeline.run").published_recipe
+    monkeypatch.setattr("pipeline.run.published_recipe", lambda step: {**read(step), "read": {"cluster": "changed"}})
+    assert in_process(outputs, words, "stage=project") == 0
+    assert len(done) == LAYERS
+
+
 def test_a_finished_layer_that_was_damaged_is_computed_again(outputs, words, capsys):
     before = hashes(outputs, "project")
     forget(outputs, "project")
