@@ -1,6 +1,7 @@
 """Plans a run: which stages have to run, and which published results they use."""
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -9,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from instruments.errors import ConfigError, ContractError
+from instruments.errors import CheckpointError, ConfigError, ContractError, DataError
 from models.config import ModelConfig, is_on_host
-from models.source import source_cache_key
+from models.source import EMBEDDED, source_cache_key
 from models.targets.config import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
@@ -24,6 +25,8 @@ from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
 from stages.text.config import DataConfig, calibration_only, sampled
 from stages.text.hub import require_hub
+
+log = logging.getLogger(__name__)
 
 # Key of the recipe for settings of pictures; they are not in the fingerprint.
 DRAWN = "drawn"
@@ -170,6 +173,32 @@ def absolute_paths(data: DataConfig) -> DataConfig:
 def absolute(path: str | None) -> str | None:
     """The absolute path without `..` and symbolic links."""
     return None if path is None else str(Path(path).resolve())
+
+
+def require_same_model(step: Step, hash_of: FileHashes) -> None:
+    """Raises CheckpointError: the dense model's files have changed since the plan was made, see `make_plan`."""
+    model = step.inputs.get("model")
+    if not isinstance(model, ModelConfig) or model.kind == "hub":  # a commit of the hub does not change
+        return
+    if source_cache_key(model, hash_of) != step.recipe["identity"]["model"]:
+        what = "the files of the dense model were changed during this run: its stages would read two models"
+        where, do = (
+            f"stage={step.stage.name}, {model.path or EMBEDDED}",
+            "the same command again, which starts with the files as they are now",
+        )
+        raise CheckpointError(what, where=where, do=do)
+
+
+def warn_of_other_text(step: Step, hash_of: FileHashes) -> None:
+    """Log a warning if files of the text have changed since the plan was made; most often text was added at the end."""
+    data = step.inputs.get("data")
+    if not isinstance(data, DataConfig) or data.kind != "text":
+        return
+    with suppress(DataError):  # removed
+        if data_cache_key(absolute_paths(data), hash_of) == step.recipe["identity"]["data"]:
+            return
+    message = "stage=%s: files of the text were changed during this run, and its stages may have read other text; %s"
+    log.warning(message, step.stage.name, "the same command reads it again")
 
 
 def published_recipe(step: Step) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
-from pipeline.plan import READ, Step, lacks_pictures, make_plan, published_recipe
+from pipeline.plan import (
+    READ,
+    Step,
+    lacks_pictures,
+    make_plan,
+    published_recipe,
+    require_same_model,
+    warn_of_other_text,
+)
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape_advice import log_shape
@@ -150,11 +158,14 @@ class Runner:
                 self.verify(step.stage.name, earlier)
             for name, folder in step.parents.items():
                 self.verify(name, folder)
+            require_same_model(step, self.hash_of)
             log.info("%-9s running", step.stage.name)
             start = time.perf_counter()
             start_measuring()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
+            require_same_model(step, self.hash_of)
+            warn_of_other_text(step, self.hash_of)
             artifacts.publish(staging, fingerprint=step.fingerprint, recipe=recipe, table=table)
         self.report_stage(step, table, time.perf_counter() - start)
 

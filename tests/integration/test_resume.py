@@ -358,6 +358,40 @@ def test_hidden_states_on_disk_change_no_result_and_a_kill_leaves_none_of_them(o
     assert [hashes(outputs, stage) for stage in passes] == before
 
 
+def change_after(stage, file, monkeypatch):
+    """Add a space to a file once this stage has computed its result."""
+    module = import_module(f"stages.{stage}.stage")
+    original = module.run
+
+    def run(*args, **inputs):
+        table = original(*args, **inputs)
+        file.write_bytes(file.read_bytes() + b" ")
+        return table
+
+    monkeypatch.setattr(module, "run", run)
+
+
+def test_a_model_that_changes_during_a_run_ends_it(words, tmp_path, monkeypatch, capsys):
+    (path,) = (word.partition("=")[2] for word in words if word.startswith("model.path="))
+    shutil.copytree(path, tmp_path / "pico")
+    change_after("score", tmp_path / "pico/config.json", monkeypatch)
+    assert in_process(tmp_path, words, f"model.path={tmp_path / 'pico'}", "stage=extract") == FAILED
+    assert capsys.readouterr().err.endswith(
+        "the files of the dense model were changed during this run: its stages would read two models\n"
+        f"  where: stage=cluster, {tmp_path}/pico\n"
+        "  do:    the same command again, which starts with the files as they are now\n"
+    )
+    assert list((tmp_path / "artifacts/pico/cluster").iterdir()) == []
+
+
+def test_a_text_that_changes_during_a_run_is_said(words, tmp_path, monkeypatch, capsys):
+    (path,) = (word.partition("=")[2] for word in words if word.startswith("data.path="))
+    shutil.copy(path, tmp_path / "text.txt")
+    change_after("scan", tmp_path / "text.txt", monkeypatch)
+    assert in_process(tmp_path, words, f"data.path={tmp_path / 'text.txt'}", "stage=scan") == 0
+    assert "stage=scan: files of the text were changed during this run" in capsys.readouterr().out
+
+
 def test_a_projection_without_its_calibration_text_is_refused(outputs, words, capsys):
     """With another text, all stages run again and give another result."""
     forget(outputs, "project")
