@@ -16,7 +16,7 @@ from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, wit
 from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.cluster.config import NOTHING_RANKED
-from stages.diagnose.config import DiagnoseConfig
+from stages.diagnose.config import CHECKS, DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.score.config import ScoreConfig
@@ -91,12 +91,16 @@ def warn_of_unread(
 
 
 def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
-    """Log a warning for words of the command line that concern train, dump or diagnose if the run does without."""
+    """Log a warning for words that concern train, dump, diagnose or a check of diagnose if the run does without."""
     for stage in (TRAINED, *LOOKING):
         groups = {stage, "check"} if stage == "diagnose" else {stage}
         typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
         if typed and not involves(settings, stage):
             logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
+    others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
+    typed = [word for word in words if word.startswith(others)]
+    if typed and settings.stage == "diagnose":
+        logger.warning("%s is ignored: check=%s", " ".join(typed), settings.check)
 
 
 def _warn_of_sampling(settings: Settings) -> None:

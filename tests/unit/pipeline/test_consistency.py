@@ -128,7 +128,8 @@ def test_a_check_chooses_its_own_number_formats(texts, caplog):
         ("all", "check=watch experts=4", "check=watch is ignored: stage=all does not run diagnose"),
         ("scan", "dump.steps=2", "dump.steps=2 is ignored: stage=scan does not run dump"),
         ("all", "train=distil evaluate.checkpoint=train", None),
-        ("diagnose", "check=watch diagnose.tokens=9", None),
+        ("diagnose", "check=watch diagnose.tokens=9 diagnose.watch.steps=3", None),
+        ("diagnose", "diagnose.watch.steps=3", "diagnose.watch.steps=3 is ignored: check=auto_diff"),
         ("scan", "project.alpha=0.5", None),
     ],
 )
