@@ -175,24 +175,19 @@ def absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
 
-def require_same_model(step: Step, hash_of: FileHashes) -> None:
-    """Raises CheckpointError: the dense model's files have changed since the plan was made, see `make_plan`."""
-    model = step.inputs.get("model")
-    if not isinstance(model, ModelConfig) or model.kind == "hub":  # a commit of the hub does not change
-        return
-    if source_cache_key(model, hash_of) != step.recipe["identity"]["model"]:
+def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
+    """Check local files that a stage reads against the plan; if it is `done`, warn of changed text.
+
+    Raises CheckpointError: the dense model's files have changed. Most changes of text only add to its end.
+    """
+    model, data = step.inputs.get("model"), step.inputs.get("data")
+    local = model if isinstance(model, ModelConfig) and model.kind != "hub" else None  # a commit does not change
+    if local and source_cache_key(local, hash_of) != step.recipe["identity"]["model"]:
         what = "the files of the dense model were changed during this run: its stages would read two models"
-        where, do = (
-            f"stage={step.stage.name}, {model.path or EMBEDDED}",
-            "the same command again, which starts with the files as they are now",
-        )
+        where = f"stage={step.stage.name}, {local.path or EMBEDDED}"
+        do = "the same command again, which starts with the files as they are now"
         raise CheckpointError(what, where=where, do=do)
-
-
-def warn_of_other_text(step: Step, hash_of: FileHashes) -> None:
-    """Log a warning if files of the text have changed since the plan was made; most often text was added at the end."""
-    data = step.inputs.get("data")
-    if not isinstance(data, DataConfig) or data.kind != "text":
+    if not (done and isinstance(data, DataConfig) and data.kind == "text"):
         return
     with suppress(DataError):  # removed
         if data_cache_key(absolute_paths(data), hash_of) == step.recipe["identity"]["data"]:
@@ -215,12 +210,28 @@ def is_stale(step: Step) -> bool:
     return False
 
 
+def renew(step: Step) -> Step:
+    """The step; due if it is stale, since an earlier step of the run has computed its parent with other tensors."""
+    return step if step.due or not is_stale(step) else replace(step, due=True, fresh=True)
+
+
 def lacks_pictures(step: Step) -> bool:
     """Whether the result exists, but with other pictures than requested; then this stage runs again to draw them."""
     with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
         drawn = Manifest.read(step.folder, remedy="").recipe.get(DRAWN)
         return DRAWN in step.recipe and bool(drawn != step.recipe[DRAWN])
     return False
+
+
+def find_checkpoint(steps: Sequence[Step]) -> Path | None:
+    """The checkpoint that a run wrote or read last; None if it has none."""
+    if named := getattr(steps[-1].inputs.get("diagnose"), "checkpoint", None):
+        return Path(named).resolve()
+    folders: dict[str, Path] = {}
+    for step in steps:
+        folders |= {**step.parents, step.stage.name: step.folder}
+    owner = next((name for name in ("train", "project", "assemble") if name in folders), None)
+    return folders[owner] / "checkpoint" if owner and (folders[owner] / "checkpoint").is_dir() else None
 
 
 def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] = CHAIN) -> tuple[set[str], set[str]]:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -204,6 +205,32 @@ def test_what_decides_a_result_is_looked_at_and_its_time_is_not(words, capsys, t
     os.utime(changed / name, ns=(status.st_atime_ns, status.st_mtime_ns))
     in_process(tmp_path, words, "stage=scan")
     assert "kept from an earlier run" not in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_not_handed_over_by_an_evaluation_that_is_kept(outputs, words, capsys):
+    weights = result(outputs, "project") / "checkpoint" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert in_process(outputs, words, "stage=evaluate") == 1
+    said = capsys.readouterr()
+    assert str(weights) in said.err
+    assert said.err.endswith(f"output_dir={outputs} stage=project fresh=true\n")
+    assert not (outputs / "latest").exists()
+
+
+def test_what_depends_on_a_lost_result_is_computed_again_if_its_tensors_differ_now(outputs, words, monkeypatch):
+    module = import_module("stages.score.stage")
+    original = module.score_neurons
+    changed = lambda *args: replace(found := original(*args), chosen=-found.chosen)  # noqa: E731
+    monkeypatch.setattr(module, "score_neurons", changed)
+    forget(outputs, "score")
+    before = hashes(outputs, "cluster")
+    assert in_process(outputs, words, "stage=all") == 0
+    (record,) = (outputs / "runs").glob("*/stages.json")
+    computed = [stage["stage"] for stage in json.loads(record.read_text())["stages"] if stage["seconds"] is not None]
+    assert computed == WHOLE[1:]
+    assert hashes(outputs, "cluster") != before
 
 
 def test_two_runs_of_one_result_at_once(outputs, words, capsys):
