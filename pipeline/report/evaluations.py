@@ -36,8 +36,10 @@ class Published:
 
     @property
     def tokens(self) -> int | None:
-        """Calibration tokens that the stage may read."""
-        data = self.settings.get("data")
+        """Tokens of calibration text that the stage may read."""
+        data, own = self.settings.get("data"), self.settings.get(self.stage)
+        if self.stage == "train" and isinstance(own, dict):  # instead of data.tokens
+            return own.get("tokens")
         return data.get("tokens") if isinstance(data, dict) else None
 
 

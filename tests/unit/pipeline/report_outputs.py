@@ -59,6 +59,7 @@ class Outputs:
             },
             "assemble": {"router": settings.pop("router", "ridge")},
             "cluster": {"method": "rank", "map": settings.pop("map", "none")},
+            "train": {"tokens": 5000},
             "shape": shape,
             "seed": seed,
         }
