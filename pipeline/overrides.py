@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
+from pipeline.disk import nearest_existing
 from pipeline.help import groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
@@ -93,10 +95,8 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
         yield _unreadable_word(word, options)
         return
     key = override.key_or_group
-    if key in FOLDERS and not override.is_sweep_override() and not str(override.value() or "").strip():
-        # Hydra would write to this folder before any check.
-        what, do = f"{key} is empty: is a variable of the shell not set?", f"{key}=outputs/runs/now"
-        yield EMPTY_OUTPUT if key == "output_dir" else ConfigError(what, where=WHERE, do=do)
+    if faults := [*_folder_errors(override)]:
+        yield from faults
         return
     if override.is_hydra_override() or override.is_delete():
         return
@@ -116,6 +116,19 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
             return
         elif not _accepts(key, kind, value):
             yield ConfigError(f"{key}={value} should be {_in_words(kind)}", where=WHERE, do=_example(key, kind))
+
+
+def _folder_errors(override: Override) -> Iterator[ConfigError]:
+    """Errors of a folder to which Hydra would write before any other check; validation checks output_dir itself."""
+    key = override.key_or_group
+    if key not in FOLDERS or override.is_sweep_override():
+        return
+    value, do = str(override.value() or ""), f"{key}=outputs/runs/now"
+    if not value.strip():
+        what = f"{key} is empty: is a variable of the shell not set?"
+        yield EMPTY_OUTPUT if key == "output_dir" else ConfigError(what, where=WHERE, do=do)
+    elif key != "output_dir" and not (place := nearest_existing(Path(value))).is_dir():
+        yield ConfigError(f"{place} is a file, not a folder", where=WHERE, do=do)
 
 
 def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError:

@@ -104,6 +104,15 @@ def test_a_slip_is_named_with_its_remedy(word, message):
     assert texts(word) == [message]
 
 
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_folder_of_runs_that_is_a_file(tmp_path, key):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "inner"):
+        said = f"{tmp_path}/file is a file, not a folder\n  where: command line\n  do:    {key}=outputs/runs/now"
+        assert texts(f"{key}={place}") == [said]
+    assert texts(f"{key}={tmp_path}/new/inner", f"{key}=${{output_dir}}/runs/now") == []
+
+
 def test_all_slips_are_found_at_once():
     assert len(texts("expert=3", "experts=many", "stage=scan", "cluster=foo")) == 3
 
