@@ -72,6 +72,8 @@ def warn_of_unread(
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
         found["score"] = dict.fromkeys(vars(settings.score), reason)
+    if named := settings.data.named_heldout:
+        found["data"] = {**found["data"], "heldout_share": f"data.{named}={getattr(settings.data, named)}"}
     if settings.stage == "diagnose":
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)

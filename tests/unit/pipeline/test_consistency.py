@@ -107,6 +107,14 @@ def test_columns_and_parts_of_another_kind_of_text_are_ignored(words, kind, name
     assert said == {f"data.{name}" for name in names}
 
 
+def test_a_held_out_share_beside_held_out_text_is_said(texts, caplog, tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text {name}")
+    words = ["data=text", f"data.path={tmp_path}/a.txt", f"data.heldout_path={tmp_path}/b.txt"]
+    assert texts(*words, "data.heldout_share=0.3", "stage=scan") == texts(*words, "stage=scan") == []
+    assert caplog.messages == [f"data.heldout_share=0.3 is ignored: data.heldout_path={tmp_path}/b.txt"]
+
+
 def test_baselines_that_a_pool_lacks(texts, caplog):
     pool = ["topology=global_pool", "evaluate.baselines=[oracle_aligned,unaligned,static_mask]"]
     assert texts(*pool) == []
