@@ -254,9 +254,9 @@ def open_staging(
             rmtree(staging.root, ignore_errors=True)
         staging.out.mkdir(parents=True)
         staging.scratch.mkdir(exist_ok=True)
-        if read:
-            write_json(staging.read, dict(read))
         try:
+            if read:
+                write_json(staging.read, dict(read))
             yield staging
         finally:
             staging.recover()
