@@ -180,9 +180,10 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
 
     Raises CheckpointError: the dense model's files have changed. Most changes of text only add to its end.
     """
-    model, data = step.inputs.get("model"), step.inputs.get("data")
+    planned = step.recipe["identity"]  # of the nodes that the stage reads in this run
+    model, data = (step.inputs.get(name) if name in planned else None for name in NODES_WITH_CONTENT)
     local = model if isinstance(model, ModelConfig) and model.kind != "hub" else None  # a commit does not change
-    if local and source_cache_key(local, hash_of) != step.recipe["identity"]["model"]:
+    if local and source_cache_key(local, hash_of) != planned["model"]:
         what = "the files of the dense model were changed during this run: its stages would read two models"
         where = f"stage={step.stage.name}, {local.path or EMBEDDED}"
         do = "the same command again, which starts with the files as they are now"
@@ -190,7 +191,7 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
     if not (done and isinstance(data, DataConfig) and data.kind == "text"):
         return
     with suppress(DataError):  # removed
-        if data_cache_key(absolute_paths(data), hash_of) == step.recipe["identity"]["data"]:
+        if data_cache_key(absolute_paths(data), hash_of) == planned["data"]:
             return
     message = "stage=%s: files of the text were changed during this run, and its stages may have read other text; %s"
     log.warning(message, step.stage.name, "the same command reads it again")
