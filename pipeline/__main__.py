@@ -6,6 +6,7 @@ import sys
 from io import TextIOWrapper
 from typing import NoReturn
 
+from instruments.errors import INTERRUPTED
 from pipeline.help import help_page
 from stages.artifacts.job import find_workers
 
@@ -19,6 +20,8 @@ def main() -> int:
     try:
         code = _do(words)
         sys.stdout.flush()
+    except KeyboardInterrupt:  # while modules are imported
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `| head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

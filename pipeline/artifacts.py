@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from shutil import rmtree
+from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from instruments.durable import hash_file, sync, sync_tree, whole_file
+from instruments.durable import hash_file, sync, sync_tree, whole_file, write_json
 from instruments.errors import ContractError, UserError
 from stages.artifacts.job import Table
 
@@ -215,6 +216,7 @@ class StagingDir:
         self.root = final.with_name(f".{final.name}")
         self.out = self.root / "out"  # files to publish; empty at the start of every run
         self.scratch = self.root / "scratch"  # files from which a later run resumes, also after a kill
+        self.read = self.root / "read.json"  # hashes of the parents' tensors that the files in `scratch` depend on
         self.replaced = self.root / "replaced"  # the old result, between the two renames of `publish`
         self.lock = self.root.with_suffix(".lock")
 
@@ -223,23 +225,38 @@ class StagingDir:
         if self.replaced.exists() and not self.final.exists():
             self.replaced.rename(self.final)
         rmtree(self.root if self.final.exists() else self.out, ignore_errors=True)
-        for folder in (self.scratch, self.root):
-            with suppress(OSError):  # not empty, or already removed
-                folder.rmdir()
+        with suppress(OSError):  # not empty, or already removed
+            self.scratch.rmdir()
+            self.read.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.root.rmdir()
+
+    def read_others(self, read: Mapping[str, str]) -> bool:
+        """Whether the killed run had other tensors of its parents than `read`."""
+        with suppress(*UNREADABLE):  # no file, or a damaged one
+            return bool(json.loads(self.read.read_text(encoding="utf-8")) != read)
+        return bool(read)
 
 
 @contextmanager
-def open_staging(final: Path, *, fresh: bool, wait: bool = False) -> Iterator[StagingDir]:
-    """Lock the result and make its staging folder; `fresh` removes unfinished work. Raises LockedError."""
+def open_staging(
+    final: Path, *, fresh: bool, wait: bool = False, read: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[StagingDir]:
+    """Lock the result and make its staging folder. Raises LockedError.
+
+    Removes unfinished work with `fresh`, and if it depends on other tensors of the parents than the hashes in `read`.
+    """
     staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(staging.lock, wait=wait):
         staging.recover()
-        if fresh:
+        if fresh or staging.read_others(read):
             rmtree(staging.root, ignore_errors=True)
         staging.out.mkdir(parents=True)
         staging.scratch.mkdir(exist_ok=True)
         try:
+            if read:
+                write_json(staging.read, dict(read))
             yield staging
         finally:
             staging.recover()

@@ -11,10 +11,9 @@ from time import sleep
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, access_denied, printable
-from pipeline.overrides import first_word, hide_passwords, override_errors
+from pipeline.overrides import first_word, hide_passwords, override_errors, parse_overrides
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
@@ -105,7 +104,7 @@ def sweep_errors(words: Sequence[str]) -> list[UserError]:
     """The errors of all jobs of a sweep, each once with the jobs that have it; [] for another sweeper than Hydra's."""
     if any(word.startswith("hydra/sweeper") for word in words):
         return []
-    overrides = OverridesParser.create().parse_overrides(list(words))
+    overrides = parse_overrides(words)
     swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
     (jobs,) = BasicSweeper.split_arguments(overrides, None)
     found: dict[tuple[str, str, str], list[str]] = defaultdict(list)

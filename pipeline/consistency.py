@@ -16,7 +16,7 @@ from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, wit
 from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.cluster.config import NOTHING_RANKED
-from stages.diagnose.config import DiagnoseConfig
+from stages.diagnose.config import CHECKS, DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.score.config import ScoreConfig
@@ -72,11 +72,15 @@ def warn_of_unread(
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
         found["score"] = dict.fromkeys(vars(settings.score), reason)
+    if named := settings.data.named_heldout:
+        found["data"] = {**found["data"], "heldout_share": f"data.{named}={getattr(settings.data, named)}"}
     if settings.stage == "diagnose":
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
-    if shape is not None and target is not None and involves(settings, "train"):
-        _warn_of_constant_gates(settings.train, shape, target)
+    if shape is not None:
+        _warn_of_active(settings)
+        if target is not None and involves(settings, "train"):
+            _warn_of_constant_gates(settings.train, shape, target)
     pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
     left_out = [name for name in baselines if name not in POOL_BASELINES]
     if pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
@@ -91,12 +95,16 @@ def warn_of_unread(
 
 
 def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
-    """Log a warning for words of the command line that concern train, dump or diagnose if the run does without."""
+    """Log a warning for words that concern train, dump, diagnose or a check of diagnose if the run does without."""
     for stage in (TRAINED, *LOOKING):
         groups = {stage, "check"} if stage == "diagnose" else {stage}
         typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
         if typed and not involves(settings, stage):
             logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
+    others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
+    typed = [word for word in words if word.startswith(others)]
+    if typed and settings.stage == "diagnose":
+        logger.warning("%s is ignored: check=%s", " ".join(typed), settings.check)
 
 
 def _warn_of_sampling(settings: Settings) -> None:
@@ -118,6 +126,13 @@ def _warn_of_constant_gates(train: TrainConfig, shape: MoEShape, target: MoETarg
             "only train.balance and train.z_weight move them; train.straight_through=true gives it one",
             target.model_type,
         )
+
+
+def _warn_of_active(settings: Settings) -> None:
+    """Warn if `active` is set, but no dial is left for it to fill, see `resolve_shape`."""
+    filled = ["top_k"] if settings.topology == GLOBAL_POOL else ["experts", "n", "top_k", "always_on"]
+    if settings.active != Settings.active and all(getattr(settings, name) is not None for name in filled):
+        logger.warning("active=%g is ignored: it fills what is null of %s", settings.active, ", ".join(filled))
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:

@@ -36,10 +36,13 @@ def free_bytes(folder: Path) -> int:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself, or its closest parent that exists; that of a folder that may not be entered is the folder."""
+    """The path itself, or its closest parent that exists; that of a folder that may not be entered is the folder.
+
+    A link to a folder that does not exist, such as one on a disk that is not mounted, counts as existing.
+    """
     path = path.absolute()
     with suppress(PermissionError):
-        if path.exists():
+        if path.exists() or path.is_symlink():
             return path
     return nearest_existing(path.parent)
 

@@ -5,10 +5,12 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,7 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
-from pipeline.help import OVERLAYS, groups
+from pipeline.disk import nearest_existing
+from pipeline.help import groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
 from stages.accumulators.config import hide_password
@@ -60,6 +63,19 @@ def _hide_password(word: str) -> str:
     return f"{key}={','.join(map(redact, _NEXT_ADDRESS.split(value)))}"
 
 
+class _Options:
+    """The part of Hydra's config loader that `score=glob(*)` needs."""
+
+    def get_group_options(self, group: str, **_filter: object) -> list[str]:
+        """The options of a group."""
+        return groups().get(group, [])
+
+
+def parse_overrides(words: Sequence[str]) -> list[Override]:
+    """The words as Hydra reads them. Raises HydraException or ValueError: a word cannot be read."""
+    return OverridesParser.create(cast(Any, _Options())).parse_overrides([*words])
+
+
 def override_errors(words: Iterable[str], *, sweep: bool) -> dict[str, list[ConfigError]]:
     """Word → its errors, for faulty words only. `words` excludes flags; `sweep`: a key may have several values."""
     options = groups()
@@ -74,32 +90,45 @@ def first_word(word: str) -> str:
 
 def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Iterator[ConfigError]:
     try:
-        override = OverridesParser.create().parse_override(word)
+        (override,) = parse_overrides([word])
     except (HydraException, ValueError, RecursionError):  # ValueError: a number with more digits than Python reads
         yield _unreadable_word(word, options)
         return
     key = override.key_or_group
-    if key in FOLDERS and not override.is_sweep_override() and not str(override.value() or "").strip():
-        # Hydra would write to this folder before any check.
-        what, do = f"{key} is empty: is a variable of the shell not set?", f"{key}=outputs/runs/now"
-        yield EMPTY_OUTPUT if key == "output_dir" else ConfigError(what, where=WHERE, do=do)
+    if faults := [*_folder_errors(override)]:
+        yield from faults
         return
     if override.is_hydra_override() or override.is_delete():
         return
     if override.is_sweep_override() and not sweep:
-        yield ConfigError(f"{word} is a sweep over several values", where=WHERE, do=f"python -m pipeline -m {word}")
+        do = f"python -m pipeline -m {shlex.quote(word)}"
+        yield ConfigError(f"{word} is a sweep over several values", where=WHERE, do=do)
         return
     values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
+    if not values:
+        yield ConfigError(f"{word} is a sweep over no value", where=WHERE, do="a range or a pattern that holds some")
     for value in values:
         if key in options:
-            known = [*options[key], *([None] if key in OVERLAYS else [])]
             chosen = value if isinstance(value, list) else [value]
-            yield from (unknown_choice(key, option, options[key]) for option in chosen if option not in known)
+            yield from (unknown_choice(key, option, options[key]) for option in chosen if option not in options[key])
         elif (kind := find_type(key)) is None:
             yield _unknown_key(word, options)
             return
         elif not _accepts(key, kind, value):
             yield ConfigError(f"{key}={value} should be {_in_words(kind)}", where=WHERE, do=_example(key, kind))
+
+
+def _folder_errors(override: Override) -> Iterator[ConfigError]:
+    """Errors of a folder to which Hydra would write before any other check; validation checks output_dir itself."""
+    key = override.key_or_group
+    if key not in FOLDERS or override.is_sweep_override():
+        return
+    value, do = str(override.value() or ""), f"{key}=outputs/runs/now"
+    if not value.strip():
+        what = f"{key} is empty: is a variable of the shell not set?"
+        yield EMPTY_OUTPUT if key == "output_dir" else ConfigError(what, where=WHERE, do=do)
+    elif key != "output_dir" and not (place := nearest_existing(Path(value))).is_dir():
+        yield ConfigError(f"{place} is a file, not a folder", where=WHERE, do=do)
 
 
 def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError:

@@ -1,6 +1,7 @@
 """Plans a run: which stages have to run, and which published results they use."""
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -9,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from instruments.errors import ConfigError, ContractError
+from instruments.errors import CheckpointError, ConfigError, ContractError, DataError
 from models.config import ModelConfig, is_on_host
-from models.source import source_cache_key
+from models.source import EMBEDDED, source_cache_key
 from models.targets.config import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
@@ -24,6 +25,8 @@ from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
 from stages.text.config import DataConfig, calibration_only, sampled
 from stages.text.hub import require_hub
+
+log = logging.getLogger(__name__)
 
 # Key of the recipe for settings of pictures; they are not in the fingerprint.
 DRAWN = "drawn"
@@ -172,6 +175,28 @@ def absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
 
+def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
+    """Check local files that a stage reads against the plan; if it is `done`, warn of changed text.
+
+    Raises CheckpointError: the dense model's files have changed. Most changes of text only add to its end.
+    """
+    planned = step.recipe["identity"]  # of the nodes that the stage reads in this run
+    model, data = (step.inputs.get(name) if name in planned else None for name in NODES_WITH_CONTENT)
+    local = model if isinstance(model, ModelConfig) and model.kind != "hub" else None  # a commit does not change
+    if local and source_cache_key(local, hash_of) != planned["model"]:
+        what = "the files of the dense model were changed during this run: its stages would read two models"
+        where = f"stage={step.stage.name}, {local.path or EMBEDDED}"
+        do = "the same command again, which starts with the files as they are now"
+        raise CheckpointError(what, where=where, do=do)
+    if not (done and isinstance(data, DataConfig) and data.kind == "text"):
+        return
+    with suppress(DataError):  # removed
+        if data_cache_key(absolute_paths(data), hash_of) == planned["data"]:
+            return
+    message = "stage=%s: files of the text were changed during this run, and its stages may have read other text; %s"
+    log.warning(message, step.stage.name, "the same command reads it again")
+
+
 def published_recipe(step: Step) -> dict[str, Any]:
     """The recipe with the hashes of the parents' tensors. Raises ContractError: a parent's manifest is not readable."""
     parents = {name: folder for name, folder in step.parents.items() if is_complete(folder)}
@@ -186,12 +211,28 @@ def is_stale(step: Step) -> bool:
     return False
 
 
+def renew(step: Step) -> Step:
+    """The step; due if it is stale, since an earlier step of the run has computed its parent with other tensors."""
+    return step if step.due or not is_stale(step) else replace(step, due=True, fresh=True)
+
+
 def lacks_pictures(step: Step) -> bool:
     """Whether the result exists, but with other pictures than requested; then this stage runs again to draw them."""
     with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
         drawn = Manifest.read(step.folder, remedy="").recipe.get(DRAWN)
         return DRAWN in step.recipe and bool(drawn != step.recipe[DRAWN])
     return False
+
+
+def find_checkpoint(steps: Sequence[Step]) -> Path | None:
+    """The checkpoint that a run wrote or read last; None if it has none."""
+    if named := getattr(steps[-1].inputs.get("diagnose"), "checkpoint", None):
+        return Path(named).resolve()
+    folders: dict[str, Path] = {}
+    for step in steps:
+        folders |= {**step.parents, step.stage.name: step.folder}
+    owner = next((name for name in ("train", "project", "assemble") if name in folders), None)
+    return folders[owner] / "checkpoint" if owner and (folders[owner] / "checkpoint").is_dir() else None
 
 
 def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] = CHAIN) -> tuple[set[str], set[str]]:
@@ -218,7 +259,8 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
 
 def require_room(checked: Checked, due: Sequence[str]) -> None:
     """Raises ConfigError: results, and the hidden states of the stage with the most, need more bytes than are free."""
-    settings, output_dir = checked.settings, Path(checked.settings.output_dir)
+    settings = checked.settings
+    output_dir = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
     expected = {name: expected_bytes(name, checked.source, checked.shape, settings.assemble) for name in due}
     sizes, free = sizes_of(checked, on_host=True), free_bytes(output_dir)
     spilled = {name: size for name in due if name in COSTS and (size := COSTS[name](sizes, settings).spilled)}

@@ -1,11 +1,9 @@
 """Runs one carve: validates the settings, runs the due stages, writes the report."""
 
 import logging
-import resource
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +16,18 @@ from pipeline.consistency import warn_of_other_stages
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
+from pipeline.memory import peak_bytes, start_measuring
 from pipeline.overrides import command_line
-from pipeline.plan import Step, lacks_pictures, make_plan, published_recipe
+from pipeline.plan import (
+    READ,
+    Step,
+    check_sources,
+    find_checkpoint,
+    lacks_pictures,
+    make_plan,
+    published_recipe,
+    renew,
+)
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape_advice import log_shape
@@ -29,7 +37,6 @@ from stages.calibration.token_memory import free_memory
 
 log = logging.getLogger(__name__)
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
 # The packages whose code affects results.
 SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
@@ -71,24 +78,6 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def start_measuring() -> None:
-    """Free the memory of earlier stages and reset the peak."""
-    from models.loading import release_freed_memory  # noqa: PLC0415 - loads torch
-
-    release_freed_memory()
-    with suppress(OSError):  # macOS has no such file: there the peak is that of the whole process
-        CLEAR_REFS.write_text("5")
-
-
-def peak_bytes() -> int:
-    """Highest resident memory since `start_measuring`, in bytes."""
-    if STATUS.exists():
-        line = next(line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 @dataclass
 class Runner:
     """One run of a plan."""
@@ -107,26 +96,39 @@ class Runner:
 
         Raises UserError: a stage failed, or its inputs are damaged. Results published before stay.
         """
-        for step in steps:
-            if not step.due:
-                self.verify(step.stage.name, step.folder)
-        for position, step in enumerate(steps):
+        self.verify_kept(steps)
+        done: list[Step] = []
+        for planned in steps:
+            step = renew(planned)
             try:
+                if step.stage.shared and not step.due:
+                    self.workers.broadcast(False)
                 self.run_step(step) if step.due else self.keep(step)
             except (Exception, KeyboardInterrupt) as error:
                 if isinstance(error, KeyboardInterrupt):
-                    kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
+                    kept = ", ".join(earlier.stage.name for earlier in done) or "nothing yet"
                     again = "the same command goes on from there"
                     if self.fresh:
                         again = "the same command starts over; without fresh=true it keeps all published results"
                     log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
-                if position:
-                    self.run_folder.write_page(steps[position - 1].folder)
+                if done:
+                    self.run_folder.write_page(done[-1].folder)
                 where, folder = f"stage={step.stage.name}", step.folder.parent
                 if explained := explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes):
                     raise explained from error
                 raise
-        self.close(steps, alone=alone)
+            done.append(step)
+        self.close(done, alone=alone)
+
+    def verify_kept(self, steps: Sequence[Step]) -> None:
+        """Verify the kept results, and the checkpoint that a kept evaluation has read. Raises ContractError."""
+        kept = {step.stage.name: step.folder for step in steps if not step.due}
+        if not steps[-1].due:
+            read, planned = find_checkpoint(steps), {step.folder for step in steps}
+            parents = {name: folder for name, folder in steps[-1].parents.items() if folder not in planned}
+            kept |= {name: folder for name, folder in parents.items() if folder / "checkpoint" == read}
+        for name, folder in kept.items():
+            self.verify(name, folder)
 
     def keep(self, step: Step) -> None:
         """Record that a published result is used again, and clean up after killed runs of its stage."""
@@ -136,7 +138,8 @@ class Runner:
 
     def run_step(self, step: Step) -> None:
         """Run one stage in its staging folder and publish the result."""
-        with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
+        recipe = published_recipe(step)
+        with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait, read=recipe[READ]) as staging:
             complete = artifacts.is_complete(step.folder) and not step.fresh
             kept = complete and not lacks_pictures(step)  # published by another run since the plan was made
             if step.stage.shared:
@@ -149,12 +152,14 @@ class Runner:
                 self.verify(step.stage.name, earlier)
             for name, folder in step.parents.items():
                 self.verify(name, folder)
+            check_sources(step, self.hash_of, done=False)
             log.info("%-9s running", step.stage.name)
             start = time.perf_counter()
             start_measuring()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
             table = run_stage(step, job, self.overrides)
-            artifacts.publish(staging, fingerprint=step.fingerprint, recipe=published_recipe(step), table=table)
+            check_sources(step, self.hash_of, done=True)
+            artifacts.publish(staging, fingerprint=step.fingerprint, recipe=recipe, table=table)
         self.report_stage(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:
@@ -193,17 +198,6 @@ class Runner:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
 
 
-def find_checkpoint(steps: Sequence[Step]) -> Path | None:
-    """The checkpoint that a run wrote or read last; None if it has none."""
-    if named := getattr(steps[-1].inputs.get("diagnose"), "checkpoint", None):
-        return Path(named).resolve()
-    folders: dict[str, Path] = {}
-    for step in steps:
-        folders |= {**step.parents, step.stage.name: step.folder}
-    found = (folders[name] / "checkpoint" for name in ("train", "project", "assemble") if name in folders)
-    return next(filter(Path.is_dir, found), None)
-
-
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
     """Run one stage. Raises UserError: the stage failed, or memory did not suffice."""
     from models.loading import explained_memory  # noqa: PLC0415 - loads torch
@@ -214,9 +208,9 @@ def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
 
 
 def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequence[str]) -> None:
-    """Run this worker's share of every due shared step once the leading worker begins it. Raises UserError."""
+    """Run this worker's share of every shared step that the leading worker begins. Raises UserError."""
     for step in steps:
-        if not (step.due and step.stage.shared and workers.broadcast(None)):
+        if not (step.stage.shared and workers.broadcast(None)):
             continue
         require_parents(step, workers)
         scratch = artifacts.StagingDir(step.folder).scratch

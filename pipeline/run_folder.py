@@ -145,6 +145,7 @@ class RunFolder:
 def replace_link(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`; an older link is replaced atomically."""
     new = link.with_name(f".{link.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)  # left by a killed process of the same number, as in a restarted container
     # Resolved: the system follows `..` from the folder itself, not from the link through which it was reached.
     new.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()), target_is_directory=True)
     new.replace(link)

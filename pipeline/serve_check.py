@@ -15,8 +15,6 @@ from typing import Any
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.config import PER_LAYER, MoEShape
 from models.dense import activation_of
-from models.emit import respell_tokenizer
-from models.loading import load_tokenizer
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
 from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, Clients, check_carve, llama_cpp_fault, run_client, write_gguf
@@ -185,6 +183,8 @@ class _Check:
 
 def _respell(checkpoint: Path, folder: Path) -> None:
     """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
+    from models.emit import respell_tokenizer  # noqa: PLC0415 - slow, see `_first_tokens`
+
     folder.mkdir()
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != "tokenizer_config.json":
@@ -205,6 +205,8 @@ def _read_text(file: Path) -> str:
 
 def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
     """The beginning of a text and its tokens, at most TOKENS. Raises ConfigError: fewer than two tokens."""
+    from models.loading import load_tokenizer  # noqa: PLC0415 - slow, and the help page does not need it
+
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = given["input_ids"][:TOKENS], given["offset_mapping"][:TOKENS]

@@ -1,6 +1,7 @@
 """Finds all errors in the settings before any weights are loaded, and reports them together."""
 
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, fields, is_dataclass
@@ -236,10 +237,23 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
         do = f"output_dir={home if home.is_absolute() else 'outputs'}"
         yield ConfigError(what, where="setting output_dir", do=do)
         return
-    place = nearest_existing(Path(output_dir))
-    try:
-        # Permission bits do not suffice: root, read-only mounts, kernel file systems.
-        TemporaryFile(dir=place).close()
-    except OSError as error:
-        fault = f"cannot write to {place}: {error.strerror}" if place.is_dir() else f"{place} is a file, not a folder"
-        yield ConfigError(fault, where="setting output_dir", do="output_dir=outputs")
+    latest = Path(output_dir) / "latest"
+    if latest.exists() and not latest.is_symlink():
+        what = f"{latest} is no link, so that this run cannot make it point to its results"
+        yield ConfigError(what, where="setting output_dir", do=shlex.join(["mv", str(latest), f"{latest}-old"]))
+    # Its folders may be links to another disk.
+    for place in dict.fromkeys(nearest_existing(Path(output_dir) / name) for name in ("", "artifacts", "runs")):
+        try:
+            # Permission bits do not suffice: root, read-only mounts, kernel file systems.
+            TemporaryFile(dir=place).close()
+        except OSError as error:
+            yield ConfigError(_place_fault(place, error), where="setting output_dir", do="output_dir=outputs")
+
+
+def _place_fault(place: Path, error: OSError) -> str:
+    """Why no file can be written in a folder."""
+    if place.is_dir():
+        return f"cannot write to {place}: {error.strerror}"
+    if place.is_symlink() and not place.exists():
+        return f"{place} is a link to {place.readlink()}, which is not there: is a disk not mounted?"
+    return f"{place} is a file, not a folder"

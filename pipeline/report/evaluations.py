@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ TINY = 1e-6  # nats; smaller gaps are not divided by
 REMEDY = "run the stage again, with fresh=true"
 # Settings that change no number of an evaluation (pictures, speed), or that are compared separately.
 IRRELEVANT = ("cluster.map", "evaluate.", "store.", "seed", "shape.", "data.")
+# Settings of data that affect the carve, but not the held-out text.
+CALIBRATION = ("data.tokens", "data.sample_tokens")
 # Location and name of the source; its content is compared instead.
 IRRELEVANT_OF_MODEL = tuple(f"model.{key}" for key in ("label", "path", "name", "revision", "experts", "n", "kind"))
 
@@ -33,8 +36,10 @@ class Published:
 
     @property
     def tokens(self) -> int | None:
-        """Calibration tokens that the stage may read."""
-        data = self.settings.get("data")
+        """Tokens of calibration text that the stage may read."""
+        data, own = self.settings.get("data"), self.settings.get(self.stage)
+        if self.stage == "train" and isinstance(own, dict):  # instead of data.tokens
+            return own.get("tokens")
         return data.get("tokens") if isinstance(data, dict) else None
 
 
@@ -89,14 +94,17 @@ class Evaluation:
 
     @cached_property
     def settings(self) -> Mapping[str, object]:
-        """Dotted name → value of the settings that affect the carve, without source, shape, seed and held-out text."""
+        """Dotted name → value of what affects the carve, without source, shape, seed and held-out text."""
         flat: dict[str, object] = {}
         for name, published in self.chain.items():
             flat |= _flatten(published.settings)
             flat[f"{name} version"] = published.manifest.recipe.get("version")
         kept = {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT + IRRELEVANT_OF_MODEL)}
         kept.pop("evaluate version", None)
-        return kept | {key: flat[key] for key in ("data.tokens",) if key in flat}
+        # With held-out text of its own, the calibration text may be another one.
+        files = json.dumps(self.published.manifest.recipe["identity"]["data"].get("files"))
+        kept["calibration text"] = sha256(files.encode()).hexdigest()[:8]
+        return kept | {key: flat[key] for key in CALIBRATION if key in flat}
 
     def gap(self, name: str) -> float | None:
         """Loss above the dense model's, nats per token; None if the model was not measured."""
@@ -157,7 +165,7 @@ def _read_layer(error: float, agreement: float, load: Sequence[float] = (), **mo
 
 
 def _describe_text(recipe: Mapping[str, Any], heldout_tokens: object) -> tuple[object, ...]:
-    elsewhere = {"tokens", "path", "heldout_path"}  # affect calibration only, or are compared by content
+    elsewhere = {"tokens", "sample_tokens", "path", "heldout_path"}  # affect calibration only, or compared by content
     data = {key: value for key, value in recipe["settings"]["data"].items() if key not in elsewhere}
     source, texts = dict(recipe["identity"]["model"]), dict(recipe["identity"]["data"])
     if "heldout_files" in texts:

@@ -66,10 +66,13 @@ def _read_stage_run(
 
 def read_all_records(output_dir: Path) -> Iterator[RunRecord]:
     """Every readable record, the newest run first."""
-    records = [path for pattern in ("runs", "sweeps/*") for path in output_dir.glob(f"{pattern}/*/{FILE}")]
-    for path in sorted(records, key=lambda path: path.parent.name, reverse=True):
+    runs = [((path.name, 0), path) for path in output_dir.glob("runs/*")]
+    jobs = [
+        ((path.parent.name, int(path.name)), path) for path in output_dir.glob("sweeps/*/*") if path.name.isdecimal()
+    ]
+    for _started, folder in sorted(runs + jobs, reverse=True):
         try:
-            yield read_run_record(path.parent)
+            yield read_run_record(folder)
         except ContractError:
             continue
 

@@ -74,6 +74,12 @@ class DataConfig:
             found |= dict.fromkeys(("max_new_tokens", "temperature", "prompt_tokens"), f"data.labels={self.labels}")
         return found
 
+    @property
+    def named_heldout(self) -> str | None:
+        """The setting that names the held-out text; None: a share of the documents is held out."""
+        name = {"text": "heldout_path", "hub": "heldout_split", "mixture": "heldout_path"}.get(self.kind)
+        return name if name and getattr(self, name) is not None else None
+
 
 def sampled(data: DataConfig) -> DataConfig:
     """The settings for stages that read only the first `sample_tokens` of the text."""
@@ -85,9 +91,7 @@ def calibration_only(data: DataConfig) -> DataConfig:
 
     The number of held-out tokens does not affect it. A local held-out file does: its documents are excluded.
     """
-    own = {"text": data.heldout_path, "hub": data.heldout_split, "mixture": data.heldout_path}
-    named = own.get(data.kind) is not None
-    share = 0.0 if named else data.heldout_share
+    share = 0.0 if data.named_heldout else data.heldout_share
     return replace(data, sample_tokens=None, heldout_split=None, heldout_tokens=0, heldout_share=share)
 
 

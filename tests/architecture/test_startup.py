@@ -51,6 +51,27 @@ def test_help_is_light_and_complete(tmp_path):
         assert word in done.stdout
 
 
+# The help page of another program, which has not loaded torch.
+OTHER = """
+import runpy, sys
+try:
+    runpy.run_module(sys.argv.pop(1), run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules
+"""
+PROGRAMS = [
+    "mscan", "dump", "store", "gguf", "serve_check", "harness", "static_check", "watch_log", "auto_diff", "report",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_help_of_every_program_is_light(program):
+    command = [sys.executable, "-c", OTHER, f"pipeline.{program}", "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: python -m pipeline.{program} ")
+
+
 @pytest.mark.parametrize(
     ("words", "messages"),
     [

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -206,6 +207,32 @@ def test_what_decides_a_result_is_looked_at_and_its_time_is_not(words, capsys, t
     assert "kept from an earlier run" not in capsys.readouterr().out
 
 
+def test_a_damaged_checkpoint_is_not_handed_over_by_an_evaluation_that_is_kept(outputs, words, capsys):
+    weights = result(outputs, "project") / "checkpoint" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert in_process(outputs, words, "stage=evaluate") == 1
+    said = capsys.readouterr()
+    assert str(weights) in said.err
+    assert said.err.endswith(f"output_dir={outputs} stage=project fresh=true\n")
+    assert not (outputs / "latest").exists()
+
+
+def test_what_depends_on_a_lost_result_is_computed_again_if_its_tensors_differ_now(outputs, words, monkeypatch):
+    module = import_module("stages.score.stage")
+    original = module.score_neurons
+    changed = lambda *args: replace(found := original(*args), chosen=-found.chosen)  # noqa: E731
+    monkeypatch.setattr(module, "score_neurons", changed)
+    forget(outputs, "score")
+    before = hashes(outputs, "cluster")
+    assert in_process(outputs, words, "stage=all") == 0
+    (record,) = (outputs / "runs").glob("*/stages.json")
+    computed = [stage["stage"] for stage in json.loads(record.read_text())["stages"] if stage["seconds"] is not None]
+    assert computed == WHOLE[1:]
+    assert hashes(outputs, "cluster") != before
+
+
 def test_two_runs_of_one_result_at_once(outputs, words, capsys):
     final = result(outputs, "score")
     with hold_lock(final.with_name(f".{final.name}.lock")):
@@ -242,6 +269,21 @@ def test_a_kill_between_layers_costs_no_layer_that_is_done(outputs, words, stage
     assert in_process(outputs, words, f"stage={stage}") == 0
     assert len(done) == LAYERS - 1
     assert hashes(outputs, stage) == before
+
+
+def test_layers_of_an_unfinished_run_are_computed_again_if_its_parents_hold_other_tensors_now(
+    outputs, words, monkeypatch
+):
+    """As after `stage=cluster fresh=true` with another version of torch between the kill and the next run."""
+    forget(outputs, "project")
+    run_killed(outputs, words, "stage=project", at="stages.project.layer_pass:project_layer", calls=2)
+    module, done = import_module("stages.project.layer_pass"), []
+    original = module.project_layer
+    monkeypatch.setattr(module, "project_layer", lambda *args, **kwargs: done.append(1) or original(*args, **kwargs))
+    read = import_module("pipeline.run").published_recipe
+    monkeypatch.setattr("pipeline.run.published_recipe", lambda step: {**read(step), "read": {"cluster": "changed"}})
+    assert in_process(outputs, words, "stage=project") == 0
+    assert len(done) == LAYERS
 
 
 def test_a_finished_layer_that_was_damaged_is_computed_again(outputs, words, capsys):
@@ -341,6 +383,44 @@ def test_hidden_states_on_disk_change_no_result_and_a_kill_leaves_none_of_them(o
     assert in_process(outputs, words, "model.hidden_memory=0GB") == 0
     assert len(spilled) > 100
     assert [hashes(outputs, stage) for stage in passes] == before
+
+
+def change_after(stage, file, monkeypatch):
+    """Add a space to a file once this stage has computed its result."""
+    module = import_module(f"stages.{stage}.stage")
+    original = module.run
+
+    def run(*args, **inputs):
+        table = original(*args, **inputs)
+        file.write_bytes(file.read_bytes() + b" ")
+        return table
+
+    monkeypatch.setattr(module, "run", run)
+
+
+def test_a_model_that_changes_during_a_run_ends_it(words, tmp_path, monkeypatch, capsys):
+    (path,) = (word.partition("=")[2] for word in words if word.startswith("model.path="))
+    shutil.copytree(path, tmp_path / "pico")
+    change_after("score", tmp_path / "pico/config.json", monkeypatch)
+    assert in_process(tmp_path, words, f"model.path={tmp_path / 'pico'}", "stage=extract") == FAILED
+    assert capsys.readouterr().err.endswith(
+        "the files of the dense model were changed during this run: its stages would read two models\n"
+        f"  where: stage=cluster, {tmp_path}/pico\n"
+        "  do:    the same command again, which starts with the files as they are now\n"
+    )
+    assert list((tmp_path / "artifacts/pico/cluster").iterdir()) == []
+
+
+def test_a_text_that_changes_during_a_run_is_said(words, tmp_path, monkeypatch, capsys):
+    (path,) = (word.partition("=")[2] for word in words if word.startswith("data.path="))
+    shutil.copy(path, tmp_path / "text.txt")
+    change_after("scan", tmp_path / "text.txt", monkeypatch)
+    # This cluster makes no pass over the text.
+    command = [*words, f"data.path={tmp_path / 'text.txt'}", "cluster=contiguous", "stage=cluster"]
+    assert in_process(tmp_path, command) == 0
+    said = capsys.readouterr().out
+    assert "stage=scan: files of the text were changed during this run" in said
+    assert "stage=cluster: files" not in said
 
 
 def test_a_projection_without_its_calibration_text_is_refused(outputs, words, capsys):

@@ -41,6 +41,7 @@ class Outputs:
         always_on=4,
         gaps=GAPS,
         identity="a",
+        text="1234",
         load=True,
         trained=False,
         **settings,
@@ -49,9 +50,16 @@ class Outputs:
         shape = {"experts": 5, "n": 8, "top_k": top_k, "always_on": always_on} | settings.pop("shape", {})
         nodes = {
             "model": {"label": label, "path": f"/models/{label}"},
-            "data": {"kind": "text", "tokens": settings.pop("tokens", 900), "path": "text.txt", "heldout_tokens": 300},
+            "data": {
+                "kind": "text",
+                "path": "text.txt",
+                "heldout_tokens": 300,
+                "tokens": settings.pop("tokens", 900),
+                "sample_tokens": settings.pop("sample_tokens", 400),
+            },
             "assemble": {"router": settings.pop("router", "ridge")},
             "cluster": {"method": "rank", "map": settings.pop("map", "none")},
+            "train": {"tokens": 5000},
             "shape": shape,
             "seed": seed,
         }
@@ -62,7 +70,7 @@ class Outputs:
                 "stage": name,
                 "version": 1,
                 "settings": {node: nodes[node] for node in stage.nodes if node in nodes},
-                "identity": {"model": {"config": identity}, "data": {"files": ["1234"]}},
+                "identity": {"model": {"config": identity}, "data": {"files": [text], "heldout_files": ["5678"]}},
                 "parents": {parent: fingerprints[parent] for parent in stage.parents},
             }
             fingerprints[name] = sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

@@ -100,6 +100,28 @@ def test_an_output_folder_that_is_a_file(command, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["outputs", "outputs/artifacts", "outputs/runs"])
+def test_a_link_to_a_disk_that_is_not_mounted(command, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to("/no/disk")
+    assert command("stage=scan", "plan=true") == (
+        2,
+        f"{tmp_path}/{name} is a link to /no/disk, which is not there: is a disk not mounted?\n"
+        "  where: setting output_dir\n"
+        "  do:    output_dir=outputs\n",
+    )
+
+
+def test_results_that_were_copied_with_their_links_followed(command, tmp_path):
+    (tmp_path / "outputs/latest").mkdir(parents=True)
+    assert command("stage=scan", "plan=true") == (
+        2,
+        f"{tmp_path}/outputs/latest is no link, so that this run cannot make it point to its results\n"
+        "  where: setting output_dir\n"
+        f"  do:    mv {tmp_path}/outputs/latest {tmp_path}/outputs/latest-old\n",
+    )
+
+
 def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
     def deny(words):
         (closed / "x").exists()
@@ -153,6 +175,20 @@ def test_another_disk_has_room(command, monkeypatch, tmp_path):
     monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)
     assert command()[0] == 2
     assert cli.run_command([f"output_dir={tmp_path / 'large'}"]) == 0
+
+
+def test_results_on_another_disk_have_the_room_there(command, monkeypatch, tmp_path):
+    """`outputs/artifacts` may be a link to a larger disk."""
+    for folder in ("outputs", "large"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "outputs/artifacts").symlink_to(tmp_path / "large")
+
+    def free_bytes(folder):
+        return 2**40 if folder.resolve().is_relative_to(tmp_path / "large") else 3 * 2**20
+
+    monkeypatch.setattr("pipeline.plan.free_bytes", free_bytes)
+    monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)
+    assert command()[0] == 0
 
 
 @pytest.mark.parametrize(

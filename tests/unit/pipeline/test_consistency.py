@@ -118,6 +118,14 @@ def test_columns_and_parts_of_another_kind_of_text_are_ignored(words, kind, name
     assert said == {f"data.{name}" for name in names}
 
 
+def test_a_held_out_share_beside_held_out_text_is_said(texts, caplog, tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text {name}")
+    words = ["data=text", f"data.path={tmp_path}/a.txt", f"data.heldout_path={tmp_path}/b.txt"]
+    assert texts(*words, "data.heldout_share=0.3", "stage=scan") == texts(*words, "stage=scan") == []
+    assert caplog.messages == [f"data.heldout_share=0.3 is ignored: data.heldout_path={tmp_path}/b.txt"]
+
+
 def test_baselines_that_a_pool_lacks(texts, caplog):
     pool = ["topology=global_pool", "evaluate.baselines=[oracle_aligned,unaligned,static_mask]"]
     assert texts(*pool) == []
@@ -139,7 +147,8 @@ def test_a_check_chooses_its_own_number_formats(texts, caplog):
         ("all", "check=watch experts=4", "check=watch is ignored: stage=all does not run diagnose"),
         ("scan", "dump.steps=2", "dump.steps=2 is ignored: stage=scan does not run dump"),
         ("all", "train=distil evaluate.checkpoint=train", None),
-        ("diagnose", "check=watch diagnose.tokens=9", None),
+        ("diagnose", "check=watch diagnose.tokens=9 diagnose.watch.steps=3", None),
+        ("diagnose", "diagnose.watch.steps=3", "diagnose.watch.steps=3 is ignored: check=auto_diff"),
         ("scan", "project.alpha=0.5", None),
     ],
 )
@@ -224,6 +233,19 @@ def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
         "assemble.balance=0.1 is ignored: topology=global_pool",
         "project.descent_steps=5 is ignored: topology=global_pool",
     ]
+
+
+def test_an_active_share_that_fills_no_dial_is_said(texts, caplog):
+    every = ["experts=16", "n=48", "top_k=3", "always_on=256"]
+    assert texts("active=0.4", *every) == texts("active=0.4", POOL, every[2]) == []
+    assert caplog.messages == [
+        "active=0.4 is ignored: it fills what is null of experts, n, top_k, always_on",
+        "active=0.4 is ignored: it fills what is null of top_k",
+    ]
+    caplog.clear()
+    assert texts("active=0.4", *every[:3]) == texts("active=0.4", *every, "stage=scan") == texts(*every) == []
+    assert texts("active=0.4", POOL, "always_on=9") == []
+    assert caplog.messages == []
 
 
 def test_random_tokens_that_nobody_sees_are_said(texts, caplog):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.__main__ import main
+
 REPOSITORY = Path(__file__).parents[3]
 # Threads of other libraries may abort during Python's shutdown; this exit handler always aborts.
 ABORTING = "import atexit, os, sys; atexit.register(os.abort); from pipeline.__main__ import leave; "
@@ -52,6 +54,14 @@ def test_nobody_reads_the_help_page():
     done = run_under(["--help"], stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(monkeypatch):
+    def interrupt(_words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.__main__._do", interrupt)
+    assert main() == 130
 
 
 def test_names_do_not_steer_the_terminal(tmp_path):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from pipeline.run import peak_bytes, start_measuring
+from pipeline.memory import peak_bytes, start_measuring
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak")

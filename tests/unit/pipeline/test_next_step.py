@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.artifacts import Manifest
 from pipeline.overrides import command_line
-from pipeline.plan import Step
-from pipeline.run import NEXT, find_checkpoint, next_commands, written_files
+from pipeline.plan import Step, find_checkpoint
+from pipeline.run import NEXT, next_commands, written_files
 from pipeline.settings import STAGES, compose, register_schema
 from stages.artifacts.job import Table
 from stages.diagnose.config import DiagnoseConfig
@@ -65,6 +65,8 @@ def test_the_checkpoint_of_a_run_is_the_one_that_it_wrote_or_read_last(tmp_path)
     looked = step("diagnose", diagnose=DiagnoseConfig(checkpoint=str(tmp_path / "latest" / "checkpoint")))
     assert find_checkpoint([looked]) == tmp_path / "train" / "checkpoint"
     assert find_checkpoint([step("diagnose", diagnose=DiagnoseConfig())]) is None
+    (tmp_path / "project" / "checkpoint").rmdir()  # an evaluation of it is not one of the checkpoint of assemble
+    assert find_checkpoint([step("evaluate", "assemble", "project")]) is None
 
 
 def test_files_are_named_with_their_sizes_the_largest_first(tmp_path):

@@ -22,7 +22,6 @@ def texts(*words, sweep=False):
         "model.path='/my path/qwen'",
         "n=${experts}",
         "hydra.run.dir=/somewhere",
-        "experiment=null",
         "experiment=[hundred_experts,active_width]",
     ],
 )
@@ -91,10 +90,27 @@ def test_good_words_pass(word):
             "  where: command line\n"
             "  do:    python -m pipeline -m experts=8,16",
         ),
+        (
+            "score=glob(*)",
+            "score=glob(*) is a sweep over several values\n"
+            "  where: command line\n"
+            "  do:    python -m pipeline -m 'score=glob(*)'",
+        ),
+        # Hydra cannot take an overlay away.
+        ("debug=null", "debug=None is none of tiny\n  where: setting debug\n  do:    debug=tiny"),
     ],
 )
 def test_a_slip_is_named_with_its_remedy(word, message):
     assert texts(word) == [message]
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_folder_of_runs_that_is_a_file(tmp_path, key):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "inner"):
+        said = f"{tmp_path}/file is a file, not a folder\n  where: command line\n  do:    {key}=outputs/runs/now"
+        assert texts(f"{key}={place}") == [said]
+    assert texts(f"{key}={tmp_path}/new/inner", f"{key}=${{output_dir}}/runs/now") == []
 
 
 def test_all_slips_are_found_at_once():
@@ -106,6 +122,17 @@ def test_every_value_of_a_sweep_is_checked():
     assert texts("experts=8,many,few", "seed=range(0,3)", sweep=True) == [
         "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16",
         "experts=few should be a whole number or null\n  where: command line\n  do:    experts=16",
+    ]
+
+
+def test_options_of_a_sweep_by_pattern():
+    assert texts("score=glob(*)", "store=glob([l*,r*],exclude=redis)", sweep=True) == []
+
+
+@pytest.mark.parametrize("word", ["score=glob(x*)", "seed=range(3,1)"])
+def test_a_sweep_over_nothing_is_refused(word):
+    assert texts(word, sweep=True) == [
+        f"{word} is a sweep over no value\n  where: command line\n  do:    a range or a pattern that holds some"
     ]
 
 

@@ -90,6 +90,16 @@ def fail_halfway(final):
         raise ZeroDivisionError
 
 
+def test_unfinished_work_goes_if_its_parents_hold_other_tensors_now(final):
+    for tensors, left in (("a", []), ("a", ["progress"]), ("b", [])):
+        with open_staging(final, fresh=False, read={"cluster": tensors}) as staging:
+            assert names(staging.scratch) == left
+            (staging.scratch / "progress").write_text("17")
+    (staging.scratch / "progress").unlink()
+    remove_leftovers(final.parent)
+    assert names(final.parent) == []
+
+
 def test_fresh_forgets_scratch_and_replaces_the_result(final):
     make(final, text="old")
     scratch = final.with_name(".f00d") / "scratch"

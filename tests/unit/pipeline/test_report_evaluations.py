@@ -94,9 +94,10 @@ def test_gaps_as_parts_of_the_static_masks(outputs):
     assert curves_of(groups, list(gaps), "published") == {}
 
 
-def test_more_calibration_text_is_another_carve(outputs):
+@pytest.mark.parametrize("changed", [{"tokens": 1800}, {"sample_tokens": 200}, {"text": "4321"}])
+def test_other_calibration_text_is_another_carve(outputs, changed):
     wanted = read_evaluation(outputs.carve())
-    outputs.carve(tokens=1800)
+    outputs.carve(seed=1, **changed)
     groups = group_by_seed([wanted, *wanted.find_comparable()])
     assert [wanted.is_same_method(group[0]) for group in groups] == [True, False]
 

@@ -144,6 +144,13 @@ def test_kept_stages_cost_what_they_cost_the_run_that_made_them(outputs):
     assert [cost.tokens for cost in costs[:2]] == [900, None]
 
 
+def test_training_reads_as_many_tokens_as_it_was_asked_to(outputs):
+    evaluation = outputs.carve(trained=True, tokens=900)
+    run = outputs.run(evaluation, kept=())
+    costs = costs_of(read_evaluation(evaluation).chain, read_run_record(run), outputs.folder)
+    assert {cost.stage: cost.tokens for cost in costs}["train"] == 5000
+
+
 def test_costs_of_which_there_is_no_record_are_unknown(outputs):
     evaluation = outputs.carve()
     run = outputs.run(evaluation, kept=("scan",))

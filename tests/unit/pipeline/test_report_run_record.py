@@ -3,7 +3,7 @@
 import pytest
 
 from instruments.errors import ContractError
-from pipeline.report.run_record import RunRecord, StageRun, installed_versions, read_run_record
+from pipeline.report.run_record import RunRecord, StageRun, installed_versions, read_all_records, read_run_record
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -23,6 +23,16 @@ def test_a_folder_of_no_run_is_refused(tmp_path, content):
     assert error.value.what.startswith("no record of a run: ")
     assert error.value.where == str(tmp_path)
     assert error.value.do == "name a folder under outputs/runs, or latest"
+
+
+def test_records_are_read_from_the_newest_to_the_oldest(tmp_path):
+    """Jobs of a sweep by the time of the sweep and their number."""
+    newest_first = ["runs/2026-03-04", "sweeps/2026-03-02/10", "sweeps/2026-03-02/9", "runs/2026-03-01"]
+    for name in sorted(newest_first):
+        (tmp_path / name).mkdir(parents=True)
+        RunRecord.start([name]).write(tmp_path / name)
+    (tmp_path / "sweeps/2026-03-02/notes").mkdir()
+    assert [record.overrides for record in read_all_records(tmp_path)] == [[name] for name in newest_first]
 
 
 def test_versions_are_those_installed():
