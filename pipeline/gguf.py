@@ -15,6 +15,7 @@ from typing import Any
 from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, say
 from models.checkpoint.folder import list_shards, read_checkpoint
 from models.config import MoEShape
+from models.dense import rope_type_of
 from models.source import read_config
 from models.targets.config import MOE_TARGETS, check_target, targets_of
 from pipeline.disk import explain_os_error, free_bytes, in_mib
@@ -109,10 +110,17 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
     target = MOE_TARGETS[config["model_type"]]
     if fault := llama_cpp_fault(config):
         raise ConfigError(fault, where=f"architecture {target.architecture}", do=_alternative(config))
-    window = config.get("sliding_window")
-    if target.model_type == "mixtral" and window and window < config["max_position_embeddings"]:
-        return [f"llama.cpp gives Mixtral no sliding window: texts of up to {window:,} tokens are right (-c {window})"]
-    return []
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    limits = {}
+    if (target.sliding_window or target.layer_windows) and window and window < longest:
+        limits["sliding window"] = window
+    if rope_type_of(config) == "dynamic":
+        limits["dynamic position encoding"] = longest
+    name = target.architecture.removesuffix("ForCausalLM")
+    return [
+        f"llama.cpp gives {name} no {feature}: texts of up to {tokens:,} tokens are right (-c {tokens})"
+        for feature, tokens in limits.items()
+    ]
 
 
 def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
@@ -144,7 +152,8 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
         return f"llama.cpp gives {target.architecture} as many key heads as query heads, this model has fewer"
     if dense := config.get("mlp_only_layers"):
         return f"llama.cpp wants experts in every layer of {target.architecture}, and layers {dense} have none"
-    return ""
+    fault = target.faults(MoEShape(2, 1, 1, 0), config).get("llama.cpp")
+    return f"llama.cpp {fault}" if fault else ""
 
 
 def _alternative(config: Mapping[str, Any]) -> str:
@@ -154,6 +163,8 @@ def _alternative(config: Mapping[str, Any]) -> str:
     dense = config.get("dense") or {"flex_olmo": {"model_type": "olmo2"}, "dots1": {"model_type": "qwen3"}}.get(
         config["model_type"], {}
     )
+    if rope_type_of(config) == "llama3":
+        return "carve with assemble.target=mixtral always_on=0, or serve it by transformers or vLLM"
     if config.get("topology") == "global_pool":
         return "carve with topology=per_layer: in llama.cpp no experts are shared by layers"
     shared = config.get("shared_intermediate_size") or config.get("n_shared_experts") or 0

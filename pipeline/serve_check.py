@@ -14,7 +14,6 @@ from typing import Any
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.config import PER_LAYER, MoEShape
-from models.dense import activation_of
 from models.emit import respell_tokenizer
 from models.loading import load_tokenizer
 from models.source import read_config
@@ -174,7 +173,7 @@ class _Check:
         config = read_config(self.checkpoint)
         target, dense = MOE_TARGETS[config["model_type"]], config.get("dense") or config
         shape = MoEShape(1, 1, 1, 0, topology=config.get("topology", PER_LAYER))
-        if "vLLM" not in target.served_by(shape, activation_of(dense)):
+        if "vLLM" not in target.served_by(shape, dense):
             raise UserError(f"vLLM does not know {'a pool of experts' if shape.pooled else 'this architecture'}")
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(self.threads)

@@ -5,6 +5,8 @@ from models.card import CarveFacts, render_card, suitable_runtimes
 from models.config import GLOBAL_POOL, MoEShape
 from models.targets.config import MOE_TARGETS
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+
 
 def test_the_card_says_what_was_carved_from_what():
     shape = MoEShape(experts=16, n=64, top_k=4, always_on=256)
@@ -136,8 +138,28 @@ def test_the_card_of_the_own_class_shows_how_to_load_it():
 
 def test_vllm_is_not_named_for_the_class_of_its_own_with_another_activation_than_its():
     target, shape = MOE_TARGETS["tiny_onn"], MoEShape(64, 256, 8, 0)
-    said = [line for line in suitable_runtimes(target, shape, None, "gelu_pytorch_tanh") if line.startswith("vLLM")]
+    lines = suitable_runtimes(target, shape, None, {"model_type": "gemma2"})
+    said = [line for line in lines if line.startswith("vLLM")]
     assert said == ["vLLM: computes these experts with SiLU, not with gelu_pytorch_tanh."]
+
+
+@pytest.mark.parametrize(
+    ("target", "dense", "fault"),
+    [
+        ("glm4_moe", {"rope_scaling": LLAMA3}, "has no llama3 position encoding for this architecture"),
+        ("qwen2_moe", {"rope_scaling": {"rope_type": "yarn"}}, ""),
+        ("mixtral", {"rope_parameters": LLAMA3}, ""),
+        ("mixtral", {"rope_scaling": {"type": "su"}}, "has no longrope position encoding for this architecture"),
+        ("granitemoe", {"rope_scaling": LLAMA3}, "has no llama3 position encoding for this architecture"),
+        ("qwen2_moe", {"hidden_act": "gelu"}, "computes experts with SiLU, not with gelu"),
+        ("qwen3_moe", {"attention_bias": True}, "has no bias on o_proj for this architecture"),
+        ("granitemoe", {"attention_bias": True}, ""),
+    ],
+)
+def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
+    lines = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, {"model_type": "llama"} | dense)
+    (said,) = [line.removeprefix("llama.cpp: ") for line in lines if line.startswith("llama.cpp: ")]
+    assert said == f"{fault}." if fault else "`python -m pipeline.gguf` converts it" in said
 
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
