@@ -97,7 +97,8 @@ class _Check:
         if (wanted.checkpoint / "tokenizer.json").exists():
             text, ids = _first_tokens(wanted.checkpoint, text)
         else:
-            size = int(read_config(wanted.checkpoint)["vocab_size"])
+            config = read_config(wanted.checkpoint)
+            size = int((config.get("dense") or config)["vocab_size"])
             text, ids = "", [7 * place % size for place in range(TOKENS)]
         models = [str(wanted.checkpoint), *([str(wanted.dense)] if wanted.dense else [])]
         rounds = wanted.rounds if wanted.dense else 0
