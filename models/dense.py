@@ -156,8 +156,8 @@ def activation_of(config: Mapping[str, Any]) -> str:
 
 def rope_type_of(config: Mapping[str, Any]) -> str:
     """The kind of position encoding, by its name in transformers."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    kind = str((rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default")
     return "longrope" if kind == "su" else kind  # the name in early Phi-3 checkpoints
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.config import PER_LAYER, MoEShape
-from models.emit import respell_tokenizer
 from models.loading import load_tokenizer
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
@@ -164,9 +163,8 @@ class _Check:
         with TemporaryDirectory() as folder:
             files = []
             for number, model in enumerate(self.request["models"]):
-                readable, file = Path(folder) / f"model{number}", Path(folder) / f"{number}.gguf"
-                _respell(Path(model), readable)
-                write_gguf(readable, file, outtype, self.clients)
+                file = Path(folder) / f"{number}.gguf"
+                write_gguf(Path(model), file, outtype, self.clients)
                 files.append(str(file))
             return run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
 
@@ -179,17 +177,6 @@ class _Check:
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(self.threads)
         return run_client(python, "vLLM", {**self.request, "remote": self.own}, **environment)
-
-
-def _respell(checkpoint: Path, folder: Path) -> None:
-    """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        if file.is_file() and file.name != "tokenizer_config.json":
-            (folder / file.name).symlink_to(file.resolve())
-    if (settings := checkpoint / "tokenizer_config.json").is_file():
-        text = json.dumps(respell_tokenizer(json.loads(settings.read_text(encoding="utf-8"))))
-        (folder / settings.name).write_text(text, encoding="utf-8")
 
 
 def _read_text(file: Path) -> str:
