@@ -27,7 +27,9 @@ def soft_choice(scores_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]) 
         highest_T1 = scores_TE.masked_fill(chosen_TE, -torch.inf).amax(1, keepdim=True)
         # With all experts chosen there is no border, and the gradient is 0.
         border_T1 = torch.where(highest_T1.isfinite(), (lowest_T1 + highest_T1) / 2, -torch.inf)
-        width_T1 = TEMPERATURE * scores_TE.std(1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)
+        tiny = torch.finfo(scores_TE.dtype).tiny
+        spread_T1 = scores_TE.std(1, keepdim=True) if scores_TE.shape[1] > 1 else torch.zeros_like(lowest_T1)
+        width_T1 = TEMPERATURE * spread_T1.clamp_min(tiny)
     return torch.sigmoid((scores_TE - border_T1) / width_T1)
 
 

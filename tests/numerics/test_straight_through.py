@@ -103,6 +103,14 @@ def test_the_border_lies_between_chosen_and_others():
     assert soft_TE.isfinite().all()
 
 
+def test_a_single_expert_is_chosen_and_nothing_is_to_be_learnt():
+    scores = torch.randn(4, 1, requires_grad=True)
+    soft = soft_choice(scores, torch.zeros(4, 1, dtype=torch.long))
+    soft.sum().backward()
+    assert torch.equal(soft, torch.ones(4, 1))
+    assert torch.equal(scores.grad, torch.zeros(4, 1))
+
+
 def test_where_all_are_chosen_nothing_is_to_be_learnt():
     scores_TE = torch.randn(3, 4, requires_grad=True)
     soft_choice(scores_TE, torch.arange(4).expand(3, 4)).sum().backward()
