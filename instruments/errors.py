@@ -1,6 +1,7 @@
 """Errors that the user can correct (what happened, where, what to do), and the exit codes of command lines."""
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -110,6 +111,8 @@ def check_output(*outs: Path | None) -> None:
     """Check output paths before anything is computed. Raises ConfigError: no parent folder, or the path is a folder."""
     for out in filter(None, outs):
         if not out.parent.is_dir():
-            raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")
+            raise ConfigError(
+                f"there is no folder {out.parent}", where=str(out), do=shlex.join(["mkdir", "-p", str(out.parent)])
+            )
         if out.is_dir():
             raise ConfigError(f"{out} is a folder", where="command line", do="name another output file")

@@ -2,11 +2,16 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from models.config import MoEShape
 from models.targets.base import BLOCK, RUNTIMES, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
+
+_PLAIN = MappingProxyType({"model_type": "llama"})  # the config.json of a dense model that every runtime knows
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class CarveFacts:
     router: str
     projection: str  # result of stage=project, or a note that it has not run
     pad_to: int | None = None
-    activation: str = "silu"
+    dense: Mapping[str, Any] = field(default_factory=lambda: _PLAIN)  # its config.json
 
     @property
     def name(self) -> str:
@@ -56,7 +61,7 @@ def render_card(facts: CarveFacts) -> str:
     shape, name = facts.shape, facts.name
     share = f"{shape.active_share(facts.width, facts.layers):.0%}"
     remote_code = ", trust_remote_code=True" if facts.target.is_tiny_onn else ""
-    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to, facts.activation))
+    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to, facts.dense))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -108,11 +113,11 @@ def _experts(facts: CarveFacts) -> str:
 
 
 def suitable_runtimes(
-    target: MoETarget, shape: MoEShape, pad_to: int | None = None, activation: str = "silu"
+    target: MoETarget, shape: MoEShape, pad_to: int | None = None, dense: Mapping[str, Any] = _PLAIN
 ) -> list[str]:
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    served = target.served_by(shape, activation)
+    served = target.served_by(shape, dense)
     lines = [_OWN_CLASS if target.is_tiny_onn else _KNOWN_CLASS]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
@@ -130,7 +135,7 @@ def suitable_runtimes(
         lines.append(f"llama.cpp: `python -m pipeline.gguf` converts it{where}; {_blocks(width)}")
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
-    lines += [f"{name}: {fault}." for name, fault in target.faults(shape, activation).items()]
+    lines += [f"{name}: {fault}." for name, fault in target.faults(shape, dense).items()]
     if absent := [name for name in RUNTIMES if name not in target.runtimes]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines

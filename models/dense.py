@@ -154,6 +154,13 @@ def activation_of(config: Mapping[str, Any]) -> str:
     return str(config.get("hidden_activation") or config.get("hidden_act") or usual)
 
 
+def rope_type_of(config: Mapping[str, Any]) -> str:
+    """The kind of position encoding, by its name in transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    kind = str((rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default")
+    return "longrope" if kind == "su" else kind  # the name in early Phi-3 checkpoints
+
+
 _AGAIN = "download or copy it again"
 _BELONGS = "check that config.json belongs to these weights"
 _LARGEST = 2**31 - 1  # upper bound for sizes, counts and token ids

@@ -79,8 +79,7 @@ def warn_of_unread(
     _warn_of_sampling(settings)
     if shape is not None:
         _warn_of_active(settings)
-        if target is not None and involves(settings, "train"):
-            _warn_of_constant_gates(settings.train, shape, target)
+        _warn_of_constant_gates(settings, shape, target)
     pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
     left_out = [name for name in baselines if name not in POOL_BASELINES]
     if pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
@@ -118,9 +117,11 @@ def _warn_of_sampling(settings: Settings) -> None:
         )  # fmt: skip
 
 
-def _warn_of_constant_gates(train: TrainConfig, shape: MoEShape, target: MoETarget) -> None:
+def _warn_of_constant_gates(settings: Settings, shape: MoEShape, target: MoETarget | None) -> None:
     """Warn if the loss has no gradient for the routers, and only auxiliary losses would move them."""
-    if shape.top_k == 1 < shape.experts and target.normalised(shape) and not train.straight_through:
+    if target is None or not involves(settings, "train") or settings.train.straight_through:
+        return
+    if shape.top_k == 1 < shape.experts and target.normalised(shape):
         logger.warning(
             "top_k=1: %s gives the chosen expert a gate of 1, so the loss has no gradient for the routers, and "
             "only train.balance and train.z_weight move them; train.straight_through=true gives it one",

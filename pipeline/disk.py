@@ -47,11 +47,13 @@ def nearest_existing(path: Path) -> Path:
     return nearest_existing(path.parent)
 
 
-def explain_os_error(error: BaseException, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
+def explain_os_error(
+    error: BaseException, *, where: str, folder: Path, expected: int = 0, do: str = ""
+) -> UserError | None:
     """The UserError for a full disk or denied access; None for any other error.
 
     `error` is an OSError, or an error of safetensors or torch.save, which give the cause only in their text; `expected`
-    are the bytes to write, 0 if unknown.
+    are the bytes to write, 0 if unknown; `do` the remedy of a command without output_dir=.
     """
     hidden = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else hidden and int(hidden[1])
@@ -61,11 +63,11 @@ def explain_os_error(error: BaseException, *, where: str, folder: Path, expected
         wanted = f"about {in_mib(expected)} wanted, " if expected else ""
         what = f"no room left on the disk: {wanted}{in_mib(free_bytes(folder))} free now"
         where = f"{where}, {folder}, {error}; unfinished files were removed, published ones are whole"
-        do = "free some space, or output_dir= on another disk, then the same command again"
-        return UserError(what, where=where, do=do)
+        remedy = "free some space, or output_dir= on another disk, then the same command again"
+        return UserError(what, where=where, do=do or remedy)
     if number in DENIED:
-        do = "check who may read and write there, or choose another output_dir="
-        return UserError(f"access denied: {error}", where=f"{where}, {folder}", do=do)
+        remedy = "check who may read and write there, or choose another output_dir="
+        return UserError(f"access denied: {error}", where=f"{where}, {folder}", do=do or remedy)
     return None
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, say
 from models.checkpoint.folder import list_shards, read_checkpoint
-from models.config import MoEShape
+from models.config import MoEShape, setting_word
+from models.dense import rope_type_of
 from models.source import read_config
 from models.targets.config import MOE_TARGETS, check_target, targets_of
 from pipeline.disk import explain_os_error, free_bytes, in_mib
@@ -83,6 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
         notes = check_convertible(read_config(wanted.checkpoint))
         for note in [*notes, *describe_fallbacks(wanted.checkpoint, wanted.type)]:
             say(f"{note}\n")
+        check_tokenizer(wanted.checkpoint)
         check_output(wanted.out)
         if wanted.out.exists():
             raise ConfigError(f"{wanted.out} exists already", where="command line", do="name another output file")
@@ -95,13 +97,27 @@ def main(words: Sequence[str] | None = None) -> int:
 def check_carve(folder: Path) -> None:
     """Raises CheckpointError: no checkpoint, or its architecture is none of the MoE targets."""
     if not (folder / "config.json").is_file():
-        do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
-        raise CheckpointError("no config.json, so no checkpoint", where=str(folder), do=do)
+        raise no_checkpoint(folder)
     model_type = read_config(folder).get("model_type")
-    if model_type not in MOE_TARGETS:
-        do = f"python -m pipeline model=local model.path={folder}"
+    if not isinstance(model_type, str) or model_type not in MOE_TARGETS:
+        do = f"python -m pipeline model=local {setting_word('model.path', str(folder))}"
         raise CheckpointError(f"{model_type} is no architecture that a carve becomes", where=str(folder), do=do)
     list_shards(folder)
+
+
+def no_checkpoint(*folders: Path) -> CheckpointError:
+    """The error for folders without config.json."""
+    what, do = "no config.json, so no checkpoint", "python -m pipeline, which leaves one in outputs/latest/checkpoint"
+    if all((folder / "adapter_config.json").is_file() for folder in folders):
+        what, do = "an adapter of PEFT, no checkpoint", "model.merge_and_unload().save_pretrained(FOLDER), then FOLDER"
+    return CheckpointError(what, where=", ".join(map(str, folders)), do=do)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises CheckpointError: there is no tokenizer, which `save_pretrained` of a model does not write."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        do = "copy the tokenizer from the carve that was trained (stages/train/RECIPES.md has the command)"
+        raise CheckpointError("no tokenizer.json, and a GGUF file needs one", where=str(folder), do=do)
 
 
 def check_convertible(config: Mapping[str, Any]) -> list[str]:
@@ -109,10 +125,17 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
     target = MOE_TARGETS[config["model_type"]]
     if fault := llama_cpp_fault(config):
         raise ConfigError(fault, where=f"architecture {target.architecture}", do=_alternative(config))
-    window = config.get("sliding_window")
-    if target.model_type == "mixtral" and window and window < config["max_position_embeddings"]:
-        return [f"llama.cpp gives Mixtral no sliding window: texts of up to {window:,} tokens are right (-c {window})"]
-    return []
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    limits = {}
+    if (target.sliding_window or target.layer_windows) and window and window < longest:
+        limits["sliding window"] = window
+    if rope_type_of(config) == "dynamic":
+        limits["dynamic position encoding"] = longest
+    name = target.architecture.removesuffix("ForCausalLM")
+    return [
+        f"llama.cpp gives {name} no {feature}: texts of up to {tokens:,} tokens are right (-c {tokens})"
+        for feature, tokens in limits.items()
+    ]
 
 
 def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
@@ -144,7 +167,8 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
         return f"llama.cpp gives {target.architecture} as many key heads as query heads, this model has fewer"
     if dense := config.get("mlp_only_layers"):
         return f"llama.cpp wants experts in every layer of {target.architecture}, and layers {dense} have none"
-    return ""
+    fault = target.faults(MoEShape(2, 1, 1, 0), config).get("llama.cpp")
+    return f"llama.cpp {fault}" if fault else ""
 
 
 def _alternative(config: Mapping[str, Any]) -> str:
@@ -154,6 +178,8 @@ def _alternative(config: Mapping[str, Any]) -> str:
     dense = config.get("dense") or {"flex_olmo": {"model_type": "olmo2"}, "dots1": {"model_type": "qwen3"}}.get(
         config["model_type"], {}
     )
+    if rope_type_of(config) == "llama3":
+        return "carve with assemble.target=mixtral always_on=0, or serve it by transformers or vLLM"
     if config.get("topology") == "global_pool":
         return "carve with topology=per_layer: in llama.cpp no experts are shared by layers"
     shared = config.get("shared_intermediate_size") or config.get("n_shared_experts") or 0
@@ -171,7 +197,7 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
     Raises ConfigError: a part of llama.cpp is missing or too old; UserError: the disk is full, or llama.cpp fails.
     """
     steps = [outtype] if outtype in CONVERTED else ["bf16", outtype]
-    weights = sum(shard.stat().st_size for shard in list_shards(checkpoint)) / 2
+    weights = sum(prod(entry.shape) for entry in read_checkpoint(checkpoint).values())
     expected = int(weights * sum(CONVERTED.get(step, 0.9) for step in steps))
     if expected > (free := free_bytes(out.parent)):
         what = f"no room for the file: about {in_mib(expected)} wanted, {in_mib(free)} free"
@@ -179,9 +205,10 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
     converter, python = _find_converter(clients)
     quantiser = None if outtype in CONVERTED else _find(clients, "llama_cpp")
     try:
-        with TemporaryDirectory(dir=out.parent, prefix=".gguf-") as scratch:
-            whole = Path(scratch) / "converted.gguf"
-            request = {"llama_cpp": str(converter), "checkpoint": str(checkpoint), "out": str(whole)}
+        with TemporaryDirectory(dir=out.parent, prefix=".gguf-") as scratch, TemporaryDirectory() as links:
+            readable, whole = Path(links) / checkpoint.resolve().name, Path(scratch) / "converted.gguf"
+            _respell(checkpoint, readable)
+            request = {"llama_cpp": str(converter), "checkpoint": str(readable), "out": str(whole)}
             run_client(python, "convert", request | {"outtype": steps[0]})
             if quantiser:
                 smaller = Path(scratch) / "quantised.gguf"
@@ -190,7 +217,21 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
                 whole = smaller
             whole.rename(out)
     except OSError as error:
-        raise explain_os_error(error, where="gguf", folder=out.parent) or error from error
+        do = "free some space there, or name a file in another folder"
+        raise explain_os_error(error, where="gguf", folder=out.parent, do=do) or error from error
+
+
+def _respell(checkpoint: Path, folder: Path) -> None:
+    """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
+    from models.emit import respell_tokenizer  # noqa: PLC0415 - imports torch, which is slow
+
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        if file.is_file() and file.name != "tokenizer_config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    if (settings := checkpoint / "tokenizer_config.json").is_file():
+        text = json.dumps(respell_tokenizer(json.loads(settings.read_text(encoding="utf-8"))))
+        (folder / settings.name).write_text(text, encoding="utf-8")
 
 
 def _find_converter(clients: Clients) -> tuple[Path, Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from instruments.errors import CheckpointError, ConfigError, exit_code
+from pipeline.gguf import no_checkpoint
 from stages.evaluate.harness import Answers, MeanWithError, answer_choices, compare_answers
 
 
@@ -19,8 +20,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         if missing := [str(folder) for folder in wanted.checkpoints if not (folder / "config.json").is_file()]:
-            do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
-            raise ConfigError("no config.json, so no checkpoint", where=", ".join(missing), do=do)
+            error = no_checkpoint(*map(Path, missing))
+            raise ConfigError(error.what, where=error.where, do=error.do)
         answers = {str(folder): _answer(folder, wanted) for folder in wanted.checkpoints}
         sys.stdout.write(show_answers(answers))
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.config import PER_LAYER, MoEShape
-from models.dense import activation_of
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
 from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, Clients, check_carve, llama_cpp_fault, run_client, write_gguf
@@ -96,7 +95,8 @@ class _Check:
         if (wanted.checkpoint / "tokenizer.json").exists():
             text, ids = _first_tokens(wanted.checkpoint, text)
         else:
-            size = int(read_config(wanted.checkpoint)["vocab_size"])
+            config = read_config(wanted.checkpoint)
+            size = int((config.get("dense") or config)["vocab_size"])
             text, ids = "", [7 * place % size for place in range(TOKENS)]
         models = [str(wanted.checkpoint), *([str(wanted.dense)] if wanted.dense else [])]
         rounds = wanted.rounds if wanted.dense else 0
@@ -162,9 +162,8 @@ class _Check:
         with TemporaryDirectory() as folder:
             files = []
             for number, model in enumerate(self.request["models"]):
-                readable, file = Path(folder) / f"model{number}", Path(folder) / f"{number}.gguf"
-                _respell(Path(model), readable)
-                write_gguf(readable, file, outtype, self.clients)
+                file = Path(folder) / f"{number}.gguf"
+                write_gguf(Path(model), file, outtype, self.clients)
                 files.append(str(file))
             return run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
 
@@ -172,26 +171,13 @@ class _Check:
         config = read_config(self.checkpoint)
         target, dense = MOE_TARGETS[config["model_type"]], config.get("dense") or config
         shape = MoEShape(1, 1, 1, 0, topology=config.get("topology", PER_LAYER))
-        if fault := target.faults(shape, activation_of(dense)).get("vLLM"):
+        if fault := target.faults(shape, dense).get("vLLM"):
             raise UserError(f"vLLM {fault}")
         if "vLLM" not in target.runtimes:
             raise UserError("vLLM does not know this architecture")
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(self.threads)
         return run_client(python, "vLLM", {**self.request, "remote": self.own}, **environment)
-
-
-def _respell(checkpoint: Path, folder: Path) -> None:
-    """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
-    from models.emit import respell_tokenizer  # noqa: PLC0415 - slow, see `_first_tokens`
-
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        if file.is_file() and file.name != "tokenizer_config.json":
-            (folder / file.name).symlink_to(file.resolve())
-    if (settings := checkpoint / "tokenizer_config.json").is_file():
-        text = json.dumps(respell_tokenizer(json.loads(settings.read_text(encoding="utf-8"))))
-        (folder / settings.name).write_text(text, encoding="utf-8")
 
 
 def _read_text(file: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from models.checkpoint.folder import read_checkpoint
+from models.config import GLOBAL_POOL
 from models.source import read_config
 
 # Format → largest difference of the mean loss in nats, and smallest share of equal likeliest tokens: in fp32 the effect
@@ -76,6 +77,8 @@ def _active(folder: Path) -> Iterator[tuple[str, float]]:
         (int(config[key]) for key in ("n_routed_experts", "num_local_experts", "num_experts") if config.get(key)), 1
     )
     share = int(config.get("num_experts_per_tok") or 1) / experts
+    if config.get("topology") == GLOBAL_POOL:  # each layer reads its experts of the pool
+        share *= int((config.get("dense") or config)["num_hidden_layers"]) - len(config["dense_layers"])
     layers = head = 0.0
     for name, entry in read_checkpoint(folder).items():
         if "embed_tokens" in name or name.startswith("lm_head"):

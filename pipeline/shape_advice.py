@@ -7,7 +7,7 @@ from functools import partial
 
 from instruments.errors import ConfigError
 from models.config import MoEShape
-from models.dense import activation_of, keeps_tied
+from models.dense import keeps_tied
 from models.targets.base import RUNTIMES
 from models.targets.config import check_target, count_dense
 from pipeline.disk import expected_bytes, in_mib
@@ -161,7 +161,7 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         head = in_millions(int(request.source["vocab_size"]) * int(request.source["hidden_size"]))
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
-    served = target.served_by(shape, activation_of(request.source))
+    served = target.served_by(shape, request.source)
     not_served = [name for name in RUNTIMES if name not in served]
     serving = f"{target.architecture}: {', '.join(['transformers', *served])}"
     serving += f"; not {', '.join(not_served)}" if not_served else ""

@@ -60,9 +60,10 @@ def _run(wanted: argparse.Namespace) -> str:
         try:
             sums = export_sums(namespace, wanted.file)
         except (OSError, SafetensorError) as error:
-            explained = explain_os_error(error, where="export", folder=wanted.file.absolute().parent)
+            folder, do = wanted.file.absolute().parent, "name another FILE"
+            explained = explain_os_error(error, where="export", folder=folder, do=do)
             what = f"the file cannot be written: {error}"
-            raise explained or UserError(what, where=str(wanted.file), do="another FILE") from error
+            raise explained or UserError(what, where=str(wanted.file), do=do) from error
     return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n"
 
 

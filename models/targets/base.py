@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.config import MoEShape
+from models.dense import activation_of, rope_type_of
 
 LAYER = "model.layers.{layer}."
 
@@ -61,6 +62,10 @@ class MoETarget:
     runtime_note: str = ""  # one more line of the model card
     # llama.cpp assumes as many key heads as query heads, and ignores their number in config.json.
     llama_cpp_equal_heads: bool = False
+    # Position encodings that llama.cpp has for it, by their names in transformers; it silently ignores others. Dynamic
+    # ones differ from the default only in texts longer than max_position_embeddings.
+    llama_cpp_ropes: tuple[str, ...] = ("default", "linear", "yarn", "dynamic")
+    llama_cpp_output_bias: bool = False  # llama.cpp has a bias on o_proj
 
     router: str = LAYER + "mlp.gate.weight"
     experts: str = LAYER + "mlp.experts.{expert}.{part}.weight"
@@ -97,20 +102,31 @@ class MoETarget:
         """Whether it has an FFN for always-on neurons."""
         return bool(self.shared or self.packed_shared)
 
-    def served_by(self, shape: MoEShape, activation: str) -> tuple[str, ...]:
-        """The serving runtimes that compute this shape correctly."""
-        faults = self.faults(shape, activation)
+    def served_by(self, shape: MoEShape, source: Mapping[str, Any]) -> tuple[str, ...]:
+        """The serving runtimes that compute this carve correctly."""
+        faults = self.faults(shape, source)
         return tuple(runtime for runtime in self.runtimes if runtime not in faults)
 
-    def faults(self, shape: MoEShape, activation: str) -> dict[str, str]:
-        """Runtimes that know the architecture but do not compute this shape correctly → what they do not do."""
+    def faults(self, shape: MoEShape, source: Mapping[str, Any]) -> dict[str, str]:
+        """Runtimes that know the architecture but do not compute this carve correctly → what they do not do.
+
+        `source`: config.json of the dense model, or of the carve if it is not TinyONN.
+        """
         if shape.pooled:
             return dict.fromkeys(self.runtimes, "runs no pool of experts that layers share")
-        if activation != "silu":  # vLLM 0.32 computes some with SiLU and refuses others
+        if (activation := activation_of(source)) != "silu":  # vLLM 0.32 computes some with SiLU and refuses others
             return dict.fromkeys(self.runtimes, f"has only SiLU for these experts, not {activation}")
-        if shape.dense_layers and self.dense_layers == "any" and "llama.cpp" in self.runtimes:
-            return {"llama.cpp": "runs dense layers only in architectures that put them before all others"}
-        return {}
+        fault = self._llama_cpp_fault(shape, source) if "llama.cpp" in self.runtimes else ""
+        return {"llama.cpp": fault} if fault else {}
+
+    def _llama_cpp_fault(self, shape: MoEShape, source: Mapping[str, Any]) -> str:
+        if shape.dense_layers and self.dense_layers == "any":
+            return "runs dense layers only in architectures that put them before all others"
+        if (rope := rope_type_of(source)) not in self.llama_cpp_ropes:
+            return f"has no {rope} position encoding for this architecture"
+        if self.output_bias and source.get("attention_bias") and not self.llama_cpp_output_bias:
+            return "has no bias on o_proj for this architecture"
+        return ""
 
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of one expert's gate, up and down."""

@@ -34,8 +34,8 @@ TARGETS = (
         architecture="Dots1ForCausalLM",
         sources={"qwen3": 3},
         config_keys=_config_keys,
-        runtime_note="vLLM gives this architecture no sliding window and no bias on o_proj: serve such a source by "
-        "transformers.",
+        runtime_note="vLLM and llama.cpp give this architecture no sliding window and no bias on o_proj: serve such a "
+        "source by transformers.",
         llama_cpp_equal_heads=True,
         factor_key=False,
         output_bias=True,

@@ -32,7 +32,7 @@ GLM4_MOE = MoETarget(
     },
     runtimes=("vLLM", "SGLang", "llama.cpp"),
     runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; `python -m "
-    "pipeline.gguf` runs it with the vocabulary as it is, and llama.cpp then runs the file.",
+    "pipeline.gguf` runs it with the vocabulary as it is.",
     shared=LAYER + "mlp.shared_experts.{part}.weight",
     dense_layers="first",
     always_has_shared=True,

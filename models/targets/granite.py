@@ -29,6 +29,7 @@ _GRANITE = MoETarget(
     packed=(LAYER + "block_sparse_moe.input_linear.weight", LAYER + "block_sparse_moe.output_linear.weight"),
     norm_key=False,
     output_bias=True,
+    llama_cpp_output_bias=True,
     head_dim=False,
 )
 

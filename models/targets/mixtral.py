@@ -21,6 +21,7 @@ TARGETS = (
         experts=LAYER + "block_sparse_moe.experts.{expert}.{part}.weight",
         parts=("w1", "w3", "w2"),
         norm_key=False,
+        llama_cpp_ropes=("default", "linear", "yarn", "dynamic", "llama3"),
         sliding_window=True,
     ),
 )

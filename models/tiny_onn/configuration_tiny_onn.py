@@ -12,11 +12,11 @@ from transformers import AutoConfig, PretrainedConfig
 TOPOLOGIES = ("per_layer", "global_pool")
 SCORINGS = ("softmax", "sigmoid")
 
-# Stored in `dense`; generate(), Trainer and resize_token_embeddings() look for them at the top level.
+# Stored in `dense`; generate(), Trainer, TRL and resize_token_embeddings() look for them at the top level.
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "layer_types", "sliding_window", "initializer_range", "tie_word_embeddings", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "bos_token_id", "eos_token_id", "pad_token_id", "final_logit_softcapping",
 )  # fmt: skip
 
 
@@ -81,6 +81,11 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         self.router_aux_loss_coef = router_aux_loss_coef
         self.output_router_logits = output_router_logits
         super().__init__(**self._shared() | kwargs)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the logits, for TRL and vLLM, which compute them from the last hidden states."""
+        return 1 / float(getattr(self.dense, "logits_scaling", 1.0))
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of config.json, with the keys of `dense` in _SHARED also at the top level."""

@@ -192,9 +192,14 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
             for hook in hooks:
                 hook.remove()
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Prepare inputs as the dense family does."""
-        inputs: dict[str, Any] = self._dense.prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self,
+        *args: Any,  # noqa: ANN401
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> dict[str, Any]:
+        """Prepare inputs as the dense family does; generate() takes `inputs_embeds` only if it is named here."""
+        inputs: dict[str, Any] = self._dense.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs
 
 

@@ -36,7 +36,9 @@ def _write(run: Path, out: Path | None, output_dir: Path) -> None:
     try:
         write_page(find_source(folder), out)
     except OSError as error:
-        raise explain_os_error(error, where=str(out), folder=out.parent) or UserError(str(error)) from error
+        raise explain_os_error(error, where=str(out), folder=out.parent, do="--out FILE elsewhere") or UserError(
+            str(error)
+        ) from error
     sys.stdout.write(f"{out}\n")
 
 

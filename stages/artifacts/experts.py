@@ -16,7 +16,6 @@ from instruments.safetensors_header import read_metadata
 from models.card import CarveFacts, write_card
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
-from models.dense import activation_of
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
@@ -225,6 +224,6 @@ class CheckpointFormat:
             source=self.model.source_name, target=self.target, shape=self.shape, width=partition.width,
             layers=partition.layers, dropped=partition.dropped, most_copies=int(partition.multiplicity.max()),
             partition=partition.description, router=self.settings.router, projection=projection,
-            pad_to=self.settings.pad_to, activation=activation_of(read_config(self.source)),
+            pad_to=self.settings.pad_to, dense=read_config(self.source),
         )  # fmt: skip
         write_card(out / "checkpoint", facts)

@@ -71,7 +71,9 @@ def test_a_loop_and_the_files_that_other_programs_read(checkpoint, tmp_path):
     assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
     before = weights(tmp_path)
     command = recipe("Before other programs read it", "bash")
-    subprocess.run(["bash", "-c", command], check=True, env={"checkpoint": checkpoint, "output": str(tmp_path)})
+    latest = tmp_path / "latest"  # as outputs/latest/checkpoint
+    latest.symlink_to(checkpoint)
+    subprocess.run(["bash", "-c", command], check=True, env={"checkpoint": str(latest), "output": str(tmp_path)})
     files = {path.name for path in Path(checkpoint).iterdir() if ".safetensors" not in path.name} - {"README.md"}
     assert files > {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     for name in files:

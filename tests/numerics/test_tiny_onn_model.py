@@ -118,6 +118,12 @@ def test_tuples_come_when_asked_for(model) -> None:
     assert output[1].shape == (2, 11, 61)
 
 
+def test_it_generates_from_embeddings(model) -> None:
+    written = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    found = model.generate(inputs_embeds=model.get_input_embeddings()(IDS), max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, written[:, IDS.shape[1] :])
+
+
 def test_hidden_states_and_attention_maps_are_returned(model) -> None:
     model.set_attn_implementation("eager")
     output = model(IDS, output_hidden_states=True, output_attentions=True)

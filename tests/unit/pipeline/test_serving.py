@@ -23,6 +23,8 @@ SERVED = {
     "granitemoe": ("granite", 0), "granitemoeshared": ("granite", 64),
 }  # fmt: skip
 
+HEADS = {"num_key_value_heads": 4, "num_attention_heads": 4}
+
 
 def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: int = 64) -> Path:
     """Carve a dense pico model with four heads and a tokenizer; its routers are random. Returns the MoE's folder."""
@@ -141,6 +143,16 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, capsys, carve, mon
             "carve with dense_layers=[]",
         ),
         (
+            {"model_type": "glm4_moe", "rope_parameters": {"rope_type": "llama3"}, "n_shared_experts": 1},
+            "llama.cpp has no llama3 position encoding for this architecture",
+            "carve with assemble.target=mixtral always_on=0, or serve it by transformers or vLLM",
+        ),
+        (
+            {"model_type": "mixtral", "rope_parameters": {"rope_type": "longrope"}},
+            "llama.cpp has no longrope position encoding for this architecture",
+            "serve it by transformers or vLLM",
+        ),
+        (
             {"model_type": "tiny_onn", "topology": "global_pool"},
             "llama.cpp knows no TinyONNForCausalLM",
             "carve with topology=per_layer: in llama.cpp no experts are shared by layers",
@@ -166,12 +178,23 @@ def test_targets_that_do_not_convert_name_the_one_to_choose(config, what, do):
 def test_targets_that_convert_pass():
     for model_type in SERVED:
         assert gguf.check_convertible({"model_type": model_type}) == []
-    heads = {"num_key_value_heads": 4, "num_attention_heads": 4}
-    assert gguf.check_convertible({"model_type": "dots1"} | heads) == []
-    (note,) = gguf.check_convertible(
-        {"model_type": "mixtral", "sliding_window": 4096, "max_position_embeddings": 32768}
-    )
-    assert note == "llama.cpp gives Mixtral no sliding window: texts of up to 4,096 tokens are right (-c 4096)"
+    assert gguf.check_convertible({"model_type": "dots1"} | HEADS) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"model_type": "mixtral", "sliding_window": 4096}, "Mixtral no sliding window: texts of up to 4,096"),
+        ({"model_type": "dots1", "sliding_window": 2048, **HEADS}, "Dots1 no sliding window: texts of up to 2,048"),
+        (
+            {"model_type": "glm4_moe", "rope_scaling": {"type": "dynamic"}},
+            "Glm4Moe no dynamic position encoding: texts of up to 32,768",
+        ),
+    ],
+)
+def test_texts_that_are_too_long_for_llama_cpp_are_said(config, what):
+    (note,) = gguf.check_convertible(config | {"max_position_embeddings": 32768})
+    assert note.startswith(f"llama.cpp gives {what} tokens are right (-c ")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from models.card import CarveFacts, render_card, suitable_runtimes
 from models.config import GLOBAL_POOL, MoEShape
 from models.targets.config import MOE_TARGETS
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+
 
 def test_the_card_says_what_was_carved_from_what():
     shape = MoEShape(experts=16, n=64, top_k=4, always_on=256)
@@ -136,10 +138,30 @@ def test_the_card_of_the_own_class_shows_how_to_load_it():
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_no_runtime_is_named_for_experts_with_another_activation_than_silu(target):
-    said = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, "gelu_pytorch_tanh")
+    dense = {"model_type": "gemma2"}
+    said = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, dense)
     for name in MOE_TARGETS[target].runtimes:
         assert f"{name}: has only SiLU for these experts, not gelu_pytorch_tanh." in said
     assert not any("kernels" in line or "pipeline.gguf` converts" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("target", "dense", "fault"),
+    [
+        ("glm4_moe", {"rope_scaling": LLAMA3}, "has no llama3 position encoding for this architecture"),
+        ("qwen2_moe", {"rope_scaling": {"rope_type": "yarn"}}, ""),
+        ("mixtral", {"rope_parameters": LLAMA3}, ""),
+        ("mixtral", {"rope_scaling": {"type": "su"}}, "has no longrope position encoding for this architecture"),
+        ("granitemoe", {"rope_scaling": LLAMA3}, "has no llama3 position encoding for this architecture"),
+        ("qwen2_moe", {"hidden_act": "gelu"}, "has only SiLU for these experts, not gelu"),
+        ("qwen3_moe", {"attention_bias": True}, "has no bias on o_proj for this architecture"),
+        ("granitemoe", {"attention_bias": True}, ""),
+    ],
+)
+def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
+    lines = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, {"model_type": "llama"} | dense)
+    (said,) = [line.removeprefix("llama.cpp: ") for line in lines if line.startswith("llama.cpp: ")]
+    assert said == f"{fault}." if fault else "`python -m pipeline.gguf` converts it" in said
 
 
 @pytest.mark.parametrize("target", MOE_TARGETS)

@@ -24,8 +24,17 @@ def test_shared_keys_are_read_from_the_dense_configuration() -> None:
     assert (config.vocab_size, config.num_hidden_layers, config.sliding_window, config.eos_token_id) == (61, 3, 4, 7)
     assert config.layer_types == config.dense.layer_types
     assert config.tie_word_embeddings is False
-    assert config.dense.final_logit_softcapping == 2.0
-    assert not hasattr(config, "final_logit_softcapping")
+    assert config.dense.query_pre_attn_scalar == 256
+    assert not hasattr(config, "query_pre_attn_scalar")
+
+
+def test_what_follows_the_last_hidden_states_is_there_for_who_computes_logits_from_them() -> None:
+    """TRL and vLLM; without these keys they compute other logits than the model."""
+    assert TinyONNConfig(DENSE).final_logit_softcapping == 2.0
+    assert TinyONNConfig(DENSE).logit_scale == 1.0
+    granite = TinyONNConfig({"model_type": "granite", "logits_scaling": 8.0})
+    assert granite.logit_scale == 0.125
+    assert not hasattr(granite, "final_logit_softcapping")
 
 
 def test_what_the_dense_family_does_not_have_is_not_there() -> None:
