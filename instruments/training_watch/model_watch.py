@@ -271,7 +271,7 @@ def watch_model(
         optimizer: the only one to follow. None: all that have parameters of the model, until `step` is called.
         scaler: its scale is judged as well; not needed if an optimizer is followed.
         config: thresholds.
-        log: file of JSON lines, one per step.
+        log: file of JSON lines, one per step; processes after the first add their rank to its name, watch-1.jsonl.
         dump: folder for the tensors of the last steps before a severe finding, written by `instruments.tensor_dump`.
         dump_steps: number of these steps.
         first_step: number of the first step, for a resumed run.

@@ -100,7 +100,10 @@ class StepLog:
     """Writes reports to a file, and logs each finding once in `repeat_steps` steps."""
 
     def __init__(self, path: Path | None, config: WatchConfig) -> None:
-        """Reports are appended to the file at `path`; None: findings are only logged."""
+        """Reports are appended to the file at `path`, of other processes than the first to `file_of_rank`.
+
+        None: findings are only logged.
+        """
         self.path, self.config = path, config
         self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → step at which it was last logged
         if path is not None:
@@ -115,8 +118,16 @@ class StepLog:
                 logger.log(_LEVELS[anomaly.severity], "step %d: %s", report.step, anomaly.message)
         if self.path is not None:
             layers = report.step % self.config.layer_steps == 0
-            with self.path.open("a", encoding="utf-8") as file:
+            with file_of_rank(self.path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(report.record(layers=layers)) + "\n")
+
+
+def file_of_rank(path: Path) -> Path:
+    """`path` in the first process, else the same name with the rank: watch.jsonl, watch-1.jsonl ..."""
+    import torch.distributed as workers  # noqa: PLC0415 - slow to import, and reading a log does without
+
+    rank = workers.get_rank() if workers.is_available() and workers.is_initialized() else 0
+    return path.with_stem(f"{path.stem}-{rank}") if rank else path
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -17,10 +17,10 @@ def report_of(model):
         return watch.step(loss)
 
 
-def follow(model, wrapped, rank):
+def follow(model, wrapped, rank, log=None):
     """Train without `watch.step`; batches differ between processes, so the norm is that of the mean gradient."""
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with watch_model(model) as watch:
+    with watch_model(model, log=log) as watch:
         for step in range(2):
             x = torch.randn(7, 6, generator=torch.Generator().manual_seed(10 * step + rank))
             wrapped(x).square().mean().backward()
@@ -32,14 +32,14 @@ def follow(model, wrapped, rank):
             optimizer.zero_grad()
 
 
-def main(rank, port):
-    """Compare the reports of the whole and of the sharded model, in one of two processes."""
+def main(rank, port, log):
+    """Compare the reports of the whole and of the sharded model, in one of two processes; both write a log."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
     whole = report_of(model)
     model.zero_grad()
-    follow(model, nn.parallel.DistributedDataParallel(model), rank)
+    follow(model, nn.parallel.DistributedDataParallel(model), rank, log)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     shards = report_of(model)
     assert shards.layers.keys() == whole.layers.keys()
