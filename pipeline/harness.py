@@ -8,9 +8,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from instruments.errors import CheckpointError, ConfigError, exit_code
+from instruments.errors import CheckpointError, ConfigError, exit_code, positive
 from pipeline.gguf import no_checkpoint
 from stages.evaluate.harness import Answers, MeanWithError, answer_choices, compare_answers
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -35,9 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="folders, the dense one first")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda ...")
-    parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 ...")
-    parser.add_argument("--batch-size", type=int, default=16, help="answers per forward pass (default 16)")
-    parser.add_argument("--limit", type=int, help="number of items to use, from the first (default: all)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="number format (default float32)")
+    parser.add_argument("--batch-size", type=positive, default=16, help="answers per forward pass (default 16)")
+    parser.add_argument("--limit", type=positive, help="number of items to use, from the first (default: all)")
     return parser
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from instruments.errors import ConfigError, UserError, check_output, exit_code, say
+from instruments.errors import ConfigError, UserError, check_output, exit_code, positive, say
 from models.config import PER_LAYER, MoEShape
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
@@ -67,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dense", type=Path, metavar="FOLDER", help="the dense model; without it no speed is measured")
     parser.add_argument("--text", type=Path, help="text for the comparison (default: this program's source)")
     parser.add_argument("--types", default="f32,q8_0", help="GGUF types for llama.cpp (default f32,q8_0)")
-    parser.add_argument("--rounds", type=int, default=5, help="paired rounds of speed measurement (default 5)")
+    parser.add_argument("--rounds", type=positive, default=5, help="paired rounds of speed measurement (default 5)")
     parser.add_argument(
-        "--sizes", type=int, nargs=2, default=(256, 64), help="tokens of prompt and output (default 256 64)"
+        "--sizes", type=positive, nargs=2, default=(256, 64), help="tokens of prompt and output (default 256 64)"
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
     Clients.add_options(parser)
     return parser

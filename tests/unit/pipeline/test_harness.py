@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipeline.harness import main, show_answers
 from stages.evaluate.harness import Answers
 
@@ -27,6 +29,21 @@ carved         0.0          50.0
 
 def test_the_table():
     assert show_answers({"dense": DENSE, "carved": CARVED}) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--limit", "0"], "argument --limit: 0 is not at least 1"),
+        (["--batch-size", "-2"], "argument --batch-size: -2 is not at least 1"),
+        (["--dtype", "float33"], "argument --dtype: invalid choice: 'float33'"),
+    ],
+)
+def test_wrong_numbers_and_formats_are_refused_before_anything_loads(words, said, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_folders_without_a_checkpoint_are_all_named(tmp_path, capsys):
