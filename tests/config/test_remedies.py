@@ -164,7 +164,8 @@ def find_setting_faults(text: Text) -> Iterator[str]:
         elif not PLACEHOLDER.search(value := value.rstrip(".:")):
             yield from find_value_faults(key, value)
     for key in NAMED.findall(text.text) if text.remedy else ():
-        if key.partition(".")[0] in GROUPS and find_type(key) is None and not key.endswith((".py", ".safetensors")):
+        is_file = key.endswith((".py", ".safetensors", ".json"))
+        if key.partition(".")[0] in GROUPS and find_type(key) is None and not is_file:
             yield f"there is no setting {key}"
 
 

@@ -122,13 +122,18 @@ WARNED = [
 ]
 
 
+def without_active(words):
+    """With all numbers of the shape given, `active` has no effect, and a warning says so."""
+    return [word for word in words if not word.startswith("active=")]
+
+
 @pytest.mark.parametrize(("model", "words", "kinds"), WARNED)
 def test_a_warning_is_gone_with_the_settings_it_names(said, model, words, kinds):
     _lines, warning = said(model, *words)
     found = {line.partition(":")[0] for line in warning.rstrip().splitlines()}
     assert found == kinds | {"  do"}
     (do,) = DO.findall(warning)
-    lines, left = said(model, *words, *do.split())
+    lines, left = said(model, *without_active(words), *do.split())
     assert left is None
     assert "always on" in lines
 
@@ -155,7 +160,7 @@ def test_an_error_is_gone_with_the_settings_it_names(said, model, words, do):
     with pytest.raises(InvalidSettingsError) as caught:
         said(model, *words)
     assert set(DO.findall(str(caught.value))) == {do}
-    _lines, left = said(model, *words, *do.split())
+    _lines, left = said(model, *without_active(words), *do.split())
     assert left is None
 
 
