@@ -6,7 +6,8 @@ memory, and the system caches them in free RAM.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from models.config import ModelConfig, memory_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _MEMBERSHIP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _SHARE = 0.5  # of the free memory, if no limit is set
 KEPT = 3  # tensors (T, D) of a layer pass: hidden states, inputs and outputs of an FFN
 
@@ -24,11 +25,40 @@ Keep = Callable[["Tensor"], "Tensor"]  # moves a tensor to where it is kept
 
 
 def free_memory() -> int | None:
-    """Bytes that a process could allocate now; None if the system does not report them."""
+    """Bytes that a process could allocate now; None if the system does not report them.
+
+    A container or a batch job may be allowed less than the machine has free.
+    """
     if not _MEMINFO.exists():
         return None
     line = next((line for line in _MEMINFO.read_text(encoding="utf-8").splitlines() if "MemAvailable" in line), "")
-    return int(line.split()[1]) * 1024 if line else None
+    return min([int(line.split()[1]) * 1024, *control_group_rooms(_GROUPS, _MEMBERSHIP)]) if line else None
+
+
+def control_group_rooms(root: Path, membership: Path) -> Iterator[int]:
+    """Bytes left below the memory limit of each control group of this process, of version 1 or 2; at least 0.
+
+    Pages of files that the system can drop do not count as used.
+    Source: Linux kernel documentation, admin-guide/cgroup-v1/memory and admin-guide/cgroup-v2.
+    """
+    for line in membership.read_text(encoding="utf-8").splitlines() if membership.exists() else ():
+        _number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        elif not controllers:
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        else:
+            continue
+        # In a container the path may be the host's; only the container's own group is visible, at the base.
+        for group in {Path(), Path(path[1:]), *Path(path[1:]).parents}:
+            with suppress(OSError, ValueError):  # no such group, or "max": no limit
+                yield _room(base / group, *names)
+
+
+def _room(group: Path, limit: str, used: str, droppable: str) -> int:
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+    left = int((group / limit).read_text()) - int((group / used).read_text())
+    return max(0, left + int(statistics[droppable]))
 
 
 def memory_limit(model: ModelConfig, processes: int = 1) -> float:

@@ -17,7 +17,14 @@ from stages.artifacts.job import Job, Workers
 from stages.calibration.batches import CalibrationContext, TokenStream
 from stages.calibration.config import without_random_tokens
 from stages.calibration.share import take_rows
-from stages.calibration.token_memory import TokenMemory, as_it_is, free_memory, memory_limit, spill
+from stages.calibration.token_memory import (
+    TokenMemory,
+    as_it_is,
+    control_group_rooms,
+    free_memory,
+    memory_limit,
+    spill,
+)
 from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 
@@ -73,6 +80,64 @@ def test_the_limit_is_the_setting_or_half_of_what_is_free():
     assert memory_limit(ModelConfig(hidden_memory="20 kb")) == 20_000
     assert memory_limit(ModelConfig(hidden_memory="0GB")) == 0
     assert memory_limit(ModelConfig(), 4) == pytest.approx(free_memory() / 8, rel=0.2)
+
+
+def write_group(folder, limit, used, droppable):
+    """Files of a control group; each argument is a file name and its number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, number in (limit, used):
+        (folder / name).write_text(f"{number}\n")
+    name, number = droppable
+    (folder / "memory.stat").write_text(f"anon 1\n{name} {number}\n{name}_other 5\n")
+
+
+def test_the_memory_of_a_container_or_a_job_is_its_limit(tmp_path):
+    """A job of Slurm (its path is visible), a container (only its own group is), version 1, and no limit at all."""
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
+    write_group(root / "job/step", ("memory.max", 700), ("memory.current", 500), ("inactive_file", 90))
+    write_group(root / "job", ("memory.max", "max"), ("memory.current", 600), ("inactive_file", 90))
+    membership.write_text("0::/job/step\n")
+    assert [*control_group_rooms(root, membership)] == [290]
+    write_group(root / "job", ("memory.max", 620), ("memory.current", 600), ("inactive_file", 7))
+    assert sorted(control_group_rooms(root, membership)) == [27, 290]
+
+    inside = tmp_path / "container"
+    write_group(inside, ("memory.max", 400), ("memory.current", 450), ("inactive_file", 20))
+    membership.write_text("0::/kubepods/pod/of-the-host\n")
+    assert [*control_group_rooms(inside, membership)] == [0]
+
+    older = tmp_path / "older"
+    names = ("memory.limit_in_bytes", 300), ("memory.usage_in_bytes", 100), ("total_inactive_file", 11)
+    write_group(older / "memory/docker/a", *names)
+    membership.write_text("5:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n")
+    assert [*control_group_rooms(older, membership)] == [211]
+    assert [*control_group_rooms(older, tmp_path / "absent")] == []
+
+
+def test_free_memory_is_that_of_a_real_control_group():
+    """With the right to make one; the child joins it and sees what is left of its limit."""
+    group = Path("/sys/fs/cgroup/memory" + own_group()) / f"tiny-onn-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(2**30))
+    except OSError:
+        pytest.skip("control groups of version 1 cannot be made here")
+
+    def work():
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        free = free_memory()
+        return 7 if 2**29 < free <= 2**30 else 8
+
+    try:
+        assert child(work) == 7
+    finally:
+        group.rmdir()
+
+
+def own_group():
+    """Path of this process among the memory control groups of version 1, or "/"."""
+    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+    return next((path for _, controllers, path in lines if "memory" in controllers.split(",")), "/")
 
 
 def test_the_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch):
