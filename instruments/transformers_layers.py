@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.hooks import EagerHook
+from instruments.precision.calls import EagerHook
 
 _GROUPED = {
     getattr(place, name)

@@ -44,11 +44,6 @@ NO_TRAINING = "none: no weights were trained"
 _TRAINING = "| training | {} |"
 
 
-def write_card(folder: Path, facts: CarveFacts) -> None:
-    """Write `folder/README.md`."""
-    (folder / "README.md").write_text(render_card(facts), encoding="utf-8")
-
-
 def copy_card(source: Path, folder: Path, training: str) -> None:
     """Copy the card of the checkpoint in `source` to `folder`, with `training` as the description of its training."""
     card = (source / "README.md").read_text(encoding="utf-8")

@@ -211,11 +211,6 @@ def is_stale(step: Step) -> bool:
     return False
 
 
-def renew(step: Step) -> Step:
-    """The step; due if it is stale, since an earlier step of the run has computed its parent with other tensors."""
-    return step if step.due or not is_stale(step) else replace(step, due=True, fresh=True)
-
-
 def lacks_pictures(step: Step) -> bool:
     """Whether the result exists, but with other pictures than requested; then this stage runs again to draw them."""
     with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified

@@ -16,21 +16,20 @@ from pipeline.consistency import warn_of_other_stages
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
-from pipeline.memory import peak_bytes, start_measuring
 from pipeline.overrides import command_line
 from pipeline.plan import (
     READ,
     Step,
     check_sources,
     find_checkpoint,
+    is_stale,
     lacks_pictures,
     make_plan,
     published_recipe,
-    renew,
 )
-from pipeline.run_folder import RunFolder, render, replace_link
+from pipeline.run_folder import RunFolder, peak_bytes, render, replace_link, start_measuring
 from pipeline.settings import ALL, STAGES, Settings
-from pipeline.shape_advice import log_shape
+from pipeline.shape import log_shape
 from pipeline.validate import validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.calibration.token_memory import free_memory
@@ -99,7 +98,8 @@ class Runner:
         self.verify_kept(steps)
         done: list[Step] = []
         for planned in steps:
-            step = renew(planned)
+            # An earlier step of this run may have computed its parent with other tensors.
+            step = planned if planned.due or not is_stale(planned) else replace(planned, due=True, fresh=True)
             try:
                 if step.stage.shared and not step.due:
                     self.workers.broadcast(False)

@@ -23,8 +23,7 @@ from pipeline.consistency import balance_errors, contradictions, find_uses, map_
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
-from pipeline.shape import ShapeRequest, resolve_shape
-from pipeline.shape_advice import dense_layer_errors, shape_errors
+from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolve_shape, shape_faults
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
 from stages.text.config import check_length
@@ -190,7 +189,10 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
     if unusable := [*dense_layer_errors(request)]:
         return [*unusable]
     shape, target = resolve_shape(request, request.width), None
-    errors: list[UserError] = [*shape_errors(request, shape, settings.model.label)]
+    place = f"shape, model={settings.model.label} with F={request.width} neurons a layer"
+    faults = shape_faults(shape, request.width)
+    do = find_remedy(request) or "a model with wider FFNs" if faults else ""
+    errors: list[UserError] = [ConfigError(what, where=f"{place}{more}", do=do) for what, more in faults]
     try:
         target = request.target(shape)
         errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]

@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from instruments.gradients import column_squares, prefer_gram, weight_squares
-from instruments.parameter_scan.block_squares import split_blocks, sum_blocks, symmetric_gram
+from instruments.gradients import column_squares, prefer_gram, split_blocks, sum_blocks, symmetric_gram, weight_squares
 from instruments.parameter_scan.call import CallFacts
 from instruments.parameter_scan.targets import Target
 

@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
-from instruments.gradients import prefer_gram, watch
-from instruments.hooks import EagerHook
+from instruments.gradients import block_squares, prefer_gram, sum_blocks, watch
 from instruments.parameter_scan import inputs
-from instruments.parameter_scan.block_squares import block_squares, sum_blocks
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
 from instruments.parameter_scan.targets import Target
-from instruments.parameter_scan.weight_uses import computes_linear, has_own_forward
-from instruments.transformers_layers import ProductFinder, look_inside
+from instruments.precision.calls import EagerHook
+from instruments.transformers_layers import ProductFinder, conv1d_kind, look_inside
 
 
 @dataclass(frozen=True)
@@ -244,3 +242,24 @@ def _listen(module: nn.Module, receive: Callable[[Tensor, Tensor], Tensor | None
         return receive(args[0] if args else next(iter(kwargs.values())), output)
 
     return module.register_forward_hook(EagerHook(hook), with_kwargs=True)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a class other than Linear and Conv1D computes the output, from a weight that is not quantised."""
+    forward = type(module).forward
+    weight = module._parameters.get("weight")
+    if forward.__module__.startswith("bitsandbytes.") or (weight is not None and weight.element_size() == 1):
+        return False
+    return forward not in {nn.Linear.forward, getattr(conv1d_kind(), "forward", None)}
+
+
+@torch.no_grad()
+def computes_linear(module: Any, x: Tensor, output: Tensor) -> bool:  # noqa: ANN401 - a Linear
+    """Whether a Linear with its own forward returns x·Wᵀ + b up to rounding, so that the norms are the weight's."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.shape != (output.shape[-1], x.shape[-1]):
+        return False
+    expected = linear(x.to(weight.dtype), weight, module.bias)
+    coarse = min(expected.dtype.itemsize, output.dtype.itemsize) < torch.float32.itemsize
+    error = torch.linalg.vector_norm(output.float() - expected.float())
+    return bool(error <= (1e-2 if coarse else 1e-4) * torch.linalg.vector_norm(expected.float()))

@@ -6,29 +6,92 @@ which `backward` is called: a divided or scaled loss gives divided or scaled nor
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
-from instruments.hooks import EagerHook
 from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.call import bind_arguments, read_call, replace_argument
 from instruments.parameter_scan.module_hooks import TargetHooks
 from instruments.parameter_scan.record import to_record
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
 from instruments.parameter_scan.targets import ScanRecord, Selection, Target, refusal, warn_left_out
-from instruments.parameter_scan.weight_uses import WeightUses
-from instruments.precision.calls import in_transform
+from instruments.precision.calls import EagerHook, in_transform
 
 logger = logging.getLogger(__name__)
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")
+
+
+# Results that carry no gradient to the weight.
+_WITHOUT_GRADIENT = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # type: ignore[attr-defined, union-attr]
+
+
+class WeightUses(TorchFunctionMode):
+    """While entered, notes every function that uses a watched weight outside its module, such as a tie by F.linear."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        """Watch the weights of Linear layers, Conv1D and embeddings."""
+        super().__init__()
+        self.found: dict[Target, str] = {}  # target → function
+        self._targets = [target for target in targets if not target.fused]
+        self._weights: dict[int, tuple[Tensor, Target]] = {}  # by id: the weight, kept alive, and its target
+        self._running: set[Target] = set()  # those whose module runs
+        self._entered = False
+
+    def install(self) -> Iterator[RemovableHandle]:
+        """Hooks on the modules, whose own use of the weight is not noted."""
+        for target in self._targets:
+            for module in filter(None, (target.module, target.head)):
+                begin = EagerHook(lambda *_, own=target: self._running.add(own))
+                end = EagerHook(lambda *_, own=target: self._running.discard(own))
+                yield module.register_forward_pre_hook(begin)
+                yield module.register_forward_hook(end, always_call=True)
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.found, self._running = {}, set()
+        weights = ((target.module._parameters.get("weight"), target) for target in self._targets)
+        self._weights = {id(weight): (weight, target) for weight, target in weights if weight is not None}
+        if self._targets and not self._entered:  # a pass may have been interrupted
+            self.__enter__()
+            self._entered = True
+
+    def end(self) -> Mapping[Target, str]:
+        """The pass ends: the functions that used each target's weight outside its module."""
+        if self._entered:
+            self.__exit__(None, None, None)
+            self._entered, self._weights = False, {}
+        return self.found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - any result of the function
+        result = func(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling():
+            for value in _flat((*args, *(kwargs or {}).values())):
+                weight, target = self._weights.get(id(value), (None, None))
+                if target is None or value is not weight or target in self._running or func in _WITHOUT_GRADIENT:
+                    continue
+                tensors = (one for one in _flat([result]) if isinstance(one, Tensor))
+                if any(one is not weight and one.is_floating_point() for one in tensors):
+                    self.found[target] = getattr(func, "__name__", str(func))
+        return result
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
 
 
 class ParameterTensorScanner:

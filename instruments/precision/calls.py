@@ -1,9 +1,10 @@
-"""Trace the module calls of a running model; find the tensors in arguments and outputs."""
+"""Trace the module calls of a running model; find the tensors in arguments and outputs; hooks that are not copied."""
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
@@ -206,3 +207,25 @@ def _copy_leaf(leaf: Any) -> Any:  # noqa: ANN401
 def _is_record(leaf: object) -> "TypeGuard[DataclassInstance]":
     """Whether it is a dataclass instance, which pytree treats as a leaf."""
     return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+class OwnHook:
+    """A hook; copied or pickled with its module, as in an average of weights or `torch.save`, it does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:  # noqa: ANN401 - any arguments and result of a hook
+        """Run it."""
+        return self._run(*args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        """A function of the standard library that takes any arguments and returns None."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+class EagerHook(OwnHook):
+    """A hook that torch.compile does not trace: the module is compiled in parts, before and after its hooks."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__(torch.compiler.disable(run) if "torch._dynamo" in sys.modules else run)

@@ -47,8 +47,8 @@ def _run(wanted: argparse.Namespace) -> int:
     model = find_model(wanted.model)
     from instruments.precision.findings import to_json  # noqa: PLC0415 - a wrong command line needs no torch
     from instruments.precision.model_diff import auto_diff  # noqa: PLC0415
-    from instruments.precision.tensor_file import read_tensors  # noqa: PLC0415
     from instruments.precision.verdict import Verdict  # noqa: PLC0415
+    from instruments.tensor_reader import read_tensors  # noqa: PLC0415
 
     sample = read_tensors(wanted.input)
     diff = auto_diff(model, sample, precision=wanted.precision, mode=wanted.mode, modules=wanted.modules)

@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -118,8 +119,7 @@ class Diff:
         A module ends after its submodules, so this is the innermost. If only the model's output is above its absolute
         limit, it is the module at which the error floor jumps.
         """
-        found = self.ranked()
-        if not found:
+        if not (found := self.ranked()):
             return None
         bound = all(output.bound_verdict == output.verdict for output in found)
         return found[0] if found[0].own_verdict is not Verdict.OK or not bound else self.jump or found[0]
@@ -129,16 +129,12 @@ class Diff:
         """The first output with a large own floor: at least half of the largest, and 4 units in the last place."""
         floors = [(output.own_floor or 0.0, output) for output in self.outputs]
         most = max((floor for floor, _output in floors if math.isfinite(floor)), default=0.0)
-        least = max(most / 2, _JUMP * torch.finfo(FORMATS[self.precision]).eps)
+        least = max(most / 2, 4 * torch.finfo(FORMATS[self.precision]).eps)  # a Linear makes 1.4 units of one
         return next((output for floor, output in floors if floor >= least), None)
 
     def __str__(self) -> str:
         title = f"FP32 against {self.precision} ({self.mode}): {self.verdict}"
         return "\n".join([title, *text_table(COLUMNS, rows_of(self)), *notes_of(self)])
-
-
-# Units in the last place. A Linear turns one unit at its input and one at its output into 1.4.
-_JUMP = 4
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -151,12 +147,11 @@ COLUMNS = (
     "output", "verdict", "own L2", "÷ floor", "propagated L2", "÷ floor", "max rel.", "cosine", "SQNR dB",
     "range ratio",
 )  # fmt: skip
-_MOST_ROWS = 20
 
 
 def rows_of(diff: Diff) -> list[tuple[str, ...]]:
     """Rows of outputs that are not ok, the first divergence on top; then of each ok kind the one nearest its limit."""
-    found = diff.ranked()[:_MOST_ROWS]
+    found = diff.ranked()[:20]
     kinds: dict[str, OutputDiff] = {}
     for output in diff.outputs:
         if output.verdict is Verdict.OK:
@@ -174,10 +169,9 @@ def _ratio(distance: Distance | None, floor: float | None) -> float:
 
 
 def _row(output: OutputDiff, name: str) -> tuple[str, ...]:
-    own, arrived = output.own, output.propagated
+    arrived, wide = output.propagated, max((axis.ratio for axis in output.ranges), default=1.0)
     sizes = (f"{arrived.max_relative:.2g}", f"{arrived.cosine:.6f}", f"{arrived.sqnr_db:.1f}") if arrived else ("",) * 3
-    wide = max((axis.ratio for axis in output.ranges), default=1.0)
-    figures = *_figures(own, output.own_floor), *_figures(arrived, output.propagated_floor), *sizes
+    figures = *_figures(output.own, output.own_floor), *_figures(arrived, output.propagated_floor), *sizes
     return name, str(output.verdict), *figures, f"{wide:.2g}"
 
 
@@ -191,7 +185,7 @@ def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
 def notes_of(diff: Diff) -> list[str]:
     """The verdict in words, the error of the final output, and all warnings."""
     return [
-        _verdict(diff), *_last(diff), *_choices(diff.choices), *_ranges(diff.outputs), *_oddities(diff),
+        _verdict(diff), *_summary(diff), *_oddities(diff),
         f"{len(diff.outputs):,} outputs; {diff.passes} passes, {diff.seconds:.1f} s",
     ]  # fmt: skip
 
@@ -252,21 +246,18 @@ def reason(output: OutputDiff) -> str:
     return f"normalised L2 {distance.normalised_l2:.2g}{times}"
 
 
-def _last(diff: Diff) -> Iterator[str]:
+def _summary(diff: Diff) -> Iterator[str]:
+    """The error of the last output, and how many discrete choices differ."""
     if diff.outputs and (arrived := diff.outputs[-1].propagated) is not None:
         yield (
             f"at the end ({diff.outputs[-1].name}): normalised L2 {arrived.normalised_l2:.2g}, cosine "
             f"{arrived.cosine:.6f}, SQNR {arrived.sqnr_db:.1f} dB"
         )
-
-
-def _choices(choices: Sequence[ChoiceDiff]) -> Iterator[str]:
-    known = [(choice.propagated, choice) for choice in choices if choice.propagated is not None]
-    if not known:
+    if not (known := [(choice.propagated, choice) for choice in diff.choices if choice.propagated is not None]):
         return
     most, worst = max(known, key=lambda pair: pair[0])
-    mean = _mean(share for share, _choice in known)
-    own, floor = _mean(choice.own for _, choice in known), _mean(choice.floor for _, choice in known)
+    shares = ([share for share, _ in known], [one.own for _, one in known], [one.floor for _, one in known])
+    mean, own, floor = (fmean([share for share in group if share is not None] or [0.0]) for group in shares)
     yield (
         f"discrete choices (experts of a token): {mean:.1%} differ in the mean of {len(known)} modules, {most:.1%} at "
         f"most ({worst.call}); on FP32 inputs {own:.1%}, in FP32 off by one unit {floor:.1%}. Tokens near the border "
@@ -274,13 +265,8 @@ def _choices(choices: Sequence[ChoiceDiff]) -> Iterator[str]:
     )
 
 
-def _mean(shares: Iterable[float | None]) -> float:
-    known = [share for share in shares if share is not None]
-    return sum(known) / len(known) if known else 0.0
-
-
-def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
-    if wide := [(axis, output) for output in outputs for axis in output.ranges if axis.ratio > 1e4]:
+def _oddities(diff: Diff) -> Iterator[str]:
+    if wide := [(axis, output) for output in diff.outputs for axis in output.ranges if axis.ratio > 1e4]:
         axis, output = max(wide, key=lambda pair: pair[0].ratio)
         count = len({other.name for _, other in wide})
         yield (
@@ -288,9 +274,6 @@ def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
             f"apart; the widest is {output.name}, dim {axis.axis}: max {axis.largest:.3g} at {axis.largest_at}, "
             f"{axis.smallest:.3g} at {axis.smallest_at} (ratio {axis.ratio:.2g})"
         )
-
-
-def _oddities(diff: Diff) -> Iterator[str]:
     failed = [output.name for output in diff.outputs if output.own_failure]
     undefined = [one.name for one in diff.outputs if one.propagated and one.propagated.reference_nonfinite]
     for names, words in (

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from instruments.errors import NumericsError
 from instruments.precision import calls
 from instruments.precision.calls import Arguments, Call, ModuleEvents, find_real_tensors
-from instruments.precision.comparison import axis_ranges, measure_distance, rows_with_error
+from instruments.precision.comparison import axis_ranges, find_swamping, measure_distance, rows_with_error, sums_up
 from instruments.precision.findings import ChoiceDiff, OutputDiff
 from instruments.precision.session import AUTOCAST, EqualChoiceRows, Key, Session, is_choice, kept_buffers, types_of
-from instruments.precision.swamping import find_swamping, sums_up
 
 # Errors that a module may raise in a number format that it does not support.
 _FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
@@ -160,7 +159,13 @@ class ReferencePass(ModuleEvents):
                 self._choose((call, path), tensor, trials.low.outputs.get(path) if trials else None)
         if trials is None:
             return
-        swamped = self._swamping(call, module, trials.arguments) if sums_up(module, trials.arguments, output) else ""
+        swamped = ""
+        if sums_up(module, trials.arguments, output):
+            swamped = find_swamping(
+                trials.arguments, session.low.dtype,
+                exact=lambda given: self._try(call, module, calls.copy_arguments(given)).outputs,
+                rounded=lambda given: self._in_low_precision(call, given).outputs,
+            )  # fmt: skip
         for path, tensor in tensors.items():
             if (call, path) in session.waiting:
                 found = self._compare(call, path, module, tensor, trials)
@@ -196,13 +201,6 @@ class ReferencePass(ModuleEvents):
             if exact.ndim > 1 and exact.numel():
                 found.floor_rows = rows_with_error(exact, trials.perturbed.outputs[path])
         return found
-
-    def _swamping(self, call: Call, module: nn.Module, arguments: Arguments) -> str:
-        return find_swamping(
-            arguments, self.session.low.dtype,
-            exact=lambda given: self._try(call, module, calls.copy_arguments(given)).outputs,
-            rounded=lambda given: self._in_low_precision(call, given).outputs,
-        )  # fmt: skip
 
     def _in_low_precision(self, call: Call, arguments: Arguments) -> _Trial:
         low = self.session.low

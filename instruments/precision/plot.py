@@ -23,7 +23,8 @@ def draw_diff(diff: Diff, path: Path) -> None:
     panels, places = figure.subplots(2, 1, sharex=True), range(len(diff.outputs))
     for panel, name in zip(panels, ("propagated", "own"), strict=True):
         errors = [_error(getattr(output, name)) for output in diff.outputs]
-        floors = [_floor(getattr(output, f"{name}_floor")) for output in diff.outputs]
+        held = [getattr(output, f"{name}_floor") for output in diff.outputs]
+        floors = [floor if floor and floor < math.inf else math.nan for floor in held]
         verdicts = [getattr(output, f"{name}_verdict") for output in diff.outputs]
         known = [value for value in (*errors, *floors) if 0 < value < math.inf] or [diff.limits.output_warning]
         top, bottom = 3 * max(*known, diff.limits.output_severe), min(known) / 3
@@ -49,10 +50,6 @@ def _error(distance: Distance | None) -> float:
     if distance is None:
         return math.nan
     return math.inf if distance.nonfinite else distance.normalised_l2
-
-
-def _floor(floor: float | None) -> float:
-    return floor if floor is not None and math.isfinite(floor) else math.nan
 
 
 _FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from instruments.precision.calls import dtype_name, is_sharded
-from instruments.safetensors_reader import TORCH_DTYPES
 from instruments.tensor_dump.config import TENSORS, DumpConfig
 from instruments.tensor_dump.record import Placement, TensorRecord
+from instruments.tensor_reader import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from instruments.tensor_dump.recorder import Recorder

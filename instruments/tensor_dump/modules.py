@@ -11,8 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
-from instruments.hooks import OwnHook
-from instruments.precision.calls import is_sharded
+from instruments.precision.calls import OwnHook, is_sharded
 from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
 from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, TENSORS
 from instruments.tensor_dump.recorder import Call, Recorder

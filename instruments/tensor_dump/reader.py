@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from instruments.errors import CheckpointError, ConfigError, ContractError
 from instruments.safetensors_header import TensorEntry, read_header
-from instruments.safetensors_reader import EntryReader, checksum_of
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.record import STORED, Placement, Source, TensorRecord
+from instruments.tensor_reader import EntryReader, checksum_of
 
 
 class DumpReader(Listing):

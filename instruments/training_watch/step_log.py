@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instruments.errors import ContractError, check_output, exit_code, say
-from instruments.json_kinds import check_fields, is_count, is_number, is_text, kind_of, list_of
+from instruments.json_kinds import Kind, check_fields, is_count, is_number, is_text, kind_of, list_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,11 +177,8 @@ def check_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _is_figure(value: object) -> bool:
-    return is_number(value) or value in ("nan", "inf", "-inf")
-
-
-_KINDS = dict.fromkeys(("loss", "gradient_norm", "loss_scale"), _is_figure) | {
+_FIGURES = ("loss", "gradient_norm", "loss_scale")
+_KINDS: dict[str, Kind] = dict.fromkeys(_FIGURES, lambda value: is_number(value) or value in ("nan", "inf", "-inf")) | {
     "step": is_count, "anomalies": list_of(kind_of(Anomaly)), "warnings": list_of(is_text),
 }  # fmt: skip
 

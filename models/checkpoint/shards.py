@@ -15,7 +15,7 @@ from torch import Tensor
 from instruments.durable import sync
 from instruments.errors import CheckpointError
 from instruments.safetensors_header import read_header
-from instruments.safetensors_reader import TORCH_DTYPES, EntryReader
+from instruments.tensor_reader import TORCH_DTYPES, EntryReader
 from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
 from models.config import import_bitsandbytes
 from models.dense import DenseFamily, dense_family, fused_name, keeps_tied

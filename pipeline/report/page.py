@@ -17,8 +17,8 @@ from pipeline.overrides import command_line
 from pipeline.report import sections
 from pipeline.report.charts import COLOURS
 from pipeline.report.evaluations import Published, read_chain, read_evaluation, read_published
-from pipeline.report.run_record import RunRecord, StageRun, read_run_record
 from pipeline.report.words import key_figures, plain, shape_words, verdict
+from pipeline.run_folder import RunRecord, StageRun, read_run_record
 
 FILE = "report.html"
 

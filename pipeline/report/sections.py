@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from pipeline.artifacts import SHORT, UNREADABLE
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import Evaluation, Group, Published, curves_of, group_by_seed, point_of, seeds_of
-from pipeline.report.run_record import RunRecord, StageRun, read_all_records
 from pipeline.report.words import duration, method_of, nats, percent, plain, size
+from pipeline.run_folder import RunRecord, StageRun, read_all_records
 from stages.artifacts.job import Table
 from stages.artifacts.tensor_file import unpack_tag
 

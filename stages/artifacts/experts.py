@@ -13,7 +13,7 @@ from torch import Tensor
 
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_header import read_metadata
-from models.card import CarveFacts, write_card
+from models.card import CarveFacts, render_card
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype, emit_checkpoint
@@ -226,4 +226,4 @@ class CheckpointFormat:
             partition=partition.description, router=self.settings.router, projection=projection,
             pad_to=self.settings.pad_to, dense=read_config(self.source),
         )  # fmt: skip
-        write_card(out / "checkpoint", facts)
+        (out / "checkpoint/README.md").write_text(render_card(facts), encoding="utf-8")

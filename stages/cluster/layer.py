@@ -1,4 +1,4 @@
-"""The partition of one layer, and each layer's share of a pool's experts."""
+"""The partition of one layer, the data it is made from, and each layer's share of a pool's experts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,12 +10,74 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.config import MoEShape
-from stages.artifacts.carve import STAYS_DENSE, Partition, PoolPartition, load_partition
+from instruments.errors import ConfigError
+from models.checkpoint.shards import ShardReader
+from models.config import ModelConfig, MoEShape
+from models.ffn import DenseFFN
+from models.source import resolve_folder
+from stages.artifacts.carve import STAYS_DENSE, NeuronStatistics, Partition, PoolPartition, Scores, load_partition
 from stages.artifacts.tensor_file import TensorFile
-from stages.cluster.evidence import LayerEvidence
-from stages.cluster.methods import Method, NeuronsToGroup, fill_experts, group_neurons
-from stages.cluster.router_aware import TokenEnergy, measure_energy
+from stages.calibration.batches import DealtLayer
+from stages.calibration.share import sample_rows
+from stages.cluster import methods
+from stages.cluster.config import ClusterConfig
+
+FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # purposes of a layer's random number streams
+
+
+@dataclass(frozen=True)
+class LayerEvidence:
+    """A layer's statistics and scores, and its activity if the settings need a pass."""
+
+    layer: int
+    model: ModelConfig
+    statistics: NeuronStatistics  # of all layers, like the scores
+    scores: Scores | None  # None: nothing is ranked by score
+    seed: int
+    activity: DealtLayer | None = None  # on the calibration text; None: no pass was made
+
+    def sample(self, tokens: int) -> tuple[DenseFFN, Float[Tensor, "T D"]]:
+        """The FFN and at most `tokens` of its inputs, evenly spaced over the text; needs a pass."""
+        assert self.activity is not None, "no pass was made, see needs_pass in config.py"
+        return self.activity.ffn, sample_rows(self.activity.inputs, tokens)
+
+    @property
+    def score_F(self) -> Float[Tensor, "F"]:
+        """Scores of the layer's neurons; only if `reads_score` in config.py is true."""
+        assert self.scores is not None, "no score was read, see reads_score in config.py"
+        return self.scores.chosen[self.layer]
+
+    @property
+    def contribution_F(self) -> Float[Tensor, "F"]:
+        """Mean |h|·‖d‖."""
+        return self.statistics.contribution[self.layer]
+
+    def draw(self, purpose: int) -> np.random.Generator:
+        """A new generator, seeded by layer and purpose."""
+        return np.random.default_rng((self.seed, self.layer, purpose))
+
+
+def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tensor, "F C"]:
+    """Features of a layer's neurons, of the kind that `cluster.features` names.
+
+    Raises:
+        ConfigError: the scan did not keep them.
+    """
+    rng = evidence.draw(FEATURES)
+    if cluster.features == "gate_rows":
+        folder = resolve_folder(evidence.model)
+        with ShardReader(folder) as reader:
+            gate_FD = reader.tensor(reader.family.ffn(evidence.layer)[0])
+        return methods.gate_row_features(gate_FD, dims=methods.FEATURE_DIMS, rng=rng)
+    statistics = evidence.statistics
+    if not statistics.reservoir_tokens:
+        raise ConfigError(
+            "the scan kept no activation bitmaps to compare neurons by",
+            where="stage=cluster, setting cluster.features",
+            do="scan.reservoir_tokens=4096, or cluster.features=gate_rows",
+        )
+    bits_Fr = statistics.active_bits[evidence.layer]
+    return methods.coactivation_features(bits_Fr, statistics.reservoir_tokens, dims=methods.FEATURE_DIMS, rng=rng)
 
 
 def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoEShape]:
@@ -148,7 +210,7 @@ def partition_layer(
     features: Callable[[], Float[Tensor, "F C"]],
     shape: MoEShape,
     *,
-    method: Method,
+    method: methods.Method,
     rng: np.random.Generator,
     evidence: LayerEvidence | None = None,
     tokens: int = 8192,
@@ -167,10 +229,10 @@ def partition_layer(
     if not shape.experts:  # this layer gives no expert to the pool
         return LayerPartition(*roles, routed_U.clone(), routed_U.new_empty(0, shape.n))
 
-    def energy() -> TokenEnergy:
+    def energy() -> methods.TokenEnergy:
         assert evidence is not None, "the layer's evidence is needed"
-        return measure_energy(*evidence.sample(tokens), routed_U, always_on_S, top_k=shape.top_k)
+        return methods.measure_energy(*evidence.sample(tokens), routed_U, always_on_S, top_k=shape.top_k)
 
-    neurons = NeuronsToGroup(scores_F[routed_U], lambda: features()[routed_U], energy, shape.n)
-    labels_U, affinity_UE = group_neurons(method, neurons, shape.experts, rng=rng)
-    return LayerPartition(*roles, labels_U, routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
+    neurons = methods.NeuronsToGroup(scores_F[routed_U], lambda: features()[routed_U], energy, shape.n)
+    labels_U, affinity_UE = methods.group_neurons(method, neurons, shape.experts, rng=rng)
+    return LayerPartition(*roles, labels_U, routed_U[methods.fill_experts(affinity_UE, labels_U, shape.n)])

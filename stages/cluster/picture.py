@@ -23,8 +23,7 @@ from torch.nn.functional import normalize
 
 from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import LAYOUT, LayerEvidence
-from stages.cluster.layer import ALWAYS_ON, DROPPED, LayerPartition
+from stages.cluster.layer import ALWAYS_ON, DROPPED, LAYOUT, LayerEvidence, LayerPartition
 
 # Chosen greedily from the sRGB cube: each is the farthest in OKLab from earlier ones, white, grey and black.
 COLOURS = (

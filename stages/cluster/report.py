@@ -15,8 +15,8 @@ from models.routing import membership
 from stages.artifacts.job import Table
 from stages.calibration.balanced import assign_balanced, mean_directions, total_similarity
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
-from stages.cluster.evidence import CHUNK, CONTROL, LayerEvidence, unpack_bits
-from stages.cluster.layer import LayerPartition
+from stages.cluster.layer import CONTROL, LayerEvidence, LayerPartition
+from stages.cluster.methods import CHUNK, unpack_bits
 
 
 class Objective(NamedTuple):

@@ -13,15 +13,23 @@ from tqdm import tqdm
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
 from models.stream import LayerStream
+from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import NOTHING, Job, Table
-from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LayerEvidence, view_neurons
-from stages.cluster.layer import LayerPartition, layer_shapes, load_layers, partition_layer, save_partition
+from stages.cluster.layer import (
+    GROUPING,
+    LayerEvidence,
+    LayerPartition,
+    layer_shapes,
+    load_layers,
+    partition_layer,
+    save_partition,
+    view_neurons,
+)
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
 from stages.text.config import DataConfig

@@ -15,8 +15,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments import tensor_reader
 from instruments.errors import CheckpointError, ConfigError, DataError
-from instruments.precision import findings, tensor_analysis, tensor_file
+from instruments.precision import findings, tensor_analysis
 from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.comparison import find_format
 from instruments.precision.model_diff import auto_diff
@@ -214,7 +215,7 @@ def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
     Raises:
         DataError: the file cannot be read, or no tensor matches.
     """
-    found = dict(tensor_file.flatten_tensors(tensor_file.read_tensors(path)))
+    found = dict(tensor_reader.flatten_tensors(tensor_reader.read_tensors(path)))
     chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
     if not chosen:
         raise DataError(

@@ -31,7 +31,8 @@ def carve_cmoe(facts: LayerFacts, inputs: Sequence[Tensor]) -> tuple[LayerFacts,
     Source: arXiv:2502.04416, sections 3.1 and 3.2, as in its published code; differs: neither gate scales nor load
     balancing, which start at zero and are trained.
     """
-    ffn, shape = unit_rows(facts.ffn), facts.shape
+    shape, gate_FD, up_FD = facts.shape, facts.ffn.gate_FD, facts.ffn.up_FD
+    ffn = replace(facts.ffn, gate_FD=normalize(gate_FD, dim=1), up_FD=normalize(up_FD, dim=1))
     together_FF = count_coactive(ffn, inputs, min(CMOE_ACTIVE, facts.ffn.width)).cpu()
     order_F = together_FF.diagonal().argsort(descending=True, stable=True)
     always_S, others_U = order_F[: shape.always_on], order_F[shape.always_on :]
@@ -100,11 +101,6 @@ def _carved(facts: LayerFacts, neurons_EN: Tensor, always_S: Tensor) -> LayerFac
     """The same layer with other experts."""
     device = facts.ffn.gate_FD.device
     return replace(facts, neurons_EN=neurons_EN.to(device), always_S=always_S.to(device))
-
-
-def unit_rows(ffn: DenseFFN) -> DenseFFN:
-    """The FFN with rows of gate and up of length 1."""
-    return replace(ffn, gate_FD=normalize(ffn.gate_FD, dim=1), up_FD=normalize(ffn.up_FD, dim=1))
 
 
 def count_coactive(ffn: DenseFFN, inputs: Sequence[Tensor], active: int) -> Int[Tensor, "F F"]:

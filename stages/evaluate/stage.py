@@ -9,9 +9,8 @@ from models.experts import ExpertLoop
 from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
 from models.stream import LayerStream
-from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
+from stages.artifacts.carve import NeuronStatistics, Partition, PoolPartition, Routers, load_partition
 from stages.artifacts.job import NOTHING, Job, Table
-from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, layer_seed
 from stages.calibration.config import VocabularyConfig

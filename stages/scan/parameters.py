@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -34,10 +34,6 @@ class ParameterRecorder:
     writer: MscanWriter
     source: str
     records: list[ScanRecord] = field(default_factory=list)  # of the last pass, not yet written
-
-    def expect(self, names: Sequence[str]) -> None:
-        """Name the samples of the next pass."""
-        self.scanner.name_samples(names, self.source)
 
     def take(self, *, last: bool) -> bool:
         """Collect the records of the pass; False if they are not finite, NumericsError if this was the `last` try."""

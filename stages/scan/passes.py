@@ -123,7 +123,7 @@ class Scanner:
 
     def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> HostBatch:
         if self.parameters:
-            self.parameters.expect(batch.names)
+            self.parameters.scanner.name_samples(batch.names, self.parameters.source)
         sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.settings)
         if self.settings.gradients:
             with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():

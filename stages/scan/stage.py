@@ -21,8 +21,8 @@ from models.quantization import dense_weight
 from models.source import resolve_folder
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.sums import ScanSums, open_store
+from stages.artifacts.carve import NeuronStatistics
 from stages.artifacts.job import NOTHING, Job, Table, Workers
-from stages.artifacts.statistics import NeuronStatistics
 from stages.losses import save_memory
 from stages.scan import passes
 from stages.scan.batch_sums import sum_shapes

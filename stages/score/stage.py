@@ -8,8 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from instruments.errors import ConfigError
+from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import Job, Table
-from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.score.config import ScoreConfig
 
 

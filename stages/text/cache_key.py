@@ -9,10 +9,9 @@ from pathlib import Path
 
 from instruments.durable import hash_file
 from instruments.errors import DataError, UserError
-from stages.text.config import KINDS, DataConfig, check_settings
+from stages.text.config import KINDS, DataConfig, check_settings, list_sources, mixture_errors
 from stages.text.documents import Split
 from stages.text.hub import describe_missing_package, find_commit
-from stages.text.mixture import list_sources, mixture_errors
 from stages.text.python_stdlib import list_modules
 from stages.text.sources import describe_emptiness, list_files, read_documents, read_file, require_conversations
 

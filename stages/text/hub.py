@@ -12,9 +12,8 @@ from huggingface_hub.file_download import repo_folder_name
 
 from instruments.errors import DataError
 from models.source import CONNECT, hub_answers, offline_by_choice
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, list_sources
 from stages.text.documents import Document, Split, read_record, take_share
-from stages.text.mixture import list_sources
 
 # Limits on rows per block and on memory growth in bytes: a file of kilobytes can unpack to gigabytes.
 ROWS_AT_ONCE = 64

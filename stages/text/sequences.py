@@ -11,9 +11,8 @@ from instruments.errors import DataError, some
 from models.loading import vocabulary_size
 from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, list_sources
 from stages.text.documents import Document, Split
-from stages.text.mixture import interleave_shares, list_sources
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
 
@@ -273,3 +272,22 @@ def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText
         if wanted <= 0:
             break
     return LoadedText(taken, dict(skipped))
+
+
+def interleave_shares(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[tuple[int, int]]:
+    """Order the sequences of several sources so that every prefix holds the sources by their shares.
+
+    Args:
+        sizes: tokens of each sequence, by source.
+        shares: of the sources.
+    Returns:
+        Source and number of each sequence; the numbers of one source ascend.
+    """
+    # Sort by the position of a sequence's middle within its source, divided by the share.
+    places = []
+    for source, (lengths, share) in enumerate(zip(sizes, shares, strict=True)):
+        end = 0
+        for number, length in enumerate(lengths):
+            places.append(((end + length / 2) / share, source, number))
+            end += length
+    return [(source, number) for _, source, number in sorted(places)]

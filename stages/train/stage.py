@@ -24,10 +24,9 @@ from stages.losses import enable_gradient_checkpointing
 from stages.text.config import DataConfig
 from stages.train import record
 from stages.train.config import TrainConfig
+from stages.train.objective import Balance, make_schedule
 from stages.train.phases import Phase, make_phases
-from stages.train.routers import Balance, make_schedule
-from stages.train.text import read_text
-from stages.train.trainer import MoETrainer, TrainContext
+from stages.train.trainer import MoETrainer, TrainContext, read_text
 
 
 def run(

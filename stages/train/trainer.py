@@ -1,8 +1,9 @@
-"""transformers' Trainer for a MoE: learning rates per part, own loss, growing router logits, load balancing."""
+"""transformers' Trainer for a MoE: its text, learning rates per part, own loss, growing logits, load balancing."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 from instruments.errors import ConfigError, NumericsError
 from instruments.training_watch.model_watch import ModelWatch, watch_model
@@ -20,13 +28,49 @@ from models.straight_through import show_scores
 from models.training import Part, RouterWatch, parameter_groups
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss, supervised_tokens
-from stages.train.callbacks import PhaseCallback, whole_logs
+from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
+from stages.text.config import DataConfig
+from stages.text.sequences import LoadedText, load_text
 from stages.train.config import TrainConfig
-from stages.train.objective import Objective, autocast
-from stages.train.phases import Phase, rate_factor, rates_of
+from stages.train.objective import Balance, LogitSchedule, Objective, add_up, autocast, move_biases, stretch
+from stages.train.phases import Phase, PhaseCallback, rate_factor, rates_of, whole_logs
 from stages.train.record import Record, find_latest, mark_whole
-from stages.train.routers import Balance, LogitSchedule, add_up, move_biases, stretch
-from stages.train.text import TrainingText, collate, order_sequences
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Training sequences, and held-out batches."""
+
+    train: LoadedText
+    heldout: list[TokenBatch]
+    pad_id: int
+
+
+def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> TrainingText:
+    """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
+    text = load_text(replace(data, tokens=train.tokens), tokenizer, "calibration")
+    heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
+    return TrainingText(text, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
+
+
+def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:
+    """`length` sequences, starting at number `first`, of an endless order: repeated passes, each shuffled differently.
+
+    The order depends on the seed only, so that a run can be resumed at any step.
+    """
+    ordered: list[TokenSequence] = []
+    for number in range(first // len(sequences), -(-(first + length) // len(sequences))):
+        shuffle = torch.Generator().manual_seed(seed + number)
+        ordered += [sequences[place] for place in torch.randperm(len(sequences), generator=shuffle).tolist()]
+    start = first % len(sequences)
+    return ordered[start : start + length]
+
+
+def collate(sequences: Sequence[TokenSequence], pad_id: int) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `labels` of ``(B, T)``, padded on the right to the longest sequence."""
+    (batch,) = batch_sequences(sequences, sys.maxsize, pad_id)
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
+
 
 logger = logging.getLogger(__name__)
 

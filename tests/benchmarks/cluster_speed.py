@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from stages.calibration.balanced import assign_balanced, fit_balanced_kmeans, mean_directions, seed_centroids
-from stages.cluster.evidence import FEATURE_DIMS, coactivation_features
-from stages.cluster.methods import group_sizes
+from stages.cluster.methods import FEATURE_DIMS, coactivation_features, group_sizes
 
 CPU = torch.device("cpu")
 TOKENS = 8192

@@ -16,7 +16,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from instruments.errors import ContractError, UserError
-from stages.artifacts.statistics import NeuronStatistics
+from stages.artifacts.carve import NeuronStatistics
 from stages.score.config import ScoreConfig
 from stages.score.stage import rank_correlation, score_neurons
 

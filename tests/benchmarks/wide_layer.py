@@ -27,8 +27,8 @@ from stages.calibration.alignment import NormalEquations, column_scale
 from stages.calibration.batches import DealtLayer
 from stages.calibration.share import sample_rows
 from stages.calibration.token_memory import as_it_is
-from stages.cluster.evidence import FEATURE_DIMS, coactivation_features
 from stages.cluster.layer import partition_layer
+from stages.cluster.methods import FEATURE_DIMS, coactivation_features
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import project_layer
 from stages.routing.descent import DescentSettings

@@ -3,8 +3,7 @@ import torch
 
 from instruments.errors import ContractError
 from models.routing import LinearRouter
-from stages.artifacts.carve import STAYS_DENSE, Partition, Routers
-from stages.artifacts.statistics import NeuronStatistics
+from stages.artifacts.carve import STAYS_DENSE, NeuronStatistics, Partition, Routers
 
 L, E, N, F, S = 2, 3, 4, 20, 5
 NEURONS = torch.stack([torch.arange(E * N).view(E, N), torch.arange(E * N).view(E, N) + 1]).int()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.source import EMBEDDED
-from stages.evaluate.harness import TASK, TASKS, answer_choices
+from pipeline.harness import TASK, TASKS, answer_choices
 
 pytestmark = [
     pytest.mark.slow,

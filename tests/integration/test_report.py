@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from pipeline.report.run_record import read_run_record
+from pipeline.run_folder import read_run_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LIGHT, DARK = (0xFC, 0xFC, 0xFB), (0x15, 0x17, 0x1B)  # --paper of pipeline/report/charts.py

@@ -1,7 +1,7 @@
 import torch
 from benchmarks.quantised_agreement import compare_scans, main, top_overlap
 
-from stages.artifacts.statistics import NeuronStatistics
+from stages.artifacts.carve import NeuronStatistics
 from stages.score.config import ScoreConfig
 
 LAYERS, WIDTH, TOKENS = 2, 20, 30

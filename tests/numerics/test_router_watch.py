@@ -4,7 +4,7 @@ import torch
 
 from models.training import RouterWatch, find_routers, selection_bias
 from stages.losses import enable_gradient_checkpointing
-from stages.train.routers import z_loss
+from stages.train.objective import z_loss
 
 IDS = torch.arange(14).view(2, 7)
 

@@ -9,10 +9,10 @@ import torch
 import yaml
 
 from pipeline.artifacts import Manifest, artifact_folder
-from pipeline.report.run_record import RunRecord
+from pipeline.run_folder import RunRecord
 from pipeline.settings import PROJECTED, TRAINED, Uses, with_ancestors
+from stages.artifacts.carve import Scores
 from stages.artifacts.job import Table
-from stages.artifacts.statistics import Scores
 
 LAYERS, WIDTH = 3, 40
 GAPS = {"dense": 0.0, "carved": 0.05, "static_mask": 0.2, "static_mask_aligned": 0.1, "oracle_aligned": 0.04}
@@ -131,7 +131,7 @@ class Outputs:
 def stage_runs(evaluation, kept):
     """One record for each stage of the chain of this evaluation."""
     from pipeline.report.evaluations import read_evaluation
-    from pipeline.report.run_record import StageRun
+    from pipeline.run_folder import StageRun
 
     for seconds, (name, published) in enumerate(read_evaluation(evaluation).chain.items(), 1):
         figures = (None, None) if name in kept else (float(seconds), seconds << 20)

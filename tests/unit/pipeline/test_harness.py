@@ -1,13 +1,17 @@
 """The table that compares checkpoints, and messages about a missing checkpoint or harness."""
 
+import json
+import math
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from pipeline.harness import main, show_answers
-from stages.evaluate.harness import Answers
+from models.source import EMBEDDED
+from pipeline.harness import TASK, TASKS, Answers, MeanWithError, collect_answers, compare_answers, main, show_answers
 
 KINDS = {"value-1": "value", "text-1": "text", "text-2": "text"}
 DENSE = Answers({"value-1": 1.0, "text-1": 0.0, "text-2": 1.0}, {"value-1": 1.0, "text-1": 1.0, "text-2": 1.0}, KINDS)
@@ -77,10 +81,115 @@ def test_the_harness_can_load_the_projects_own_class():
         "    raise Asked('tiny_onn' in CONFIG_MAPPING)\n"
         "tasks = types.SimpleNamespace(TaskManager=lambda **_: None)\n"
         "sys.modules |= {'lm_eval': types.SimpleNamespace(simple_evaluate=simple_evaluate), 'lm_eval.tasks': tasks}\n"
-        "from stages.evaluate.harness import answer_choices\n"
+        "from pipeline.harness import answer_choices\n"
         "try: answer_choices(pathlib.Path('.'), device='cpu', dtype='float32', batch_size=1)\n"
         "except Asked as asked: print(asked)\n"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "True"
+
+
+ITEMS = [json.loads(line) for line in (TASKS / f"{TASK}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def answers(*right):
+    names = [f"item-{number}" for number in range(len(right))]
+    kinds = ["even" if number % 2 == 0 else "odd" for number in range(len(right))]
+    by_name = dict(zip(names, map(float, right), strict=True))
+    return Answers(by_name, dict(by_name), dict(zip(names, kinds, strict=True)))
+
+
+def test_a_share_has_the_error_of_its_mean():
+    share = MeanWithError.of([1, 0, 0, 1, 1])
+    assert share.mean == pytest.approx(0.6)
+    assert share.error == pytest.approx(math.sqrt(0.6 * 0.4 / 4))
+    assert math.isnan(MeanWithError.of([1.0]).error)
+
+
+def test_the_difference_is_taken_item_by_item():
+    difference = compare_answers(answers(1, 0, 1, 0, 1), answers(1, 0, 1, 1, 1))
+    assert difference.mean == pytest.approx(0.2)
+    assert difference.error == pytest.approx(0.2)
+    same = compare_answers(answers(1, 0, 1), answers(1, 0, 1))
+    assert (same.mean, same.error) == (0, 0)
+
+
+def test_items_of_a_kind():
+    assert answers(1, 0, 1, 0, 0).of_kind("even") == [1, 1, 0]
+
+
+def test_the_harness_log_is_read():
+    logged = [
+        {"doc": {"id": "value-01a", "kind": "value"}, "acc": 1.0, "acc_norm": 0.0},
+        {"doc": {"id": "text-02b", "kind": "text"}, "acc": 0.0, "acc_norm": 1.0},
+    ]
+    found = collect_answers(logged)
+    assert found.right == {"value-01a": 1.0, "text-02b": 0.0}
+    assert found.right_by_length == {"value-01a": 0.0, "text-02b": 1.0}
+    assert found.kinds == {"value-01a": "value", "text-02b": "text"}
+
+
+def test_items_are_well_formed():
+    assert len({item["id"] for item in ITEMS}) == len(ITEMS) == 306
+    for item in ITEMS:
+        assert item.keys() == {"id", "kind", "prompt", "choices", "answer"}
+        assert item["id"].startswith(f"{item['kind']}-")
+        assert item["prompt"].strip()
+        assert len(set(item["choices"])) == 4
+        assert all(choice.strip() for choice in item["choices"])
+
+
+def test_questions_are_asked_once():
+    assert len({(item["prompt"], item["choices"][item["answer"]]) for item in ITEMS}) == len(ITEMS)
+
+
+def test_every_place_is_right_equally_often():
+    places = Counter(item["answer"] for item in ITEMS)
+    assert max(places.values()) - min(places.values()) <= 2
+
+
+def test_the_question_alone_decides_in_a_group():
+    """Four items share their answers, and each answer is right once: a preference for an answer gains nothing."""
+    groups = defaultdict(list)
+    for item in ITEMS:
+        if item["id"][-1].isalpha():
+            groups[item["id"][:-1]].append(item)
+    assert len(groups) == 64
+    for items in groups.values():
+        assert sorted(item["answer"] for item in items) == [0, 1, 2, 3]
+        assert len({tuple(item["choices"]) for item in items}) == 1
+        assert len({item["prompt"] for item in items}) == 4
+
+
+def test_the_order_of_words_alone_decides_elsewhere():
+    """All four answers have the same characters."""
+    ordered = [item for item in ITEMS if item["kind"] in {"sentence", "line"}]
+    assert len(ordered) == 50
+    for item in ordered:
+        assert len({"".join(sorted(choice)) for choice in item["choices"]}) == 1
+
+
+def test_prompts_end_where_tokens_do():
+    """Otherwise the harness counts part of the prompt as answer, or finds no answer."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    for item in ITEMS:
+        prompt = tokenizer(item["prompt"])["input_ids"]
+        for choice in item["choices"]:
+            assert tokenizer(item["prompt"] + choice)["input_ids"][: len(prompt)] == prompt
+
+
+def test_lines_of_python_are_python():
+    """The right answers compile inside a frame of code."""
+    for item in ITEMS:
+        if item["kind"] == "line":
+            text = item["prompt"] + item["choices"][item["answer"]]
+            compile(framed(text), item["id"], "exec")
+
+
+def framed(text):
+    """Put indented lines into a loop in a function, and an `except` after a `try`."""
+    if not text.startswith("    "):
+        return text
+    head = "def frame(self):\n  while True:\n"
+    return f"{head}    try:\n        pass\n{text}" if text.startswith("    except") else head + text

@@ -12,11 +12,10 @@ from instruments.errors import ContractError
 from pipeline.report.__main__ import main
 from pipeline.report.evaluations import read_evaluation
 from pipeline.report.page import Source, draw_page, find_source
-from pipeline.report.run_record import read_run_record
 from pipeline.report.sections import costs_of, neurons
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import RunFolder, read_run_record
 from pipeline.settings import Settings
-from stages.artifacts.statistics import Scores
+from stages.artifacts.carve import Scores
 
 OPEN_ENDED = {"meta", "img", "input"}
 

@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from instruments.errors import ConfigError
-from pipeline.report.run_record import StageRun, read_run_record
-from pipeline.run_folder import RunFolder, render, replace_link
+from instruments.errors import ConfigError, ContractError
+from pipeline.run_folder import (
+    RunFolder,
+    RunRecord,
+    StageRun,
+    installed_versions,
+    peak_bytes,
+    read_all_records,
+    read_run_record,
+    render,
+    replace_link,
+    start_measuring,
+)
 from pipeline.settings import Settings
 from stages.artifacts.job import Table
 
@@ -150,3 +160,51 @@ def test_a_full_disk_ends_the_log_and_not_the_run(run, capsys, fails):
     said = capsys.readouterr()
     assert said.out == "line 0\nline 1\nline 2\n"
     assert said.err == (f"{run.folder / 'run.log'} lacks lines from here on: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak")
+def test_the_peak_is_that_since_the_last_reset():
+    size = 64 * 2**20
+    start_measuring()
+    before = peak_bytes()
+    block = bytearray(size)
+    block[::4096] = b"x" * len(block[::4096])
+    assert peak_bytes() > before + 0.9 * size
+    del block
+    start_measuring()
+    assert peak_bytes() < before + 0.5 * size
+
+
+def test_what_is_written_is_read(tmp_path):
+    record = RunRecord.start(["stage=scan"])
+    record.stages += [StageRun("scan", "ab" * 32, 1.5, 7), StageRun("score", "cd" * 32)]
+    record.write(tmp_path)
+    assert read_run_record(tmp_path) == record
+    assert [path.name for path in tmp_path.iterdir()] == ["stages.json"]
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"stages": [{"stge": 1}]}'])
+def test_a_folder_of_no_run_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "stages.json").write_text(content)
+    with pytest.raises(ContractError) as error:
+        read_run_record(tmp_path)
+    assert error.value.what.startswith("no record of a run: ")
+    assert error.value.where == str(tmp_path)
+    assert error.value.do == "name a folder under outputs/runs, or latest"
+
+
+def test_records_are_read_from_the_newest_to_the_oldest(tmp_path):
+    """Jobs of a sweep by the time of the sweep and their number."""
+    newest_first = ["runs/2026-03-04", "sweeps/2026-03-02/10", "sweeps/2026-03-02/9", "runs/2026-03-01"]
+    for name in sorted(newest_first):
+        (tmp_path / name).mkdir(parents=True)
+        RunRecord.start([name]).write(tmp_path / name)
+    (tmp_path / "sweeps/2026-03-02/notes").mkdir()
+    assert [record.overrides for record in read_all_records(tmp_path)] == [[name] for name in newest_first]
+
+
+def test_versions_are_those_installed():
+    versions = installed_versions()
+    assert versions["python"].startswith("3.")
+    assert {"torch", "transformers", "numpy"} < set(versions)

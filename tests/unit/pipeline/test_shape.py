@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from models.config import MoEShape
-from pipeline.shape import ShapeRequest, largest_power_of_two, resolve_shape
-from pipeline.shape_advice import dense_layer_errors, shape_faults
+from pipeline.shape import ShapeRequest, dense_layer_errors, largest_power_of_two, resolve_shape, shape_faults
 
 POOL = "global_pool"
 QWEN = 4864

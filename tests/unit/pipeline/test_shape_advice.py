@@ -10,8 +10,7 @@ from models.config import MoEShape
 from models.source import EMBEDDED, read_config
 from models.targets.config import count_carved, count_dense
 from pipeline.settings import compose, register_schema
-from pipeline.shape import ShapeRequest
-from pipeline.shape_advice import describe_shape, find_remedy, log_shape, shape_warnings
+from pipeline.shape import ShapeRequest, describe_shape, find_remedy, log_shape, shape_warnings
 from pipeline.validate import InvalidSettingsError, validate
 from stages.assemble.config import AssembleConfig
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from instruments.errors import CheckpointError
-from instruments.safetensors_reader import TORCH_DTYPES
+from instruments.tensor_reader import TORCH_DTYPES
 from models.checkpoint.folder import list_shards
 from models.checkpoint.shards import ShardReader
 

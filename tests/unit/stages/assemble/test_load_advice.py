@@ -1,7 +1,7 @@
 import pytest
 
 from stages.assemble.config import AssembleConfig
-from stages.assemble.report import load_advice
+from stages.assemble.stage import load_advice
 from stages.calibration.config import ROUTERS, TRAINED_ROUTERS
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.artifacts.statistics import NeuronStatistics
+from stages.artifacts.carve import NeuronStatistics
 
 
 class Planted(NamedTuple):

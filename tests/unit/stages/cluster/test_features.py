@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from stages.cluster import evidence as features
-from stages.cluster.evidence import coactivation_features, gate_row_features, unpack_bits
+from stages.cluster import methods as features
+from stages.cluster.methods import coactivation_features, gate_row_features, unpack_bits
 
 F, R, D = 37, 21, 9
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from models.config import MoEShape
-from stages.cluster.evidence import coactivation_features
 from stages.cluster.layer import ALWAYS_ON, DROPPED, partition_layer
+from stages.cluster.methods import coactivation_features
 
 F, R = 27, 90
 

@@ -5,7 +5,7 @@ import torch
 
 from models.ffn import DenseFFN
 from stages.calibration.share import sample_rows
-from stages.cluster.router_aware import measure_energy, members, place_copies, regroup
+from stages.cluster.methods import measure_energy, members, place_copies, regroup
 
 D, F, E, K, T = 6, 27, 4, 1, 600
 ALWAYS_S, ROUTED_U = torch.tensor([24, 25, 26]), torch.arange(24)

@@ -6,9 +6,8 @@ from pico import write_pico
 
 from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
-from stages.artifacts.carve import Partition, PoolPartition
+from stages.artifacts.carve import Partition, PoolPartition, Scores
 from stages.artifacts.job import Job
-from stages.artifacts.statistics import Scores
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import Homes

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stages.artifacts.statistics import NeuronStatistics
+from stages.artifacts.carve import NeuronStatistics
 
 L, F, TOKENS, SAMPLES = 2, 7, 40, 5
 

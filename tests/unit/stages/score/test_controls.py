@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from stages.artifacts.statistics import NeuronStatistics
+from stages.artifacts.carve import NeuronStatistics
 from stages.score.stage import score_random, score_taylor, score_wanda
 
 T, F = 5, 3

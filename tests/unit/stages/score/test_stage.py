@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError
+from stages.artifacts.carve import Scores
 from stages.artifacts.job import Job
-from stages.artifacts.statistics import Scores
 from stages.score.config import ScoreConfig
 from stages.score.stage import MEASURES, run, score_neurons
 

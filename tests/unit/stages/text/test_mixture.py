@@ -8,9 +8,8 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.cache_key import check_data, data_cache_key
-from stages.text.config import FOREIGN_FIELDS, DataConfig, SourceConfig
-from stages.text.mixture import interleave_shares, list_sources, mixture_errors
-from stages.text.sequences import load_text
+from stages.text.config import FOREIGN_FIELDS, DataConfig, SourceConfig, list_sources, mixture_errors
+from stages.text.sequences import interleave_shares, load_text
 
 WORDS = {"chats": "hello friend", "web": "page of prose"}
 

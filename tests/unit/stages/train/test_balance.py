@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from models.training import Routing
-from stages.train.routers import balance_loss, count_load, entropy, move_biases, z_loss
+from stages.train.objective import balance_loss, count_load, entropy, move_biases, z_loss
 
 
 def routing(logits, top_k=2):

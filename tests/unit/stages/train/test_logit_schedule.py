@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from stages.train.config import TrainConfig
-from stages.train.routers import make_schedule, stretch
+from stages.train.objective import make_schedule, stretch
 
 
 class Router(nn.Module):

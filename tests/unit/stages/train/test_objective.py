@@ -5,8 +5,7 @@ from pico_moes import make_moe
 from models.mixed_precision import IMPLEMENTATION
 from models.training import RouterWatch
 from stages.train.config import TrainConfig
-from stages.train.objective import Objective, RunningMetrics
-from stages.train.routers import Balance
+from stages.train.objective import Balance, Objective, RunningMetrics
 
 LOADS = [torch.tensor([[3, 1, 0], [0, 2, 2]]), torch.tensor([[1, 3, 0], [4, 0, 0]])]
 

@@ -16,10 +16,9 @@ from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.sequences import LoadedText
 from stages.train import stage
 from stages.train.config import TrainConfig
+from stages.train.objective import Balance, LogitSchedule
 from stages.train.phases import Phase
-from stages.train.routers import Balance, LogitSchedule
-from stages.train.text import TrainingText
-from stages.train.trainer import MoETrainer, TrainContext, training_arguments
+from stages.train.trainer import MoETrainer, TrainContext, TrainingText, collate, order_sequences, training_arguments
 
 
 def make_context(settings, heldout=(), workers=None):
@@ -94,3 +93,35 @@ def test_weights_are_rounded_and_selection_biases_are_not(tmp_path):
     biases = [written.pop(name) for name in sorted(written) if name.endswith("e_score_correction_bias")]
     assert [tensor.tolist() for tensor in biases] == [bias_E.tolist()] * 2
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+
+
+def make(count):
+    return [TokenSequence(str(number), [number] * (number + 2), [number] * (number + 2)) for number in range(count)]
+
+
+def names(ordered):
+    return [sequence.name for sequence in ordered]
+
+
+def test_every_pass_reads_everything_once_in_an_order_of_its_own():
+    read = names(order_sequences(make(7), 0, 21, seed=4))
+    passes = [read[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(one) == sorted(passes[0]) for one in passes)
+    assert len({tuple(one) for one in passes}) == 3
+
+
+def test_a_later_phase_goes_on_where_the_earlier_one_stopped():
+    whole = names(order_sequences(make(7), 0, 20, seed=4))
+    assert names(order_sequences(make(7), 9, 11, seed=4)) == whole[9:]
+
+
+def test_a_phase_may_be_shorter_than_a_pass():
+    assert len(order_sequences(make(7), 12, 1, seed=0)) == 1
+    assert len(order_sequences(make(3), 1, 5, seed=0)) == 5
+
+
+def test_batches_are_padded_on_the_right():
+    batch = collate(make(2), pad_id=9)
+    assert torch.equal(batch["input_ids"], torch.tensor([[0, 0, 9], [1, 1, 1]]))
+    assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    assert torch.equal(batch["labels"], torch.tensor([[0, 0, -100], [1, 1, 1]]))

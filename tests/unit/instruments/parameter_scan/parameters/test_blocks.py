@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from instruments.parameter_scan.block_squares import block_squares, sum_blocks, symmetric_gram
+from instruments.gradients import block_squares, sum_blocks, symmetric_gram
 from instruments.parameter_scan.inputs import token_block_squares
 
 B, T, N = 2, 3, 11

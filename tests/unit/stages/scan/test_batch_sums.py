@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from stages.scan.batch_sums import pack_bits, sum_tokens, sum_tokens_compiled
 from stages.scan.config import ScanConfig
-from stages.scan.token_sums import pack_bits, sum_tokens, sum_tokens_compiled
 
 FUNCTIONS = [sum_tokens, sum_tokens_compiled]
 
