@@ -1,8 +1,6 @@
 """`python -m pipeline.auto_diff --model FILE.py:NAME --input sample.pt`."""
 
-import sys
-
 from instruments.precision.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

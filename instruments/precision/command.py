@@ -89,7 +89,3 @@ def find_model(place: str) -> "nn.Module":
         what = f"{place} is {type(made).__name__}, no torch module"
         raise ConfigError(what, where="--model", do="name a module, or a function without arguments that returns one")
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -250,7 +250,3 @@ def _mark_findings(panel: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
         for severity, colour in _COLOURS.items():
             if severity in severities:
                 panel.axvline(line["step"], color=colour, linewidth=0.8, alpha=0.5, zorder=0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
