@@ -100,11 +100,9 @@ class ParameterTable:
         if name in self.names:
             return self.names.index(name)
         near = get_close_matches(name, self.names, n=1, cutoff=0.0)
-        raise ContractError(
-            f"no parameter {name}; there are {len(self.entries)}",
-            where="parameter table of the .mscan file",
-            do=f"say {near[0]}" if near else "scan a model that has one",
-        )
+        what = f"no parameter {name}; there are {len(self.entries)}"
+        do = f"say {near[0]}" if near else "scan a model that has one"
+        raise ContractError(what, where="parameter table of the .mscan file", do=do)
 
 
 def _columns(blocks: Iterable[int]) -> list[slice]:

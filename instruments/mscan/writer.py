@@ -260,8 +260,6 @@ def _check(file: SegmentFile, rows: Rows) -> None:
             raise refused(file.path, f"{name} is {list(values.shape)}; the tables say {list(expected)}", do)
         if np.fmin.reduce(values, axis=None, initial=0) < 0 or np.fmax.reduce(values, axis=None, initial=0) == np.inf:
             names = ", ".join(sequence.name for sequence in rows.sequences)
-            raise ContractError(
-                f"{name} holds a negative or infinite value, which is not a norm",
-                where=f"{file.path}, sequences {names}",
-                do="scan in a wider number format, such as model.dtype=float32",
-            )
+            what = f"{name} holds a negative or infinite value, which is not a norm"
+            do = "scan in a wider number format, such as model.dtype=float32"
+            raise ContractError(what, where=f"{file.path}, sequences {names}", do=do)

@@ -83,11 +83,8 @@ def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dt
     name = str(name).removeprefix("torch.")
     found = _SHORT.get(name.lower(), name)
     if found not in FORMATS:
-        raise ConfigError(
-            f"{setting}={name} is no low-precision format of this torch",
-            where=f"argument {setting}",
-            do=f"{setting}= one of {', '.join(FORMATS)}",
-        )
+        what = f"{setting}={name} is no low-precision format of this torch"
+        raise ConfigError(what, where=f"argument {setting}", do=f"{setting}= one of {', '.join(FORMATS)}")
     return FORMATS[found]
 
 

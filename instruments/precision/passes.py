@@ -37,11 +37,9 @@ class LowPrecisionPass(ModuleEvents):
         except _FAILURES as error:
             place = str(self._running[-1]) if self._running else "the model"
             what: object = next(iter(str(error).splitlines()), error)
-            raise NumericsError(
-                f"the model does not run in {session.diff.precision}: {what!r}",
-                where=f"mode={low.mode}, in {place}",
-                do="the other mode, or keep this module in fp32" if low.mode == AUTOCAST else f"mode={AUTOCAST}",
-            ) from error
+            what = f"the model does not run in {session.diff.precision}: {what!r}"
+            do = "the other mode, or keep this module in fp32" if low.mode == AUTOCAST else f"mode={AUTOCAST}"
+            raise NumericsError(what, where=f"mode={low.mode}, in {place}", do=do) from error
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """Record the arguments' number formats and non-finite values."""

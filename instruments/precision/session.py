@@ -30,11 +30,8 @@ class LowPrecision:
             )
         self.dtype, self.mode = find_format(precision), mode
         if self.dtype.itemsize != 2:
-            raise ConfigError(
-                f"precision={dtype_name(self.dtype)} is no precision models run in",
-                where="argument precision",
-                do="precision=bfloat16, or float16",
-            )
+            what = f"precision={dtype_name(self.dtype)} is no precision models run in"
+            raise ConfigError(what, where="argument precision", do="precision=bfloat16, or float16")
         self.model = reference if mode == AUTOCAST else cast or copy.deepcopy(reference).to(self.dtype)
 
     def active(self, device: torch.device) -> AbstractContextManager[object]:

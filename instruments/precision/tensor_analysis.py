@@ -236,11 +236,9 @@ def analyze_tensor(
 def _real_values(tensor: Shaped[Tensor, "..."], name: str) -> tuple[Tensor, list[str]]:
     """The values as real numbers in fp32 or fp64, and notes on them. Raises ConfigError: integers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(
-            f"{name} holds {dtype_name(tensor.dtype)}, not floating-point numbers",
-            where=f"tensor of shape {tuple(tensor.shape)}",
-            do="give a floating-point tensor, or tensor.float()",
-        )
+        what = f"{name} holds {dtype_name(tensor.dtype)}, not floating-point numbers"
+        do = "give a floating-point tensor, or tensor.float()"
+        raise ConfigError(what, where=f"tensor of shape {tuple(tensor.shape)}", do=do)
     notes = ["complex: the last dim holds real and imaginary parts"] * tensor.is_complex()
     notes += ["sparse: only the stored values are analysed"] * tensor.is_sparse
     values = as_real(tensor.coalesce().values() if tensor.is_sparse else tensor)

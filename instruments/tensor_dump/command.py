@@ -187,11 +187,9 @@ def _show(wanted: argparse.Namespace) -> int:
     step = {} if wanted.step is None else {"step": wanted.step}
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
     if not chosen:
-        raise ConfigError(
-            f"none of {len(listing.records)} records matches",
-            where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}",
-            do=f"python -m pipeline.dump show {wanted.folder} --list",
-        )
+        what = f"none of {len(listing.records)} records matches"
+        do = f"python -m pipeline.dump show {wanted.folder} --list"
+        raise ConfigError(what, where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}", do=do)
     say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
     for out, draw in ((wanted.histogram, draw_histograms), (wanted.channels, draw_channels)):
         if out:

@@ -79,17 +79,13 @@ def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError
     if not config.fake_quant:
         return
     if config.quant_type is None:
-        yield ConfigError(
-            f"{prefix}fake_quant=true needs {prefix}quant_type, which is not set",
-            where=f"settings {prefix}quant_type and {prefix}fake_quant",
-            do=f"{prefix}quant_type=mxfp8, or {prefix}fake_quant=false",
-        )
+        what = f"{prefix}fake_quant=true needs {prefix}quant_type, which is not set"
+        do = f"{prefix}quant_type=mxfp8, or {prefix}fake_quant=false"
+        yield ConfigError(what, where=f"settings {prefix}quant_type and {prefix}fake_quant", do=do)
     if config.keep == "statistics":
-        yield ConfigError(
-            f"{prefix}fake_quant=true stores rounded tensors, and {prefix}keep=statistics stores none",
-            where=f"settings {prefix}keep and {prefix}fake_quant",
-            do=f"{prefix}keep=tensors, or {prefix}fake_quant=false",
-        )
+        what = f"{prefix}fake_quant=true stores rounded tensors, and {prefix}keep=statistics stores none"
+        do = f"{prefix}keep=tensors, or {prefix}fake_quant=false"
+        yield ConfigError(what, where=f"settings {prefix}keep and {prefix}fake_quant", do=do)
 
 
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
@@ -145,11 +141,9 @@ def read_settings(environment: Mapping[str, str]) -> DumpConfig:
         if unknown := sorted(set(given) - set(known)):
             raise ValueError(f"there is no setting {', '.join(unknown)}")
     except ValueError as error:
-        raise ConfigError(
-            f"{SETTINGS} holds no settings of a dump: {error}",
-            where=f"environment variable {SETTINGS}",
-            do=f"""{SETTINGS}='{{"max_steps": 2}}'""",
-        ) from error
+        what = f"{SETTINGS} holds no settings of a dump: {error}"
+        do = f"""{SETTINGS}='{{"max_steps": 2}}'"""
+        raise ConfigError(what, where=f"environment variable {SETTINGS}", do=do) from error
     return DumpConfig(**given)
 
 

@@ -75,11 +75,9 @@ class DumpReader(Listing):
             ContractError: a process's part is missing, or the tokens are split by context parallelism.
         """
         if record.parallel.get("cp", (0, 1))[1] > 1 and record.source.tensor != "weight":
-            raise ContractError(
-                f"{record.source.module} {record.source.tensor}: tokens of context-parallel processes are not joined",
-                where=str(self.folder),
-                do="reader.load(record): what each process has, in its own order of tokens",
-            )
+            what = f"{record.source.module} {record.source.tensor}: tokens of context-parallel processes are not joined"
+            do = "reader.load(record): what each process has, in its own order of tokens"
+            raise ContractError(what, where=str(self.folder), do=do)
         parts, shape = self.parts_of(record), record.placement.global_shape
         first = self.load(record)
         # Check that the files hold enough values before the size in the index is allocated.
@@ -172,11 +170,9 @@ def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, 
         )
         common = [key for key in mine if key in others]
         if not common:
-            raise ConfigError(
-                "the two dumps have no tensor in common",
-                where=f"{first}, {second}",
-                do="dump the same modules and steps of the same model twice",
-            )
+            what = "the two dumps have no tensor in common"
+            do = "dump the same modules and steps of the same model twice"
+            raise ConfigError(what, where=f"{first}, {second}", do=do)
         bar = tqdm(common, desc="compare", leave=False, disable=None)
         found = [find_difference(key[1], ours.load(mine[key]), theirs.load(others[key])) for key in bar]
     differences = [one for one in found if one and not (tolerance and one.relative_l2 <= tolerance)]

@@ -63,11 +63,9 @@ def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
     chosen = [one for one in matched if one.expected(config)]
     if not chosen:
         kinds = ", ".join(sorted({one.layer_type for one in matched}))
-        raise ConfigError(
-            f"tensors={config.tensors}: the selected modules have none of them",
-            where=f"setting tensors; modules={config.modules} are {kinds}",
-            do=f"tensors={[name for name in TENSORS[matched[0].layer_type] if name in DEFAULT_TENSORS]}",
-        )
+        what = f"tensors={config.tensors}: the selected modules have none of them"
+        do = f"tensors={[name for name in TENSORS[matched[0].layer_type] if name in DEFAULT_TENSORS]}"
+        raise ConfigError(what, where=f"setting tensors; modules={config.modules} are {kinds}", do=do)
     return chosen
 
 
@@ -194,11 +192,9 @@ class TensorDump:
         refuse_compiled(self._given)
         modules = {one.module for one in self.watched}
         if modules & set(_DUMPED):
-            raise ConfigError(
-                "the model is being dumped already",
-                where="TensorDump",
-                do="leave the first `with` block before the next, or dump all in one: modules=[...]",
-            )
+            what = "the model is being dumped already"
+            do = "leave the first `with` block before the next, or dump all in one: modules=[...]"
+            raise ConfigError(what, where="TensorDump", do=do)
         config, rank_info = self.config, self.identity
         header = {"started": now(), "world": rank_info.world, "config": asdict(config)}
         index = IndexFile(self.folder, rank_info.rank, header)

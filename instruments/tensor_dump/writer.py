@@ -38,18 +38,13 @@ class IndexFile:
             flock(self._file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise ContractError(
-                f"another process is dumping into this folder as rank {rank}",
-                where=str(path),
-                do="give every dump a folder of its own; processes of one job need torch.distributed to tell ranks",
-            ) from None
+            what = f"another process is dumping into this folder as rank {rank}"
+            do = "give every dump a folder of its own; processes of one job need torch.distributed to tell ranks"
+            raise ContractError(what, where=str(path), do=do) from None
         if self._file.tell():
             self._file.close()
-            raise ContractError(
-                "the folder holds a dump already",
-                where=str(path),
-                do="another folder, or remove this one if it is not needed",
-            )
+            what = "the folder holds a dump already"
+            raise ContractError(what, where=str(path), do="another folder, or remove this one if it is not needed")
         self.add([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
         sync(folder)
 

@@ -76,11 +76,9 @@ class Measurement:
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], config: WatchConfig) -> None:
         """Raises ConfigError: flat parameters of FullyShardedDataParallel."""
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-            raise ConfigError(
-                "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers",
-                where="watch_model",
-                do="shard with torch.distributed.fsdp.fully_shard, or watch the model without sharding",
-            )
+            what = "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers"
+            do = "shard with torch.distributed.fsdp.fully_shard, or watch the model without sharding"
+            raise ConfigError(what, where="watch_model", do=do)
         self.model, self.config, self.parameters = model, config, parameters
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         real = (parameter.device for parameter in [*trained, *model.parameters()] if not parameter.is_meta)

@@ -118,11 +118,9 @@ class ModelWatch:
     def step(self, loss: Tensor | float | None = None) -> StepReport:
         """Judge gradients after unscaling and before clipping. Raises ConfigError: the optimizer is followed."""
         if self.optimizer is not None:
-            raise ConfigError(
-                "the optimizer marks the steps: step() would look at its gradients twice",
-                where="watch_model(optimizer=...)",
-                do="watch.note_loss(loss), or leave out optimizer=",
-            )
+            what = "the optimizer marks the steps: step() would look at its gradients twice"
+            do = "watch.note_loss(loss), or leave out optimizer="
+            raise ConfigError(what, where="watch_model(optimizer=...)", do=do)
         self._by_hand = True
         if loss is not None:
             self.note_loss(loss)

@@ -198,11 +198,9 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
     parses both. Raises NumericsError: a sum is not finite.
     """
     if bad := [name for name in columns if not part.tensors[name].isfinite().all()]:
-        raise NumericsError(
-            f"sums that are not finite: {', '.join(bad)}",
-            where=f"stage=scan, batches {min(part.done)} to {max(part.done)}",
-            do="model.dtype=float32 or bfloat16",
-        )
+        what = f"sums that are not finite: {', '.join(bad)}"
+        do = "model.dtype=float32 or bfloat16"
+        raise NumericsError(what, where=f"stage=scan, batches {min(part.done)} to {max(part.done)}", do=do)
     increments = sum(len(FIELDS[name]) for name in columns)
     step = min(NEURONS_PER_CHUNK, max(1, INCREMENTS_PER_CHUNK // increments))
     for layer, names in enumerate(weights):

@@ -52,17 +52,12 @@ class Namespace:
         firsts = [f"{prefix}0" for names in self.weights for prefix in self.keys.layer_rows(names)]
         held = self._claim(keys=[*self.keys.ledger, *firsts], args=[self.identity])
         if isinstance(held, list):
-            raise ContractError(
-                f"the Redis key {held[0].decode()} is there, but no scan has begun under this namespace",
-                where=self.place,
-                do="another store.namespace, or delete all keys under this one",
-            )
+            what = f"the Redis key {held[0].decode()} is there, but no scan has begun under this namespace"
+            raise ContractError(what, where=self.place, do="another store.namespace, or delete all keys under this one")
         if _text(held) != self.identity:
-            raise ContractError(
-                f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}",
-                where=self.place,
-                do=f"{START_OVER}; another store.namespace; or the code that began this scan",
-            )
+            what = f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}"
+            do = f"{START_OVER}; another store.namespace; or the code that began this scan"
+            raise ContractError(what, where=self.place, do=do)
 
     def done(self) -> set[int]:
         """Numbers of the batches that are committed. Raises ContractError: the marks do not agree with the totals."""

@@ -98,11 +98,9 @@ class RedisStore(SumStore):
             if settled and sums.done == before:
                 self.namespace.require_intact(sums, totals)
                 return sums
-        raise ContractError(
-            "other workers flush to these sums faster than they can be read",
-            where=self.namespace.place,
-            do="the same command again once their scan has ended, or with a larger store.checkpoint_every",
-        )
+        what = "other workers flush to these sums faster than they can be read"
+        do = "the same command again once their scan has ended, or with a larger store.checkpoint_every"
+        raise ContractError(what, where=self.namespace.place, do=do)
 
     def close(self) -> None:
         """Close the connection. Pending chunks are left to the next worker."""
@@ -123,11 +121,9 @@ class RedisStore(SumStore):
                 return []
             # The server has restarted and lost its last seconds or all of its data.
             self.namespace.claim()
-        raise UserError(
-            f"the Redis server lost what it was sent, {COMMIT_TRIES} times in a row",
-            where=self.namespace.place,
-            do="see its log and its maxmemory, then the same command again",
-        )
+        what = f"the Redis server lost what it was sent, {COMMIT_TRIES} times in a row"
+        do = "see its log and its maxmemory, then the same command again"
+        raise UserError(what, where=self.namespace.place, do=do)
 
     def _start_adding(self, names: Sequence[str]) -> None:
         self.adding = [self.adders.submit(self._apply, names[first::ADDERS]) for first in range(ADDERS)]

@@ -55,11 +55,9 @@ class Workers:
             dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=_COLLECTIVE_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-            raise UserError(
-                f"the workers of this job cannot connect: {str(error).splitlines()[0]}",
-                where=f"environment {', '.join(places)}",
-                do="torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK",
-            ) from error
+            what = f"the workers of this job cannot connect: {str(error).splitlines()[0]}"
+            do = "torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK"
+            raise UserError(what, where=f"environment {', '.join(places)}", do=do) from error
         try:
             yield
         finally:

@@ -119,10 +119,8 @@ class NormalEquations:
         system_aa.diagonal().copy_(self.gram_AA.diagonal()[used_a] + penalty * scale)
         factor_aa, failed = torch.linalg.cholesky_ex(system_aa, upper=True)
         if failed:
-            raise NumericsError(
-                f"{self.rows} calibration tokens do not determine {len(system_aa)} coefficients",
-                do="more tokens (data.tokens=) or a larger penalty",
-            )
+            what = f"{self.rows} calibration tokens do not determine {len(system_aa)} coefficients"
+            raise NumericsError(what, do="more tokens (data.tokens=) or a larger penalty")
         weight_AY = torch.zeros_like(self.cross_AY, dtype=torch.float32)
         solved_aY = torch.cholesky_solve(self.cross_AY[used_a].to(dtype), factor_aa, upper=True)
         weight_AY[self.order_A[used_a]] = solved_aY.float()

@@ -171,11 +171,9 @@ class TokenStream:
             inputs.append(self.inputs.keep(x_BTD.flatten(0, 1)[real_t]))
         self.inputs = self._share(inputs, list(self._sizes))
         if inputs and not bool(torch.stack([x_TD.isfinite().all() for x_TD in inputs]).all()):
-            raise NumericsError(
-                "hidden states are not finite",
-                where=f"FFN input of layer {self.entered - 1}",
-                do="check the weights of the layers before it, or use a wider number format",
-            )
+            what = "hidden states are not finite"
+            do = "check the weights of the layers before it, or use a wider number format"
+            raise NumericsError(what, where=f"FFN input of layer {self.entered - 1}", do=do)
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer does."""

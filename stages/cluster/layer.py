@@ -71,11 +71,9 @@ def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tenso
         return methods.gate_row_features(gate_FD, dims=methods.FEATURE_DIMS, rng=rng)
     statistics = evidence.statistics
     if not statistics.reservoir_tokens:
-        raise ConfigError(
-            "the scan kept no activation bitmaps to compare neurons by",
-            where="stage=cluster, setting cluster.features",
-            do="scan.reservoir_tokens=4096, or cluster.features=gate_rows",
-        )
+        what = "the scan kept no activation bitmaps to compare neurons by"
+        do = "scan.reservoir_tokens=4096, or cluster.features=gate_rows"
+        raise ConfigError(what, where="stage=cluster, setting cluster.features", do=do)
     bits_Fr = statistics.active_bits[evidence.layer]
     return methods.coactivation_features(bits_Fr, statistics.reservoir_tokens, dims=methods.FEATURE_DIMS, rng=rng)
 

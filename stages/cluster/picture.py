@@ -193,11 +193,9 @@ def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = (
     carved = [layer for layer in range(layers) if layer not in dense]
     wanted = cluster.map_layers or [carved[0], carved[len(carved) // 2], carved[-1]]
     if unknown := [layer for layer in wanted if not -layers <= layer < layers]:
-        raise ConfigError(
-            f"no layer {', '.join(map(str, unknown))}: the model has {layers}",
-            where="setting cluster.map_layers",
-            do="cluster.map_layers=[] for the first, the middle and the last",
-        )
+        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
+        do = "cluster.map_layers=[] for the first, the middle and the last"
+        raise ConfigError(what, where="setting cluster.map_layers", do=do)
     return sorted({layer % layers for layer in wanted}.difference(dense))
 
 

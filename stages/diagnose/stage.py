@@ -84,11 +84,9 @@ def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokeniz
     tokenizer = load_tokenizer(folder, trust_remote_code=request.model.trust_remote_code)
     known = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > known:
-        raise CheckpointError(
-            f"the tokenizer has {len(tokenizer)} tokens, the checkpoint {known}",
-            where=f"{folder}, diagnose.checkpoint={request.settings.checkpoint}",
-            do="put the checkpoint's own tokenizer files beside its config.json, or diagnose.checkpoint=null",
-        )
+        what = f"the tokenizer has {len(tokenizer)} tokens, the checkpoint {known}"
+        do = "put the checkpoint's own tokenizer files beside its config.json, or diagnose.checkpoint=null"
+        raise CheckpointError(what, where=f"{folder}, diagnose.checkpoint={request.settings.checkpoint}", do=do)
     return tokenizer
 
 
@@ -201,11 +199,9 @@ def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Ten
         model(**load_sample(request, model), use_cache=False)
     if not outputs.found:
         names = [name for name, _ in model.named_modules() if name]
-        raise ConfigError(
-            f"no module that ran is called {', '.join(patterns)}",
-            where="setting diagnose.analyze_tensor.modules",
-            do=f"diagnose.analyze_tensor.modules=['{names[-1]}']",
-        )
+        what = f"no module that ran is called {', '.join(patterns)}"
+        do = f"diagnose.analyze_tensor.modules=['{names[-1]}']"
+        raise ConfigError(what, where="setting diagnose.analyze_tensor.modules", do=do)
     return outputs.found
 
 
@@ -218,11 +214,8 @@ def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
     found = dict(tensor_reader.flatten_tensors(tensor_reader.read_tensors(path)))
     chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
     if not chosen:
-        raise DataError(
-            f"none of {len(found)} tensors is called {', '.join(patterns)}",
-            where=str(path),
-            do=f"diagnose.analyze_tensor.tensors=['{next(iter(found), '*')}']",
-        )
+        what = f"none of {len(found)} tensors is called {', '.join(patterns)}"
+        raise DataError(what, where=str(path), do=f"diagnose.analyze_tensor.tensors=['{next(iter(found), '*')}']")
     return chosen
 
 

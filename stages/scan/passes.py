@@ -39,11 +39,9 @@ def check_weights(model: nn.Module) -> None:
         if weight.is_floating_point() and weight.device.type != "meta" and not weight.isfinite().all()
     ]
     if bad:
-        raise CheckpointError(
-            f"{len(bad)} tensors hold weights that are not finite",
-            where=", ".join(bad[:3]) + (" ..." if len(bad) > 3 else ""),
-            do="download or copy the checkpoint again, or model.dtype=float32 if its numbers are too large for float16",
-        )
+        what = f"{len(bad)} tensors hold weights that are not finite"
+        do = "download or copy the checkpoint again, or model.dtype=float32 if its numbers are too large for float16"
+        raise CheckpointError(what, where=", ".join(bad[:3]) + (" ..." if len(bad) > 3 else ""), do=do)
 
 
 def check_gradients(

@@ -121,11 +121,8 @@ def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
     """Score every neuron of every layer."""
     statistics = NeuronStatistics.load(job.parents["scan"])
     if score.needs_gradients and not statistics.samples_with_gradient:
-        raise ConfigError(
-            f"score.method={score.method} needs gradients; the scan was forward-only",
-            where="stage=score",
-            do="scan=default, or score=contribution",
-        )
+        what = f"score.method={score.method} needs gradients; the scan was forward-only"
+        raise ConfigError(what, where="stage=score", do="scan=default, or score=contribution")
     scores = score_neurons(statistics, score, seed)
     scores.save(job.out)
     return summarise(scores, statistics)

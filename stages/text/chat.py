@@ -77,30 +77,24 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> lis
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The chat template, with a fixed date instead of today's. Raises DataError: the tokenizer has none."""
     if not tokenizer.chat_template:
-        raise DataError(
-            "the text is conversations, and the tokenizer has no chat template to render them with",
-            where=f"tokenizer {tokenizer.name_or_path}",
-            do="an instruction-tuned model, or plain text: data.text_column=",
-        )
+        what = "the text is conversations, and the tokenizer has no chat template to render them with"
+        do = "an instruction-tuned model, or plain text: data.text_column="
+        raise DataError(what, where=f"tokenizer {tokenizer.name_or_path}", do=do)
     template = str(tokenizer.get_chat_template())
     return FIXED_DATE + template if "strftime_now" in template else template
 
 
 def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: TemplateError) -> DataError:
-    return DataError(
-        f"the chat template refuses the conversation: {error}",
-        where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
-        do="correct or remove the record",
-    )
+    what = f"the chat template refuses the conversation: {error}"
+    do = "correct or remove the record"
+    return DataError(what, where=f"{document.name}, tokenizer {tokenizer.name_or_path}", do=do)
 
 
 def _not_found(document: Document, tokenizer: PreTrainedTokenizerBase) -> DataError:
     first = "begin the record with a question, " if document.messages[0]["role"] == "assistant" else ""
-    return DataError(
-        "the rendered conversation does not show where the assistant's turns are",
-        where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
-        do=f"{first}data.labels=full_sequence, or a chat template with {{% generation %}} marks",
-    )
+    what = "the rendered conversation does not show where the assistant's turns are"
+    do = f"{first}data.labels=full_sequence, or a chat template with {{% generation %}} marks"
+    return DataError(what, where=f"{document.name}, tokenizer {tokenizer.name_or_path}", do=do)
 
 
 def find_assistant_spans(
@@ -151,11 +145,9 @@ def _render_all(document: Document, tokenizer: PreTrainedTokenizerBase, **option
             message["role"] not in ROLES
             and max(re.findall(r"\w+", message["content"]), key=len, default="") not in text
         ):
-            raise DataError(
-                f"the chat template leaves out the messages of role {message['role']!r}",
-                where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
-                do="rename the roles to system, user, assistant and tool",
-            )
+            what = f"the chat template leaves out the messages of role {message['role']!r}"
+            do = "rename the roles to system, user, assistant and tool"
+            raise DataError(what, where=f"{document.name}, tokenizer {tokenizer.name_or_path}", do=do)
     return text
 
 

@@ -51,11 +51,9 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
         messages = _read_messages(record[data.messages_column], f"{where}, column {data.messages_column}")
         return Document(where, messages=messages) if messages else None
     if data.text_column not in record:
-        raise DataError(
-            f"a record has neither column {data.messages_column!r} nor column {data.text_column!r}",
-            where=f"{where}; its columns: {', '.join(record) or 'none'}",
-            do="name the column: data.text_column= or data.messages_column=",
-        )
+        what = f"a record has neither column {data.messages_column!r} nor column {data.text_column!r}"
+        do = "name the column: data.text_column= or data.messages_column="
+        raise DataError(what, where=f"{where}; its columns: {', '.join(record) or 'none'}", do=do)
     text = record[data.text_column]
     if text is None:
         return None
@@ -108,11 +106,9 @@ def _shorten(document: Document) -> Document:
 
 def _read_messages(value: object, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise DataError(
-            f"a conversation is {_kind(value)}, not a list",
-            where=where,
-            do='[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
-        )
+        what = f"a conversation is {_kind(value)}, not a list"
+        do = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        raise DataError(what, where=where, do=do)
     return tuple(_read_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1))
 
 

@@ -245,10 +245,8 @@ def _label(prompts: LoadedText, written: Sequence[Sequence[int]], ends: Collecti
     for note in describe_skipped({NOTHING_WRITTEN: silent}):
         logger.warning("generated text: %s", note)
     if not text.sequences:
-        raise DataError(
-            f"the model ended the text at once after each of {len(silent)} prompts",
-            where="data.labels=generated",
-            do="data.labels=full_sequence, or prompts that call for an answer",
-        )
+        what = f"the model ended the text at once after each of {len(silent)} prompts"
+        do = "data.labels=full_sequence, or prompts that call for an answer"
+        raise DataError(what, where="data.labels=generated", do=do)
     logger.info("generated text: %d of %d tokens, %d sequences", text.tokens, wanted, len(text.sequences))
     return LoadedText(text.sequences, {**prompts.skipped, **({NOTHING_WRITTEN: silent} if silent else {})})

@@ -69,18 +69,14 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
                 return
             yield row
     except MemoryError as error:
-        raise DataError(
-            f"a record or a block of records unpacks to more than {MAX_GROWTH // 2**20} MiB",
-            where=_name_dataset(data),
-            do="a dataset of smaller records; or data=text data.path= of its text in .jsonl or .txt files",
-        ) from error
+        what = f"a record or a block of records unpacks to more than {MAX_GROWTH // 2**20} MiB"
+        do = "a dataset of smaller records; or data=text data.path= of its text in .jsonl or .txt files"
+        raise DataError(what, where=_name_dataset(data), do=do) from error
     # The last five come from readers of damaged or hostile files, and from a folder that requires its own code.
     except (DatasetsError, OSError, ValueError, ArrowException, TypeError, EOFError, RuntimeError, zlib_error) as error:
-        raise DataError(
-            f"cannot read the dataset: {error}",
-            where=_name_dataset(data),
-            do="check these names and the network; without one: data=python_stdlib, or data=text data.path=a file",
-        ) from error
+        what = f"cannot read the dataset: {error}"
+        do = "check these names and the network; without one: data=python_stdlib, or data=text data.path=a file"
+        raise DataError(what, where=_name_dataset(data), do=do) from error
 
 
 @contextmanager
@@ -113,11 +109,9 @@ def require_hub(data: DataConfig) -> None:
         require_hub(source.data)
     if data.kind != "hub" or offline_by_choice() or Path(str(data.name)).is_dir() or hub_answers():
         return
-    raise DataError(
-        f"the hub cannot be reached at {constants.ENDPOINT}, and the dataset is streamed from it",
-        where=_name_dataset(data),
-        do=f"{CONNECT}, or data=python_stdlib, or data=text data.path=<your files>",
-    )
+    what = f"the hub cannot be reached at {constants.ENDPOINT}, and the dataset is streamed from it"
+    do = f"{CONNECT}, or data=python_stdlib, or data=text data.path=<your files>"
+    raise DataError(what, where=_name_dataset(data), do=do)
 
 
 def find_commit(data: DataConfig) -> str | None:
@@ -139,11 +133,9 @@ def _require_splits(splits: list[str], data: DataConfig) -> None:
     """Check both splits when the first is read: evaluation is too late to report a wrong held-out split."""
     missing = [wanted for wanted in (data.split, data.heldout_split) if wanted is not None and wanted not in splits]
     if missing:
-        raise DataError(
-            f"the dataset has no split {' and no split '.join(missing)}",
-            where=_name_dataset(data),
-            do=f"data.split= and data.heldout_split= of: {', '.join(splits)}",
-        )
+        what = f"the dataset has no split {' and no split '.join(missing)}"
+        do = f"data.split= and data.heldout_split= of: {', '.join(splits)}"
+        raise DataError(what, where=_name_dataset(data), do=do)
 
 
 def _name_dataset(data: DataConfig) -> str:

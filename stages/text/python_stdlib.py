@@ -60,11 +60,9 @@ def list_modules() -> list[Module]:
             if file.is_file() and not EXCLUDED_FOLDERS.intersection(parts):
                 modules.append(Module(".".join(parts), file))
     if not modules:
-        raise DataError(
-            "this interpreter has no source of its standard library",
-            where=f"Python {sys.version.split()[0]}, {root}",
-            do="data=text data.path=a .jsonl or .txt file",
-        )
+        what = "this interpreter has no source of its standard library"
+        do = "data=text data.path=a .jsonl or .txt file"
+        raise DataError(what, where=f"Python {sys.version.split()[0]}, {root}", do=do)
     return modules
 
 

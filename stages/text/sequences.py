@@ -93,11 +93,9 @@ def require_embeddings(sequences: Iterable[TokenSequence], tokenizer: PreTrained
     for sequence in sequences:
         if known is not None and (last := max(sequence.ids)) >= known:
             name = tokenizer.convert_ids_to_tokens(last)
-            raise DataError(
-                f"the tokenizer makes token {last}, {name!r}, and the model has {known}",
-                where=f"{sequence.name}, tokenizer {tokenizer.name_or_path}",
-                do="the tokenizer and the chat template of these weights, or text without this token",
-            )
+            what = f"the tokenizer makes token {last}, {name!r}, and the model has {known}"
+            do = "the tokenizer and the chat template of these weights, or text without this token"
+            raise DataError(what, where=f"{sequence.name}, tokenizer {tokenizer.name_or_path}", do=do)
 
 
 logger = logging.getLogger(__name__)

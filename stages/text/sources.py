@@ -103,11 +103,8 @@ def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
         except (ValueError, RecursionError) as error:
             character = f", character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
             why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataError(
-                f"not a JSON record: {'it is nested too deeply' if isinstance(error, RecursionError) else why}",
-                where=f"{file}:{number}{character}",
-                do="correct or remove the line",
-            ) from error
+            what = f"not a JSON record: {'it is nested too deeply' if isinstance(error, RecursionError) else why}"
+            raise DataError(what, where=f"{file}:{number}{character}", do="correct or remove the line") from error
         if document := read_record(record, f"{file}:{number}", data):
             yield document
 
@@ -134,11 +131,9 @@ def _read_lines(file: Path, longest: int, *, whole: bool = False) -> Iterator[st
 
 
 def _too_long(where: str) -> DataError:
-    return DataError(
-        f"a record is longer than {MAX_RECORD // 2**20} MiB",
-        where=where,
-        do="several records, one a line; or plain text in a .txt file, which may have lines of any length",
-    )
+    what = f"a record is longer than {MAX_RECORD // 2**20} MiB"
+    do = "several records, one a line; or plain text in a .txt file, which may have lines of any length"
+    return DataError(what, where=where, do=do)
 
 
 def _cut_line(line: bytes) -> tuple[bytes, bytes]:
@@ -157,11 +152,8 @@ def _decode(line: bytes, where: str) -> str:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         own = "utf-16" if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
-        raise DataError(
-            f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}",
-            where=where,
-            do=f"convert the file to UTF-8, e.g. iconv -f {own} -t utf-8",
-        ) from error
+        what = f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}"
+        raise DataError(what, where=where, do=f"convert the file to UTF-8, e.g. iconv -f {own} -t utf-8") from error
 
 
 def read_documents(data: DataConfig, split: Split) -> Iterator[Document]:
@@ -184,11 +176,9 @@ def require_conversations(documents: Iterable[Document]) -> Iterator[Document]:
     """Pass conversations on. Raises DataError at the first plain text."""
     for document in documents:
         if not document.messages:
-            raise DataError(
-                "data.labels=completion needs conversations, and this is plain text",
-                where=document.name,
-                do="data.labels=full_sequence, or name the column of the conversations: data.messages_column=",
-            )
+            what = "data.labels=completion needs conversations, and this is plain text"
+            do = "data.labels=full_sequence, or name the column of the conversations: data.messages_column="
+            raise DataError(what, where=document.name, do=do)
         yield document
 
 
