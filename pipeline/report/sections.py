@@ -99,7 +99,8 @@ def training(published: Published | None) -> Section | None:
     """Gap over the dense model and load of the experts by tokens seen; None without a readable record."""
     if published is None:
         return None
-    keys = ["tokens", "loss", "heldout_loss", "load_max_over_mean", "dead_experts", "router_entropy", "gradient_norm"]
+    keys = ["tokens", "loss", "heldout_loss", "heldout_divergence", "load_max_over_mean", "dead_experts"]
+    keys += ["router_entropy", "gradient_norm"]
     try:
         text = (published.folder / "metrics.jsonl").read_text(encoding="utf-8")
         lines = [json.loads(line) for line in text.splitlines()]

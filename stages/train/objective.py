@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from models.training import RouterWatch, Routing, selection_bias
 from stages.losses import prediction_distance, supervised_tokens, token_losses
-from stages.text.batches import IGNORED
+from stages.text.batches import IGNORED, TokenBatch
 from stages.train.config import TrainConfig
 
 
@@ -246,3 +246,16 @@ class Objective:
         assert self.load_LE is not None, "asked before the first forward pass"
         load_LE, self.load_LE = self.load_LE, None
         return add_up(load_LE)
+
+
+def heldout_sums(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: TokenBatch, device: torch.device
+) -> Float[Tensor, "3"]:
+    """Next-token loss and KL(teacher ‖ model), summed over the supervised tokens, and their number."""
+    inputs, labels_BT = batch.inputs(device), batch.labels.to(device)
+    logits_BTV = model(**inputs, use_cache=False).logits
+    sums = [token_losses(logits_BTV, labels_BT).sum(), logits_BTV.new_zeros(()), supervised_tokens(labels_BT).sum()]
+    if teacher is not None:
+        taught_BTV = teacher(**inputs, use_cache=False).logits
+        sums[1] = prediction_distance(logits_BTV, taught_BTV, predicts(labels_BT))
+    return torch.stack([value.double() for value in sums])

@@ -103,9 +103,9 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         every = whole_logs(self.context.settings.heldout_steps, self.context.settings)
         if over or (every and state.global_step % every == 0):
             # All processes evaluate, the leading one writes.
-            nats = self.context.heldout_loss(self.trainer.model)
+            figures = self.context.heldout_figures(self.trainer.model)
             if self.record is not None:
-                self.record.write(self.phase.first + state.global_step, self.phase.name, {"heldout_loss": nats})
+                self.record.write(self.phase.first + state.global_step, self.phase.name, figures)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **__: Any) -> None:  # noqa: ANN401
         """Write a line with the figures of Trainer and of the objective."""

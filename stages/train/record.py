@@ -166,8 +166,8 @@ def open_events(folder: Path) -> Any:  # noqa: ANN401 - a SummaryWriter, which t
 
 Lines = Sequence[Mapping[str, Any]]
 _COLUMNS = (
-    "phase", "steps", "tokens", "held-out loss", "gap over dense", "perplexity over dense", "load max/mean",
-    "dead experts", "router entropy", "tokens/s",
+    "phase", "steps", "tokens", "held-out loss", "gap over dense", "perplexity over dense", "KL to dense",
+    "load max/mean", "dead experts", "router entropy", "tokens/s",
 )  # fmt: skip
 
 
@@ -184,6 +184,12 @@ def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
     if gaps[0] > 0:
         closed = 1 - gaps[-1] / gaps[0]
         notes.append(f"training closed {closed:.0%} of the gap" if closed >= 0 else f"the gap grew by {-closed:.0%}")
+    moved = [float(line["heldout_divergence"]) for line in lines if "heldout_divergence" in line]
+    if moved and moved[-1] > moved[0]:
+        notes.append(
+            f"the predictions are further from the dense model's than before training (KL {moved[0]:.4f}, then "
+            f"{moved[-1]:.4f}): the rates are too high for so few tokens per step, or the next-token loss outweighs it"
+        )
     return Table("continued pretraining", _COLUMNS, rows, notes)
 
 
@@ -198,6 +204,7 @@ def _row(name: str, steps: int, lines: Lines, dense: float) -> list[object]:
         f"{last['heldout_loss']:.4f}",
         f"{gap:+.4f}",
         f"{math.expm1(gap):+.1%}",
+        f"{last['heldout_divergence']:.4f}" if "heldout_divergence" in last else "-",
         f"{last['load_max_over_mean']:.2f}" if "load_max_over_mean" in last else "-",
         last.get("dead_experts", "-"),
         f"{last['router_entropy']:.3f}" if "router_entropy" in last else "-",

@@ -56,7 +56,7 @@ def run(
         teacher=dense if train.logits else None, record=lines, seed=seed, workers=job.workers,
         device=loading.resolve_device(model),
     )  # fmt: skip
-    dense_loss = context.heldout_loss(dense) if dense is not None and not done else None
+    dense_loss = context.heldout_figures(dense)["heldout_loss"] if dense is not None and not done else None
     del dense
     loading.release_freed_memory()
     trained = run_phases(job, phases, context, done, dense_loss)
@@ -127,7 +127,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
         enable_gradient_checkpointing(model)
     trainer = MoETrainer(model, phase, context, folder)
     if dense_loss is not None:
-        losses = {"dense_heldout_loss": dense_loss, "heldout_loss": context.heldout_loss(model.to(context.device))}
+        losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(model.to(context.device))
         if context.record is not None:
             context.record.write(0, "start", losses)
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"

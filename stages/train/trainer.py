@@ -27,12 +27,21 @@ from instruments.training_watch.step_log import NOTE
 from models.straight_through import show_scores
 from models.training import Part, RouterWatch, parameter_groups
 from stages.artifacts.job import Workers
-from stages.losses import measure_loss, supervised_tokens
+from stages.losses import supervised_tokens
 from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import LoadedText, load_text
 from stages.train.config import TrainConfig
-from stages.train.objective import Balance, LogitSchedule, Objective, add_up, autocast, move_biases, stretch
+from stages.train.objective import (
+    Balance,
+    LogitSchedule,
+    Objective,
+    add_up,
+    autocast,
+    heldout_sums,
+    move_biases,
+    stretch,
+)
 from stages.train.phases import Phase, PhaseCallback, rate_factor, rates_of, whole_logs
 from stages.train.record import Record, find_latest, mark_whole
 
@@ -93,19 +102,27 @@ class TrainContext:
     workers: Workers
     device: torch.device
 
-    def heldout_loss(self, model: PreTrainedModel) -> float:
-        """Mean nats per supervised token of the held-out text; the processes share its batches."""
-        batches, device = self.text.heldout, next(model.parameters()).device
+    def heldout_figures(self, model: PreTrainedModel) -> dict[str, float]:
+        """Means over the supervised tokens of the held-out text, in nats; the processes share its batches.
+
+        `heldout_loss` is the next-token loss; with a teacher, `heldout_divergence` is KL(teacher ‖ `model`).
+        """
+        batches, device, world = self.text.heldout, next(model.parameters()).device, self.workers.world
+        mine = range(self.workers.rank, len(batches), world)
+        teacher = None if self.teacher is model else self.teacher
         was_training = model.training
         model.eval()
-        with autocast(self.settings, device):
-            mine = measure_loss(model, batches[self.workers.rank :: self.workers.world])
-            if self.settings.fsdp and self.workers.rank >= (len(batches) % self.workers.world or self.workers.world):
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        with torch.no_grad(), autocast(self.settings, device):
+            for number in mine:
+                totals += heldout_sums(model, teacher, batches[number], device)
+            if self.settings.fsdp and len(mine) < -(-len(batches) // world):
                 # FSDP gathers weights in every forward pass: each process must run as many. This one does not count.
-                measure_loss(model, batches[:1])
+                heldout_sums(model, None, batches[0], device)
         model.train(was_training)
-        total, tokens = add_up(torch.tensor([mine.total, mine.tokens], dtype=torch.float64, device=device)).tolist()
-        return float(total / tokens)
+        loss, divergence, tokens = add_up(totals).tolist()
+        found = {"heldout_loss": loss / tokens}
+        return found if teacher is None else found | {"heldout_divergence": divergence / tokens}
 
 
 def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> TrainingArguments:

@@ -110,9 +110,9 @@ def test_table_has_a_row_for_the_start_and_every_phase():
     phases = [Phase("router", 0, 5, frozenset()), Phase("experts", 5, 4, frozenset())]
     table = summarise(LINES, phases, 600)
     assert [list(row) for row in table.rows] == [
-        ["start", 0, 0, "2.4000", "+0.4000", "+49.2%", "-", "-", "-", "-"],
-        ["router", 5, 500, "2.3000", "+0.3000", "+35.0%", "1.25", 3, "1.500", "100"],
-        ["experts", 4, 900, "2.1000", "+0.1000", "+10.5%", "1.50", 0, "1.000", "200"],
+        ["start", 0, 0, "2.4000", "+0.4000", "+49.2%", "-", "-", "-", "-", "-"],
+        ["router", 5, 500, "2.3000", "+0.3000", "+35.0%", "-", "1.25", 3, "1.500", "100"],
+        ["experts", 4, 900, "2.1000", "+0.1000", "+10.5%", "-", "1.50", 0, "1.000", "200"],
     ]
     assert table.notes == [
         "dense model: held-out loss 2.0000; 600 tokens of text, read 1.5 times",
@@ -120,6 +120,17 @@ def test_table_has_a_row_for_the_start_and_every_phase():
     ]
     worse = [*LINES, {"step": 9, "phase": "experts", "heldout_loss": 2.5}]
     assert summarise(worse, phases, 600).notes[1] == "the gap grew by 25%"
+
+
+def test_table_shows_the_distance_from_the_dense_model_and_says_when_it_grew():
+    measured = [*LINES, {"step": 9, "phase": "experts", "heldout_divergence": 0.25}]
+    measured[0] = LINES[0] | {"heldout_divergence": 0.125}
+    table = summarise(measured, [Phase("router", 0, 5, frozenset()), Phase("experts", 5, 4, frozenset())], 600)
+    shown = table.columns.index("KL to dense")
+    assert [row[shown] for row in table.rows] == ["0.1250", "-", "0.2500"]
+    assert "(KL 0.1250, then 0.2500)" in table.notes[-1]
+    closer = [*measured, {"step": 9, "phase": "experts", "heldout_divergence": 0.0625}]
+    assert "KL" not in summarise(closer, [Phase("router", 0, 5, frozenset())], 600).notes[-1]
 
 
 def test_card_says_what_training_did():

@@ -54,9 +54,25 @@ def test_with_shards_every_process_runs_as_many_forward_passes(batches, passes):
     for rank in range(3):
         calls.clear()
         context = make_context(TrainConfig(fsdp=True), heldout, Workers(rank, 3))
-        found = context.heldout_loss(model)
+        found = context.heldout_figures(model)
         assert len(calls) == passes
-        assert found == pytest.approx(measure_loss(model, heldout[rank::3]).nats)
+        assert found == {"heldout_loss": pytest.approx(measure_loss(model, heldout[rank::3]).nats)}
+
+
+def test_with_a_teacher_the_heldout_text_also_gives_the_distance_from_it():
+    model, teacher = make_moe("qwen3_moe").eval(), make_moe("qwen3_moe").eval()
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), [-100] * 3 + list(range(n + 3, n + 8))) for n in range(5)]
+    heldout = batch_sequences(sequences, 16, 0)
+    context = replace(make_context(TrainConfig(), heldout), teacher=teacher)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.cat([one(batch.input_ids).logits[:, 2:-1].flatten(0, 1).double() for batch in heldout]).log_softmax(1)
+            for one in (model, teacher)
+        )
+    divergence = (theirs.exp() * (theirs - ours)).sum(1).mean()
+    assert divergence > 1e-4
+    assert context.heldout_figures(model)["heldout_divergence"] == pytest.approx(float(divergence), rel=1e-4)
+    assert context.heldout_figures(teacher).keys() == {"heldout_loss"}
 
 
 def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
