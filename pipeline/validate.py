@@ -16,7 +16,7 @@ from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
 from models.checkpoint.folder import expand_user
-from models.config import ModelConfig, MoEShape
+from models.config import ModelConfig, MoEShape, setting_word
 from models.source import check_source, read_source_config
 from models.targets.config import check_target
 from pipeline.consistency import balance_errors, contradictions, find_uses, map_errors, warn_of_unread
@@ -219,7 +219,7 @@ def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
     if not LABEL.fullmatch(label):
         shown = textwrap.shorten(label if label.isprintable() else repr(label), 100, placeholder=" ...")
         cleaned = re.sub(r"[^\w.+-]+", "_", Path(label).name).strip("._")[:64]
-        what, do = f"model.label={shown} is no plain folder name", f"model.label={cleaned or 'source'}"
+        what, do = f"model.label={shown} is no plain folder name", setting_word("model.label", cleaned or "source")
         yield ConfigError(what, where="setting model.label", do=do)
     if not DEVICE.fullmatch(model.device):
         what = f"model.device={model.device} is none of auto, cpu, cuda, cuda:0, cuda:1 ..."
@@ -234,7 +234,7 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
     if output_dir.startswith("~"):
         what = f"output_dir={output_dir} begins with ~, which the shell did not replace by your home folder"
         home = expand_user(output_dir)
-        do = f"output_dir={home if home.is_absolute() else 'outputs'}"
+        do = setting_word("output_dir", str(home) if home.is_absolute() else "outputs")
         yield ConfigError(what, where="setting output_dir", do=do)
         return
     latest = Path(output_dir) / "latest"
