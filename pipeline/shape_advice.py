@@ -8,7 +8,7 @@ from functools import partial
 from instruments.errors import ConfigError
 from models.config import MoEShape
 from models.dense import keeps_tied
-from models.targets.base import RUNTIMES
+from models.targets.base import ALIGNMENT, RUNTIMES, expert_width
 from models.targets.config import check_target, count_dense
 from pipeline.disk import expected_bytes, in_mib
 from pipeline.shape import EXPERT_WIDTH, ShapeRequest, fill_experts, resolve_shape
@@ -55,6 +55,11 @@ def shape_errors(request: ShapeRequest, shape: MoEShape, model: str) -> Iterator
         do = find_remedy(request) or "a model with wider FFNs"
         for what, more in faults:
             yield ConfigError(what, where=f"shape, model={model} with F={request.width} neurons a layer{more}", do=do)
+    if (stored := expert_width(shape, request.assemble.pad_to)) % ALIGNMENT:
+        what = (
+            f"experts of {stored} neurons on disk: grouped_mm, by which transformers runs them, needs a multiple of 8"
+        )
+        yield ConfigError(what, where=f"n={shape.n}, assemble.pad_to={request.assemble.pad_to}", do="assemble.pad_to=8")
 
 
 def shape_warnings(request: ShapeRequest, shape: MoEShape) -> Iterator[str]:
