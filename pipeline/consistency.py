@@ -58,7 +58,7 @@ def find_unread(settings: Settings, shape: MoEShape | None, width: int, target: 
     return found | {
         "vocabulary": settings.vocabulary.unread(pooled=shape.pooled),
         "cluster": settings.cluster.unread(shape, width),
-        "assemble": settings.assemble.unread(pooled=shape.pooled),
+        "assemble": settings.assemble.unread(shape),
         "project": settings.project.unread(shape, settings.assemble.router),
     }
 
@@ -78,6 +78,8 @@ def warn_of_unread(
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
     if shape is not None:
+        refits = settings.project.refits(shape, settings.assemble.router)  # no part of assemble's fingerprint
+        found["assemble"] = settings.assemble.unread(shape, refits=refits)
         _warn_of_active(settings)
         _warn_of_constant_gates(settings, shape, target)
     pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
