@@ -19,7 +19,7 @@ from pipeline.report.run_record import RunRecord, StageRun, read_all_records
 from pipeline.report.words import duration, method_of, nats, percent, plain, size
 from pipeline.shape import ShapeRequest, resolve_shape
 from stages.artifacts.job import Table
-from stages.artifacts.tensor_file import unpack_tag
+from stages.artifacts.tag import unpack_tag
 
 Section = dict[str, Any]
 MASK, AXIS_LIMIT = "static_mask", 1.6  # reference and largest value of the second chart of widths
