@@ -62,7 +62,7 @@ def is_on_host(model: ModelConfig) -> bool:
 
 def setting_word(key: str, value: str) -> str:
     """`key=value` for the command line, with the quotes that the shell and Hydra need."""
-    if re.fullmatch(r"[\w./:+-]+( [\w./:+-]+)*", value):
+    if re.fullmatch(r"[\w./:+-]+( [\w./:+-]+)*", value, re.ASCII):
         return shlex.quote(f"{key}={value}")
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return shlex.quote(f"{key}='{escaped}'")

@@ -6,8 +6,8 @@ import sys
 from io import TextIOWrapper
 from typing import NoReturn
 
-from instruments.errors import INTERRUPTED
-from pipeline.help import help_page
+from instruments.errors import INTERRUPTED, INVALID, ConfigError
+from pipeline.help import CONF, help_page
 from stages.artifacts.job import find_workers
 
 
@@ -29,6 +29,13 @@ def main() -> int:
 
 
 def _do(words: list[str]) -> int:
+    if not CONF.is_dir():
+        what = (
+            "the settings are missing: the program runs from a clone of its repository, not from a copy of its packages"
+        )
+        do = "pip install -e CLONE instead of pip install CLONE, or python -m pipeline in the clone's folder"
+        sys.stderr.write(f"{ConfigError(what, where=str(CONF), do=do)}\n")
+        return INVALID
     if {"-h", "--help", "help"} & set(words):
         sys.stdout.write(help_page())
         return 0

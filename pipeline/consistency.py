@@ -10,7 +10,7 @@ from instruments.errors import ConfigError
 from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
 from instruments.tensor_dump.config import contradictions as of_dump
 from models.checkpoint.folder import read_json
-from models.config import GLOBAL_POOL, ModelConfig, MoEShape, is_on_host
+from models.config import GLOBAL_POOL, ModelConfig, MoEShape, is_on_host, setting_word
 from models.targets.base import MoETarget
 from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
@@ -58,7 +58,7 @@ def find_unread(settings: Settings, shape: MoEShape | None, width: int, target: 
     return found | {
         "vocabulary": settings.vocabulary.unread(pooled=shape.pooled),
         "cluster": settings.cluster.unread(shape, width),
-        "assemble": settings.assemble.unread(pooled=shape.pooled),
+        "assemble": settings.assemble.unread(shape),
         "project": settings.project.unread(shape, settings.assemble.router),
     }
 
@@ -78,6 +78,8 @@ def warn_of_unread(
         found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
     _warn_of_sampling(settings)
     if shape is not None:
+        refits = settings.project.refits(shape, settings.assemble.router)  # no part of assemble's fingerprint
+        found["assemble"] = settings.assemble.unread(shape, refits=refits)
         _warn_of_active(settings)
         _warn_of_constant_gates(settings, shape, target)
     pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
@@ -207,8 +209,8 @@ def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
         yield ConfigError(what, where=where, do=do)
     if dump.folder is not None and Path(dump.folder).exists() and not Path(dump.folder).is_symlink():
         what = f"dump.folder={dump.folder} exists already and is not a link, so this run cannot replace it"
-        where, do = "setting dump.folder, environment variable TENSOR_SAVE_DIR", f"dump.folder={dump.folder}-2"
-        yield ConfigError(what, where=where, do=do)
+        where = "setting dump.folder, environment variable TENSOR_SAVE_DIR"
+        yield ConfigError(what, where=where, do=setting_word("dump.folder", f"{dump.folder}-2"))
     if dump.first_step >= dump.steps:
         what = f"dump.first_step={dump.first_step} is never reached: steps count from 0, and dump.steps={dump.steps}"
         do = f"dump.steps={dump.first_step + 1}"

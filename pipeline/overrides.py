@@ -36,7 +36,7 @@ ONE: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true"),
     str: ("a text", "name"),
     NoneType: ("null", "null"),
-    SourceConfig: ("a source", "{path:FILE_OR_FOLDER,share:1}"),
+    SourceConfig: ("a source", '{path:"FILE_OR_FOLDER",share:1}'),
 }
 
 
@@ -133,18 +133,20 @@ def _folder_errors(override: Override) -> Iterator[ConfigError]:
 
 def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     """The error for a word that is not key=value, or whose value needs quotes."""
-    key, equals, value = word.partition("=")
-    if not equals or key not in {*TYPES, *options}:
+    key, equals, value = word.lstrip("+").partition("=")
+    kind = find_type(key) or (str if key in options or key.startswith("hydra") else None)
+    if not equals or kind is None:
         return ConfigError(f"{word[:200]} is no setting", where=WHERE, do="stage=scan, or another key=value")
     if len(word) > LONGEST:
-        do = _example(key, TYPES[key]) if key in TYPES else f"{key}={options[key][0]}"
+        do = f"{key}={options[key][0]}" if key in options else _example(key, kind)
         return ConfigError(f"{key} has a value of {len(value):,} characters", where=WHERE, do=do)
     if value.startswith("~"):  # the shell does not expand it inside quotes
         value = str(expand_user(value))
+    is_text = get_origin(kind) is not list and str in {kind, *get_args(kind)}
     return ConfigError(
-        f"{word} cannot be read: a value with characters such as = ! ( ) [ ] {{ }} needs quotes that the shell leaves",
+        f"{word} cannot be read: a text with characters such as = ! ( ) [ ] {{ }} ä needs quotes that the shell leaves",
         where=WHERE,
-        do=setting_word(key, value),
+        do=setting_word(key, value) if is_text else _example(key, kind),
     )
 
 
@@ -207,5 +209,6 @@ def _in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation
 def _example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
     """The setting with an example of a valid value, ready to paste."""
     if get_origin(kind) is list:
-        return f"{key}=[{ONE[get_args(kind)[0]][1]}]"
+        word = f"{key}=[{ONE[get_args(kind)[0]][1]}]"
+        return shlex.quote(word) if "{" in word else word  # the shell would expand the braces
     return f"{key}={ONE[kind][1]}" if kind in ONE else _example(key, get_args(kind)[0])

@@ -165,14 +165,16 @@ def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
 
 
 def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
-    """Errors: the model has no such layer, a pool is requested, or the dense layers use up the active share."""
+    """Errors: the model has no such layer, a pool is requested, or nothing is left for the other layers."""
     layers, asked = request.layers, request.dense_layers
     where = f"setting dense_layers={[*asked]}"
     if unknown := [layer for layer in asked if not 0 <= layer < layers]:
         what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
-        yield ConfigError(what, where=where, do="dense_layers=[0]")
+        yield ConfigError(what, where=where, do="dense_layers=[]")
     elif asked and request.pooled:
         yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
+    elif asked and len(asked) == layers:
+        yield ConfigError(f"all {layers} layers dense: none is left to carve", where=where, do="dense_layers=[]")
     elif asked and request.carved_share <= 0 and None in (request.experts, request.n, request.top_k, request.always_on):
         what = f"{len(asked)} of {layers} layers dense leave nothing of active={request.active:g} to the others"
         yield ConfigError(what, where=where, do="dense_layers=[]")

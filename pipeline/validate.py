@@ -16,8 +16,9 @@ from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
 from models.checkpoint.folder import expand_user
-from models.config import ModelConfig, MoEShape
+from models.config import ModelConfig, MoEShape, setting_word
 from models.source import check_source, read_source_config
+from models.targets.base import ALIGNMENT, expert_width
 from models.targets.config import check_target
 from pipeline.consistency import balance_errors, contradictions, find_uses, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
@@ -193,6 +194,7 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
     faults = shape_faults(shape, request.width)
     do = find_remedy(request) or "a model with wider FFNs" if faults else ""
     errors: list[UserError] = [ConfigError(what, where=f"{place}{more}", do=do) for what, more in faults]
+    errors += width_errors(shape, request.assemble.pad_to)
     try:
         target = request.target(shape)
         errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
@@ -200,6 +202,15 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
         errors.append(error)
     warn_of_unread(settings, shape, request.width, target)
     return errors
+
+
+def width_errors(shape: MoEShape, pad_to: int | None) -> Iterator[ConfigError]:
+    """An error if the experts on disk have a width at which transformers would stop in the first pass."""
+    if (stored := expert_width(shape, pad_to)) % ALIGNMENT:
+        what = (
+            f"experts of {stored} neurons on disk: grouped_mm, by which transformers runs them, needs a multiple of 8"
+        )
+        yield ConfigError(what, where=f"n={shape.n}, assemble.pad_to={pad_to}", do="assemble.pad_to=8")
 
 
 def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest:
@@ -221,7 +232,7 @@ def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
     if not LABEL.fullmatch(label):
         shown = textwrap.shorten(label if label.isprintable() else repr(label), 100, placeholder=" ...")
         cleaned = re.sub(r"[^\w.+-]+", "_", Path(label).name).strip("._")[:64]
-        what, do = f"model.label={shown} is no plain folder name", f"model.label={cleaned or 'source'}"
+        what, do = f"model.label={shown} is no plain folder name", setting_word("model.label", cleaned or "source")
         yield ConfigError(what, where="setting model.label", do=do)
     if not DEVICE.fullmatch(model.device):
         what = f"model.device={model.device} is none of auto, cpu, cuda, cuda:0, cuda:1 ..."
@@ -236,7 +247,7 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
     if output_dir.startswith("~"):
         what = f"output_dir={output_dir} begins with ~, which the shell did not replace by your home folder"
         home = expand_user(output_dir)
-        do = f"output_dir={home if home.is_absolute() else 'outputs'}"
+        do = setting_word("output_dir", str(home) if home.is_absolute() else "outputs")
         yield ConfigError(what, where="setting output_dir", do=do)
         return
     latest = Path(output_dir) / "latest"

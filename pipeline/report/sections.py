@@ -17,8 +17,9 @@ from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_li
 from pipeline.report.evaluations import Evaluation, Group, Published, curves_of, group_by_seed, point_of, seeds_of
 from pipeline.report.words import duration, method_of, nats, percent, plain, size
 from pipeline.run_folder import RunRecord, StageRun, read_all_records
+from pipeline.shape import ShapeRequest, resolve_shape
 from stages.artifacts.job import Table
-from stages.artifacts.tensor_file import unpack_tag
+from stages.artifacts.tag import unpack_tag
 
 Section = dict[str, Any]
 MASK, AXIS_LIMIT = "static_mask", 1.6  # reference and largest value of the second chart of widths
@@ -59,13 +60,24 @@ def widths(evaluation: Evaluation) -> Section:
         "parts": parts
         and _fitting(lambda width: draw_curves(part_title, "gap ÷ gap of the static mask", parts, width)),
         "most": AXIS_LIMIT,
-        "widths": len(mine),
+        "another": another_width(evaluation) if len(mine) == 1 else "",
         "seeds": max(len(seeds_of(group)) for group in mine),
         "numbers": Table("", ["model", *(f"{percent(group[0].share)} active" for group in mine)], rows),
         "strong": names.index("carved"),
         "others": len(others),
         "other_carves": _other_carves(others, evaluation),
     }
+
+
+def another_width(evaluation: Evaluation) -> str:
+    """Settings that add a point to the curve: the same experts at another active share; empty if there are none."""
+    shape, source = evaluation.shape, {"num_hidden_layers": len(evaluation.layers)}
+    experts = shape.experts, shape.n, None, None
+    for share in (0.25, 0.75, 0.5):
+        request = ShapeRequest(*experts, share, shape.topology, source=source, dense_layers=shape.dense_layers)
+        if request.carved_share > 0 and resolve_shape(request, evaluation.width).active_width != shape.active_width:
+            return f"experts={shape.experts} n={shape.n} top_k=null always_on=null active={share}"
+    return ""
 
 
 def _gap(group: Group, name: str) -> str:

@@ -23,7 +23,7 @@ from models.source import read_config
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target
 from stages.artifacts.carve import Partition, PoolPartition, Routers
-from stages.artifacts.tensor_file import pack_tag, unpack_tag
+from stages.artifacts.tag import pack_tag, unpack_tag
 
 VERSION = 2
 

@@ -1,6 +1,5 @@
 """Dataclasses of tensors and plain values, possibly nested, each as one safetensors file."""
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -13,22 +12,9 @@ from safetensors.torch import save_file
 
 from instruments.durable import hash_file, sync, whole_file
 from instruments.errors import ContractError
+from stages.artifacts.tag import pack_tag, unpack_tag
 
 logger = logging.getLogger(__name__)
-
-_KEY = "tiny_onn"
-
-
-def pack_tag(**values: Any) -> dict[str, str]:  # noqa: ANN401 - any JSON value
-    """Metadata for `save_file` with these values as JSON."""
-    return {_KEY: json.dumps(values, sort_keys=True)}
-
-
-def unpack_tag(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """The values given to `pack_tag`; empty if the metadata has none. Raises ValueError: not JSON."""
-    tag: dict[str, Any] = json.loads((metadata or {}).get(_KEY, "{}"))
-    return tag
-
 
 Contract = TypeVar("Contract")
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from models.config import MoEShape
 from models.targets.config import MOE_TARGETS
 from stages.calibration.config import FITTED_ROUTERS, ROUTERS, is_priced, unread_of_descent
 
@@ -32,9 +33,9 @@ class AssembleConfig:
         """Weight of uneven load in the objective of the routers, here and in stage=project."""
         return self.balance if is_priced(self.router, pooled=pooled) else 0.0
 
-    def unread(self, *, pooled: bool) -> dict[str, str]:
-        """Settings without effect → the reason."""
-        found, router = {}, f"assemble.router={self.router}"
+    def unread(self, shape: MoEShape, *, refits: bool = True) -> dict[str, str]:
+        """Settings without effect → the reason; `refits`: stage=project fits the routers again."""
+        found, router, pooled = {}, f"assemble.router={self.router}", shape.pooled
         if self.router not in FITTED_ROUTERS:
             found["ridge_penalty"] = router
         found |= unread_of_descent(self.router, self.router_steps, "assemble")
@@ -42,5 +43,9 @@ class AssembleConfig:
             found["router_tokens"] = router
         if not is_priced(self.router, pooled=pooled):
             found["balance"] = "topology=global_pool" if pooled else router
+        elif not (self.router_steps or refits):
+            found["balance"] = "assemble.router_steps=0, and stage=project fits no router again"
+        if shape.top_k == shape.experts:
+            found = dict.fromkeys(("router_steps", "router_rate", "balance"), "a token is sent to all experts") | found
         found["parity_logit_std" if self.mode == "train" else "logit_std"] = f"assemble.mode={self.mode}"
         return found

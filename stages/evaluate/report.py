@@ -1,7 +1,7 @@
 """The evaluation as a table, as JSON and as Markdown."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Evaluation:
     costs: Mapping[str, ModelCost]
     layers: Sequence[LayerResult]
     trained: bool = False  # the MoE is the checkpoint of stage=train
+    # Dense layers → the setting of an architecture that supports them; nothing if the MoE's own does.
+    target_for: Callable[[Sequence[int]], Sequence[str]] = lambda _layers: ()
 
     def gap(self, name: str) -> float:
         """Loss above the dense model's, nats per token."""
@@ -98,21 +100,28 @@ def notes(evaluation: Evaluation) -> list[str]:
 
 
 def costly_layers(evaluation: Evaluation) -> list[str]:
-    """A note on the layers to leave dense: those that cost over twice the average, at most a quarter of all."""
+    """A note on the layers to leave dense: those that cost over twice the average, at most a quarter of all.
+
+    All dense layers together get at most half of the active neurons, since the experts of the others need some.
+    """
     saved = {index: layer.saved for index, layer in enumerate(evaluation.layers) if layer.saved is not None}
     if not saved:
         return []
-    usual, depth = sum(saved.values()) / len(saved), len(evaluation.layers)
+    shape, usual, depth = evaluation.shape, sum(saved.values()) / len(saved), len(evaluation.layers)
     costly = sorted((index for index in saved if saved[index] > max(0.0, 2 * usual)), key=lambda index: -saved[index])
-    costly = costly[: max(1, depth // 4)]
-    kept = ",".join(map(str, sorted([*evaluation.shape.dense_layers, *costly])))
     if not costly:
         return [f"each layer's carve costs {usual:.4f} nats on average, none over twice as much"]
-    named = ", ".join(f"{index} ({saved[index]:.4f})" for index in costly)
-    return [
-        f"a layer's carve costs {usual:.4f} nats on average, that of layer {named}: 'dense_layers=[{kept}]' leaves "
-        "them dense, and the others pay for it"
-    ]
+    share = shape.active_share(evaluation.width, depth)
+    room = 0 if shape.pooled else max(0, int(share * depth / 2) - len(shape.dense_layers))
+    costly, advised = costly[: max(1, depth // 4)], costly[: min(max(1, depth // 4), room)]
+    named = ", ".join(f"{index} ({saved[index]:.4f})" for index in advised or costly)
+    found = f"a layer's carve costs {usual:.4f} nats on average, that of layer {named}"
+    if not advised:
+        reason = "one pool serves all layers" if shape.pooled else f"only {share:.0%} of the neurons are active"
+        return [f"{found}; no more layers can stay dense, since {reason}"]
+    kept = sorted([*shape.dense_layers, *advised])
+    words = " ".join([f"'dense_layers=[{','.join(map(str, kept))}]'", *evaluation.target_for(kept)])
+    return [f"{found}: {words} leaves them dense, and the others pay for it"]
 
 
 def oracle_name(shape: MoEShape) -> str:

@@ -1,15 +1,20 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
+from models.source import read_config
 from models.stream import LayerStream
-from stages.artifacts.carve import NeuronStatistics, Partition, PoolPartition, Routers, load_partition
+from models.targets.config import MOE_TARGETS, check_target
+from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, layer_seed
@@ -60,9 +65,17 @@ def run(
     if not job.workers.leads:
         return NOTHING
     tokens, trained = losses["dense"].tokens, evaluate.checkpoint == "train"
-    evaluation = Evaluation(shape, partition.width, tokens, losses | baselines, costs, layers, trained)
+    target_for = partial(target_with_dense, context.folder, job.parents[evaluate.checkpoint] / "checkpoint", shape)
+    evaluation = Evaluation(shape, partition.width, tokens, losses | baselines, costs, layers, trained, target_for)
     write_report(evaluation, job.out)
     return summarise(evaluation)
+
+
+def target_with_dense(source: Path, checkpoint: Path, shape: MoEShape, layers: Sequence[int]) -> list[str]:
+    """The setting of an architecture that supports these dense layers; [] if the checkpoint's own does."""
+    target = MOE_TARGETS[read_config(checkpoint)["model_type"]]
+    errors = check_target(read_config(source), target, replace(shape, dense_layers=tuple(layers)))
+    return [error.do for error in errors[:1]]
 
 
 def compare_models(

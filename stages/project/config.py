@@ -66,3 +66,7 @@ class ProjectConfig:
         else:
             found |= unread_of_descent(router, self.router_steps, "project")
         return found
+
+    def refits(self, shape: MoEShape, router: str) -> bool:
+        """Whether the routers are fitted again; `router` is `assemble.router`."""
+        return self.rounds > 0 and "rounds" not in self.unread(shape, router)

@@ -93,3 +93,9 @@ def test_errors_in_the_settings_are_light(tmp_path, words, messages):
 def test_a_plan_is_light(tmp_path):
     command = [sys.executable, "-c", PLANNED, "stage=scan", f"output_dir={tmp_path}"]
     subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
+def test_the_page_of_a_report_needs_no_torch():
+    """It is also written after an interrupt, which may have left torch half imported."""
+    code = "import sys, pipeline.report.page; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from instruments.errors import ContractError
 from models.experts import ExpertWeights
 from stages.artifacts.experts import layer_file, load_layer, save_layer, verify_layer
-from stages.artifacts.tensor_file import pack_tag
+from stages.artifacts.tag import pack_tag
 
 E, N, D, S = 3, 4, 6, 5
 REMEDY = "  do:    stage=extract fresh=true"

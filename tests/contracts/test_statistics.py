@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from instruments.errors import ContractError
 from stages.artifacts.carve import NeuronStatistics
-from stages.artifacts.tensor_file import pack_tag, unpack_tag
+from stages.artifacts.tag import pack_tag, unpack_tag
 
 L, F, R = 2, 7, 19
 

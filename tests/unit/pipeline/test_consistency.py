@@ -235,6 +235,30 @@ def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "ignored"),
+    [
+        (
+            ["project.rounds=0"],
+            ["balance=0.1 is ignored: assemble.router_steps=0, and stage=project fits no router again"],
+        ),
+        (["project=none"], ["balance=0.1 is ignored: assemble.router_steps=0, and stage=project fits no router again"]),
+        (["project.rounds=0", "assemble.router_steps=9"], []),
+        ([], []),
+        (
+            ["experts=4", "n=64", "top_k=4", "assemble.router_steps=9"],
+            [
+                "router_steps=9 is ignored: a token is sent to all experts",
+                "balance=0.1 is ignored: a token is sent to all experts",
+            ],
+        ),
+    ],
+)
+def test_a_load_that_no_router_is_trained_on_is_said(texts, caplog, words, ignored):
+    assert texts("assemble.balance=0.1", *words) == []
+    assert caplog.messages == [f"assemble.{message}" for message in ignored]
+
+
 def test_an_active_share_that_fills_no_dial_is_said(texts, caplog):
     every = ["experts=16", "n=48", "top_k=3", "always_on=256"]
     assert texts("active=0.4", *every) == texts("active=0.4", POOL, every[2]) == []

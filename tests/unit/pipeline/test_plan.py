@@ -229,6 +229,7 @@ S_P_SETTINGS = ("score.gradient_weight=5", "score.form=product", "score.normalis
         (["assemble=random"], ["assemble.ridge_penalty=9", "assemble.router_tokens=9", "project.rounds=2"]),
         (["assemble=residual_ridge"], ["assemble.balance=0.01", "project.router_steps=9"]),
         (["assemble.mode=train"], ["assemble.parity_logit_std=0.5"]),
+        (["top_k=16"], ["assemble.router_steps=9", "assemble.router_rate=0.5", "assemble.balance=0.01"]),
         (["project.gradient_projection=false"], ["project.alpha=9", "project.beta=9"]),
         (["project.rounds=0"], ["project.router_steps=9", "project.router_rate=9", "project.router_tokens=9"]),
     ],

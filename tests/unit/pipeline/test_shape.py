@@ -33,6 +33,10 @@ def test_the_active_share_is_that_of_all_layers():
         (dense(58, 64, 0.5, ()), None),
         # Nothing is left for `active` to fill.
         (replace(dense(58, 64, 0.5, tuple(range(12))), top_k=8, always_on=512), None),
+        (
+            replace(dense(58, 64, 0.5, tuple(range(24))), top_k=8, always_on=512),
+            "all 24 layers dense: none is left to carve",
+        ),
     ],
 )
 def test_dense_layers_that_cannot_be(request_, said):

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 from pico import write_pico
@@ -10,8 +11,14 @@ from models.config import MoEShape
 from models.source import EMBEDDED, read_config
 from models.targets.config import count_carved, count_dense
 from pipeline.settings import compose, register_schema
-from pipeline.shape import ShapeRequest, describe_shape, find_remedy, log_shape, shape_warnings
-from pipeline.validate import InvalidSettingsError, validate
+from pipeline.shape import (
+    ShapeRequest,
+    describe_shape,
+    find_remedy,
+    log_shape,
+    shape_warnings,
+)
+from pipeline.validate import InvalidSettingsError, validate, width_errors
 from stages.assemble.config import AssembleConfig
 
 POOL = "topology=global_pool"
@@ -203,3 +210,16 @@ def test_runtimes_that_a_carve_gives_up_are_named(target, dense, said):
     always_on = 0 if target == "qwen3_moe" else 256
     shape = MoEShape(16, 64, 4, always_on, dense_layers=dense)
     assert describe_shape(request, shape)[-1] == f"serving     {said}"
+
+
+def test_experts_that_grouped_mm_cannot_run_are_refused():
+    """transformers would write and load such a checkpoint, and stop in its first pass."""
+    shape = MoEShape(experts=4, n=12, top_k=2, always_on=64)
+    (error,) = width_errors(shape, 1)
+    assert str(error) == (
+        "experts of 12 neurons on disk: grouped_mm, by which transformers runs them, needs a multiple of 8\n"
+        "  where: n=12, assemble.pad_to=1\n"
+        "  do:    assemble.pad_to=8"
+    )
+    for n, pad_to in ((12, 8), (12, None), (64, 1)):
+        assert [*width_errors(replace(shape, n=n), pad_to)] == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from instruments.errors import ConfigError
-from pipeline.overrides import first_word, override_errors
+from pipeline.overrides import first_word, override_errors, parse_overrides
 from pipeline.settings import STAGES, compose, register_schema
 from pipeline.validate import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
 
@@ -102,6 +102,25 @@ def test_a_value_with_special_characters_is_quoted_for_shell_and_command():
     (word,) = shlex.split(error.do)
     assert override_errors([word], sweep=False) == {}
     assert compose([word])[0].model.path == "/my (new) models/it's=1!"
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.sources.0.path", "hydra.run.dir"])
+@pytest.mark.parametrize("folder", ["/home/jörg/Modelle", "/mein Ordner/été 1", "/模型/qwen"])
+def test_a_path_with_letters_of_other_alphabets_is_quoted(key, folder):
+    """Hydra reads only ASCII without quotes."""
+    (error,) = override_errors([f"{key}={folder}"], sweep=False).popitem()[1]
+    assert "needs quotes" in error.what
+    (word,) = shlex.split(error.do)
+    assert override_errors([word], sweep=False) == {}
+    assert parse_overrides([word])[0].value() == folder
+
+
+@pytest.mark.parametrize("word", ["data.sources=[{path:/jörg/chats.jsonl,share:1}]", "dense_layers=[0,,1]", "n=ä"])
+def test_the_remedy_of_a_value_that_is_no_text_is_no_text(word):
+    (error,) = override_errors([word], sweep=False).popitem()[1]
+    assert "cannot be read" in error.what
+    (remedy,) = shlex.split(error.do)
+    assert override_errors([remedy], sweep=False) == {}
 
 
 def test_a_rule_of_every_number_at_any_depth():
