@@ -15,8 +15,9 @@ from models.config import GLOBAL_POOL
 from models.source import read_config
 
 # Format → largest difference of the mean loss in nats, and smallest share of equal likeliest tokens: in fp32 the effect
-# of another order of summation, otherwise that of rounding the weights.
-LIMITS = {"f32": (1e-3, 0.99), "f16": (0.02, 0.95), "bf16": (0.05, 0.9), "q8_0": (0.05, 0.9)}
+# of another order of summation, otherwise that of rounding, which also changes the choice of experts. transformers in
+# fp16 keeps 90 % of the likeliest tokens of a carve of Qwen2.5-Coder-0.5B (99 % of the dense model's), in bf16 87 %.
+LIMITS = {"f32": (1e-3, 0.99), "f16": (0.05, 0.85), "bf16": (0.1, 0.8), "q8_0": (0.1, 0.8)}
 LIMIT_OF_OTHERS = (0.5, 0.6)
 _ROUTED = re.compile(r"\.experts\.|\.(input_linear|output_linear)\.|experts\.(gate_up|down)_proj")
 

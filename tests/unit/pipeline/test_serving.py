@@ -220,6 +220,9 @@ def test_types_that_fall_back_are_said(carve, outtype, note):
         ({"fault": "it cannot load"}, False),
         ({"difference": 0.03}, False),
         ({"difference": 0.03, "format": "q8_0"}, True),
+        ({"difference": 0.002, "same_best": 0.93, "format": "f16"}, True),
+        ({"difference": 0.05, "same_best": 0.87, "format": "bf16"}, True),
+        ({"same_best": 0.44, "format": "q8_0"}, False),
     ],
 )
 def test_a_runtime_is_right_by_log_probabilities_and_tokens(changes, right):
