@@ -222,6 +222,13 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
 
 
 def _respell(checkpoint: Path, folder: Path) -> None:
+def active_bytes(file: Path, clients: Clients) -> float:
+    """Bytes of a GGUF file's weights that one generated token reads. Raises ConfigError, as `write_gguf` does."""
+    converter, python = _find_converter(clients)
+    bytes_read: float = run_client(python, "active bytes", {"llama_cpp": str(converter), "file": str(file)})["bytes"]
+    return bytes_read
+
+
     """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
     from models.emit import respell_tokenizer  # noqa: PLC0415 - imports torch, which is slow
 

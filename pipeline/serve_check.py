@@ -16,7 +16,17 @@ from instruments.errors import ConfigError, UserError, check_output, exit_code, 
 from models.config import PER_LAYER, MoEShape
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
-from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, Clients, check_carve, llama_cpp_fault, run_client, write_gguf
+from pipeline.gguf import (
+    CONVERTED,
+    INSTALL,
+    QUANTISED,
+    Clients,
+    active_bytes,
+    check_carve,
+    llama_cpp_fault,
+    run_client,
+    write_gguf,
+)
 from pipeline.serve_rows import Row, ceilings, compare, render
 
 OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
@@ -165,7 +175,11 @@ class _Check:
                 file = Path(folder) / f"{number}.gguf"
                 write_gguf(Path(model), file, outtype, self.clients)
                 files.append(str(file))
-            return run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
+            found = run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
+            if self.request["rounds"]:
+                ours, dense = (active_bytes(Path(file), self.clients) for file in files)
+                found["decode_ceiling"] = dense / ours
+            return found
 
     def _vllm(self, python: Path) -> dict[str, Any]:
         config = read_config(self.checkpoint)

@@ -242,13 +242,16 @@ def test_bytes_allow_what_the_active_weights_say(carve):
 def test_the_table_has_a_row_a_runtime_and_names_what_is_missing():
     rows = [
         Row("a", "f32", 2.0, 0.0, 0.0, 1.0, True, 1.5, 1.25),
-        Row("b", "q8_0", fault="it fails", remedy="repair it"),
+        Row("b", "q4_0", 2.5, 0.5, 0.75, 0.875, True, 1.75, 1.125, 1.375),
+        Row("c", "q8_0", fault="it fails", remedy="repair it"),
     ]
     lines = render(rows, {"vLLM": "pip install it"}, {"prompt": 2.0, "decode": 1.5}).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
-    assert cells[2] == ["a", "f32", "2.0000", "+0.0e+00", "0.0e+00", "100.0", "yes", "yes", "1.50", "1.25"]
-    assert cells[3] == ["b", "q8_0", "", "", "", "", "", "NO: it fails", "", ""]
-    assert cells[4] == ["what bytes allow", *[""] * 7, "2.00", "1.50"]
+    assert cells[2][:8] == ["a", "f32", "2.0000", "+0.0e+00", "0.0e+00", "100.0", "yes", "yes"]
+    assert cells[2][8:] == ["1.50 (2.00)", "1.25 (1.50)"]
+    # The bytes of this file allow less than the numbers of weights.
+    assert cells[3][-2:] == ["1.75 (2.00)", "1.12 (1.38)"]
+    assert cells[4] == ["c", "q8_0", "", "", "", "", "", "NO: it fails", "", ""]
     assert lines[-2:] == ["it fails: repair it", "vLLM not checked: pip install it"]
 
 
