@@ -125,7 +125,8 @@ def measure_transformers(
             state = model(prompt, logits_to_keep=1, use_cache=True).past_key_values
             start = perf_counter()
             for place in range(sizes[1]):
-                state = model(prompt[:, place : place + 1], past_key_values=state, use_cache=True).past_key_values
+                token = prompt[:, place % sizes[0], None]
+                state = model(token, past_key_values=state, use_cache=True).past_key_values
             return perf_counter() - start
 
         return read, write
@@ -209,7 +210,7 @@ class _LlamaModel:
             read()
             start = perf_counter()
             for place in range(written):
-                self.decode(context, prompt[place : place + 1], len(prompt) + place)
+                self.decode(context, [prompt[place % len(prompt)]], len(prompt) + place)
             return perf_counter() - start
 
         return read, write

@@ -53,3 +53,14 @@ def test_bytes_of_a_gguf_file_are_those_that_a_token_reads(monkeypatch):
     assert client_process.active_bytes("llama.cpp", "moe") == {"bytes": 20 + 7 + 300}
     # No output head: the embedding is read as one.
     assert client_process.active_bytes("llama.cpp", "dense") == {"bytes": 7 + 1000}
+
+
+def test_an_output_longer_than_the_prompt_repeats_its_tokens():
+    decoded = []
+    model = object.__new__(client_process._LlamaModel)
+    model.context = lambda *, exact: exact
+    model.api = SimpleNamespace(llama_memory_clear=lambda *_: None, llama_get_memory=lambda _: None)
+    model.decode = lambda _context, ids, start: decoded.append((list(ids), start))
+    _read, write = model.clocks([5, 6, 7], 4)
+    write()
+    assert decoded == [([5, 6, 7], 0), ([5], 3), ([6], 4), ([7], 5), ([5], 6)]
