@@ -272,8 +272,8 @@ STEPS: dict[str, Callable[..., dict[str, Any]]] = {
     "probe": probe,
     "convert": convert,
     "quantise": quantise,
-    "transformers": measure_transformers,
     "active bytes": active_bytes,
+    "transformers": measure_transformers,
     "llama.cpp": measure_llama,
     "vLLM": measure_vllm,
 }

@@ -119,6 +119,7 @@ class _Check:
         """A row for each runtime and format, the reference first."""
         here, *others = self.clients.pythons
         name = f"transformers {self.found[here]['transformers']}"
+        sys.stderr.write(f"running {name}, the reference\n")
         reference = self._transformers(here, None if self.own else "eager")
         first = compare(name if self.own else f"{name}, eager", "f32", reference, reference)
         steps: list[tuple[str, str, Measure]] = []
@@ -148,8 +149,8 @@ class _Check:
         for versions in self.found.values():
             for module, version in versions.items():
                 if _numbers(version) < OLDEST[module]:
-                    package, oldest = module.replace("_cpp", "-cpp-python"), ".".join(map(str, OLDEST[module]))
-                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{package}>={oldest}'"
+                    wanted = f"{_package(module)}>={'.'.join(map(str, OLDEST[module]))}"
+                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{wanted}'"
         return absent
 
     def _holding(self, module: str) -> Path | None:
@@ -160,7 +161,7 @@ class _Check:
         return version is not None and _numbers(version) >= OLDEST[module]
 
     def _name(self, runtime: str, python: Path, module: str) -> str:
-        return f"{runtime} ({module.replace('_', '-')} {self.found[python][module]})"
+        return f"{runtime} ({_package(module)} {self.found[python][module]})"
 
     def _transformers(self, python: Path, experts: str | None) -> dict[str, Any]:
         request = {**self.request, "threads": self.threads, "experts": experts, "remote": self.own}
@@ -218,11 +219,16 @@ def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
     return start, ids
 
 
+def _package(module: str) -> str:
+    return module.replace("_cpp", "-cpp-python")
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str, Any]) -> Row:
+    sys.stderr.write(f"running {runtime}, {form}\n")
     try:
         return compare(runtime, form, measure(), reference)
     except UserError as error:

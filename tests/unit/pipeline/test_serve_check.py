@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline import client_process, serve_check, serve_rows
+from pipeline import client_process, gguf, serve_check, serve_rows
 
 
 def test_every_layer_reads_its_experts_of_a_pool(tmp_path):
@@ -64,3 +64,12 @@ def test_an_output_longer_than_the_prompt_repeats_its_tokens():
     _read, write = model.clocks([5, 6, 7], 4)
     write()
     assert decoded == [([5, 6, 7], 0), ([5], 3), ([6], 4), ([7], 5), ([5], 6)]
+
+
+def test_a_client_that_the_system_kills_is_no_failure_of_its_last_line(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'Loading weights: 100%' >&2\nkill -9 $$\n")
+    python.chmod(0o755)
+    with pytest.raises(gguf.UserError) as caught:
+        gguf.run_client(python, "transformers", {})
+    assert caught.value.what == "transformers was killed, most likely for lack of memory"

@@ -299,4 +299,6 @@ def test_the_check_without_other_clients(carve, tmp_path, capsys):
     assert [row["runtime"].partition(", ")[2] for row in result["rows"]][:2] == ["eager", "grouped_mm"]
     assert all(row["right"] and row["largest"] < 1e-4 and row["decode_ratio"] > 0 for row in result["rows"])
     assert "transformers 4.57" in result["missing"]
-    assert "not checked: " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "not checked: " in said.out
+    assert [line.rpartition(", ")[2] for line in said.err.splitlines()][:2] == ["the reference", "f32"]
