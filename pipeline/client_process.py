@@ -81,7 +81,7 @@ def active_bytes(llama_cpp: str, file: str) -> dict[str, float]:
     The quantiser keeps the output head and rows of odd lengths in larger types, so bytes differ from counts of weights.
     """
     sys.path[:0] = [f"{llama_cpp}/gguf-py"]
-    from gguf import GGUFReader  # type: ignore[import-not-found]  # noqa: PLC0415 - of llama.cpp
+    from gguf import GGUFReader  # noqa: PLC0415 - of llama.cpp
 
     reader = GGUFReader(file)
     architecture = reader.fields["general.architecture"].contents()
