@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -221,6 +222,13 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
         raise explain_os_error(error, where="gguf", folder=out.parent, do=do) or error from error
 
 
+def active_bytes(file: Path, clients: Clients) -> float:
+    """Bytes of a GGUF file's weights that one generated token reads. Raises ConfigError, as `write_gguf` does."""
+    converter, python = _find_converter(clients)
+    bytes_read: float = run_client(python, "active bytes", {"llama_cpp": str(converter), "file": str(file)})["bytes"]
+    return bytes_read
+
+
 def _respell(checkpoint: Path, folder: Path) -> None:
     """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
     from models.emit import respell_tokenizer  # noqa: PLC0415 - imports torch, which is slow
@@ -265,6 +273,9 @@ def run_client(python: Path, step: str, request: Mapping[str, Any], **environmen
             capture_output=True, text=True, check=False, env=inherited | {"HF_HUB_OFFLINE": "1"} | environment,
         )  # fmt: skip
         if done.returncode or not answered.exists():
+            if done.returncode == -signal.SIGKILL:
+                what = f"{step} was killed, most likely for lack of memory"
+                raise UserError(what, where=str(python), do="free some memory, or use a larger machine")
             said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
             raise UserError(f"{step} failed: {said[-1] if said else 'it printed nothing'}", where=str(python))
         result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))

@@ -16,7 +16,17 @@ from instruments.errors import ConfigError, UserError, check_output, exit_code, 
 from models.config import PER_LAYER, MoEShape
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
-from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, Clients, check_carve, llama_cpp_fault, run_client, write_gguf
+from pipeline.gguf import (
+    CONVERTED,
+    INSTALL,
+    QUANTISED,
+    Clients,
+    active_bytes,
+    check_carve,
+    llama_cpp_fault,
+    run_client,
+    write_gguf,
+)
 from pipeline.serve_rows import Row, ceilings, compare, render
 
 OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
@@ -109,12 +119,13 @@ class _Check:
         """A row for each runtime and format, the reference first."""
         here, *others = self.clients.pythons
         name = f"transformers {self.found[here]['transformers']}"
+        sys.stderr.write(f"running {name}, the reference\n")
         reference = self._transformers(here, None if self.own else "eager")
         first = compare(name if self.own else f"{name}, eager", "f32", reference, reference)
-        steps: list[tuple[str, str, Measure]] = [
-            (f"{name}, {experts}", "f32", partial(self._transformers, here, experts))
-            for experts in (() if self.own else ("batched_mm", "grouped_mm"))
-        ]
+        steps: list[tuple[str, str, Measure]] = []
+        if not self.own:
+            # Not batched_mm: it copies the experts of every token of a prompt, and generation uses it on GPUs only.
+            steps.append((f"{name}, grouped_mm", "f32", partial(self._transformers, here, "grouped_mm")))
         steps += [
             (f"transformers {self.found[python]['transformers']}", "f32", partial(self._transformers, python, None))
             for python in others
@@ -138,8 +149,8 @@ class _Check:
         for versions in self.found.values():
             for module, version in versions.items():
                 if _numbers(version) < OLDEST[module]:
-                    package, oldest = module.replace("_cpp", "-cpp-python"), ".".join(map(str, OLDEST[module]))
-                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{package}>={oldest}'"
+                    wanted = f"{_package(module)}>={'.'.join(map(str, OLDEST[module]))}"
+                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{wanted}'"
         return absent
 
     def _holding(self, module: str) -> Path | None:
@@ -150,7 +161,7 @@ class _Check:
         return version is not None and _numbers(version) >= OLDEST[module]
 
     def _name(self, runtime: str, python: Path, module: str) -> str:
-        return f"{runtime} ({module.replace('_', '-')} {self.found[python][module]})"
+        return f"{runtime} ({_package(module)} {self.found[python][module]})"
 
     def _transformers(self, python: Path, experts: str | None) -> dict[str, Any]:
         request = {**self.request, "threads": self.threads, "experts": experts, "remote": self.own}
@@ -165,7 +176,11 @@ class _Check:
                 file = Path(folder) / f"{number}.gguf"
                 write_gguf(Path(model), file, outtype, self.clients)
                 files.append(str(file))
-            return run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
+            found = run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
+            if self.request["rounds"]:
+                ours, dense = (active_bytes(Path(file), self.clients) for file in files)
+                found["decode_ceiling"] = dense / ours
+            return found
 
     def _vllm(self, python: Path) -> dict[str, Any]:
         config = read_config(self.checkpoint)
@@ -204,11 +219,16 @@ def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
     return start, ids
 
 
+def _package(module: str) -> str:
+    return module.replace("_cpp", "-cpp-python")
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str, Any]) -> Row:
+    sys.stderr.write(f"running {runtime}, {form}\n")
     try:
         return compare(runtime, form, measure(), reference)
     except UserError as error:

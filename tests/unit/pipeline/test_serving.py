@@ -220,6 +220,9 @@ def test_types_that_fall_back_are_said(carve, outtype, note):
         ({"fault": "it cannot load"}, False),
         ({"difference": 0.03}, False),
         ({"difference": 0.03, "format": "q8_0"}, True),
+        ({"difference": 0.002, "same_best": 0.93, "format": "f16"}, True),
+        ({"difference": 0.05, "same_best": 0.87, "format": "bf16"}, True),
+        ({"same_best": 0.44, "format": "q8_0"}, False),
     ],
 )
 def test_a_runtime_is_right_by_log_probabilities_and_tokens(changes, right):
@@ -239,13 +242,16 @@ def test_bytes_allow_what_the_active_weights_say(carve):
 def test_the_table_has_a_row_a_runtime_and_names_what_is_missing():
     rows = [
         Row("a", "f32", 2.0, 0.0, 0.0, 1.0, True, 1.5, 1.25),
-        Row("b", "q8_0", fault="it fails", remedy="repair it"),
+        Row("b", "q4_0", 2.5, 0.5, 0.75, 0.875, True, 1.75, 1.125, 1.375),
+        Row("c", "q8_0", fault="it fails", remedy="repair it"),
     ]
     lines = render(rows, {"vLLM": "pip install it"}, {"prompt": 2.0, "decode": 1.5}).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
-    assert cells[2] == ["a", "f32", "2.0000", "+0.0e+00", "0.0e+00", "100.0", "yes", "yes", "1.50", "1.25"]
-    assert cells[3] == ["b", "q8_0", "", "", "", "", "", "NO: it fails", "", ""]
-    assert cells[4] == ["what bytes allow", *[""] * 7, "2.00", "1.50"]
+    assert cells[2][:8] == ["a", "f32", "2.0000", "+0.0e+00", "0.0e+00", "100.0", "yes", "yes"]
+    assert cells[2][8:] == ["1.50 (2.00)", "1.25 (1.50)"]
+    # The bytes of this file allow less than the numbers of weights.
+    assert cells[3][-2:] == ["1.75 (2.00)", "1.12 (1.38)"]
+    assert cells[4] == ["c", "q8_0", "", "", "", "", "", "NO: it fails", "", ""]
     assert lines[-2:] == ["it fails: repair it", "vLLM not checked: pip install it"]
 
 
@@ -287,10 +293,12 @@ def test_every_target_is_right_in_vllm(tmp_path, target):
 @pytest.mark.slow
 def test_the_check_without_other_clients(carve, tmp_path, capsys):
     found = tmp_path / "found.json"
-    words = [carve, "--dense", carve.parent / "dense", "--rounds", "1", "--sizes", "16", "4", "--threads", "1"]
+    words = [carve, "--dense", carve.parent / "dense", "--rounds", "1", "--sizes", "3", "4", "--threads", "1"]
     assert serve_check.main([*map(str, words), "--json", str(found)]) == 0
     result = json.loads(found.read_text())
-    assert [row["runtime"].partition(", ")[2] for row in result["rows"]][:3] == ["eager", "batched_mm", "grouped_mm"]
+    assert [row["runtime"].partition(", ")[2] for row in result["rows"]][:2] == ["eager", "grouped_mm"]
     assert all(row["right"] and row["largest"] < 1e-4 and row["decode_ratio"] > 0 for row in result["rows"])
     assert "transformers 4.57" in result["missing"]
-    assert "not checked: " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "not checked: " in said.out
+    assert [line.rpartition(", ")[2] for line in said.err.splitlines()][:2] == ["the reference", "f32"]
