@@ -23,9 +23,10 @@ from models.stream import LayerStream
 from stages.artifacts.carve import PoolPartition, Routers
 from stages.artifacts.experts import ROUTED, CheckpointFormat, load_pool
 from stages.artifacts.job import Job, Table
-from stages.calibration.alignment import NormalEquations, at_usual_gates, relative_error, scale_columns, scale_pool
+from stages.calibration.alignment import at_usual_gates, relative_error, scale_columns, scale_pool
 from stages.calibration.batches import CalibrationContext, LayerSample, layer_seed, sample_layers
 from stages.calibration.config import FITTED_ROUTERS
+from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import split_validation
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
