@@ -51,7 +51,7 @@ def align_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], sett
     routed = [RoutedTokens.of(loop, sample, fitted) for loop, sample in zip(loops, samples, strict=True)]
     for penalty in sorted(settings.penalties, reverse=True):
         down_EDN = sweep_experts(loops[0], routed, penalty, settings.pool_sweeps)
-        candidate = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
+        candidate = with_down(loops, down_EDN)
         error = mean_error(candidate, samples, validation)
         if error < best.error:
             best = PoolAlignment(candidate, error, penalty)
@@ -193,8 +193,7 @@ def refit_routers(
 
 def weigh_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample]) -> list[ExpertLoop]:
     """The pool with its down columns scaled for the gates of all layers together."""
-    scale_E1 = scale_pool(loops, [sample.inputs for sample in samples])
-    return [scale_columns(loop, scale_E1) for loop in loops]
+    return scale_shared(loops, scale_pool(loops, [sample.inputs for sample in samples]))
 
 
 def reroute_pool(
@@ -204,7 +203,17 @@ def reroute_pool(
     rerouted = [replace(loop, router=router) for loop, router in zip(loops, routers, strict=True)]
     inputs = [sample.inputs for sample in samples]
     scale_E1 = scale_pool(rerouted, inputs) / scale_pool(loops, inputs)
-    return [scale_columns(loop, scale_E1) for loop in rerouted]
+    return scale_shared(rerouted, scale_E1)
+
+
+def scale_shared(loops: Sequence[ExpertLoop], scale_E1: Float[Tensor, "E 1"]) -> list[ExpertLoop]:
+    """The layers with scaled down columns, which stay one tensor: gradient projection moves each tensor on its own."""
+    return with_down(loops, scale_columns(loops[0], scale_E1).experts.down_EDN)
+
+
+def with_down(loops: Sequence[ExpertLoop], down_EDN: Float[Tensor, "E D N"]) -> list[ExpertLoop]:
+    """The layers over a pool with other down projections."""
+    return [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
 
 
 def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[ExpertWeights]:

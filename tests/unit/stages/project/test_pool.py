@@ -17,6 +17,7 @@ from stages.project.pool import (
     layer_errors,
     mean_error,
     project_pool,
+    reroute_pool,
     split_pool,
     sweep_experts,
     weigh_pool,
@@ -153,6 +154,15 @@ def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
     assert fitted.rounds > 0
     assert sum(fitted.errors["at the end"]) < sum(plain.errors["at the end"])
     assert not torch.equal(moved[0].router.rows_ED, loops[0].router.rows_ED)
+
+
+def test_scaled_layers_still_share_their_experts(loops, samples):
+    """Without alignment these go to gradient projection, which would move an expert of each layer on its own."""
+    weighed = weigh_pool(loops, samples)
+    rerouted = reroute_pool(weighed, [loop.router for loop in loops], samples)
+    for layers in (weighed, rerouted):
+        assert not torch.equal(layers[0].experts.down_EDN, loops[0].experts.down_EDN)
+        assert all(loop.experts.down_EDN is layers[0].experts.down_EDN for loop in layers)
 
 
 def test_nothing_is_done_where_nothing_is_asked_for(loops, samples):
