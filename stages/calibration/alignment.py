@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.experts import Block, ExpertLoop
 from models.routing import has_copies, membership, relative_gates
+from stages.artifacts.job import ALONE, Workers
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import Share
 
@@ -155,9 +156,19 @@ def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLo
     return replace(loop, experts=replace(loop.experts, down_EDN=loop.experts.down_EDN * scale_EN[:, None]))
 
 
-def scale_pool(loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor]]) -> Float[Tensor, "E 1"]:
-    """`column_scale` for a pool: one constant per expert, over the tokens of all layers. Its neurons have no copies."""
-    moments_L2E = torch.stack([gate_moments(loop, seen) for loop, seen in zip(loops, inputs, strict=True)])
+def scale_pool(
+    loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor] | None], workers: Workers = ALONE
+) -> Float[Tensor, "E 1"]:
+    """`column_scale` for a pool: one constant per expert, over the tokens of all layers. Its neurons have no copies.
+
+    Inputs are None for a layer that another worker has.
+    """
+    rows_ED = loops[0].router.rows_ED
+    moments_L2E = rows_ED.new_zeros(len(loops), 2, len(rows_ED), dtype=torch.float64)
+    for layer, (loop, seen) in enumerate(zip(loops, inputs, strict=True)):
+        if seen is not None:
+            moments_L2E[layer] = gate_moments(loop, seen)
+    workers.sum_(moments_L2E)
     return least_squares(moments_L2E.sum(0))[:, None]
 
 
