@@ -141,12 +141,12 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         """Yield every decoder layer in order and free the previous one."""
         for index, module in enumerate(self._skeleton.get_decoder().layers):
             act = module.mlp.get_submodule("activation_fn" if hasattr(module.mlp, "activation_fn") else "act_fn")
-            gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
             module.mlp = nn.Identity()
             prefix, names = f"model.layers.{index}.", self._family.kept(index, self._reader.config)
             attention = {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(names)}
             module.load_state_dict(attention, assign=True)
-            yield StreamLayer(module, DenseFFN(gate_FD, up_FD, down_DF, act), partial(self._arguments, index))
+            # Only the caller holds the FFN, and may delete it from the layer.
+            yield StreamLayer(module, self._ffn(index, act), partial(self._arguments, index))
             module.to("meta")
 
     def head(self) -> Callable[[Float[Tensor, "B T D"]], Float[Tensor, "B T V"]]:
@@ -166,6 +166,10 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         finally:
             setattr(self._model, base, self._decoder)
         return logits
+
+    def _ffn(self, index: int, act: Callable[[Tensor], Tensor]) -> DenseFFN:
+        gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
+        return DenseFFN(gate_FD, up_FD, down_DF, act)
 
     def _tensor(self, name: str) -> Tensor:
         return self._reader.tensor(name).to(self.device, torch.float32)

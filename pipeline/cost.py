@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 
 from pipeline.disk import BYTES
 from pipeline.settings import Settings
-from pipeline.workload import PROGRAM, Cost, Sizes
+from pipeline.workload import DRAWING, PROGRAM, Cost, Sizes, with_vocabulary
 from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.text.config import sampled
 
-DRAWING = 220 * 2**20  # additional bytes once a map was drawn
 VALIDATION = 1 / 8  # share of the calibration batches in the validation split
 PENALTIES = 4  # of the five default ridge penalties, tried before the error rises
 REGROUPINGS = 12  # rounds of partition and router, of at most 20
 MEANS_ROUNDS = 12  # rounds of balanced k-means before them
 DIRECTIONS = 64  # features of a neuron
 STEP = 2048  # tokens per step of router training
-BATCH = 4096  # tokens per batch of a layer pass
+BATCH = 4096  # tokens per batch of a layer pass, at most
+LEAST_BATCHES = 16  # of a text
 MEMO = 2**30  # bytes of features that an aligned baseline keeps
 
 
@@ -65,21 +65,26 @@ def score(s: Sizes, _settings: Settings) -> Cost:
     return Cost(touched=4000 * s.layers * s.width, read=64 * s.layers * s.width, written=32 * s.layers * s.width)
 
 
-def layer_pass(s: Sizes, tokens: float) -> Cost:
+def layer_pass(s: Sizes, tokens: float, batch: int = BATCH) -> Cost:
     """Tokens through all layers, whose weights are read from the shards one layer at a time.
 
-    Memory: two layers in fp32, a batch's activations (six times (4096, F)), and hidden states unless they are on disk.
+    Memory: two layers in fp32, a batch's activations (six times (T, F)), and hidden states unless they are on disk.
     """
-    memory, kept = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width, s.kept_bytes(tokens)
+    memory, kept = 2 * s.layer_bytes + 24 * min(batch, int(tokens) // LEAST_BATCHES) * s.width, s.kept_bytes(tokens)
     work = (attend(s, tokens) + ffn(s, tokens, s.width)) * s.layers
     passed = work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
     return passed + Cost(spilled=kept * s.processes) if kept > s.room else passed.add_memory(kept)
 
 
-def ridge(s: Sizes, tokens: float, inputs: int, outputs: int) -> Cost:
+def ridge(tokens: float, inputs: int, outputs: int) -> Cost:
     """T·(2·inputs² + 2·inputs·outputs) FLOPs for moments, and a solve in fp64."""
-    memory, solve = 16 * inputs * (inputs + outputs), solve_flops(inputs, outputs)
-    return Cost(products=2 * tokens * inputs * (inputs + outputs), solves=solve, device=memory)
+    work, solve = 2 * tokens * inputs * (inputs + outputs), solve_flops(inputs, outputs)
+    return Cost(products=work, solves=solve, device=solve_bytes(inputs, outputs))
+
+
+def solve_bytes(inputs: int, outputs: int) -> int:
+    """The upper half of the moments, the factor, and two right-hand sides, in fp64."""
+    return 12 * inputs**2 + 16 * inputs * outputs
 
 
 def solve_flops(inputs: int, outputs: int) -> float:
@@ -90,24 +95,26 @@ def solve_flops(inputs: int, outputs: int) -> float:
 def cluster(s: Sizes, settings: Settings) -> Cost:
     """A pass of the dense model; features; the energy of U = F − S neurons on t tokens; rounds of partition and router.
 
-    A round: 4·t·U·E + 4·t·D·E FLOPs and an assignment of U neurons to E experts. Memory: the pass, and t·(3·F + 2·U).
+    A round: 4·t·U·E + 4·t·D·E FLOPs and an assignment of U neurons to E experts. Memory: the pass, and t·(3·F + 2·U),
+    or t·F and a regression on the S always-on neurons.
     """
     config, routed = settings.cluster, s.width - s.always_on
     tokens = with_vocabulary(sampled(settings.data).tokens, settings, s)
     few, kept = min(config.sample_tokens, tokens), settings.scan.reservoir_tokens
-    cost = layer_pass(s, tokens) if config.method == "router_aware" or config.always_on_by == "alignment" else Cost()
+    passes = config.method == "router_aware" or config.always_on_by == "alignment"
+    cost = layer_pass(s, tokens, config.batch_tokens) if passes else Cost()
     each = Cost(products=8 * s.width * kept * DIRECTIONS, touched=4 * s.width * kept)
     if config.method == "router_aware":
-        each += ffn(s, few, s.width) + ridge(s, few, s.always_on, routed) + ridge(s, few, s.hidden, 0)
-        each += Cost(products=2 * few * s.always_on * routed)
-        cost = cost.add_memory(4 * few * (3 * s.width + 2 * routed))
+        each += ridge(few, s.always_on, routed).add_memory(4 * few * s.width) + ridge(few, s.hidden, 0)
+        predicted = Cost(products=2 * few * s.always_on * routed, device=4 * few * (3 * s.width + 2 * routed))
+        each += ffn(s, few, s.width) + predicted
         round_ = Cost(products=4 * few * s.experts * (routed + s.hidden), touched=24 * few * s.experts)
         each += round_ * REGROUPINGS
     if config.method in {"router_aware", "balanced_kmeans"}:
         each += Cost(cells=(REGROUPINGS + MEANS_ROUNDS) * routed * s.experts)
     if config.always_on_by == "alignment":
-        each += ridge(s, few, s.width, 0) + Cost(products=2 * s.width**3)
-    return cost + each * s.carved + Cost(written=4 * s.carved * s.width) + draw(s, settings)
+        each += ridge(few, s.width, 0) + Cost(products=2 * s.width**3)
+    return cost.during(each * s.carved) + Cost(written=4 * s.carved * s.width) + draw(s, settings)
 
 
 def draw(s: Sizes, settings: Settings) -> Cost:
@@ -128,7 +135,8 @@ def regression(s: Sizes, tokens: float) -> Cost:
     routed = min(s.experts * s.n, s.width - s.always_on)
     hidden = 4 * s.hidden * (s.always_on + routed) + 2 * s.always_on * routed
     work = Cost(products=tokens * hidden, touched=36 * tokens * routed)
-    return work + ridge(s, tokens, s.always_on, routed) + ridge(s, tokens, s.hidden, s.experts)
+    predicted = ridge(tokens, s.always_on, routed).add_memory(4 * tokens * s.width)
+    return work + predicted + ridge(tokens, s.hidden, s.experts)
 
 
 def descent(s: Sizes, tokens: float, steps: int) -> Cost:
@@ -151,17 +159,19 @@ def checkpoint(s: Sizes) -> Cost:
 def assemble(s: Sizes, settings: Settings) -> Cost:
     """A pass of the dense model with every expert's contribution, 2·T·F·E FLOPs; a router per layer.
 
-    Memory: the pass, and three times the activations (t, F) that a router is fitted on.
+    Memory: the pass, and whichever is more: three times the activations (t, F) that a router is fitted on, these
+    activations and a regression on the always-on neurons, or the overlaps of a trained router.
     """
     config = settings.assemble
     tokens = with_vocabulary(sampled(settings.data).tokens, settings, s)
     few = min(config.router_tokens, tokens)
     each = Cost(products=2 * tokens * s.experts * (s.width + 6 * s.hidden), touched=8 * tokens * s.width)
+    each = each.add_memory(12 * few * s.width)
     if config.router != "random":
         each += regression(s, few)
     if config.router == "error":
         each += descent(s, few, config.router_steps)
-    return (layer_pass(s, tokens) + each * s.carved).add_memory(12 * few * s.width) + checkpoint(s)
+    return layer_pass(s, tokens, config.batch_tokens).during(each * s.carved) + checkpoint(s)
 
 
 def align(s: Sizes, tokens: float, penalties: float) -> Cost:
@@ -170,8 +180,7 @@ def align(s: Sizes, tokens: float, penalties: float) -> Cost:
     routed = s.experts * s.n
     moments = 2 * s.always_on * (s.always_on + routed) + s.top_k * s.n * routed + 2 * s.active * s.hidden
     solve = Cost(solves=solve_flops(s.width, s.hidden), touched=48 * s.width**2)
-    memory = 8 * s.width * (3 * s.width + s.hidden)
-    blocks = Cost(touched=16 * fitted * s.width, products=fitted * moments, device=memory)
+    blocks = Cost(touched=16 * fitted * s.width, products=fitted * moments, device=solve_bytes(s.width, s.hidden))
     return ffn(s, fitted, s.active) + blocks + solve * penalties + ffn(s, held_out, s.active) * (penalties + 1)
 
 
@@ -179,13 +188,13 @@ def project(s: Sizes, settings: Settings) -> Cost:
     """A pass of the carved model with the dense FFN's output at each layer; alignment, routers, gradient projection.
 
     A round of gradient projection: both models forward, and the carved model backward with the experts' gradients.
-    Memory, whichever is more: the pass and the tokens of the rounds, or the dense model, five times the experts and a
-    round's logits.
+    Memory, whichever is more: the pass, its tokens and the fit of a layer (a solve, or four times its experts), or the
+    dense model, five times the experts and a round's logits.
     """
     config = settings.project
     tokens = with_vocabulary(settings.data.tokens, settings, s)
     seen = min(config.refit_tokens, tokens) if config.rounds else tokens
-    cost = layer_pass(s, tokens).add_memory(8 * min(config.refit_tokens, tokens) * s.hidden + 3 * s.layer_bytes)
+    cost, fits = layer_pass(s, tokens, config.batch_tokens), Cost()
     if config.alignment == "ridge":
         each = align(s, seen, min(PENALTIES, len(config.penalties))) + ffn(s, tokens, s.active) * 2
         router = settings.assemble.router
@@ -196,10 +205,12 @@ def project(s: Sizes, settings: Settings) -> Cost:
             each += Cost(products=16 * seen * s.hidden * s.experts)
             if seen < tokens:
                 each += align(s, tokens, PENALTIES - 1)
-        cost += each * s.carved
+                each = each.add_memory(8 * seen * s.hidden)
+        fits += each * s.carved
     if config.descent_steps:
-        step = ffn(s, config.descent_tokens, s.active) * 3 + Cost(touched=4 * 12 * s.carved_weights)
-        cost += step * config.descent_steps * s.carved
+        step = Cost(touched=4 * 12 * s.carved_weights, device=4 * 4 * s.carved_weights)
+        fits += (ffn(s, config.descent_tokens, s.active) * 3 + step) * config.descent_steps * s.carved
+    cost = cost.during(fits)
     if config.gradient_projection:
         cost += rounds(s, settings)
     return cost + checkpoint(s) + extract(s, settings)
@@ -279,13 +290,6 @@ def dump(s: Sizes, settings: Settings) -> Cost:
 
 _FORMULAS = (scan, score, cluster, extract, assemble, project, train, evaluate, dump)
 COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {formula.__name__: formula for formula in _FORMULAS}
-
-
-def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
-    """Calibration tokens plus random tokens, weighted by the share of the layers that random tokens pass."""
-    vocabulary = settings.vocabulary
-    layers = min(vocabulary.layers or s.layers, s.layers)
-    return tokens + round(min(vocabulary.tokens, tokens, s.vocabulary) * layers / s.layers)
 
 
 def loaded_bytes(s: Sizes, settings: Settings) -> int:

@@ -233,6 +233,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
     """
     checked, workers = validate(settings), find_workers()
+    workers.pick_device(settings.model.device)
     warn_of_other_stages(settings, overrides)
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)

@@ -6,11 +6,13 @@ from math import inf
 from models.config import MoEShape
 from models.targets.config import count_dense, source_dtype
 from pipeline.disk import BYTES
+from pipeline.settings import Settings
 from pipeline.validate import Checked
 from stages.artifacts.job import find_workers
 from stages.calibration.token_memory import KEPT, memory_limit
 
 PROGRAM = 560 * 2**20  # bytes of host memory of an idle process with torch and transformers
+DRAWING = 220 * 2**20  # additional bytes once a map was drawn
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,13 @@ class Sizes:
         return 4 * tokens * ((16 * self.hidden + 8 * width) * layers + 3 * self.vocabulary)
 
 
+def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
+    """Calibration tokens plus random tokens, weighted by the share of the layers that random tokens pass."""
+    vocabulary = settings.vocabulary
+    layers = min(vocabulary.layers or s.layers, s.layers)
+    return tokens + round(min(vocabulary.tokens, tokens, s.vocabulary) * layers / s.layers)
+
+
 # Fields of a cost that are maxima over time; the others are sums.
 PEAKS = {"tokens", "spilled", "device", "host"}
 
@@ -94,6 +103,10 @@ class Cost:
         """Two costs in sequence: the sum of the work, the maximum of the peaks."""
         pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
         return Cost(**{name: max(pair) if name in PEAKS else sum(pair) for name, pair in pairs.items()})
+
+    def during(self, other: "Cost") -> "Cost":
+        """The sum of the work, with the tensors of both in memory: `other` runs inside of this cost."""
+        return (self + other).add_memory(min(self.device, other.device))
 
     def add_memory(self, size: float) -> "Cost":
         """The same cost with `size` more bytes of tensors at its peak."""

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from instruments.errors import UserError
+from instruments.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,12 +64,25 @@ class Workers:
             dist.destroy_process_group()
 
     def pick_device(self, asked: str) -> str:
-        """The requested device; of several workers on GPUs, each takes the one of its local rank."""
+        """The requested device; of several workers on GPUs, each takes the one of its local rank.
+
+        Raises:
+            ConfigError: workers of this machine would share a GPU, and NCCL would refuse to sum their tensors.
+        """
+        if self.world == 1 or asked == "cpu":
+            return asked
         import torch  # noqa: PLC0415 - settings are checked without torch
 
-        if self.world == 1 or asked not in {"auto", "cuda"} or not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             return asked
-        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
+        found, numbered = torch.cuda.device_count(), asked not in {"auto", "cuda"}
+        if self.local_world > (1 if numbered else found):
+            raise ConfigError(
+                f"{self.local_world} processes of this machine would share {asked if numbered else f'{found} GPUs'}",
+                where=f"model.device={asked}, torchrun --nproc-per-node={self.local_world}",
+                do=f"model.device=auto with --nproc-per-node={found} or fewer, or model.device=cpu",
+            )
+        return asked if numbered else f"cuda:{self.local_rank}"
 
     def gather(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
         """The values of all processes, by rank. Raises LostWorkerError."""

@@ -5,148 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from instruments.errors import NumericsError
-from models.experts import Block, ExpertLoop, sum_blocks
+from models.experts import Block, ExpertLoop
 from models.routing import has_copies, membership, relative_gates
-from stages.artifacts.job import Workers
+from stages.artifacts.job import ALONE, Workers
+from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import Share
-
-FP32_MIN_INPUTS = 2048  # least number of inputs for fp32
-FP32_MAX_CONDITION = 1e5  # greatest condition number for fp32
-PANEL = 512  # rows of the upper triangle added at a time
-
-
-class NormalEquations:
-    """Moments of min_W Σ_t ‖y_t − W a_t‖² + λ‖W‖², with λ = penalty × the mean diagonal of Σ a aᵀ.
-
-    Products are fp32, sums fp64. Only the upper triangle of `gram_AA` is used; its rows are in the order of `order_A`.
-    """
-
-    def __init__(self, inputs: int, outputs: int, *, device: torch.device | None = None) -> None:
-        """Zero moments of A inputs and Y outputs."""
-        self.gram_AA = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
-        self.cross_AY = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
-        self.order_A = torch.arange(inputs, device=device)  # input of each row of the moments
-        self.rows = 0
-
-    def add(self, a_TA: Float[Tensor, "T A"], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Add one batch of rows."""
-        self.gram_AA += (a_TA.T @ a_TA).to(self.gram_AA)
-        self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
-        self.rows += len(a_TA)
-
-    def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Add one batch of rows that are zero outside the blocks; all batches have blocks of the same neurons.
-
-        If the blocks are disjoint, the cost is proportional to their share of non-zero elements.
-        """
-        neurons_P = torch.cat([block.neurons_N for block in blocks])
-        if bool((torch.bincount(neurons_P) > 1).any()):
-            self._add_overlapping(blocks, y_TY)
-        else:
-            self._add_disjoint(blocks, neurons_P, y_TY)
-        self.rows += len(y_TY)
-
-    def _add_disjoint(self, blocks: Sequence[Block], neurons_P: Int[Tensor, "P"], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Multiply each block with itself and all later ones, on its own rows: one product per block, half of all."""
-        if not self.rows:
-            others = torch.isin(self.order_A, neurons_P, invert=True)
-            self.order_A = torch.cat([neurons_P, self.order_A[others]])
-        assert torch.equal(self.order_A[: len(neurons_P)], neurons_P), "blocks of other neurons than before"
-        ends = torch.tensor([len(block.neurons_N) for block in blocks]).cumsum(0).tolist()
-        a_TP = y_TY.new_zeros(len(y_TY), len(neurons_P))
-        for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
-            a_TP[:, end - len(neurons_N) : end].index_copy_(0, tokens_t, hidden_tN)
-        for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
-            start = end - len(neurons_N)
-            later_tP = _rows(a_TP[:, start:], tokens_t)
-            self.gram_AA[start:end, start : len(neurons_P)] += (hidden_tN.T @ later_tP).to(self.gram_AA)
-            self.cross_AY[start:end] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
-
-    def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Sum blocks that share neurons, and multiply zeros too, because a few large products are faster."""
-        a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
-        for start in range(0, len(self.gram_AA), PANEL):
-            rows = slice(start, start + PANEL)
-            self.gram_AA[rows, start:] += (a_TA[:, rows].T @ a_TA[:, start:]).to(self.gram_AA)
-        self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
-
-    def reduce(self, workers: Workers) -> None:
-        """Sum the moments of all workers at the leading one. Raises LostWorkerError."""
-        if workers.world == 1:
-            return
-        parts = workers.gather((self.rows, self.order_A.cpu()))
-        # A worker that added no rows does not know the order.
-        self.order_A = next((order_A for rows, order_A in parts if rows), self.order_A).to(self.order_A.device)
-        self.rows = sum(rows for rows, _ in parts)
-        workers.reduce_(self.gram_AA)
-        workers.reduce_(self.cross_AY)
-
-    def solve_for(self, workers: Workers, penalty: float) -> Float[Tensor, "Y A"]:
-        """W for every worker, after `reduce`; one worker solves. Raises NumericsError, LostWorkerError."""
-        if workers.world == 1:
-            return self.solve(penalty)
-        if workers.leads:
-            weight_YA = self.solve(penalty).contiguous()
-        else:
-            weight_YA = torch.empty_like(self.cross_AY.T, dtype=torch.float32, memory_format=torch.contiguous_format)
-        workers.copy_(weight_YA)
-        return weight_YA
-
-    def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
-        """W of the ridge regression, fp32.
-
-        Raises:
-            NumericsError: the moments are not finite, or not positive definite even with the penalty.
-        """
-        # The sum is finite only if all values are; isfinite() of the moments would allocate a tensor of their size.
-        if not (self.gram_AA.sum().isfinite() and self.cross_AY.sum().isfinite()):
-            raise NumericsError(
-                "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"
-            )
-        scale = self.gram_AA.diagonal().mean()
-        if scale == 0:
-            # All inputs are zero (a pruned layer).
-            return torch.zeros_like(self.cross_AY.T).float()
-        # Inputs that are always zero (neurons of no active expert) get zero weights and are left out of the system.
-        used_a = self.gram_AA.diagonal().nonzero()[:, 0]
-        dtype = solving_dtype(len(used_a), penalty)
-        every = len(used_a) == len(self.gram_AA)
-        system_aa = self.gram_AA.to(dtype, copy=True) if every else self.gram_AA[used_a][:, used_a].to(dtype)
-        system_aa.diagonal().copy_(self.gram_AA.diagonal()[used_a] + penalty * scale)
-        factor_aa, failed = torch.linalg.cholesky_ex(system_aa, upper=True)
-        if failed:
-            what = f"{self.rows} calibration tokens do not determine {len(system_aa)} coefficients"
-            raise NumericsError(what, do="more tokens (data.tokens=) or a larger penalty")
-        weight_AY = torch.zeros_like(self.cross_AY, dtype=torch.float32)
-        solved_aY = torch.cholesky_solve(self.cross_AY[used_a].to(dtype), factor_aa, upper=True)
-        weight_AY[self.order_A[used_a]] = solved_aY.float()
-        return weight_AY.T
-
-
-def ridge_cholesky(gram_AA: Float[Tensor, "A A"], penalty: float) -> Float[Tensor, "A A"]:
-    """Lower Cholesky factor, fp64, of G with a ridge; `penalty` is relative to the mean diagonal of G."""
-    system_AA = gram_AA.double()
-    system_AA.diagonal().add_(penalty * system_AA.diagonal().mean() + 1e-30)
-    factor_AA: Tensor = torch.linalg.cholesky(system_AA)
-    return factor_AA
-
-
-def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
-    """The tokens' rows, without a copy if they are all rows."""
-    return a_TA if len(tokens_t) == len(a_TA) else a_TA.index_select(0, tokens_t)
-
-
-def solving_dtype(inputs: int, penalty: float) -> torch.dtype:
-    """fp64; fp32, at half the time, for systems that are large and well conditioned by their penalty.
-
-    The largest eigenvalue is at most the trace, so the condition number is at most inputs / penalty + 1. At 10⁵, fp32
-    keeps two digits, enough for an estimate.
-    """
-    return torch.float32 if inputs >= FP32_MIN_INPUTS and inputs / penalty <= FP32_MAX_CONDITION else torch.float64
 
 
 class Alignable(Protocol):
@@ -211,11 +77,7 @@ def align_down(
     """
     share = Share.of(inputs)
     fitted, validation = share.split(settings.validation_share)
-    moments = NormalEquations(carved.width, share.like.shape[1], device=share.like.device)
-    for _, place in share.places(fitted):
-        blocks, output_TD = carved.run(inputs[place])
-        moments.add_blocks(blocks, wanted[place] - output_TD)
-    moments.reduce(share.workers)
+    moments = sum_features(carved, inputs, wanted, fitted)
     before = relative_error(carved, inputs, wanted, validation) if settings.validate else float("inf")
     best = Alignment(carved, before, None)
     last, larger = float("inf"), None
@@ -228,6 +90,19 @@ def align_down(
             break  # smaller penalties overfit more
         last, larger = error, candidate
     return best
+
+
+def sum_features(
+    carved: Alignable, inputs: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[int]
+) -> NormalEquations:
+    """Moments of the features of the down columns and what the output misses, over the given batches of all workers."""
+    share = Share.of(inputs)
+    moments = NormalEquations(carved.width, share.like.shape[1], device=share.like.device)
+    for _, place in share.places(batches):
+        blocks, output_TD = carved.run(inputs[place])
+        moments.add_blocks(blocks, wanted[place] - output_TD)
+    moments.reduce(share.workers)
+    return moments
 
 
 def gate_weights(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
@@ -281,9 +156,19 @@ def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLo
     return replace(loop, experts=replace(loop.experts, down_EDN=loop.experts.down_EDN * scale_EN[:, None]))
 
 
-def scale_pool(loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor]]) -> Float[Tensor, "E 1"]:
-    """`column_scale` for a pool: one constant per expert, over the tokens of all layers. Its neurons have no copies."""
-    moments_L2E = torch.stack([gate_moments(loop, seen) for loop, seen in zip(loops, inputs, strict=True)])
+def scale_pool(
+    loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor] | None], workers: Workers = ALONE
+) -> Float[Tensor, "E 1"]:
+    """`column_scale` for a pool: one constant per expert, over the tokens of all layers. Its neurons have no copies.
+
+    Inputs are None for a layer that another worker has.
+    """
+    rows_ED = loops[0].router.rows_ED
+    moments_L2E = rows_ED.new_zeros(len(loops), 2, len(rows_ED), dtype=torch.float64)
+    for layer, (loop, seen) in enumerate(zip(loops, inputs, strict=True)):
+        if seen is not None:
+            moments_L2E[layer] = gate_moments(loop, seen)
+    workers.sum_(moments_L2E)
     return least_squares(moments_L2E.sum(0))[:, None]
 
 

@@ -239,26 +239,31 @@ def deal_layers(
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Inputs and outputs of one layer's FFN, (t, D) per batch, and its activation function."""
+    """Inputs and outputs of one layer's FFN, (t, D) per batch."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    act: Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
 def sample_layers(
-    stream: LayerStream, batches: Sequence[TokenBatch], tokens: int, memory: TokenMemory | None = None
-) -> list[LayerSample]:
+    stream: LayerStream,
+    batches: Sequence[TokenBatch],
+    tokens: int,
+    workers: Workers = ALONE,
+    memory: TokenMemory | None = None,
+) -> tuple[list[LayerSample | None], Callable[[Tensor], Tensor]]:
     """Run the dense model once; sample about `tokens` tokens, evenly spaced over each batch, the same in every layer.
 
-    Memory: 2·L·D numbers per token.
+    Workers share the pass; each gets the samples of every W-th layer, None for the others. Also returns the activation
+    function.
+    Memory: 2·L·D numbers per token, shared by the workers.
     """
-    passing, samples = TokenStream(stream, batches, memory=memory), []
-    for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):
+    passing, samples, world = TokenStream(stream, batches, workers, memory), list[LayerSample | None](), workers.world
+    for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer")):
         passing.enter(layer)
         given = passing.inputs.map(layer.ffn)
-        inputs, outputs = take_tokens(passing.inputs, given, tokens)
-        samples.append(LayerSample(list(inputs), list(outputs), layer.ffn.act))
+        inputs, outputs = (taken.gather(at=index % world) for taken in take_tokens(passing.inputs, given, tokens))
+        samples.append(LayerSample(inputs, outputs) if index % world == workers.rank else None)
         passing.leave(given)
-    return samples
+    return samples, layer.ffn.act

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.ffn import DenseFFN
-from stages.calibration.alignment import ridge_cholesky
+from stages.calibration.normal_equations import ridge_cholesky
 from stages.calibration.share import Share
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
@@ -30,14 +30,14 @@ def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D
     """Backward elimination: repeatedly drop the neurons of least loss, with the others' columns refitted.
 
     Without neuron j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w,
-    where G is the activations' second moment. It stops at `keep` neurons, at least 1.
+    where G is the activations' second moment, whose memory is reused. It stops at `keep` neurons, at least 1.
 
     Returns:
         ``(F,)`` ranks: 0 for the neuron dropped first; the kept neurons have the highest ranks, ordered by loss.
     Numerics: inverse in fp64, downdates in fp32; the ridge keeps them stable.
     Source: the optimal brain surgeon (Hassibi, Stork 1993) for whole neurons, as in ZipLM, arXiv:2302.04089.
     """
-    inverse_UU, columns_UD = _inverse(gram_FF), down_DF.T.clone()
+    inverse_UU, columns_UD = _invert(gram_FF), down_DF.T.clone()
     left_U = torch.arange(len(gram_FF), device=gram_FF.device)
     alive_U = torch.ones_like(left_U, dtype=torch.bool)
     gone, alive = [], len(left_U)
@@ -60,8 +60,11 @@ def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D
     return ranks_F
 
 
-def _inverse(gram_FF: Tensor) -> Tensor:
-    return torch.cholesky_inverse(ridge_cholesky(gram_FF, PENALTY)).float()
+def _invert(gram_FF: Tensor) -> Tensor:
+    """Replace G by the inverse of G with the ridge; G and one fp64 matrix are in memory at a time."""
+    inverse_FF = ridge_cholesky(gram_FF, PENALTY)
+    torch.cholesky_inverse(inverse_FF, out=inverse_FF)
+    return gram_FF.copy_(inverse_FF)
 
 
 def _losses(columns_UD: Tensor, inverse_UU: Tensor) -> Tensor:

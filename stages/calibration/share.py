@@ -156,5 +156,7 @@ def sample_rows(batches: Sequence[Tensor], tokens: int) -> Float[Tensor, "t D"]:
 def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[Share, Share]:
     """Inputs and outputs of about `wanted` tokens, evenly spaced over every batch, at least one token per batch."""
     given = Share.of(inputs)
-    share = min(1.0, wanted / max(1, given.tokens))
+    if wanted >= given.tokens:
+        return given, given.holding(outputs)
+    share = wanted / given.tokens
     return given.taken(share), given.holding(outputs).taken(share)

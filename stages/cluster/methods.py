@@ -18,8 +18,8 @@ from torch.nn.functional import normalize
 
 from models.ffn import DenseFFN
 from models.routing import choose_experts, chosen_mask
-from stages.calibration.alignment import NormalEquations, ridge_cholesky
 from stages.calibration.balanced import ITERATIONS, assign_balanced, fit_balanced_kmeans, mean_directions
+from stages.calibration.normal_equations import NormalEquations, ridge_cholesky
 
 ROUTER_PENALTY = 0.1
 PREDICT_PENALTY = 1e-2

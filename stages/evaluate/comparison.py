@@ -62,8 +62,8 @@ def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
     device = input_device(model)
     begin = time.perf_counter()
     model(input_ids=batch.input_ids.to(device), use_cache=False, logits_to_keep=1)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)  # not of the current device, which may be another GPU
     return time.perf_counter() - begin
 
 

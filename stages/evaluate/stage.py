@@ -14,7 +14,7 @@ from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
 from models.source import read_config
 from models.stream import LayerStream
 from models.targets.config import MOE_TARGETS, check_target
-from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
+from stages.artifacts.carve import NeuronStatistics, Partition, PoolPartition, Routers, load_partition
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, layer_seed

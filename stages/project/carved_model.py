@@ -232,24 +232,30 @@ class CarvedModel:
 
 
 def gather_parts(loops: Sequence[ExpertLoop], workers: Workers) -> list[ExpertLoop]:
-    """Join the workers' parts of every layer at the leading worker, one layer at a time."""
+    """Join the workers' parts at the leading worker, one layer at a time; layers of a pool still share its weights."""
     if workers.world == 1:
         return list(loops)
-    return [_gather_part(loop, workers) for loop in loops]
+    joined: dict[int, Tensor] = {}
+    return [_gather_part(loop, workers, joined) for loop in loops]
 
 
-def _gather_part(loop: ExpertLoop, workers: Workers) -> ExpertLoop:
+def _gather_part(loop: ExpertLoop, workers: Workers, joined: dict[int, Tensor]) -> ExpertLoop:
+    """`joined`: identity of a part → the whole, of earlier layers."""
     counts = workers.gather((len(loop.neurons_EN), len(loop.always_S)))
     experts, always = (sum(each) for each in zip(*counts, strict=True))
     whole: dict[str, Tensor] = {}
     held = vars(loop.experts) | {"neurons": loop.neurons_EN, "always": loop.always_S}
     for name, part in held.items():
+        if id(part) in joined:
+            whole[name] = joined[id(part)]
+            continue
         dim = 1 if name == "shared_down_DS" else 0
         size = list(part.shape)
         size[dim] = always if name.startswith(("shared", "always")) else experts
         whole[name] = part.new_zeros(size)
         whole[name][(slice(None),) * dim + (loop.held,)] = part
         workers.reduce_(whole[name])
+        joined[id(part)] = whole[name]
     neurons_EN, always_S = whole.pop("neurons"), whole.pop("always")
     return replace(loop, experts=ExpertWeights(**whole), neurons_EN=neurons_EN, always_S=always_S, held=slice(None))
 

@@ -6,32 +6,37 @@ are those of the dense model, not of the carved one.
 With routing fixed, Σ_l E‖FFN_l(x_l) − MoE_l(x_l)‖² / E‖FFN_l(x_l)‖² is a least-squares problem in the down projections.
 For all E·N columns at once, the system would be E·N wide. For one expert, fitted to the residual of the others, it is N
 wide.
+
+Several workers have samples of different layers. Each fits the routers of its layers; moments and errors are summed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from models.experts import ExpertLoop, ExpertWeights
+from models.experts import ExpertLoop
 from models.routing import LinearRouter, relative_gates
-from models.stream import LayerStream
-from stages.artifacts.carve import PoolPartition, Routers
-from stages.artifacts.experts import ROUTED, CheckpointFormat, load_pool
-from stages.artifacts.job import Job, Table
-from stages.calibration.alignment import NormalEquations, at_usual_gates, relative_error, scale_columns, scale_pool
-from stages.calibration.batches import CalibrationContext, LayerSample, layer_seed, sample_layers
+from stages.artifacts.job import ALONE, Workers
+from stages.calibration.alignment import at_usual_gates, relative_error, scale_columns, scale_pool
+from stages.calibration.batches import LayerSample
 from stages.calibration.config import FITTED_ROUTERS
+from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import split_validation
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
-from stages.project.layer_pass import refit_settings
 from stages.routing.fit import RouterSettings, fit_pool_router
 from stages.routing.task import set_logit_std, watch_pool
+
+Samples = Sequence[LayerSample | None]  # of every layer; None: another worker has it
+
+
+def split_batches(samples: Samples, settings: ProjectConfig) -> tuple[list[int], list[int]]:
+    """Batches to fit on, and validation batches, the same in all layers; none for a worker without samples."""
+    count = next((len(sample.inputs) for sample in samples if sample), 0)
+    return split_validation(count, settings.validation_share)
 
 
 class PoolAlignment(NamedTuple):
@@ -42,16 +47,18 @@ class PoolAlignment(NamedTuple):
     penalty: float | None  # None: no penalty lowered the error, the columns are unchanged
 
 
-def align_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], settings: ProjectConfig) -> PoolAlignment:
+def align_pool(
+    loops: Sequence[ExpertLoop], samples: Samples, settings: ProjectConfig, workers: Workers = ALONE
+) -> PoolAlignment:
     """Fit the shared down projections to all layers' outputs; keep the penalty of lowest error, or change nothing."""
-    fitted, validation = split_validation(len(samples[0].inputs), settings.validation_share)
-    before = mean_error(loops, samples, validation) if settings.validate else float("inf")
+    fitted, validation = split_batches(samples, settings)
+    before = mean_error(loops, samples, validation, workers) if settings.validate else float("inf")
     best, last = PoolAlignment(loops, before, None), float("inf")
-    routed = [RoutedTokens.of(loop, sample, fitted) for loop, sample in zip(loops, samples, strict=True)]
+    routed = [RoutedTokens.of(loop, sample, fitted) for loop, sample in zip(loops, samples, strict=True) if sample]
     for penalty in sorted(settings.penalties, reverse=True):
-        down_EDN = sweep_experts(loops[0], routed, penalty, settings.pool_sweeps)
-        candidate = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
-        error = mean_error(candidate, samples, validation)
+        down_EDN = sweep_experts(loops[0], routed, penalty, settings.pool_sweeps, workers)
+        candidate = with_down(loops, down_EDN)
+        error = mean_error(candidate, samples, validation, workers)
         if error < best.error:
             best = PoolAlignment(candidate, error, penalty)
         if error > last:
@@ -88,12 +95,12 @@ class RoutedTokens:
 
 
 def sweep_experts(
-    loop: ExpertLoop, layers: Sequence[RoutedTokens], penalty: float, sweeps: int
+    loop: ExpertLoop, layers: Sequence[RoutedTokens], penalty: float, sweeps: int, workers: Workers = ALONE
 ) -> Float[Tensor, "E D N"]:
     """Block coordinate descent: fit one expert of the pool after the other to the residual of the others.
 
-    `loop` is any layer's, since all share the experts. The ridge of each step penalises the change of the columns. An
-    expert without tokens is unchanged.
+    `loop` is any layer's, since all share the experts; `layers` are those of this worker. The ridge of each step
+    penalises the change of the columns. An expert without tokens is unchanged.
 
     Returns:
         The down projections of the pool.
@@ -105,24 +112,32 @@ def sweep_experts(
         moments = NormalEquations(down_EDN.shape[2], down_EDN.shape[1], device=down_EDN.device)
         for layer, missing_TD, (tokens_t, hidden_tN) in zip(layers, missing_LTD, served, strict=True):
             moments.add(hidden_tN * layer.scale, missing_TD[tokens_t] * layer.scale)
-        change_DN = moments.solve(penalty)
+        moments.reduce(workers)
+        change_DN = moments.solve_for(workers, penalty)
         down_EDN[expert] += change_DN
         for missing_TD, (tokens_t, hidden_tN) in zip(missing_LTD, served, strict=True):
             missing_TD[tokens_t] -= hidden_tN @ change_DN.T
     return down_EDN
 
 
-def layer_errors(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], batches: Sequence[int]) -> list[float]:
+def layer_errors(
+    loops: Sequence[ExpertLoop], samples: Samples, batches: Sequence[int], workers: Workers = ALONE
+) -> list[float]:
     """Σ‖FFN − MoE‖² / Σ‖FFN‖² of every layer, on the dense model's inputs."""
-    return [
-        relative_error(loop, sample.inputs, sample.outputs, batches)
-        for loop, sample in zip(loops, samples, strict=True)
-    ]
+    errors_L = torch.zeros(len(loops), dtype=torch.float64)
+    for layer, (loop, sample) in enumerate(zip(loops, samples, strict=True)):
+        if sample:
+            errors_L[layer] = relative_error(loop, sample.inputs, sample.outputs, batches)
+    workers.sum_(errors_L)
+    errors: list[float] = errors_L.tolist()
+    return errors
 
 
-def mean_error(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], batches: Sequence[int]) -> float:
+def mean_error(
+    loops: Sequence[ExpertLoop], samples: Samples, batches: Sequence[int], workers: Workers = ALONE
+) -> float:
     """The mean of `layer_errors`, which are relative, so that late layers with large outputs do not dominate."""
-    errors = layer_errors(loops, samples, batches)
+    errors = layer_errors(loops, samples, batches, workers)
     return sum(errors) / len(errors)
 
 
@@ -138,39 +153,41 @@ class PoolOutcome:
 @torch.no_grad()
 def project_pool(
     loops: Sequence[ExpertLoop],
-    samples: Sequence[LayerSample],
+    samples: Samples,
     refits: Sequence[RouterSettings],
     settings: ProjectConfig,
+    workers: Workers = ALONE,
 ) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
     """Alignment, then rounds of routers and alignment.
 
     `loops` are the layers over the initial pool, `samples` their dense inputs and outputs, `refits` the settings of
     their router refits.
     """
-    _, validation = split_validation(len(samples[0].inputs), settings.validation_share)
-    errors = {"as cut": layer_errors(loops, samples, validation)}
+    _, validation = split_batches(samples, settings)
+    errors = {"as cut": layer_errors(loops, samples, validation, workers)}
     aligned, kept = PoolAlignment(loops, 0.0, None), 0
     if settings.alignment == "ridge":
-        aligned = align_pool(loops, samples, settings)
-        errors["after alignment"] = layer_errors(aligned.loops, samples, validation)
-        aligned, kept = alternate(loops, aligned, samples, refits, settings)
-    errors["at the end"] = layer_errors(aligned.loops, samples, validation)
+        aligned = align_pool(loops, samples, settings, workers)
+        errors["after alignment"] = layer_errors(aligned.loops, samples, validation, workers)
+        aligned, kept = alternate(loops, aligned, samples, refits, settings, workers)
+    errors["at the end"] = layer_errors(aligned.loops, samples, validation, workers)
     return aligned.loops, PoolOutcome(errors, aligned.penalty, kept)
 
 
 def alternate(
     base: Sequence[ExpertLoop],
     aligned: PoolAlignment,
-    samples: Sequence[LayerSample],
+    samples: Samples,
     refits: Sequence[RouterSettings],
     settings: ProjectConfig,
+    workers: Workers = ALONE,
 ) -> tuple[PoolAlignment, int]:
     """Repeat while it helps: refit the routers to the aligned experts, align the original experts again."""
     chooses = base[0].top_k < len(base[0].neurons_EN)
     rounds = settings.rounds if chooses and refits[0].method in FITTED_ROUTERS else 0
     for kept in range(rounds):
-        routers = refit_routers(aligned.loops, samples, refits)
-        again = align_pool(reroute_pool(base, routers, samples), samples, settings)
+        routers = refit_routers(aligned.loops, samples, refits, workers)
+        again = align_pool(reroute_pool(base, routers, samples, workers), samples, settings, workers)
         if settings.validate and again.error >= aligned.error:
             return aligned, kept
         aligned = again
@@ -178,101 +195,46 @@ def alternate(
 
 
 def refit_routers(
-    loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], refits: Sequence[RouterSettings]
+    loops: Sequence[ExpertLoop], samples: Samples, refits: Sequence[RouterSettings], workers: Workers = ALONE
 ) -> list[LinearRouter]:
     """Routers of the same method, fitted to the current experts."""
-    routers = []
-    for loop, sample, settings in zip(loops, samples, refits, strict=True):
-        usual = at_usual_gates(loop, sample.inputs)
-        task = watch_pool(usual, sample.outputs, sample.inputs)
-        router = fit_pool_router(task, settings, others=[loop.router])
-        routers.append(set_logit_std(router, sample.inputs, settings.logit_std))
-    return routers
+    found: dict[int, LinearRouter] = {}
+    for layer, (loop, sample, settings) in enumerate(zip(loops, samples, refits, strict=True)):
+        if sample:
+            usual = at_usual_gates(loop, sample.inputs)
+            task = watch_pool(usual, sample.outputs, sample.inputs)
+            router = fit_pool_router(task, settings, others=[loop.router])
+            found[layer] = set_logit_std(router, sample.inputs, settings.logit_std).to("cpu")
+    for others in workers.gather(found):
+        found |= others
+    return [found[layer].to(loop.router.rows_ED.device) for layer, loop in enumerate(loops)]
 
 
-def weigh_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample]) -> list[ExpertLoop]:
+def weigh_pool(loops: Sequence[ExpertLoop], samples: Samples, workers: Workers = ALONE) -> list[ExpertLoop]:
     """The pool with its down columns scaled for the gates of all layers together."""
-    scale_E1 = scale_pool(loops, [sample.inputs for sample in samples])
-    return [scale_columns(loop, scale_E1) for loop in loops]
+    return scale_shared(loops, scale_pool(loops, inputs_of(samples), workers))
 
 
 def reroute_pool(
-    loops: Sequence[ExpertLoop], routers: Sequence[LinearRouter], samples: Sequence[LayerSample]
+    loops: Sequence[ExpertLoop], routers: Sequence[LinearRouter], samples: Samples, workers: Workers = ALONE
 ) -> list[ExpertLoop]:
     """The pool behind other routers, with down columns scaled for the new gates."""
     rerouted = [replace(loop, router=router) for loop, router in zip(loops, routers, strict=True)]
-    inputs = [sample.inputs for sample in samples]
-    scale_E1 = scale_pool(rerouted, inputs) / scale_pool(loops, inputs)
-    return [scale_columns(loop, scale_E1) for loop in rerouted]
+    inputs = inputs_of(samples)
+    scale_E1 = scale_pool(rerouted, inputs, workers) / scale_pool(loops, inputs, workers)
+    return scale_shared(rerouted, scale_E1)
 
 
-def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[ExpertWeights]:
-    """Every layer's own experts of the pool, and its always-on neurons."""
-    ends = accumulate(partition.given)
-    return [
-        replace(loop.experts, **{name: getattr(loop.experts, name)[end - given : end] for name in ROUTED})
-        for loop, given, end in zip(loops, partition.given, ends, strict=True)
-    ]
+def inputs_of(samples: Samples) -> list[Sequence[Tensor] | None]:
+    """The inputs of the layers that this worker has."""
+    return [sample.inputs if sample else None for sample in samples]
 
 
-STEPS = ("as cut", "after alignment", "at the end")
+def scale_shared(loops: Sequence[ExpertLoop], scale_E1: Float[Tensor, "E 1"]) -> list[ExpertLoop]:
+    """The layers with scaled down columns, which stay one tensor: gradient projection moves each tensor on its own."""
+    return with_down(loops, scale_columns(loops[0], scale_E1).experts.down_EDN)
 
 
-def summarise_pool(
-    outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None, partition: PoolPartition
-) -> Table:
-    """One row per layer: relative error of the FFN's output on validation tokens after each step."""
-    rows = [
-        [layer, given, *(f"{outcome.errors[step][layer]:.4f}" if step in outcome.errors else "-" for step in STEPS)]
-        for layer, given in enumerate(partition.given)
-    ]
-    columns = ["layer", "experts given", *(f"error {step}" for step in STEPS)]
-    notes = [
-        describe_pool(outcome, project, gradients),
-        "all layers share the experts: errors are on the dense model's inputs; in the carved model they add up from "
-        "layer to layer, and only stage=train corrects this",
-    ]
-    return Table("project", columns, rows, notes)
-
-
-def describe_pool(outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
-    """The projection in one sentence."""
-    aligned = "off" if project.alignment == "none" else "dropped, since no penalty lowered the validation error"
-    if outcome.penalty is not None:
-        aligned = f"ridge, {project.pool_sweeps} sweeps over the experts, penalty {outcome.penalty:g}"
-    said = [f"alignment {aligned}"]
-    said += [f"{outcome.rounds} rounds of routers and alignment kept"] if outcome.rounds else []
-    return "; ".join([*said, describe_gradients(gradients)])
-
-
-@torch.no_grad()
-def run_pool(
-    job: Job, context: CalibrationContext, checkpoint: CheckpointFormat, routers: Routers, project: ProjectConfig
-) -> Table:
-    """Write `checkpoint/` and the routers; `routers` are those of stage=assemble."""
-    partition = PoolPartition.load(job.parents["cluster"])
-    with LayerStream(context.folder, device=context.device) as stream:
-        samples = sample_layers(stream, context.batches, project.pool_tokens, context.memory)
-    loops = [
-        checkpoint.loop(partition, layer, experts, routers.layer(layer), samples[layer].act, context.device)
-        for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))
-    ]
-    refits = [
-        refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer))
-        for layer in range(partition.layers)
-    ]
-    projected, outcome = project_pool(weigh_pool(loops, samples), samples, refits, project)
-    gradients = None
-    if project.gradient_projection:
-        aligned = projected
-        projected, gradients = project_end_to_end(context, lambda _: aligned, project)
-    given = split_pool(projected, partition)
-    checkpoint.write(
-        job.out,
-        {layer: loop.router for layer, loop in enumerate(projected)},
-        routers.logit_std,
-        lambda layer: given[layer].to("cpu", checkpoint.dtype),
-        partition,
-        describe_pool(outcome, project, gradients),
-    )
-    return summarise_pool(outcome, project, gradients, partition)
+def with_down(loops: Sequence[ExpertLoop], down_EDN: Float[Tensor, "E D N"]) -> list[ExpertLoop]:
+    """The layers over a pool with other down projections."""
+    return [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]

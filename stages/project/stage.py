@@ -1,7 +1,6 @@
 """project: fit the experts to the dense model, layer by layer and end to end, and write the checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -13,14 +12,14 @@ from models.loading import execution_device, release_freed_memory
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.experts import CheckpointFormat, FormatSettings
-from stages.artifacts.job import ALONE, NOTHING, Job, Table
+from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import Outcome, ProjectedLayer, find_done, project_all
-from stages.project.pool import run_pool
+from stages.project.pool_stage import run_pool
 from stages.text.config import DataConfig
 
 
@@ -39,9 +38,8 @@ def run(
     context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job)
     checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
-    if shape.pooled:  # experts are aligned one after the other on few tokens, so workers have nothing to share
-        alone = replace(context, workers=ALONE)
-        return run_pool(job, alone, checkpoint, routers, project) if job.workers.leads else NOTHING
+    if shape.pooled:
+        return run_pool(job, context, checkpoint, routers, project)
     partition = Partition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
         layers = project_all(job, stream, context, checkpoint, partition, routers, project)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.routing import GateKind, LinearRouter, chosen_mask, masked_gates
-from stages.calibration.alignment import ridge_cholesky
+from stages.calibration.normal_equations import ridge_cholesky
 
 
 def relaxed_mask(logits_TE: Float[Tensor, "T E"], top_k: int, temperature: float) -> Float[Tensor, "T E"]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from stages.calibration.alignment import NormalEquations
+from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import evenly_spaced, sample_rows, split_validation
 from stages.routing.descent import DescentSettings, OutputError, Sample, descend
 from stages.routing.task import RouterTask, output_error, output_norms

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from benchmarks.break_even import measure_products
+from benchmarks.carve_memory import measure_carve
 from benchmarks.cluster_speed import measure_cluster
 from benchmarks.dump_speed import measure_dump
 from benchmarks.moe_speed import measure_moe
@@ -62,6 +63,7 @@ def _measurements(bench: Workbench, options: Namespace, words: Sequence[str]) ->
         "forward": lambda: measure_forward(bench, rounds),
         "scanner": lambda: measure_scanner(bench, rounds),
         "memory": lambda: measure_memory(bench, options, words),
+        "carve": measure_carve,
         "products": lambda: measure_products(bench, rounds, options.longest),
         "mscan": lambda: measure_mscan(bench, rounds),
         "startup": lambda: measure_start_up(rounds),
@@ -73,6 +75,7 @@ def _measurements(bench: Workbench, options: Namespace, words: Sequence[str]) ->
     }
     missing = {
         "memory": bench.device.type != "cuda" and platform.system() != "Linux" and "it reads /proc",
+        "carve": platform.system() != "Linux" and "it reads /proc",
         "redis": _missing_redis(),
     }
     for group, reason in missing.items():

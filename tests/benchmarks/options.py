@@ -6,7 +6,8 @@ from pathlib import Path
 
 # Rows are measured by group; redis needs redis-server and redis-benchmark on the PATH.
 GROUPS = (
-    "scan", "forward", "scanner", "memory", "products", "mscan", "startup", "redis", "moe", "cluster", "dump", "watch",
+    "scan", "forward", "scanner", "memory", "carve", "products", "mscan", "startup", "redis", "moe", "cluster", "dump",
+    "watch",
 )  # fmt: skip
 
 

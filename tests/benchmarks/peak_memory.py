@@ -14,6 +14,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,8 +26,8 @@ from benchmarks.workbench import Workbench, make_workbench
 from torch import Tensor
 
 REPOSITORY = Path(__file__).parents[2]
-# glibc gives larger blocks a mapping of their own.
-_MAPPED_BYTES = 64 * 1024
+# Variables by which glibc gives every block above 64 KiB a mapping of its own.
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_MMAP_MAX_": "1000000"}
 
 
 def measure_memory(bench: Workbench, options: Namespace, words: Sequence[str]) -> list[Row]:
@@ -46,7 +47,7 @@ def peaks(bench: Workbench, repetitions: int) -> dict[str, list[int]]:
     """Bytes above the memory before: peaks of the scan and the frozen pass, in turns, and one layer's activations."""
     tasks = {"scan": scan_task(bench, gradients=True), "frozen": Task(bench.frozen_step)}
     found: dict[str, list[int]] = {name: [] for name in tasks}
-    peak = _peak_of_gpu if bench.device.type == "cuda" else peak_of_process
+    peak = partial(_peak_of_gpu, bench.device) if bench.device.type == "cuda" else peak_of_process
     for number in range(repetitions + 1):
         for name, task in tasks.items():
             task.before()
@@ -83,13 +84,13 @@ def layer_activations(bench: Workbench) -> int:
     return sum(kept.values())
 
 
-def _peak_of_gpu(run: Callable[[], object]) -> int:
+def _peak_of_gpu(device: torch.device, run: Callable[[], object]) -> int:
     gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def peak_of_process(run: Callable[[], object]) -> int:
@@ -109,11 +110,7 @@ def _status(name: str) -> int:
 
 
 def _peaks_of_new_process(words: Sequence[str]) -> dict[str, list[int]]:
-    environment = os.environ | {
-        "MALLOC_MMAP_THRESHOLD_": str(_MAPPED_BYTES),
-        "MALLOC_MMAP_MAX_": "1000000",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]),
-    }
+    environment = os.environ | MAPPED | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
     command = [sys.executable, "-m", "benchmarks.peak_memory", *words]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)

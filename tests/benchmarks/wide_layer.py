@@ -23,8 +23,9 @@ from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import GateKind
 from stages.assemble.stage import fit_layer, measure_router
-from stages.calibration.alignment import NormalEquations, column_scale
+from stages.calibration.alignment import column_scale
 from stages.calibration.batches import DealtLayer
+from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import sample_rows
 from stages.calibration.token_memory import as_it_is
 from stages.cluster.layer import partition_layer
@@ -95,7 +96,8 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
 
     def solve() -> None:
         moments = NormalEquations(width, HIDDEN)
-        moments.gram_AA.diagonal().fill_(1.0)
+        for panel_PA in moments.panels:
+            panel_PA.diagonal().fill_(1.0)
         moments.solve(PENALTY)
 
     for stage in (cluster, assemble, project):

@@ -132,7 +132,7 @@ POOL_KILLS = [
     ("assemble", "stages.artifacts.carve:Routers.save", 1),
     ("assemble", "models.checkpoint.shards:ShardWriter.add", 9),
     ("assemble", "pipeline.artifacts:sync_tree", 1),
-    ("project", "stages.project.pool:sample_layers", 1),
+    ("project", "stages.project.pool_stage:sample_layers", 1),
     ("project", "stages.project.pool:sweep_experts", 2),
     ("project", "stages.project.pool:refit_routers", 1),
     ("project", "stages.project.pool:fit_pool_router", 2),

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
 from pipeline.cli import run_command
-from pipeline.cost import COSTS, loaded_bytes
+from pipeline.cost import COSTS, layer_pass, loaded_bytes, solve_bytes
 from pipeline.forecast import Rates, costs_of, describe_spilling, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
@@ -62,6 +62,15 @@ def test_no_stage_grows_worse_than_the_cube_of_the_width(planned):
         few, many = cost(small, checked.settings), cost(wide, checked.settings)
         assert many.solves <= 64 * few.solves, stage
         assert many.products + many.touched <= 64 * (few.products + few.touched), stage
+
+
+def test_the_solve_of_a_wide_layer_is_in_memory_together_with_the_pass(planned):
+    checked, _ = planned("project=align")
+    sizes = sizes_of(checked, on_host=True)
+    wide = replace(sizes, width=16 * sizes.width)
+    held = layer_pass(wide, checked.settings.data.tokens).device + solve_bytes(wide.width, wide.hidden)
+    assert held < COSTS["project"](wide, checked.settings).device < 1.2 * held
+    assert solve_bytes(wide.width, wide.hidden) > 0.5 * held
 
 
 def test_seconds_are_of_all_work():

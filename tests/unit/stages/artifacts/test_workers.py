@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from instruments.errors import UserError
+from instruments.errors import ConfigError, UserError
 from stages.artifacts.job import ALONE, Workers, find_workers
 
 
@@ -34,9 +34,30 @@ def test_workers_that_cannot_meet_are_told_how_to_start(monkeypatch):
 def test_every_worker_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert [Workers(rank, 4, rank).pick_device("auto") for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
-    assert Workers(1, 4, 1).pick_device("cpu") == "cpu"
+    # Two machines.
+    assert [Workers(rank, 4, rank % 2, 2).pick_device("auto") for rank in range(4)] == [*["cuda:0", "cuda:1"] * 2]
+    assert Workers(1, 2, 0, 1).pick_device("cuda:1") == "cuda:1"
+    assert Workers(1, 4, 1, 4).pick_device("cpu") == "cpu"
     assert ALONE.pick_device("auto") == "auto"
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ("auto", "4 processes of this machine would share 2 GPUs"),
+        ("cuda:1", "4 processes of this machine would share cuda:1"),
+    ],
+)
+def test_workers_do_not_share_a_gpu(asked, what, monkeypatch):
+    """NCCL would refuse the first sum of their tensors, after the scan."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError) as caught:
+        Workers(3, 4, 3, 4).pick_device(asked)
+    assert str(caught.value) == (
+        f"{what}\n  where: model.device={asked}, torchrun --nproc-per-node=4\n"
+        "  do:    model.device=auto with --nproc-per-node=2 or fewer, or model.device=cpu"
+    )
 
 
 def test_alone_everything_is_its_own():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensor_memory import peak_of_tensors
 
 from models.ffn import DenseFFN
 from stages.calibration import elimination
@@ -50,7 +51,7 @@ def test_one_at_a_time_the_cheapest_neuron_goes(hidden_TF, down_DF, monkeypatch)
 
 def test_blocks_leave_the_exact_refit_of_what_stays(hidden_TF, down_DF):
     """Four neurons are dropped at once, as one block."""
-    inverse_UU = elimination._inverse(hidden_TF.T @ hidden_TF)
+    inverse_UU = elimination._invert(hidden_TF.T @ hidden_TF)
     out_u, stay = torch.tensor([2, 5, 9, 11]), torch.ones(F, dtype=torch.bool)
     stay[out_u] = False
     columns_UD = down_DF.T.clone()
@@ -70,3 +71,11 @@ def test_ranking_sums_over_batches_and_costs_nothing_where_all_stay():
     whole_F, parts_F = (rank_by_alignment(ffn, inputs, 4) for inputs in ([x_TD], x_TD.split(150)))
     assert torch.equal(whole_F, parts_F)
     assert torch.equal(rank_by_alignment(ffn, [], F), torch.ones(F))
+
+
+def test_the_inverse_needs_one_matrix_in_fp64_beside_the_moments():
+    width = 400
+    hidden_TF = torch.randn(500, width, generator=torch.Generator().manual_seed(3))
+    gram_FF = hidden_TF.T @ hidden_TF
+    peak = peak_of_tensors(lambda: rank_by_elimination(gram_FF, torch.ones(D, width), keep=100))
+    assert peak <= 1.1 * 8 * width**2

@@ -1,10 +1,12 @@
 import pytest
 import torch
+from tensor_memory import peak_of_tensors
 
 from instruments.errors import NumericsError
 from models.experts import Block
-from stages.calibration import alignment as normal_equations
-from stages.calibration.alignment import NormalEquations
+from stages.artifacts.job import Workers
+from stages.calibration import normal_equations
+from stages.calibration.normal_equations import NormalEquations
 
 T, A, Y = 31, 5, 3
 
@@ -43,8 +45,9 @@ def test_blocks_add_what_their_rows_add_in_full(parts):
             rows_TA[block.tokens_t[:, None], block.neurons_N] += block.hidden_tN
         full.add(rows_TA, y_TY)
     order_A = sparse.order_A
-    expected_AA, expected_AY = full.gram_AA[order_A][:, order_A], full.cross_AY[order_A]
-    torch.testing.assert_close(sparse.gram_AA.triu(), expected_AA.triu(), rtol=1e-5, atol=1e-5)
+    found_AA, full_AA = (each.upper(torch.arange(A), torch.float64).triu() for each in (sparse, full))
+    expected_AA, expected_AY = (full_AA + full_AA.triu(1).T)[order_A][:, order_A], full.cross_AY[order_A]
+    torch.testing.assert_close(found_AA, expected_AA.triu(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sparse.cross_AY, expected_AY, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sparse.solve(0.1), full.solve(0.1), rtol=1e-4, atol=1e-5)
     assert sparse.rows == 2 * T
@@ -103,3 +106,34 @@ def test_inputs_that_are_never_active_get_no_weight():
     weight_YA = moments.solve(1e-9)
     assert not weight_YA[:, 2].any()
     torch.testing.assert_close(weight_YA[:, :2], torch.eye(2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("used", [1, 2])
+def test_a_solve_keeps_half_a_matrix_of_moments_and_one_to_factor(used, monkeypatch):
+    """`used`: all inputs, or every second one."""
+    monkeypatch.setattr(normal_equations, "PANEL", 16)
+    inputs = 512
+    a_TA, made = torch.randn(600, inputs, generator=torch.Generator().manual_seed(6)), []
+    a_TA[:, ::used] += 1
+    a_TA[:, 1::used] *= used == 1
+    stored = peak_of_tensors(lambda: made.append(NormalEquations(inputs, 2)))
+    assert stored <= 0.55 * 8 * inputs**2
+    made[0].add(a_TA, a_TA[:, :2])
+    assert peak_of_tensors(lambda: made[0].solve(0.1)) <= 1.25 * 8 * (inputs // used) ** 2
+
+
+def test_workers_that_do_not_solve_keep_no_moments():
+    moments = NormalEquations(A, Y)
+    moments.add(*draw())
+    moments.reduce(Second())
+    assert not moments.panels
+
+
+class Second(Workers):
+    """The second of two workers, which do not communicate."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=1, world=2)
+
+    def _exchange(self, collective):
+        pass

@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from stages.evaluate.comparison import (
     load_carved,
     measure_layers,
     measure_speed,
+    time_forward,
 )
 from stages.losses import measure_loss
 from stages.text.batches import TokenBatch
@@ -225,3 +227,13 @@ def test_load_is_that_of_the_models_own_choices(dense, batches, model_type):
     for layer, count_E in zip(layers, counts.double(), strict=True):
         assert layer.load == pytest.approx((count_E / count_E.mean()).tolist())
     assert_no_hooks(carved)
+
+
+def test_a_timed_pass_ends_with_a_wait_for_the_models_own_device(dense, batches, monkeypatch):
+    """The current device may be another GPU."""
+    waited = []
+    monkeypatch.setattr("torch.get_device_module", lambda _device: SimpleNamespace(synchronize=waited.append))
+    model = copy.deepcopy(dense).to("meta")
+    model.forward = lambda **_arguments: None
+    assert time_forward(model, batches[1]) > 0
+    assert waited == [torch.device("meta")]

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from integration.forked import as_workers
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
 from stages.artifacts.carve import PoolPartition
 from stages.artifacts.experts import join_pool
 from stages.calibration.batches import LayerSample
+from stages.project.carved_model import gather_parts
 from stages.project.config import ProjectConfig
 from stages.project.pool import (
     RoutedTokens,
@@ -17,10 +19,11 @@ from stages.project.pool import (
     layer_errors,
     mean_error,
     project_pool,
-    split_pool,
+    reroute_pool,
     sweep_experts,
     weigh_pool,
 )
+from stages.project.pool_stage import part_pool, split_pool
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 
@@ -67,7 +70,7 @@ def samples():
     for layer in range(L):
         inputs = [draw(40, D, seed=100 + 10 * layer + batch) for batch in range(5)]
         matrix_DD = draw(D, D, seed=200 + layer) * 10.0**layer
-        found.append(LayerSample(inputs, [x_TD @ matrix_DD for x_TD in inputs], SILU))
+        found.append(LayerSample(inputs, [x_TD @ matrix_DD for x_TD in inputs]))
     return found
 
 
@@ -155,8 +158,52 @@ def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
     assert not torch.equal(moved[0].router.rows_ED, loops[0].router.rows_ED)
 
 
+def test_scaled_layers_still_share_their_experts(loops, samples):
+    """Without alignment these go to gradient projection, which would move an expert of each layer on its own."""
+    weighed = weigh_pool(loops, samples)
+    rerouted = reroute_pool(weighed, [loop.router for loop in loops], samples)
+    for layers in (weighed, rerouted):
+        assert not torch.equal(layers[0].experts.down_EDN, loops[0].experts.down_EDN)
+        assert all(loop.experts.down_EDN is layers[0].experts.down_EDN for loop in layers)
+
+
 def test_nothing_is_done_where_nothing_is_asked_for(loops, samples):
     projected, outcome = project(loops, samples, ProjectConfig(alignment="none"))
     assert projected is loops
     assert outcome.errors["at the end"] == outcome.errors["as cut"]
     assert (outcome.penalty, outcome.rounds) == (None, 0)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # 4: more workers than layers
+def test_workers_that_have_some_layers_each_fit_the_pool_as_one_process_does(loops, samples, world):
+    settings = ProjectConfig(validation_share=0.2, penalties=[1e-2, 1.0])
+    refits = [RouterSettings("error", 0.1, DescentSettings(20, 0.02, 0.0, 3), tokens=3000)] * L
+
+    def work(workers):
+        mine = [sample if layer % world == workers.rank else None for layer, sample in enumerate(samples)]
+        shared, alone = weigh_pool(loops, mine, workers), weigh_pool(loops, samples)
+        assert torch.equal(shared[0].experts.down_EDN, alone[0].experts.down_EDN)
+        shared, outcome = project_pool(shared, mine, refits, settings, workers)
+        alone, expected = project_pool(alone, samples, refits, settings)
+        assert (outcome.penalty, outcome.rounds) == (expected.penalty, expected.rounds)
+        assert outcome.penalty is not None
+        for step, errors in expected.errors.items():
+            assert outcome.errors[step] == pytest.approx(errors, rel=1e-5)
+        for found, loop in zip(shared, alone, strict=True):
+            torch.testing.assert_close(found.router.rows_ED, loop.router.rows_ED, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found.experts.down_EDN, loop.experts.down_EDN, rtol=1e-5, atol=1e-5)
+
+    as_workers(world, work)
+
+
+def test_the_parts_of_a_pool_are_joined_to_one_pool(loops):
+    def work(workers):
+        parts = part_pool(loops, workers)
+        assert len({id(part.experts.gate_END) for part in parts}) == 1
+        joined = gather_parts(parts, workers)
+        assert len({id(loop.experts.gate_END) for loop in joined}) == 1
+        for found, loop in zip(joined if workers.leads else (), loops, strict=False):
+            assert torch.equal(found.neurons_EN, loop.neurons_EN)
+            assert all(torch.equal(getattr(found.experts, name), part) for name, part in vars(loop.experts).items())
+
+    as_workers(2, work)
