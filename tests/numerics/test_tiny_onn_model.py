@@ -220,15 +220,19 @@ def test_one_layer_with_a_pool_is_the_layer_with_experts_of_its_own() -> None:
     assert torch.equal(own(IDS).logits, pooled(IDS).logits)
 
 
-def test_a_trainer_trains_the_router_and_the_experts(model, tmp_path) -> None:
+def test_a_trainer_trains_the_router_and_the_experts_and_evaluates_them(model, tmp_path) -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     arguments = TrainingArguments(
         tmp_path, max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], use_cpu=True,
         activation_checkpointing=True, save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     model.config.output_router_logits = True
+    texts = Dataset.from_dict({"input_ids": IDS, "labels": IDS})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Trainer's own deprecations
-        Trainer(model, arguments, train_dataset=Dataset.from_dict({"input_ids": IDS, "labels": IDS})).train()
+        trainer = Trainer(model, arguments, train_dataset=texts, eval_dataset=texts)
+        trainer.train()
+        found = trainer.evaluate()["eval_loss"]
+    assert found == pytest.approx(model(IDS, labels=IDS).loss.item())
     still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
     assert still == []
