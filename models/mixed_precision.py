@@ -22,7 +22,8 @@ class _CastExperts:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute
         value = getattr(self._experts, name)
-        return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
+        # No test for nn.Parameter: adapters compute the weights, which then are plain tensors.
+        return value.to(self._dtype) if isinstance(value, Tensor) else value
 
 
 def compute_grouped(

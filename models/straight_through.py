@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from instruments.errors import ConfigError
 from models.training import router_names, selection_bias
 
 IMPLEMENTATION = "straight_through"  # as `from_pretrained` takes it for experts_implementation
@@ -64,11 +65,16 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
     """Pass each router's scores to the experts of its layer, where `compute_all` reads them.
 
     The model must be loaded with experts_implementation=IMPLEMENTATION, and every layer must have its own experts.
-    Returns one hook for each router.
+    Returns one hook for each router. Raises ConfigError: the experts are a pool.
     """
     handles = []
     for name in router_names(model):
-        experts = model.get_submodule(f"{name.rpartition('.')[0]}.experts")
+        layer = name.rpartition(".")[0]
+        if not hasattr(model.get_submodule(layer), "experts"):
+            what = "straight-through routers compute all experts for every token, in a pool those of all layers"
+            do = 'experts_implementation="grouped_mm" without show_scores, or a carve with topology=per_layer'
+            raise ConfigError(what, where="topology=global_pool in config.json", do=do)
+        experts = model.get_submodule(f"{layer}.experts")
         handles.append(model.get_submodule(name).register_forward_hook(partial(_show, experts)))
     return handles
 

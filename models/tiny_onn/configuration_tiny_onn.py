@@ -4,7 +4,7 @@ This file is copied into the checkpoint's folder: it needs only transformers, 4.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
 from transformers import AutoConfig, PretrainedConfig
@@ -43,7 +43,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
 
     model_type = "tiny_onn"
     has_no_defaults_at_init = True
-    keys_to_ignore_at_inference = ("past_key_values", "router_logits")
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "router_logits"]  # Trainer adds a list
 
     def __init__(
         self,

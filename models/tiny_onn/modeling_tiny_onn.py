@@ -5,6 +5,7 @@ This file is copied into the checkpoint's folder: it needs only torch and transf
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         for buffer in module.buffers(recurse=False):
             init.zeros_(buffer)
 
+    def _decode(self, **inputs: Any) -> Any:  # noqa: ANN401 - as the dense family takes and returns them
+        """Run the dense model with this model's modules."""
+        if getattr(self, "_is_replica", False):  # nn.DataParallel copies modules, but not what attributes refer to
+            dense = copy(self._dense)
+            dense._modules = self._modules
+            object.__setattr__(self, "_dense", dense)
+            for layer in self._sparse_layers() if self.config.topology == "global_pool" else ():
+                layer.mlp._pool = self._modules
+        return self._dense(**inputs)
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         # transformers 5 looks for its decorator in this file, but it is used in sparse_ffn.py.
@@ -107,7 +118,7 @@ class TinyONNModel(TinyONNPreTrainedModel):
         **kwargs: Any,  # noqa: ANN401 - as the family's decoder takes them
     ) -> BaseModelOutputWithPast:
         """``(B, S, D)`` hidden states after the last layer; the arguments are those of the family's decoder."""
-        outputs: BaseModelOutputWithPast = self._dense(
+        outputs: BaseModelOutputWithPast = self._decode(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -144,7 +155,7 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         """
         wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         with self._watch_routers(enabled=wanted) as routed:
-            outputs = self._dense(
+            outputs = self._decode(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,

@@ -48,6 +48,7 @@ Skipped = Mapping[str, Sequence[str]]
 TOO_SHORT = "fewer than 2 tokens"
 ALL_MASKED = "no token counts in the loss"
 FIRST_ONLY = "the only label is at the first token, which nothing predicts"
+CUT_OFF = "no token that counts is left of it where the text ends"
 
 
 def find_fault(labels: Sequence[int]) -> str | None:
@@ -71,6 +72,11 @@ def describe_skipped(skipped: Skipped) -> list[str]:
 def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> DataError:
     """The error for text without a usable sequence."""
     where = f"{split} text of {describe_source(data, split)}"
+    if CUT_OFF in skipped:
+        setting, tokens = ("tokens", data.tokens) if split == "calibration" else ("heldout_tokens", data.heldout_tokens)
+        what = f"the text ends after {tokens} tokens, and none of them counts in the loss"
+        also = " (in stage=train: train.tokens)" if split == "calibration" else ""
+        return DataError(what, where=f"{where}, {skipped[CUT_OFF][0]}", do=f"a larger data.{setting}{also}")
     masked, shifted, short = (len(skipped.get(fault, ())) for fault in (ALL_MASKED, FIRST_ONLY, TOO_SHORT))
     if masked or shifted:
         what = f"every label is masked: none of {masked + shifted} sequences has a token that counts in the loss"
@@ -266,6 +272,8 @@ def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText
         fitting = sequence.cut(wanted)
         if find_fault(fitting.labels) is None:
             taken.append(fitting)
+        elif not taken:
+            skipped[CUT_OFF].append(sequence.name)
         wanted -= len(sequence.ids)
         if wanted <= 0:
             break

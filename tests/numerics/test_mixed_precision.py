@@ -3,9 +3,11 @@
 import pytest
 import torch
 from pico_moes import make_moe
+from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from models import straight_through
-from models.mixed_precision import IMPLEMENTATION, exempt_routers
+from models.mixed_precision import IMPLEMENTATION, _CastExperts, exempt_routers
 from models.straight_through import show_scores
 from models.training import RouterWatch, find_routers
 from stages.losses import enable_gradient_checkpointing
@@ -47,6 +49,21 @@ def test_experts_multiply_in_the_autocast_format(moe, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
     both_passes(moe, half=True)
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 4  # two products in each of two layers
+
+
+def test_weights_that_an_adapter_computes_are_cast_too():
+    """PEFT trains experts by a parametrization, whose result is no nn.Parameter."""
+
+    class Adapter(nn.Module):
+        def forward(self, weight):
+            return weight + 0.01
+
+    moe = make_moe("qwen3_moe")
+    experts = moe.model.layers[0].mlp.experts
+    register_parametrization(experts, "gate_up_proj", Adapter())
+    cast = _CastExperts(experts, torch.bfloat16)
+    assert [cast.gate_up_proj.dtype, cast.down_proj.dtype] == [torch.bfloat16] * 2
+    torch.testing.assert_close(cast.gate_up_proj, experts.gate_up_proj.bfloat16())
 
 
 @pytest.mark.parametrize("implementation", [IMPLEMENTATION, straight_through.IMPLEMENTATION])

@@ -9,6 +9,7 @@ from pico_moes import make_moe
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from instruments.errors import ConfigError
 from models import tiny_onn
 from models.straight_through import IMPLEMENTATION, show_scores, soft_choice
 from models.tiny_onn.sparse_ffn import TinyONNRouter
@@ -131,3 +132,14 @@ def test_the_bias_of_a_router_from_remote_code_is_on_its_logits(tmp_path, monkey
     logits_TE, _, chosen_TK = router(torch.randn(9, 24))
     torch.testing.assert_close(model.experts.router_scores, logits_TE + router.e_score_correction_bias)
     assert torch.equal(model.experts.router_scores.topk(2).indices.sort(1).values, chosen_TK.sort(1).values)
+
+
+def test_a_pool_is_refused_in_words():
+    ffn = nn.ModuleDict({"gate": nn.Linear(24, 5, bias=False)})
+    with pytest.raises(ConfigError) as caught:
+        show_scores(nn.ModuleDict({"mlp": ffn}))
+    assert str(caught.value) == (
+        "straight-through routers compute all experts for every token, in a pool those of all layers\n"
+        "  where: topology=global_pool in config.json\n"
+        '  do:    experts_implementation="grouped_mm" without show_scores, or a carve with topology=per_layer'
+    )

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -220,15 +221,38 @@ def test_one_layer_with_a_pool_is_the_layer_with_experts_of_its_own() -> None:
     assert torch.equal(own(IDS).logits, pooled(IDS).logits)
 
 
-def test_a_trainer_trains_the_router_and_the_experts(model, tmp_path) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+def test_replicas_of_data_parallel_compute_with_their_own_weights(model, monkeypatch, pooled) -> None:
+    """Trainer uses nn.DataParallel where one process sees several GPUs; here its replicas are copies on the CPU."""
+    original, module = route(make_pool()) if pooled else model, import_module("torch.nn.parallel.replicate")
+
+    def copies(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
+        return [[tensor.detach().clone() for tensor in tensors] for _ in devices]
+
+    monkeypatch.setattr(module, "_get_device_index", lambda device, _optional: device)
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
+    wanted = original(IDS).logits
+    replicas = module.replicate(original, [0, 1])
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    for replica in replicas:
+        assert torch.equal(replica(IDS).logits, wanted)
+
+
+def test_a_trainer_trains_the_router_and_the_experts_and_evaluates_them(model, tmp_path) -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     arguments = TrainingArguments(
         tmp_path, max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], use_cpu=True,
         activation_checkpointing=True, save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     model.config.output_router_logits = True
+    texts = Dataset.from_dict({"input_ids": IDS, "labels": IDS})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Trainer's own deprecations
-        Trainer(model, arguments, train_dataset=Dataset.from_dict({"input_ids": IDS, "labels": IDS})).train()
+        trainer = Trainer(model, arguments, train_dataset=texts, eval_dataset=texts)
+        trainer.train()
+        found = trainer.evaluate()["eval_loss"]
+    assert found == pytest.approx(model(IDS, labels=IDS).loss.item())
     still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
     assert still == []

@@ -102,6 +102,18 @@ def test_a_last_cut_that_leaves_no_label_is_left_out():
 
 
 @pytest.mark.usefixtures("no_heldout")
+@pytest.mark.parametrize(("tokens", "labels"), [(1, "full_sequence"), (9, "completion")])
+def test_text_that_ends_before_the_first_label_is_not_called_held_out(write_jsonl, tokenizer, tokens, labels):
+    path = write_jsonl("a.jsonl", [chat("Which birds meet near the old house in the evening?", "Wrens.")])
+    with pytest.raises(DataError) as caught:
+        load_text(config_of(path, tokens=tokens, labels=labels, packing="single"), tokenizer, "calibration")
+    what, where, do = str(caught.value).splitlines()
+    assert what == f"the text ends after {tokens} tokens, and none of them counts in the loss"
+    assert str(path) in where
+    assert do == "  do:    a larger data.tokens (in stage=train: train.tokens)"
+
+
+@pytest.mark.usefixtures("no_heldout")
 def test_packed_text_holds_the_documents_and_their_ends(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [{"text": f"document number {number}"} for number in range(9)])
     sequences = load_text(config_of(path, max_length=16), tokenizer, "calibration").sequences
