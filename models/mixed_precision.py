@@ -23,7 +23,7 @@ class _CastExperts:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute
         value = getattr(self._experts, name)
         # No test for nn.Parameter: adapters compute the weights, which then are plain tensors.
-        return value.to(self._dtype) if isinstance(value, Tensor) else value
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def compute_grouped(
