@@ -72,7 +72,7 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
         layer = name.rpartition(".")[0]
         if not hasattr(model.get_submodule(layer), "experts"):
             what = "straight-through routers compute all experts for every token, in a pool those of all layers"
-            do = 'experts_implementation="grouped_mm" without show_scores, or a carve with topology=per_layer'
+            do = "load it with grouped_mm and without show_scores, or carve with topology=per_layer"
             raise ConfigError(what, where="topology=global_pool in config.json", do=do)
         experts = model.get_submodule(f"{layer}.experts")
         handles.append(model.get_submodule(name).register_forward_hook(partial(_show, experts)))
