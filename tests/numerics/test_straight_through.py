@@ -141,5 +141,5 @@ def test_a_pool_is_refused_in_words():
     assert str(caught.value) == (
         "straight-through routers compute all experts for every token, in a pool those of all layers\n"
         "  where: topology=global_pool in config.json\n"
-        '  do:    experts_implementation="grouped_mm" without show_scores, or a carve with topology=per_layer'
+        "  do:    load it with grouped_mm and without show_scores, or carve with topology=per_layer"
     )
