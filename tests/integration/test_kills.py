@@ -137,7 +137,7 @@ POOL_KILLS = [
     ("project", "stages.project.pool:refit_routers", 1),
     ("project", "stages.project.pool:fit_pool_router", 2),
     ("project", "stages.project.gradient_projection:project_neurons", 5),
-    ("project", "stages.project.pool:split_pool", 1),
+    ("project", "stages.project.pool_stage:split_pool", 1),
     ("project", "stages.artifacts.carve:Routers.save", 1),
     ("project", "models.checkpoint.shards:ShardWriter.add", 9),
     ("project", "models.checkpoint.shards:ShardWriter.close", 1),
