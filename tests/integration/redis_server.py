@@ -16,7 +16,7 @@ class RedisServer:
     """A server that can be stopped or killed, and started again on the same port with the same files."""
 
     def __init__(self, folder: Path, *options: str, append_only: bool = True):
-        self.folder, self.port = folder, _free_port()
+        self.folder, self.port = folder, free_port()
         kept = ("--appendonly", "yes", "--appendfsync", "always") if append_only else ()
         self.command = ["redis-server", "--port", str(self.port), "--dir", str(folder), "--save", "", *kept, *options]
         self.password = options[options.index("--requirepass") + 1] if "--requirepass" in options else None
@@ -52,7 +52,7 @@ class RedisServer:
         self.process.wait(20)
 
 
-def _free_port():
+def free_port():
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

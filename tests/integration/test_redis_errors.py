@@ -8,7 +8,7 @@ import time
 
 import pytest
 from integration.redis_parts import SHAPES, assert_equal, make_part, open_store
-from integration.redis_server import RedisServer, running
+from integration.redis_server import RedisServer, free_port, running
 
 from instruments.errors import ConfigError, UserError
 from stages.accumulators.config import StoreConfig
@@ -316,7 +316,7 @@ def test_tls(tmp_path):
         "no",
     ]
     with running(tmp_path, "--tls-port", "0", *map(str, options)) as server:
-        port = server.port + 1
+        port = free_port()
         server.client().config_set("tls-port", port)
         url = f"rediss://127.0.0.1:{port}/0"
         store = open_redis_store(
