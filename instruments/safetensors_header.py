@@ -1,4 +1,4 @@
-"""Read the header of a safetensors file: its tensors, without their data.
+"""Read the header of a safetensors file, and write JSON values into its metadata.
 
 Format: 8 bytes little-endian length, that many bytes of JSON ``{name: {dtype, shape, data_offsets}}``, then the data,
 without holes. Source: https://github.com/huggingface/safetensors#format.
@@ -6,6 +6,7 @@ without holes. Source: https://github.com/huggingface/safetensors#format.
 
 import json
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +18,7 @@ from instruments.errors import CheckpointError
 MAX_HEADER_BYTES = 2**24
 
 _METADATA = "__metadata__"
+_TAG = "tiny_onn"  # the key under which JSON values are in the metadata
 _MOST = 1 << 62  # larger numbers are not sizes
 _RESTORE = "download or copy the file again"
 
@@ -59,6 +61,17 @@ def read_metadata(path: Path) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _damaged(path, f"{_METADATA} is no object of texts")
     return metadata
+
+
+def pack_tag(**values: Any) -> dict[str, str]:  # noqa: ANN401 - any JSON value
+    """Metadata for `save_file` with these values as JSON."""
+    return {_TAG: json.dumps(values, sort_keys=True)}
+
+
+def unpack_tag(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """The values given to `pack_tag`; empty if the metadata has none. Raises ValueError: not JSON."""
+    tag: dict[str, Any] = json.loads((metadata or {}).get(_TAG, "{}"))
+    return tag
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], int, int]:

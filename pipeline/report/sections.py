@@ -12,6 +12,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from instruments.safetensors_header import unpack_tag
 from pipeline.artifacts import SHORT, UNREADABLE
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import Evaluation, Group, Published, curves_of, group_by_seed, point_of, seeds_of
@@ -19,7 +20,6 @@ from pipeline.report.words import duration, method_of, nats, percent, plain, siz
 from pipeline.run_folder import RunRecord, StageRun, read_all_records
 from pipeline.shape import ShapeRequest, resolve_shape
 from stages.artifacts.job import Table
-from stages.artifacts.tag import unpack_tag
 
 Section = dict[str, Any]
 MASK, AXIS_LIMIT = "static_mask", 1.6  # reference and largest value of the second chart of widths

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from instruments.errors import CheckpointError, ContractError
-from instruments.safetensors_header import read_metadata
+from instruments.safetensors_header import pack_tag, read_metadata, unpack_tag
 from models.card import CarveFacts, render_card
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
@@ -23,7 +23,6 @@ from models.source import read_config
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target
 from stages.artifacts.carve import Partition, PoolPartition, Routers
-from stages.artifacts.tag import pack_tag, unpack_tag
 
 VERSION = 2
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from instruments.durable import hash_file, sync, whole_file
 from instruments.errors import ContractError
-from stages.artifacts.tag import pack_tag, unpack_tag
+from instruments.safetensors_header import pack_tag, unpack_tag
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from instruments.errors import ContractError
+from instruments.safetensors_header import pack_tag
 from models.experts import ExpertWeights
 from stages.artifacts.experts import layer_file, load_layer, save_layer, verify_layer
-from stages.artifacts.tag import pack_tag
 
 E, N, D, S = 3, 4, 6, 5
 REMEDY = "  do:    stage=extract fresh=true"

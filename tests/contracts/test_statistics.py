@@ -6,8 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from instruments.errors import ContractError
+from instruments.safetensors_header import pack_tag, unpack_tag
 from stages.artifacts.carve import NeuronStatistics
-from stages.artifacts.tag import pack_tag, unpack_tag
 
 L, F, R = 2, 7, 19
 

@@ -7,9 +7,8 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from models import straight_through
-from models.mixed_precision import IMPLEMENTATION, _CastExperts, exempt_routers
 from models.straight_through import show_scores
-from models.training import RouterWatch, find_routers
+from models.training import AUTOCAST_IMPLEMENTATION, RouterWatch, _CastExperts, exempt_routers, find_routers
 from stages.losses import enable_gradient_checkpointing
 from stages.train.stage import load_trainable
 
@@ -30,7 +29,7 @@ def both_passes(model, *, half):
 def test_without_autocast_it_is_grouped_mm(moe):
     moe.set_experts_implementation("grouped_mm")
     wanted, _, gradients = both_passes(moe, half=False)
-    moe.set_experts_implementation(IMPLEMENTATION)
+    moe.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
     exempt_routers(moe)
     found, _, others = both_passes(moe, half=False)
     assert torch.equal(found, wanted)
@@ -39,7 +38,7 @@ def test_without_autocast_it_is_grouped_mm(moe):
 
 
 def test_experts_multiply_in_the_autocast_format(moe, monkeypatch):
-    moe.set_experts_implementation(IMPLEMENTATION)
+    moe.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
     seen, original = [], torch.nn.functional.grouped_mm
 
     def spy(a, b, **rest):
@@ -66,10 +65,10 @@ def test_weights_that_an_adapter_computes_are_cast_too():
     torch.testing.assert_close(cast.gate_up_proj, experts.gate_up_proj.bfloat16())
 
 
-@pytest.mark.parametrize("implementation", [IMPLEMENTATION, straight_through.IMPLEMENTATION])
+@pytest.mark.parametrize("implementation", [AUTOCAST_IMPLEMENTATION, straight_through.IMPLEMENTATION])
 def test_routers_compute_in_float32(moe, implementation):
     moe.set_experts_implementation(implementation)
-    shown = show_scores(moe) if implementation != IMPLEMENTATION else []
+    shown = show_scores(moe) if implementation != AUTOCAST_IMPLEMENTATION else []
     exempt_routers(moe)
     inputs = []
     hooks = [router.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for router in find_routers(moe)]
@@ -83,7 +82,7 @@ def test_routers_compute_in_float32(moe, implementation):
 
 
 def test_gradients_are_those_of_float32_up_to_rounding(moe):
-    moe.set_experts_implementation(IMPLEMENTATION)
+    moe.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
     exempt_routers(moe)
     for router in find_routers(moe):
         router.top_k = 5  # a token with another choice would have another gradient
@@ -95,7 +94,7 @@ def test_gradients_are_those_of_float32_up_to_rounding(moe):
 
 
 def test_gradient_checkpointing_changes_no_gradient(moe):
-    moe.set_experts_implementation(IMPLEMENTATION)
+    moe.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
     exempt_routers(moe)
     _, _, plain = both_passes(moe, half=True)
     enable_gradient_checkpointing(moe)
@@ -107,7 +106,7 @@ def test_gradient_checkpointing_changes_no_gradient(moe):
 def test_training_loads_the_model_this_way(tmp_path):
     make_moe("glm4_moe").save_pretrained(tmp_path)
     model = load_trainable(tmp_path)
-    assert model.config._experts_implementation == IMPLEMENTATION
+    assert model.config._experts_implementation == AUTOCAST_IMPLEMENTATION
     router, x_TD = find_routers(model)[0], torch.randn(3, 24)
     torch.nn.init.normal_(router.weight)
     with torch.autocast("cpu", torch.bfloat16):

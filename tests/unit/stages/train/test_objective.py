@@ -2,8 +2,7 @@ import pytest
 import torch
 from pico_moes import make_moe
 
-from models.mixed_precision import IMPLEMENTATION
-from models.training import RouterWatch
+from models.training import AUTOCAST_IMPLEMENTATION, RouterWatch
 from stages.train.config import TrainConfig
 from stages.train.objective import Balance, Objective, RunningMetrics
 
@@ -45,7 +44,7 @@ def test_what_was_collected_is_not_counted_again():
 def logits_after_backward(settings, teacher=None):
     """The logits before and after the backward pass of a micro-batch's loss."""
     model, kept = make_moe("qwen3_moe"), []
-    model.set_experts_implementation(IMPLEMENTATION)
+    model.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
     model.lm_head.register_forward_hook(lambda _module, _args, output: kept.extend((output, output.detach().clone())))
     objective = Objective(settings, RouterWatch(model), teacher, Balance("none", 0.0))
     ids = torch.arange(14).view(2, 7)
