@@ -47,15 +47,17 @@ def parameter_groups(
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
     Shared experts count as experts. Weight decay applies to matrices of experts and the rest, never to routers, norms
-    and biases. Returns dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`. Raises CheckpointError:
+    and biases. What PEFT has frozen below its adapters stays frozen. Returns dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`. Raises CheckpointError:
     the model has no routers.
     """
     find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}
     groups: dict[tuple[Part, float], list[nn.Parameter]] = {}
+    adapted = hasattr(model, "peft_config")
     for name, parameter in model.named_parameters():
         part = part_of(name)
-        parameter.requires_grad_(rates[part] > 0 and parameter.is_floating_point())
+        trainable = parameter.is_floating_point() and (parameter.requires_grad or not adapted)
+        parameter.requires_grad_(rates[part] > 0 and trainable)
         decay = weight_decay if part is not Part.ROUTER and parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
             groups.setdefault((part, decay), []).append(parameter)

@@ -39,6 +39,16 @@ def test_a_part_that_was_frozen_learns_again():
     assert all(parameter.requires_grad for parameter in moe.parameters())
 
 
+def test_what_is_frozen_below_adapters_stays_frozen():
+    moe = make_moe("qwen3_moe").requires_grad_(False)
+    moe.peft_config = {}  # as PEFT marks a model with adapters
+    learns = moe.get_parameter("model.layers.0.mlp.gate.weight").requires_grad_()
+    (group,) = parameter_groups(moe, rest_rate=1e-5)
+    assert group["name"] == "router"
+    assert group["params"] == [learns]
+    assert [parameter for parameter in moe.parameters() if parameter.requires_grad] == [learns]
+
+
 def test_norms_and_biases_do_not_decay():
     moe = make_moe("qwen2_moe")
     groups = parameter_groups(moe, rest_rate=1e-5, weight_decay=0.1)
