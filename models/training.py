@@ -47,8 +47,8 @@ def parameter_groups(
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
     Shared experts count as experts. Weight decay applies to matrices of experts and the rest, never to routers, norms
-    and biases. What PEFT has frozen below its adapters stays frozen. Returns dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`. Raises CheckpointError:
-    the model has no routers.
+    and biases. What PEFT has frozen below its adapters stays frozen. Returns dicts of `params`, `lr`, `weight_decay`
+    and `name`, which is a `Part`. Raises CheckpointError: the model has no routers.
     """
     find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}

@@ -31,6 +31,7 @@ MOST_FILES = 6  # named in a message
 LONG_READ = 2**31  # bytes; takes seconds
 LARGEST = 2**63  # bound of file sizes and counts
 # Errors from reading JSON that may have been changed by hand.
+ANSWER = "answer "  # and the question: a key that is no absolute path
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # Nanoseconds. A file that changed more recently may change again without a new timestamp, so its hash is not kept.
 SETTLED = 2 * 10**9
@@ -112,7 +113,7 @@ def tensors_hash(folder: Path) -> str:
 
 
 class FileHashes:
-    """Hashes of large files, kept in a JSON file. Every write changes a file's ctime, which no program can set back."""
+    """Hashes of large files and slow answers, in a JSON file. Every write changes a file's ctime, for good."""
 
     def __init__(self, path: Path) -> None:
         """Read the JSON file at `path`; if it is missing or damaged, files are hashed again."""
@@ -135,13 +136,26 @@ class FileHashes:
             log.warning("reading %s once (%.0f GB): results depend on its content", file, status.st_size / 1e9)
         digest = hash_file(file)
         if start - status.st_ctime_ns > SETTLED:
-            self._known[key] = [*state, digest]
-            present = {key: value for key, value in self._known.items() if Path(key).exists()}
-            with suppress(OSError):  # a full disk, or another process writes too: the file is hashed again next time
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(self._path) as unfinished:
-                    unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
+            self._keep(key, [*state, digest])
         return digest
+
+    def recall(self, question: str, find: Callable[[], str]) -> str:
+        """The answer that `find` gave to a question; `question` covers all that it depends on."""
+        match self._known.get(f"{ANSWER}{question}"):
+            case [str(answer)]:
+                return answer
+        answer = find()
+        self._keep(f"{ANSWER}{question}", [answer])
+        return answer
+
+    def _keep(self, key: str, value: list[object]) -> None:
+        """Keep it, in the file too, without what is known of files that were removed."""
+        self._known[key] = value
+        present = {key: value for key, value in self._known.items() if key.startswith(ANSWER) or Path(key).exists()}
+        with suppress(OSError):  # a full disk, or another process writes too: it is found again next time
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(self._path) as unfinished:
+                unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
 
 
 def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:

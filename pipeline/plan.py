@@ -22,7 +22,7 @@ from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from pipeline.workload import sizes_of
 from stages.calibration.config import without_random_tokens
-from stages.text.cache_key import data_cache_key
+from stages.text.cache_key import calibration_cache_key, data_cache_key
 from stages.text.config import DataConfig, calibration_only, sampled
 from stages.text.hub import require_hub
 
@@ -125,7 +125,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     output_dir = Path(settings.output_dir).absolute()
     hash_of = FileHashes(hashes_file(output_dir))
     named = absolute_paths(settings.data)
-    cache_keys = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(named, hash_of)}
+    source_key = source_cache_key(settings.model, hash_of)
+    texts = {heldout: text_cache_key(named, hash_of, heldout=heldout) for heldout in (False, True)}
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
     target = None if shape is None else checked.request.target(shape)
     unread = find_unread(undrawn, shape, checked.request.width, target)
@@ -136,6 +137,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         parents = {name: steps[name].fingerprint for name in stage.parents}
         data = sample if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)
+        cache_keys = {"model": source_key, "data": texts[stage.fixed_heldout]}
         recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents, unread)
         address = fingerprint(recipe)
         if stage.name == "cluster" and settings.cluster.map != "none":
@@ -150,6 +152,11 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             expected_bytes=expected_bytes(stage.name, checked.source, shape, settings.assemble),
         )
     return steps
+
+
+def text_cache_key(data: DataConfig, hash_of: FileHashes, *, heldout: bool) -> dict[str, object]:
+    """The cache key of the calibration text, with `heldout` also of the held-out text. Raises DataError."""
+    return data_cache_key(data, hash_of) if heldout else calibration_cache_key(data, hash_of, hash_of.recall)
 
 
 def resolve_model(checked: Checked) -> ModelConfig:
@@ -191,7 +198,7 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
     if not (done and isinstance(data, DataConfig) and data.kind == "text"):
         return
     with suppress(DataError):  # removed
-        if data_cache_key(absolute_paths(data), hash_of) == planned["data"]:
+        if text_cache_key(absolute_paths(data), hash_of, heldout=step.stage.fixed_heldout) == planned["data"]:
             return
     message = "stage=%s: files of the text were changed during this run, and its stages may have read other text; %s"
     log.warning(message, step.stage.name, "the same command reads it again")

@@ -2,14 +2,16 @@
 
 import hashlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
 from instruments.durable import hash_file
 from instruments.errors import DataError, UserError
-from stages.text.config import KINDS, DataConfig, check_settings, list_sources, mixture_errors
+from stages.text.config import KINDS, DataConfig, calibration_only, check_settings, list_sources, mixture_errors
 from stages.text.documents import Split
 from stages.text.hub import describe_missing_package, find_commit
 from stages.text.python_stdlib import list_modules
@@ -95,6 +97,35 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     if data.kind in {"text", "mixture"} and data.heldout_path is not None:
         source["heldout_files"] = _hash_files(data.heldout_path, "data.heldout_path", hash_of)
     return {"kind": data.kind, "reader": READER_VERSION, **source}
+
+
+def calibration_cache_key(
+    data: DataConfig, hash_of: Callable[[Path], str], recall: Callable[[str, Callable[[], str]], str]
+) -> dict[str, object]:
+    """What the calibration text depends on: as `data_cache_key`, but of a held-out file only the documents excluded.
+
+    So another held-out text changes no result of a stage that does not read it. `recall(question, find)` returns an
+    earlier answer, or finds and keeps it: all documents have to be read. Raises DataError: a path cannot be read.
+    """
+    key = data_cache_key(data, hash_of)
+    parts = [part.data for part in list_sources(data)] or [replace(data, heldout_path=None, heldout_share=0.0)]
+    if "heldout_files" not in key or any(part.kind != "text" for part in parts):
+        return key
+    question = json.dumps([key, asdict(replace(calibration_only(data), tokens=0))], sort_keys=True)
+    try:
+        excluded = recall(hashlib.sha256(question.encode()).hexdigest(), lambda: _hash_copies(data, parts))
+    except DataError:  # maybe of a record that no stage reads
+        return key
+    del key["heldout_files"]
+    return key | {"excluded": excluded}
+
+
+def _hash_copies(data: DataConfig, parts: list[DataConfig]) -> str:
+    """Hash of the documents of the sources that are also in the held-out text; empty if there are none."""
+    heldout = {document.digest for document in read_documents(data, "heldout")}
+    found = (document.digest for part in parts for document in read_documents(part, "calibration"))
+    copies = heldout.intersection(found)
+    return hashlib.sha256(b"".join(sorted(copies))).hexdigest() if copies else ""
 
 
 def _hash_files(path: str, option: str, hash_of: Callable[[Path], str]) -> list[str]:

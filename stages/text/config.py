@@ -90,10 +90,11 @@ def sampled(data: DataConfig) -> DataConfig:
 def calibration_only(data: DataConfig) -> DataConfig:
     """The settings that affect the calibration text; all others are reset.
 
-    The number of held-out tokens does not affect it. A local held-out file does: its documents are excluded.
+    Of held-out text only the documents that it excludes affect it, which `calibration_cache_key` covers.
     """
     share = 0.0 if data.named_heldout else data.heldout_share
-    return replace(data, sample_tokens=None, heldout_split=None, heldout_tokens=0, heldout_share=share)
+    unread: dict[str, Any] = dict.fromkeys(("sample_tokens", "heldout_path", "heldout_split"))
+    return replace(data, heldout_tokens=0, heldout_share=share, **unread)
 
 
 def check_settings(data: DataConfig) -> list[UserError]:

@@ -64,3 +64,14 @@ def test_a_damaged_memory_only_costs_time(file, tmp_path, memory):
 def test_a_memory_that_is_no_file_is_not_waited_for(file, tmp_path):
     os.mkfifo(tmp_path / "hashes.json")
     assert FileHashes(tmp_path / "hashes.json")(file) == hash_file(file)
+
+
+def test_an_answer_is_found_once_by_any_process(file, tmp_path):
+    found = []
+    for question in ("a", "b", "a"):
+        memory = FileHashes(tmp_path / "hashes.json")
+        memory(file)
+        assert memory.recall(question, lambda question=question: found.append(question) or question * 2) == question * 2
+    assert found == ["a", "b"]
+    file.unlink()
+    assert FileHashes(tmp_path / "hashes.json").recall("a", list) == "aa"

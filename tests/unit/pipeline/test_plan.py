@@ -1,5 +1,6 @@
 """Which stages have to run."""
 
+import json
 import os
 import shutil
 from copy import deepcopy
@@ -208,6 +209,18 @@ def test_more_heldout_text_trains_no_model_again(steps):
     words = ("stage=evaluate", "evaluate.checkpoint=train")
     before, after = addresses(steps, *words), addresses(steps, *words, "data.heldout_tokens=1000")
     assert {name for name in before if before[name] != after[name]} == {"evaluate"}
+
+
+def test_other_heldout_text_carves_again_only_if_it_excludes_documents(steps, tmp_path):
+    def addressed(*heldout):
+        (tmp_path / "heldout.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in heldout))
+        words = ("stage=evaluate", "evaluate.checkpoint=train", "data=text", f"data.path={tmp_path / 'text.jsonl'}")
+        return addresses(steps, *words, f"data.heldout_path={tmp_path / 'heldout.jsonl'}")
+
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("one", "two", "three")))
+    before, after, excluding = addressed("four"), addressed("five", "six"), addressed("two", "six")
+    assert {name for name in before if before[name] != after[name]} == {"evaluate"}
+    assert {name for name in before if before[name] == excluding[name]} == set()
 
 
 def addresses(steps, *words):

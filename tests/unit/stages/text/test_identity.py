@@ -1,13 +1,19 @@
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
+from instruments.durable import hash_file
 from instruments.errors import ConfigError
-from stages.text.cache_key import check_data, data_cache_key
+from stages.text.cache_key import calibration_cache_key, check_data, data_cache_key
 from stages.text.config import DataConfig, SourceConfig, calibration_only
 from stages.text.hub import find_commit
+
+
+def ask(_question, find):
+    return find()
 
 
 def test_local_files_count_by_content(write_jsonl, tmp_path):
@@ -37,6 +43,50 @@ def test_heldout_files_count_too(write_jsonl):
     write_jsonl("b.jsonl", [{"text": "three"}])
     assert data_cache_key(data)["heldout_files"] != identity["heldout_files"]
     assert data_cache_key(data)["files"] == identity["files"]
+
+
+def test_of_heldout_files_the_calibration_text_depends_on_what_they_exclude(write_jsonl):
+    """Documents that are in both texts; for text and for a mixture of local files."""
+    path = write_jsonl("a.jsonl", [{"text": "one"}, {"text": "two"}, {"text": "three"}])
+    plain = DataConfig(kind="text", path=str(path))
+    mixed = DataConfig(kind="mixture", sources=[SourceConfig(path=str(path))])
+    for data in (plain, mixed):
+        found = []
+        for heldout in (["four"], ["five", "six"], ["two"], ["seven", "two"], ["three"]):
+            named = write_jsonl("b.jsonl", [{"text": text} for text in heldout])
+            found.append(calibration_cache_key(replace(data, heldout_path=str(named)), hash_file, ask))
+        four, six, two, seven, three = found
+        assert four == six
+        assert two == seven
+        assert len({json.dumps(key) for key in found}) == 3
+        assert "heldout_files" not in three
+
+
+def test_documents_are_compared_once_for_the_same_files(write_jsonl):
+    path, heldout = write_jsonl("a.jsonl", [{"text": "one"}]), write_jsonl("b.jsonl", [{"text": "two"}])
+    data, asked = DataConfig(kind="text", path=str(path), heldout_path=str(heldout)), []
+
+    def recall(question, _find):
+        asked.append(question)
+        return ""
+
+    for wanted in (data, replace(data, heldout_tokens=500, tokens=9), replace(data, text_column="body")):
+        calibration_cache_key(wanted, hash_file, recall)
+    write_jsonl("b.jsonl", [{"text": "three"}])
+    calibration_cache_key(data, hash_file, recall)
+    first, second, third, fourth = asked
+    assert first == second
+    assert len({first, third, fourth}) == 3
+
+
+def test_text_that_cannot_be_compared_depends_on_the_whole_heldout_text(write_jsonl):
+    """A dataset of the hub, which is not here yet, and a record that maybe no stage reads."""
+    heldout = write_jsonl("b.jsonl", [{"text": "two"}])
+    broken = write_jsonl("a.jsonl", [{"text": "one"}, {"text": 3}])
+    local = DataConfig(kind="text", path=str(broken), heldout_path=str(heldout))
+    hub = DataConfig(kind="mixture", sources=[SourceConfig(name="a/b")], heldout_path=str(heldout))
+    for data in (local, hub):
+        assert calibration_cache_key(data, hash_file, ask) == data_cache_key(data)
 
 
 def test_heldout_files_of_a_mixture_count_too(write_jsonl):
@@ -117,5 +167,5 @@ def test_held_out_text_that_is_named_leaves_only_its_own_documents_out():
     assert calibration_only(named) != calibration_only(plain)
     assert calibration_only(replace(named, heldout_split="validation", heldout_share=0.5)) == calibration_only(named)
     local = DataConfig(kind="text", path="texts", heldout_path="a.txt")
-    assert calibration_only(replace(local, heldout_path="b.txt")) != calibration_only(local)
+    assert calibration_only(replace(local, heldout_path="b.txt")) == calibration_only(local)
     assert calibration_only(replace(local, heldout_share=0.5)) == calibration_only(local)
