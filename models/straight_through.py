@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from instruments.errors import ConfigError
-from models.training import router_names, selection_bias
+from models.training import router_names, selection_bias, without_adapters
 
 IMPLEMENTATION = "straight_through"  # as `from_pretrained` takes it for experts_implementation
 TEMPERATURE = 0.5  # of the soft choice, relative to the standard deviation of a token's scores
@@ -74,7 +74,7 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
             what = "straight-through routers compute all experts for every token, in a pool those of all layers"
             do = "load it with grouped_mm and without show_scores, or carve with topology=per_layer"
             raise ConfigError(what, where="topology=global_pool in config.json", do=do)
-        experts = model.get_submodule(f"{layer}.experts")
+        experts = without_adapters(model.get_submodule(f"{layer}.experts"))
         handles.append(model.get_submodule(name).register_forward_hook(partial(_show, experts)))
     return handles
 
@@ -84,5 +84,7 @@ def _show(experts: nn.Module, router: nn.Module, _inputs: Any, output: Sequence[
     if bias_E is None:
         experts.router_scores = logits_TE
     else:  # TinyONN adds the bias to the logits, other architectures to their sigmoid
-        on_logits = getattr(router, "bias_on_logits", False)  # no isinstance: remote code is another class
+        on_logits = getattr(
+            without_adapters(router), "bias_on_logits", False
+        )  # no isinstance: remote code is another class
         experts.router_scores = (logits_TE if on_logits else logits_TE.sigmoid()) + bias_E
