@@ -173,6 +173,14 @@ def exempt_routers(model: nn.Module) -> None:
     """Exempt the routers from autocast, which would also round those that ask for float32: they choose otherwise."""
     for router in find_routers(model):
         router.forward = partial(_run_in_float32, router.forward)
+        vars(router)["_replicate_for_data_parallel"] = partial(_replicate, router)
+
+
+def _replicate(router: nn.Module) -> nn.Module:
+    """A replica for nn.DataParallel, which copies attributes: its `forward` would use the weights of `router`."""
+    replica: nn.Module = nn.Module._replicate_for_data_parallel(router)  # type: ignore[no-untyped-call]
+    replica.forward = partial(_run_in_float32, partial(type(router).forward, replica))
+    return replica
 
 
 def _run_in_float32(forward: Callable[..., Any], x: Tensor) -> Any:  # noqa: ANN401 - a router's outputs
