@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from instruments.errors import ConfigError
-from models.training import router_names, selection_bias
+from models.training import router_names, selection_bias, without_adapters
 
 IMPLEMENTATION = "straight_through"  # as `from_pretrained` takes it for experts_implementation
 TEMPERATURE = 0.5  # of the soft choice, relative to the standard deviation of a token's scores
@@ -65,24 +65,34 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
     """Pass each router's scores to the experts of its layer, where `compute_all` reads them.
 
     The model must be loaded with experts_implementation=IMPLEMENTATION, and every layer must have its own experts.
-    Returns one hook for each router. Raises ConfigError: the experts are a pool.
+    Returns the hooks. Raises ConfigError: the experts are a pool.
     """
     handles = []
     for name in router_names(model):
-        layer = name.rpartition(".")[0]
-        if not hasattr(model.get_submodule(layer), "experts"):
+        layer, _, router = name.rpartition(".")
+        ffn = model.get_submodule(layer)
+        if not hasattr(ffn, "experts"):
             what = "straight-through routers compute all experts for every token, in a pool those of all layers"
             do = "load it with grouped_mm and without show_scores, or carve with topology=per_layer"
             raise ConfigError(what, where="topology=global_pool in config.json", do=do)
-        experts = model.get_submodule(f"{layer}.experts")
-        handles.append(model.get_submodule(name).register_forward_hook(partial(_show, experts)))
+        # In every pass, because replicas of nn.DataParallel are other modules.
+        handles.append(ffn.register_forward_pre_hook(partial(_connect, router)))
+        handles.append(ffn.get_submodule(router).register_forward_hook(_show))
+        _connect(router, ffn)
     return handles
 
 
-def _show(experts: nn.Module, router: nn.Module, _inputs: Any, output: Sequence[Tensor]) -> None:  # noqa: ANN401
-    logits_TE, bias_E = output[0], selection_bias(router)
+def _connect(router: str, ffn: nn.Module, _inputs: Any = ()) -> None:  # noqa: ANN401
+    # Not as an attribute, which would make the experts a part of the router.
+    vars(getattr(ffn, router))["shown_to"] = without_adapters(ffn.experts)  # type: ignore[arg-type]
+
+
+def _show(router: nn.Module, _inputs: Any, output: Sequence[Tensor]) -> None:  # noqa: ANN401
+    experts, logits_TE, bias_E = vars(router)["shown_to"], output[0], selection_bias(router)
     if bias_E is None:
         experts.router_scores = logits_TE
     else:  # TinyONN adds the bias to the logits, other architectures to their sigmoid
-        on_logits = getattr(router, "bias_on_logits", False)  # no isinstance: remote code is another class
+        on_logits = getattr(
+            without_adapters(router), "bias_on_logits", False
+        )  # no isinstance: remote code is another class
         experts.router_scores = (logits_TE if on_logits else logits_TE.sigmoid()) + bias_E

@@ -24,14 +24,14 @@ class Part(StrEnum):
     REST = "rest"  # embeddings, attention, norms, head
 
 
-# For every architecture in models/targets, as transformers names its parameters in memory.
-_ROUTER = re.compile(r"\.(?:gate|router)\.weight$")
+# For every architecture in models/targets, as transformers names its parameters in memory, and PEFT those inside them.
+_ROUTER = re.compile(r".*\.(?:gate|router)(?=\.)")
 _EXPERTS = re.compile(r"(?:^|\.)(?:experts|shared_experts?|shared_expert_gate|shared_mlp)\.")
 
 
 def part_of(name: str) -> Part:
     """The part that the parameter of this name belongs to."""
-    if _ROUTER.search(name):
+    if _ROUTER.match(name):
         return Part.ROUTER
     return Part.EXPERTS if _EXPERTS.search(name) else Part.REST
 
@@ -46,18 +46,20 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
-    Shared experts count as experts. Weight decay applies to matrices of experts and the rest, never to routers, norms
-    and biases. What PEFT has frozen below its adapters stays frozen. Returns dicts of `params`, `lr`, `weight_decay`
-    and `name`, which is a `Part`. Raises CheckpointError: the model has no routers.
+    Shared experts count as experts, adapters as the part that they adapt. Weight decay applies to matrices of experts
+    and the rest, never to routers, norms and biases. What PEFT has frozen below its adapters stays frozen. Returns
+    dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`. Raises CheckpointError: there are no routers.
     """
     find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}
     groups: dict[tuple[Part, float], list[nn.Parameter]] = {}
-    adapted = hasattr(model, "peft_config")
+    adapted = any(hasattr(module, "peft_config") for module in model.modules())  # also below DistributedDataParallel
     for name, parameter in model.named_parameters():
         part = part_of(name)
-        trainable = parameter.is_floating_point() and (parameter.requires_grad or not adapted)
+        kept = vars(parameter).get("frozen_by_rate", False)  # by an earlier call, not by PEFT
+        trainable = parameter.is_floating_point() and (parameter.requires_grad or kept or not adapted)
         parameter.requires_grad_(rates[part] > 0 and trainable)
+        vars(parameter)["frozen_by_rate"] = trainable and not parameter.requires_grad
         decay = weight_decay if part is not Part.ROUTER and parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
             groups.setdefault((part, decay), []).append(parameter)
@@ -82,17 +84,25 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
 
 def router_names(model: nn.Module) -> list[str]:
     """Names of the router modules, in layer order. Raises CheckpointError: there are none."""
-    names = [name for name, _ in model.named_parameters() if part_of(name) is Part.ROUTER]
+    found = [_ROUTER.match(name) for name, _ in model.named_parameters()]
+    names = list(dict.fromkeys(match[0] for match in found if match))  # once, also with adapters
     if not names:
         what = "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture"
         do = "load the checkpoint of stage=assemble or stage=project"
         raise CheckpointError(what, where="names of its parameters", do=do)
-    return [name.removesuffix(".weight") for name in names]
+    return names
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The module that PEFT's adapters wrap, or the module itself."""
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
+    return module
 
 
 def selection_bias(router: nn.Module) -> Tensor | None:
     """``(E,)`` bias that the router adds to its scores only to choose experts; None if its architecture has none."""
-    bias = getattr(router, "e_score_correction_bias", None)
+    bias = getattr(without_adapters(router), "e_score_correction_bias", None)
     return bias if isinstance(bias, Tensor) else None
 
 
@@ -163,6 +173,14 @@ def exempt_routers(model: nn.Module) -> None:
     """Exempt the routers from autocast, which would also round those that ask for float32: they choose otherwise."""
     for router in find_routers(model):
         router.forward = partial(_run_in_float32, router.forward)
+        vars(router)["_replicate_for_data_parallel"] = partial(_replicate, router)
+
+
+def _replicate(router: nn.Module) -> nn.Module:
+    """A replica for nn.DataParallel, which copies attributes: its `forward` would use the weights of `router`."""
+    replica: nn.Module = nn.Module._replicate_for_data_parallel(router)  # type: ignore[no-untyped-call]
+    replica.forward = partial(_run_in_float32, partial(type(router).forward, replica))
+    return replica
 
 
 def _run_in_float32(forward: Callable[..., Any], x: Tensor) -> Any:  # noqa: ANN401 - a router's outputs

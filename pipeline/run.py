@@ -12,7 +12,7 @@ from instruments.durable import hash_code
 from instruments.errors import ConfigError
 from models.config import is_on_host
 from pipeline import artifacts
-from pipeline.consistency import warn_of_other_stages
+from pipeline.consistency import contradictions, warn_of_other_stages
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
@@ -57,11 +57,15 @@ NEXT: dict[str, tuple[str, list[dict[str, str]]]] = {
 }  # fmt: skip
 
 
-def next_commands(stage: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The sentence on how to continue, and the commands: the typed settings with another stage."""
+def next_commands(stage: str, overrides: Sequence[str], settings: Settings) -> tuple[str, list[str]]:
+    """The sentence on how to continue, and the commands: the typed settings with another stage, if it takes them."""
     words, changes = NEXT.get(stage, ("", []))
-    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
-    return words, [command_line(kept, **change) for change in changes]
+    kept, lines = [word for word in overrides if word.partition("=")[0] != "fresh"], []
+    for change in changes:
+        refusal = next(contradictions(replace(settings, stage=change["stage"])), None)
+        refused = f"not stage={change['stage']}: {refusal.what}; {refusal.do}" if refusal else ""
+        lines.append(refused or command_line(kept, **change))
+    return words, lines
 
 
 def written_files(folder: Path, manifest: artifacts.Manifest) -> list[str]:
@@ -83,9 +87,9 @@ class Runner:
 
     run_folder: RunFolder
     overrides: Sequence[str]  # words of the command line, for remedies
+    settings: Settings
     workers: Workers = ALONE
     wait: bool = False  # for results that another run is computing
-    fresh: bool = False  # published results are computed again
 
     def __post_init__(self) -> None:
         self.hash_of = artifacts.FileHashes(artifacts.hashes_file(self.run_folder.output_dir))
@@ -108,7 +112,7 @@ class Runner:
                 if isinstance(error, KeyboardInterrupt):
                     kept = ", ".join(earlier.stage.name for earlier in done) or "nothing yet"
                     again = "the same command goes on from there"
-                    if self.fresh:
+                    if self.settings.fresh:
                         again = "the same command starts over; without fresh=true it keeps all published results"
                     log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
                 if done:
@@ -193,7 +197,7 @@ class Runner:
         if checkpoint is not None:
             log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
         log.info("report     %s", shown(self.run_folder.write_page(last.folder) or self.run_folder.report))
-        words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
+        words, commands = next_commands(last.stage.name, self.overrides, self.settings) if alone else ("", [])
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
 
@@ -254,7 +258,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
                 if any(step.due for step in steps) and is_on_host(settings.model):
                     for warning in memory_warnings(checked, steps, free_memory()):
                         log.warning("%s\n", warning)
-                runner = Runner(run_folder, overrides, workers, wait, settings.fresh)
+                runner = Runner(run_folder, overrides, settings, workers, wait)
                 runner.run(steps, alone=settings.stage != ALL)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error

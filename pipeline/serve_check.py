@@ -131,7 +131,7 @@ class _Check:
             for python in others
             if self._has(python, "transformers") and "vllm" not in self.found[python]
         ]
-        if llama := self._holding("llama_cpp"):
+        if (llama := self._holding("llama_cpp")) and not self._lacks_converter():
             runtime = self._name("llama.cpp", llama, "llama_cpp")
             steps += [(runtime, outtype, partial(self._llama, llama, outtype)) for outtype in types]
         if vllm := self._holding("vllm"):
@@ -146,12 +146,17 @@ class _Check:
         for module, name in (("llama_cpp", "llama.cpp"), ("vllm", "vLLM")):
             if not self._holding(module):
                 absent[name] = WANTED[module]
+        if "llama.cpp" not in absent and self._lacks_converter():
+            absent["llama.cpp"] = f"its converter is in no package: {INSTALL['converter']}"
         for versions in self.found.values():
             for module, version in versions.items():
                 if _numbers(version) < OLDEST[module]:
                     wanted = f"{_package(module)}>={'.'.join(map(str, OLDEST[module]))}"
                     absent[f"{module} {version}"] = f"too old: pip install --upgrade '{wanted}'"
         return absent
+
+    def _lacks_converter(self) -> bool:
+        return self.clients.llama_cpp is None and not llama_cpp_fault(read_config(self.checkpoint))
 
     def _holding(self, module: str) -> Path | None:
         return next((python for python in self.clients.pythons if self._has(python, module)), None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from .configuration_tiny_onn import TinyONNConfig
@@ -212,6 +213,10 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         """Prepare inputs as the dense family does; generate() takes `inputs_embeds` only if it is named here."""
         inputs: dict[str, Any] = self._dense.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs
+
+
+# With label smoothing, Trainer shifts the labels only of models in this list; the others would learn to repeat a token.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TinyONNConfig.model_type] = TinyONNForCausalLM.__name__
 
 
 def _activation(ffn: Any) -> nn.Module:  # noqa: ANN401 - a family's own class

@@ -22,6 +22,7 @@ WHOLE = "whole"  # file that marks a complete checkpoint folder; holds the hashe
 FILE = "metrics.jsonl"
 CHECKS = "metrics.crc"  # a CRC-32 for each line of FILE, written before the line
 EVENTS = "tensorboard"
+HELDOUT = "heldout_hash"  # key of the first line
 
 
 def mark_whole(folder: Path) -> None:
@@ -71,15 +72,20 @@ class Record:
     tokens: int  # training tokens so far
 
     @classmethod
-    def open(cls, folder: Path, *, done: int, tensorboard: bool) -> "Record":
+    def open(cls, folder: Path, *, done: int, tensorboard: bool, heldout_hash: str = "") -> "Record":
         """Open the record after `done` steps; removes lines of later steps, which are repeated after a kill.
 
         Raises:
-            ContractError: lines were changed or lost. The line of a step is always written before its checkpoint.
+            ContractError: lines were changed or lost, or they are about another held-out text. The line of a step is
+                always written before its checkpoint.
         """
         kept = [line for line in read_record(folder) if line["step"] <= done] if done else []
         if done and not any(line["step"] == done and "tokens" in line for line in kept):
             raise _changed(folder, f"lost its lines up to step {done}, which was saved")
+        if kept and kept[0].get(HELDOUT, heldout_hash) != heldout_hash:
+            what = "this unfinished training was measured on another held-out text: losses could not be compared"
+            do = "the held-out text and train.heldout_sequences= as before, or stage=train fresh=true to start it over"
+            raise ContractError(what, where=str(folder / FILE), do=do)
         lines = [f"{json.dumps(line)}\n" for line in kept]
         for name, texts in ((CHECKS, map(_check, lines)), (FILE, lines)):
             with whole_file(folder / name) as unfinished:
@@ -92,7 +98,7 @@ class Record:
             record._show(line)
         return record
 
-    def write(self, step: int, phase: str, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, phase: str, figures: Mapping[str, float | str]) -> None:
         """Add a line of figures."""
         line = {"step": step, "phase": phase, **figures}
         self._append(line)
@@ -105,7 +111,7 @@ class Record:
     def _show(self, line: Mapping[str, Any]) -> None:
         """Write the figures of a line to TensorBoard."""
         for name, value in line.items() if self.events is not None else ():
-            if name not in {"step", "phase", "warnings"}:
+            if name not in {"step", "phase", "warnings", HELDOUT}:
                 self.events.add_scalar(name, value, line["step"])
 
     def _append(self, line: Mapping[str, Any]) -> None:

@@ -49,7 +49,11 @@ def run(
     total, done = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
     dense = loading.load_dense(model, source) if train.logits or not done else None
-    lines = record.Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
+    lines = None
+    if job.workers.leads:
+        lines = record.Record.open(
+            job.scratch, done=done, tensorboard=train.tensorboard, heldout_hash=text.heldout_hash
+        )
     context = TrainContext(
         settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
@@ -129,7 +133,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
     if dense_loss is not None:
         losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(model.to(context.device))
         if context.record is not None:
-            context.record.write(0, "start", losses)
+            context.record.write(0, "start", {**losses, record.HELDOUT: context.text.heldout_hash})
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
     with loading.explained_memory(f"stage=train, phase {phase.name}", remedy):
         trainer.train(resume_from_checkpoint=str(found) if found else None)

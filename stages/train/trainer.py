@@ -1,5 +1,7 @@
 """transformers' Trainer for a MoE: its text, learning rates per part, own loss, growing logits, load balancing."""
 
+import hashlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,13 +55,16 @@ class TrainingText:
     train: LoadedText
     heldout: list[TokenBatch]
     pad_id: int
+    heldout_hash: str = ""  # does not depend on how the sequences are batched
 
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> TrainingText:
     """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
     text = load_text(replace(data, tokens=train.tokens), tokenizer, "calibration")
     heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
-    return TrainingText(text, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
+    content = hashlib.sha256(json.dumps([[sequence.ids, sequence.labels] for sequence in heldout]).encode())
+    batches = batch_sequences(heldout, train.micro_batch * data.max_length, pad_id)
+    return TrainingText(text, batches, pad_id, content.hexdigest()[:16])
 
 
 def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:

@@ -1,5 +1,7 @@
 """Training under autocast: experts multiply in bfloat16, routers in float32, and without autocast nothing changes."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from pico_moes import make_moe
@@ -7,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from models import straight_through
-from models.straight_through import show_scores
+from models.straight_through import IMPLEMENTATION, show_scores
 from models.training import AUTOCAST_IMPLEMENTATION, RouterWatch, _CastExperts, exempt_routers, find_routers
 from stages.losses import enable_gradient_checkpointing
 from stages.train.stage import load_trainable
@@ -112,3 +114,29 @@ def test_training_loads_the_model_this_way(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):
         logits_TE, _, _ = router(x_TD)
     torch.testing.assert_close(logits_TE, x_TD @ router.weight.T)
+
+
+@pytest.mark.parametrize("kernels", [IMPLEMENTATION, AUTOCAST_IMPLEMENTATION])
+def test_replicas_of_data_parallel_route_with_their_own_weights(monkeypatch, kernels):
+    """Trainer uses nn.DataParallel where one process sees several GPUs; here its replicas are copies on the CPU."""
+    moe, module = make_moe("glm4_moe"), import_module("torch.nn.parallel.replicate")
+    moe.set_experts_implementation(kernels)
+    if kernels == IMPLEMENTATION:
+        show_scores(moe)
+    exempt_routers(moe)
+    monkeypatch.setattr(module, "_get_device_index", lambda device, _optional: device)
+    monkeypatch.setattr(
+        module,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, *_, **__: [[t.clone() for t in tensors] for _ in range(2)],
+    )
+    replicas = module.replicate(moe, [0, 1])
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = moe(IDS).logits
+        with torch.no_grad():
+            for parameter in moe.parameters():
+                parameter.zero_()
+        for replica in replicas:
+            assert torch.equal(replica(IDS).logits, wanted)
+            (logits_TE, _, _) = replica.model.layers[1].mlp.gate(torch.ones(3, 24))
+            assert logits_TE.abs().min() > 0

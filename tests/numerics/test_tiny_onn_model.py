@@ -240,6 +240,14 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(model, monkeyp
         assert torch.equal(replica(IDS).logits, wanted)
 
 
+def test_label_smoothing_predicts_the_next_token(model, tmp_path) -> None:
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.25, report_to=[], use_cpu=True)
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": IDS, "labels": IDS})
+    log_TV = model(IDS).logits[:, :-1].log_softmax(-1)
+    next_T = log_TV.gather(-1, IDS[:, 1:, None])
+    torch.testing.assert_close(loss, -(0.75 * next_T.mean() + 0.25 * log_TV.mean()))
+
+
 def test_a_trainer_trains_the_router_and_the_experts_and_evaluates_them(model, tmp_path) -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     arguments = TrainingArguments(

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from pico_moes import MOES, SIZES, make_moe
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
-from models.training import Part, parameter_groups, part_of
+from models.straight_through import IMPLEMENTATION, show_scores
+from models.training import Part, RouterWatch, find_routers, parameter_groups, part_of
 
 
 @pytest.fixture(params=MOES)
@@ -47,6 +49,45 @@ def test_what_is_frozen_below_adapters_stays_frozen():
     assert group["name"] == "router"
     assert group["params"] == [learns]
     assert [parameter for parameter in moe.parameters() if parameter.requires_grad] == [learns]
+
+
+def test_adapters_that_one_phase_froze_learn_in_the_next():
+    moe = make_moe("qwen3_moe").requires_grad_(False)
+    moe.peft_config = {}
+    adapter = moe.get_parameter("model.layers.1.mlp.experts.down_proj").requires_grad_()
+    assert parameter_groups(nn.ModuleDict({"module": moe}), expert_rate=0.0) == []  # as DistributedDataParallel has it
+    (group,) = parameter_groups(moe)
+    assert group["params"] == [adapter]
+
+
+class Adapted(nn.Module):
+    """A module with the parameters of PEFT's adapters for one weight."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.lora_A = base_layer, nn.ModuleDict({"default": nn.Linear(24, 2, bias=False)})
+
+    def forward(self, *inputs):
+        return self.base_layer(*inputs)
+
+
+def test_the_adapters_of_a_router_are_its_part_and_its_choices_are_seen():
+    moe = make_moe("glm4_moe")
+    for layer in moe.model.layers:
+        layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, 5))
+        layer.mlp.gate, layer.mlp.experts = Adapted(layer.mlp.gate), Adapted(layer.mlp.experts)
+    moe.set_experts_implementation(IMPLEMENTATION)
+    show_scores(moe)
+    with RouterWatch(moe).collect() as routings:
+        moe(torch.arange(14).view(2, 7), use_cache=False)
+    assert len(routings) == len(find_routers(moe)) == 2
+    for layer, routing in zip(moe.model.layers, routings, strict=True):
+        best_TK = layer.mlp.experts.base_layer.router_scores.topk(2).indices
+        assert torch.equal(best_TK.sort(1).values, routing.chosen_TK.sort(1).values)
+    adapters = {id(layer.mlp.gate.lora_A.default.weight) for layer in moe.model.layers}
+    (routers,) = [group["params"] for group in parameter_groups(moe) if group["name"] == "router"]
+    assert len(routers) == 4
+    assert adapters < {id(parameter) for parameter in routers}
 
 
 def test_norms_and_biases_do_not_decay():

@@ -255,6 +255,23 @@ def test_the_table_has_a_row_a_runtime_and_names_what_is_missing():
     assert lines[-2:] == ["it fails: repair it", "vLLM not checked: pip install it"]
 
 
+@pytest.mark.parametrize("convertible", [True, False])
+def test_llama_cpp_without_its_converter_is_missing_and_not_wrong(carve, monkeypatch, convertible):
+    here, answer = Path("python"), {"log_probabilities": [-1.5, -2.0], "best": [3, 4]}
+    found = {here: {"transformers": "5.23.0", "llama_cpp": "0.3.36"}}
+    check = serve_check._Check(carve, gguf.Clients(None, (here,)), {"rounds": 0}, 1, False, found)
+    answer |= {"prompt_seconds": [], "decode_seconds": []}
+    monkeypatch.setattr(serve_check._Check, "_transformers", lambda *_: answer)
+    if not convertible:
+        monkeypatch.setattr(serve_check, "llama_cpp_fault", lambda _config: "llama.cpp cannot run this")
+    assert [row.fault for row in check.rows(["f32"])] == [
+        "",
+        "",
+        *([] if convertible else ["llama.cpp cannot run this"]),
+    ]
+    assert ("pip download" in check.missing().get("llama.cpp", "")) is convertible
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SERVED)
 def test_every_target_is_right_in_llama_cpp(tmp_path, target):

@@ -61,6 +61,21 @@ def test_lines_before_the_first_checkpoint_are_written_again(tmp_path):
     assert len(read_record(tmp_path)) == 1
 
 
+def test_losses_on_another_heldout_text_are_not_added(tmp_path):
+    record = Record.open(tmp_path, done=0, tensorboard=False, heldout_hash="a")
+    record.write(0, "start", {"heldout_loss": 2.5, "heldout_hash": "a"})
+    record.write(2, "router", {"tokens": 20})
+    with pytest.raises(ContractError) as caught:
+        Record.open(tmp_path, done=2, tensorboard=False, heldout_hash="b")
+    assert str(caught.value) == (
+        "this unfinished training was measured on another held-out text: losses could not be compared\n"
+        f"  where: {tmp_path / 'metrics.jsonl'}\n"
+        "  do:    the held-out text and train.heldout_sequences= as before, or stage=train fresh=true to start it over"
+    )
+    assert Record.open(tmp_path, done=2, tensorboard=False, heldout_hash="a").tokens == 20
+    assert Record.open(tmp_path, done=0, tensorboard=False, heldout_hash="b").tokens == 0
+
+
 def test_a_mark_of_a_whole_checkpoint_that_is_no_text_is_none(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "weights").write_text("w")

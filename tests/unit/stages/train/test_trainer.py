@@ -3,18 +3,21 @@
 import gc
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from pico_moes import make_moe
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
 
 from models.training import Part, find_routers, selection_bias
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
+from stages.text.config import DataConfig
 from stages.text.sequences import LoadedText
-from stages.train import stage
+from stages.train import stage, trainer
 from stages.train.config import TrainConfig
 from stages.train.objective import Balance, LogitSchedule
 from stages.train.phases import Phase
@@ -34,6 +37,18 @@ def make_context(settings, heldout=(), workers=None):
         workers=workers or Workers(),
         device=torch.device("cpu"),
     )
+
+
+def test_the_heldout_text_is_known_by_its_tokens_however_it_is_batched(monkeypatch):
+    texts = [TokenSequence(str(n), list(range(n, n + 5)), list(range(n, n + 5))) for n in range(7)]
+    tokenizer = Mock(PreTrainedTokenizerBase)
+    monkeypatch.setattr(trainer, "load_text", lambda *_: LoadedText(texts, {}))
+
+    def found(count, micro_batch):
+        settings = TrainConfig(heldout_sequences=count, micro_batch=micro_batch)
+        return trainer.read_text(DataConfig(max_length=6), settings, tokenizer, 0).heldout_hash
+
+    assert found(6, 2) == found(6, 3) != found(4, 2)
 
 
 def test_shards_are_set_up_as_the_file_says(tmp_path):
