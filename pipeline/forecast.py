@@ -9,7 +9,7 @@ from typing import Any
 
 from models.config import is_on_host
 from pipeline.cost import COSTS, draw
-from pipeline.disk import in_mib, nearest_existing
+from pipeline.disk import in_mib, nearest_existing, scratch_bytes
 from pipeline.plan import Step, lacks_pictures
 from pipeline.report.words import duration
 from pipeline.settings import Settings
@@ -133,14 +133,17 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, duration(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    notes += [f"all stages {duration(total)}, including library loading {duration(loading)}", *describe_spilling(costs)]
+    notes += [f"all stages {duration(total)}, including library loading {duration(loading)}"]
+    notes += describe_temporary("hidden states above model.hidden_memory", {n: c.spilled for n, c in costs.items()})
+    scratch = {name: scratch_bytes(name, checked.source, checked.shape, settings) for name in costs}
+    notes += describe_temporary("files for resuming", scratch)
     return Table("plan", columns, rows, notes)
 
 
-def describe_spilling(costs: Mapping[str, Cost]) -> Iterator[str]:
-    """A note on the stages that keep hidden states on disk."""
-    if found := [f"{in_mib(cost.spilled)} in stage={name}" for name, cost in costs.items() if cost.spilled]:
-        yield f"hidden states above model.hidden_memory, temporarily on the disk of output_dir: {', '.join(found)}"
+def describe_temporary(what: str, sizes: Mapping[str, int]) -> Iterator[str]:
+    """A note on the stages that keep temporary files; `sizes`: stage → bytes at its peak."""
+    if found := [f"{in_mib(size)} in stage={name}" for name, size in sizes.items() if size]:
+        yield f"{what}, temporarily on the disk of output_dir: {', '.join(found)}"
 
 
 def describe_rates(rates: Rates) -> Iterator[str]:

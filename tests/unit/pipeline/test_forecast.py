@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.config import ModelConfig
 from pipeline.cli import run_command
 from pipeline.cost import COSTS, layer_pass, loaded_bytes, solve_bytes
-from pipeline.forecast import Rates, costs_of, describe_spilling, free_tensor_memory, memory_warnings
+from pipeline.forecast import Rates, costs_of, describe_temporary, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
@@ -150,9 +150,9 @@ def test_hidden_states_above_the_limit_are_on_disk(planned):
         kept = 3 * 4 * 256 * tokens
         assert (inside[stage].spilled, outside[stage].spilled) == (0, kept), stage
         assert inside[stage].device - outside[stage].device == pytest.approx(kept, rel=0.05), stage
-    (said,) = describe_spilling({"project": outside["project"]})
-    assert said.endswith("384.0 MiB in stage=project")
-    assert [*describe_spilling(inside)] == []
+    (said,) = describe_temporary("hidden states", {"project": outside["project"].spilled, "scan": 0})
+    assert said == "hidden states, temporarily on the disk of output_dir: 384.0 MiB in stage=project"
+    assert [*describe_temporary("hidden states", {"project": inside["project"].spilled})] == []
 
 
 def test_a_layer_that_stays_dense_costs_no_carving(planned):
