@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from models.config import is_on_host
+from models.config import PER_LAYER, is_on_host
 from pipeline.cost import COSTS, draw
 from pipeline.disk import in_mib, nearest_existing, scratch_bytes
 from pipeline.plan import Step, lacks_pictures
@@ -134,10 +134,24 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, duration(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
     notes += [f"all stages {duration(total)}, including library loading {duration(loading)}"]
+    if "evaluate" in costs:
+        shorter = [f"{words} {duration(rates.seconds(cost))}" for words, cost in fewer_baselines(checked)]
+        notes += [f"evaluate with fewer baselines: {'; '.join(shorter)}"] * bool(shorter)
     notes += describe_temporary("hidden states above model.hidden_memory", {n: c.spilled for n, c in costs.items()})
     scratch = {name: scratch_bytes(name, checked.source, checked.shape, settings) for name in costs}
     notes += describe_temporary("files for resuming", scratch)
     return Table("plan", columns, rows, notes)
+
+
+def fewer_baselines(checked: Checked) -> Iterator[tuple[str, Cost]]:
+    """Settings that shorten stage=evaluate, each with its cost: without aligned baselines, and without any."""
+    settings, config = checked.settings, checked.settings.evaluate
+    sizes = sizes_of(checked, on_host=is_on_host(settings.model))
+    unaligned = [name for name in config.baselines if not name.endswith("_aligned")]
+    for kept in (unaligned, []):
+        if len(kept) < len(config.baselines) and settings.topology == PER_LAYER:  # a pool measures few
+            fewer = replace(settings, evaluate=replace(config, baselines=kept))
+            yield f"evaluate.baselines=[{','.join(kept)}]", COSTS["evaluate"](sizes, fewer)
 
 
 def describe_temporary(what: str, sizes: Mapping[str, int]) -> Iterator[str]:

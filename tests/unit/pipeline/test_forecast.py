@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.config import ModelConfig
 from pipeline.cli import run_command
 from pipeline.cost import COSTS, layer_pass, loaded_bytes, solve_bytes
-from pipeline.forecast import Rates, costs_of, describe_temporary, free_tensor_memory, memory_warnings
+from pipeline.forecast import Rates, costs_of, describe_temporary, fewer_baselines, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
@@ -131,6 +131,18 @@ def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert "measured here: products" in shown
     assert not (tmp_path / "runs").exists()
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
+
+
+def test_the_plan_names_settings_that_shorten_evaluate(planned):
+    checked, steps = planned("stage=evaluate")
+    all_, most, none = costs_of(steps, checked)["evaluate"], *(cost for _, cost in fewer_baselines(checked))
+    assert [words for words, _ in fewer_baselines(checked)] == [
+        "evaluate.baselines=[unaligned,static_mask,random_router,cmoe]",
+        "evaluate.baselines=[]",
+    ]
+    assert none.products < 0.6 * most.products < 0.6 * all_.products
+    assert [words for words, _ in fewer_baselines(planned("evaluate.baselines=[cmoe]")[0])] == ["evaluate.baselines=[]"]
+    assert [*fewer_baselines(planned("evaluate.baselines=[]")[0])] == []
 
 
 def test_the_processes_of_a_machine_share_its_memory(planned, monkeypatch):
