@@ -13,6 +13,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 
 from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, access_denied, printable
+from pipeline.help import CONF
 from pipeline.overrides import first_word, hide_passwords, override_errors, parse_overrides
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
@@ -63,13 +64,20 @@ def stop_in_words(_signal: int, _frame: object) -> None:
 
 
 def refuse_flags(flags: Set[str]) -> None:
-    """Raises ConfigError: Hydra would run code from a file, or end in a traceback. Users may abbreviate flags."""
+    """Raises ConfigError: Hydra would run code from a file, ignore its files, or end in a traceback.
+
+    Users may abbreviate flags.
+    """
     if any(flag.startswith("--e") for flag in flags):
         what = "--experimental-rerun opens a pickle, which can run any code"
         raise ConfigError(what, where="command line", do="the command at the head of the run's report.md")
     if any(flag.startswith("--res") for flag in flags) and not flags & {"--cfg", "-c", "--help", "-h"}:
         what = "--resolve goes with settings that are shown"
         raise ConfigError(what, where="command line", do="python -m pipeline --cfg job --resolve")
+    if any(flag.startswith(("--config-", "-cd", "-cn", "-cp")) for flag in flags):
+        what = f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported"
+        do = "copy your file, in the form of conf/debug/tiny.yaml, to conf/experiment, and name it in experiment="
+        raise ConfigError(what, where="command line", do=do)
 
 
 def start(words: Sequence[str]) -> None:

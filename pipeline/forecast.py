@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from models.config import is_on_host
+from models.config import PER_LAYER, is_on_host
 from pipeline.cost import COSTS, draw
-from pipeline.disk import in_mib, nearest_existing
+from pipeline.disk import in_mib, nearest_existing, scratch_bytes
 from pipeline.plan import Step, lacks_pictures
 from pipeline.report.words import duration
 from pipeline.settings import Settings
@@ -133,14 +133,31 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, duration(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    notes += [f"all stages {duration(total)}, including library loading {duration(loading)}", *describe_spilling(costs)]
+    notes += [f"all stages {duration(total)}, including library loading {duration(loading)}"]
+    if "evaluate" in costs:
+        shorter = [f"{words} {duration(rates.seconds(cost))}" for words, cost in fewer_baselines(checked)]
+        notes += [f"evaluate with fewer baselines: {'; '.join(shorter)}"] * bool(shorter)
+    notes += describe_temporary("hidden states above model.hidden_memory", {n: c.spilled for n, c in costs.items()})
+    scratch = {name: scratch_bytes(name, checked.source, checked.shape, settings) for name in costs}
+    notes += describe_temporary("files for resuming", scratch)
     return Table("plan", columns, rows, notes)
 
 
-def describe_spilling(costs: Mapping[str, Cost]) -> Iterator[str]:
-    """A note on the stages that keep hidden states on disk."""
-    if found := [f"{in_mib(cost.spilled)} in stage={name}" for name, cost in costs.items() if cost.spilled]:
-        yield f"hidden states above model.hidden_memory, temporarily on the disk of output_dir: {', '.join(found)}"
+def fewer_baselines(checked: Checked) -> Iterator[tuple[str, Cost]]:
+    """Settings that shorten stage=evaluate, each with its cost: without aligned baselines, and without any."""
+    settings, config = checked.settings, checked.settings.evaluate
+    sizes = sizes_of(checked, on_host=is_on_host(settings.model))
+    unaligned = [name for name in config.baselines if not name.endswith("_aligned")]
+    for kept in (unaligned, []):
+        if len(kept) < len(config.baselines) and settings.topology == PER_LAYER:  # a pool measures few
+            fewer = replace(settings, evaluate=replace(config, baselines=kept))
+            yield f"evaluate.baselines=[{','.join(kept)}]", COSTS["evaluate"](sizes, fewer)
+
+
+def describe_temporary(what: str, sizes: Mapping[str, int]) -> Iterator[str]:
+    """A note on the stages that keep temporary files; `sizes`: stage → bytes at its peak."""
+    if found := [f"{in_mib(size)} in stage={name}" for name, size in sizes.items() if size]:
+        yield f"{what}, temporarily on the disk of output_dir: {', '.join(found)}"
 
 
 def describe_rates(rates: Rates) -> Iterator[str]:

@@ -17,7 +17,7 @@ from models.targets.config import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
 from pipeline.cost import COSTS
-from pipeline.disk import expected_bytes, free_bytes, in_mib
+from pipeline.disk import expected_bytes, free_bytes, in_mib, scratch_bytes, unfinished_bytes
 from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from pipeline.workload import sizes_of
@@ -260,20 +260,29 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
 
 
 def require_room(checked: Checked, due: Sequence[str]) -> None:
-    """Raises ConfigError: results, and the hidden states of the stage with the most, need more bytes than are free."""
-    settings = checked.settings
-    output_dir = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
-    expected = {name: expected_bytes(name, checked.source, checked.shape, settings.assemble) for name in due}
-    sizes, free = sizes_of(checked, on_host=True), free_bytes(output_dir)
-    spilled = {name: size for name in due if name in COSTS and (size := COSTS[name](sizes, settings).spilled)}
-    if spilled and not is_on_host(settings.model):  # asked last, since it may load torch
+    """Raises ConfigError: results, and temporary files of the stage with the most, need more bytes than are free."""
+    settings, source, shape = checked.settings, checked.source, checked.shape
+    results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
+    expected = {name: expected_bytes(name, source, shape, settings.assemble) for name in due}
+    sizes, free = sizes_of(checked, on_host=True), free_bytes(results)
+    spilled = {name: COSTS[name](sizes, settings).spilled for name in due if name in COSTS}
+    if any(spilled.values()) and not is_on_host(settings.model):  # asked last, since it may load torch
         spilled = {}
-    written, most = sum(expected.values()), max(spilled.values(), default=0)
+    # A killed run has written some of its stage's files before.
+    left = {folder.name: unfinished_bytes(folder) for folder in results.glob("*")}
+    scratch = {name: max(0, scratch_bytes(name, source, shape, settings) - left.get(name, 0)) for name in due}
+    most, stage = max(((spilled.get(name, 0) + scratch[name], name) for name in due), default=(0, ""))
+    written = sum(expected.values())
     if written + most > free:
         what = f"about {in_mib(written + most)} will be written, {in_mib(free)} are free"
-        where = f"{output_dir}, stages {', '.join(name for name, size in expected.items() if size or name in spilled)}"
-        do = "free some space, or output_dir= on a larger disk"
-        if most:
-            where += f"; {in_mib(most)} of it hidden states, while a stage runs"
+        named = [name for name in due if expected[name] or spilled.get(name) or scratch[name]]
+        where, do = f"{results}, stages {', '.join(named)}", "free some space, or output_dir= on a larger disk"
+        if spilled.get(stage):
+            where += f"; {in_mib(spilled[stage])} of it hidden states, while a stage runs"
             do += ", or fewer data.tokens="
+        if scratch.get(stage):
+            where += f"; {in_mib(scratch[stage])} of it for resuming, while stage={stage} runs"
+            do += ", or a larger train.save_steps=" * (stage == "train")
+        if unfinished := sum(left.values()):
+            do += f"; {in_mib(unfinished)} are left by killed runs, in {results}/*/.[0-9a-f]*"
         raise ConfigError(what, where=where, do=do)

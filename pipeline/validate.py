@@ -1,5 +1,6 @@
 """Finds all errors in the settings before any weights are loaded, and reports them together."""
 
+import logging
 import re
 import shlex
 import textwrap
@@ -20,7 +21,7 @@ from models.config import ModelConfig, MoEShape, setting_word
 from models.source import check_source, read_source_config
 from models.targets.base import ALIGNMENT, expert_width
 from models.targets.config import check_target
-from pipeline.consistency import balance_errors, contradictions, find_uses, map_errors, warn_of_unread
+from pipeline.consistency import balance_errors, contradictions, find_uses, involves, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
@@ -28,6 +29,8 @@ from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolv
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
 from stages.text.config import check_length
+
+logger = logging.getLogger(__name__)
 
 LARGEST = 2**63 - 1
 LONGEST = 4000  # characters; Linux takes paths of 4,095 bytes
@@ -201,7 +204,16 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
     except UserError as error:
         errors.append(error)
     warn_of_unread(settings, shape, request.width, target)
+    _warn_of_dense_maps(settings, request)
     return errors
+
+
+def _warn_of_dense_maps(settings: Settings, request: ShapeRequest) -> None:
+    """Log a warning for layers to draw that stay dense: they have no experts."""
+    asked = settings.cluster.map_layers if settings.cluster.map != "none" and involves(settings, "cluster") else []
+    if dense := [layer for layer in asked if layer % request.layers in request.dense_layers]:
+        which = ", ".join(map(str, dense))
+        logger.warning("cluster.map_layers=%s: no map of layer %s, which stays dense", asked, which)
 
 
 def width_errors(shape: MoEShape, pad_to: int | None) -> Iterator[ConfigError]:

@@ -49,6 +49,7 @@ class Evaluation:
     trained: bool = False  # the MoE is the checkpoint of stage=train
     # Dense layers → the setting of an architecture that supports them; nothing if the MoE's own does.
     target_for: Callable[[Sequence[int]], Sequence[str]] = lambda _layers: ()
+    dtype: str = "float32"  # in which both models were computed; without a pool, the baselines are always in float32
 
     def gap(self, name: str) -> float:
         """Loss above the dense model's, nats per token."""
@@ -85,6 +86,11 @@ def notes(evaluation: Evaluation) -> list[str]:
         "one pool of experts for all layers: active parameters are counted in every layer that uses them; masks and "
         "oracles, which choose among one layer's neurons, are left out"
     )
+    formats = (
+        f"both models are computed in {evaluation.dtype}, the baselines in float32, so the baselines' gaps contain the "
+        "dense model's rounding; model.dtype=float32 compares all in one format"
+    )
+    mixed = evaluation.dtype != "float32" and not shape.pooled and evaluation.losses.keys() - {"dense", "carved"}
     return [
         f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN neurons "
         f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
@@ -93,6 +99,7 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"{agreement:.0%} of its choices (chance {shape.top_k / shape.experts:.0%}); load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
         *([trained] if evaluation.trained else []),
+        *([formats] if mixed else []),
         *([f"layers {', '.join(map(str, shape.dense_layers))} stay dense"] if shape.dense_layers else []),
         *([pooled] if shape.pooled else []),
         *costly_layers(evaluation),

@@ -50,8 +50,8 @@ def run(
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)
+    dtype = resolve_dtype(context.model, context.device) or checkpoint_dtype(context.folder, "source")
     if shape.pooled:
-        dtype = resolve_dtype(context.model, context.device) or checkpoint_dtype(context.folder, "source")
         offloaded = job.scratch / f"assembled-{job.workers.rank}"
         assembled = load_carved(job.parents["assemble"] / "checkpoint", context.model, dtype, offloaded)
         baselines = run_pool_baselines(evaluate.baselines, assembled, text.heldout, seed, job.workers)
@@ -66,7 +66,10 @@ def run(
         return NOTHING
     tokens, trained = losses["dense"].tokens, evaluate.checkpoint == "train"
     target_for = partial(target_with_dense, context.folder, job.parents[evaluate.checkpoint] / "checkpoint", shape)
-    evaluation = Evaluation(shape, partition.width, tokens, losses | baselines, costs, layers, trained, target_for)
+    named = str(dtype).removeprefix("torch.")
+    evaluation = Evaluation(
+        shape, partition.width, tokens, losses | baselines, costs, layers, trained, target_for, named
+    )
     write_report(evaluation, job.out)
     return summarise(evaluation)
 

@@ -297,6 +297,18 @@ def test_maps_are_drawn_of_layers_that_there_are(texts):
     assert texts("cluster.map_layers=[4]", "stage=score") == []
 
 
+ONN = "assemble.target=tiny_onn"  # supports any dense layer
+
+
+def test_maps_of_layers_that_stay_dense_are_not_drawn(texts, caplog):
+    assert texts("cluster.map_layers=[0,2,-1]", "dense_layers=[0,3]", "active=0.75", ONN) == []
+    assert caplog.messages == ["cluster.map_layers=[0, 2, -1]: no map of layer 0, -1, which stays dense"]
+    caplog.clear()
+    assert texts("cluster.map_layers=[1]", "dense_layers=[0]", ONN) == []
+    assert texts("cluster.map_layers=[0]", "dense_layers=[0]", "cluster.map=none", ONN) == []
+    assert [message for message in caplog.messages if "stays dense" in message] == []
+
+
 def test_sequences_fit_into_the_model(texts):
     assert texts("data.max_length=1025") == [TOO_LONG]
     assert texts("data.max_length=1024") == []

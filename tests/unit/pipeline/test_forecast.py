@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.config import ModelConfig
 from pipeline.cli import run_command
 from pipeline.cost import COSTS, layer_pass, loaded_bytes, solve_bytes
-from pipeline.forecast import Rates, costs_of, describe_spilling, free_tensor_memory, memory_warnings
+from pipeline.forecast import Rates, costs_of, describe_temporary, fewer_baselines, free_tensor_memory, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
@@ -133,6 +133,18 @@ def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
 
 
+def test_the_plan_names_settings_that_shorten_evaluate(planned):
+    checked, steps = planned("stage=evaluate")
+    all_, most, none = costs_of(steps, checked)["evaluate"], *(cost for _, cost in fewer_baselines(checked))
+    assert [words for words, _ in fewer_baselines(checked)] == [
+        "evaluate.baselines=[unaligned,static_mask,random_router,cmoe]",
+        "evaluate.baselines=[]",
+    ]
+    assert none.products < 0.6 * most.products < 0.6 * all_.products
+    assert [words for words, _ in fewer_baselines(planned("evaluate.baselines=[cmoe]")[0])] == ["evaluate.baselines=[]"]
+    assert [*fewer_baselines(planned("evaluate.baselines=[]")[0])] == []
+
+
 def test_the_processes_of_a_machine_share_its_memory(planned, monkeypatch):
     places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     for name, value in places.items():
@@ -150,9 +162,9 @@ def test_hidden_states_above_the_limit_are_on_disk(planned):
         kept = 3 * 4 * 256 * tokens
         assert (inside[stage].spilled, outside[stage].spilled) == (0, kept), stage
         assert inside[stage].device - outside[stage].device == pytest.approx(kept, rel=0.05), stage
-    (said,) = describe_spilling({"project": outside["project"]})
-    assert said.endswith("384.0 MiB in stage=project")
-    assert [*describe_spilling(inside)] == []
+    (said,) = describe_temporary("hidden states", {"project": outside["project"].spilled, "scan": 0})
+    assert said == "hidden states, temporarily on the disk of output_dir: 384.0 MiB in stage=project"
+    assert [*describe_temporary("hidden states", {"project": inside["project"].spilled})] == []
 
 
 def test_a_layer_that_stays_dense_costs_no_carving(planned):

@@ -96,6 +96,20 @@ def test_good_words_pass(word):
             "  where: command line\n"
             "  do:    python -m pipeline -m 'score=glob(*)'",
         ),
+        (
+            "data.path=a,b.txt",
+            "data.path=a,b.txt is a sweep over several values\n"
+            "  where: command line\n"
+            "  do:    python -m pipeline -m data.path=a,b.txt; for one text with a comma: "
+            """'data.path='"'"'a,b.txt'"'"''""",
+        ),
+        (
+            "evaluate.baselines=cmoe,oracle",
+            "evaluate.baselines=cmoe,oracle is a sweep over several values\n"
+            "  where: command line\n"
+            "  do:    python -m pipeline -m evaluate.baselines=cmoe,oracle; "
+            "for one list: 'evaluate.baselines=[cmoe,oracle]'",
+        ),
         # Hydra cannot take an overlay away.
         ("debug=null", "debug=None is none of tiny\n  where: setting debug\n  do:    debug=tiny"),
     ],

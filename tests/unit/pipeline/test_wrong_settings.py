@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from instruments.errors import ConfigError
+from pipeline.help import CONF
 from pipeline.overrides import first_word, override_errors, parse_overrides
 from pipeline.settings import STAGES, compose, register_schema
 from pipeline.validate import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
@@ -187,6 +188,18 @@ def test_a_file_of_settings_that_is_none(tmp_path, monkeypatch, make, fault):
     found = find_faults(["stage=train", "train.fsdp_config=odd.json", "output_dir=outputs"])
     assert [error.do.partition(" ")[0] for error in found] == ["train.fsdp_config=null"]
     assert re.search(fault, found[0].what)
+
+
+@pytest.mark.parametrize("flag", ["--config-dir", "--config-d=mine", "-cd", "-cnother", "--config-path"])
+def test_settings_outside_of_conf_are_refused(capsys, flag):
+    from pipeline.cli import run_command
+
+    assert run_command(["stage=scan", flag, "mine"]) == 2
+    assert capsys.readouterr().err == (
+        f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported\n"
+        "  where: command line\n"
+        "  do:    copy your file, in the form of conf/debug/tiny.yaml, to conf/experiment, and name it in experiment=\n"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--experimental-rerun", "--exp", "--resolve"])

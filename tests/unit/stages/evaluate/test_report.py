@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from models.config import MoEShape
-from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
+from stages.evaluate.report import Evaluation, LayerResult, ModelCost, notes, summarise, write_report
 from stages.losses import MeanLoss
 
 
@@ -51,6 +51,16 @@ mean reconstruction error of the FFN outputs 0.188; router agrees with the outpu
 | 1       | 0.2500                 | 0.500                              | 2.50            | 1                |
 """
     )
+
+
+def test_baselines_in_another_number_format_are_said(evaluation):
+    def said(**changes):
+        return [note for note in notes(replace(evaluation, **changes)) if "float32" in note]
+
+    (note,) = said(dtype="bfloat16")
+    assert note.startswith("both models are computed in bfloat16, the baselines in float32, ")
+    assert said() == said(dtype="bfloat16", shape=MoEShape(4, 8, 2, 16, "global_pool")) == []
+    assert said(dtype="bfloat16", losses={name: evaluation.losses[name] for name in ("dense", "carved")}) == []
 
 
 def test_the_record(evaluation, tmp_path):
