@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
-from instruments.mscan.header import VERSION, Rows, locate
+from instruments.mscan.header import VERSION, Rows, locate, module_of
 from instruments.mscan.reader import Mscan, read_mscan
 
 if TYPE_CHECKING:
@@ -104,8 +105,17 @@ def delta_sc(
 
 
 def grid_by_layer(names: Iterable[str], values_P: Float[np.ndarray, "P"]) -> Grid:
-    """Arrange values of parameters by layer and module, modules in the order of first appearance."""
-    placed = [(*locate(name), float(value)) for name, value in zip(names, values_P, strict=True)]
+    """Arrange values of parameters by layer and module, modules in the order of first appearance.
+
+    Modules of two stacks of layers that would have one name (encoder and decoder) have their full names.
+    """
+    names = list(names)
+    times = Counter(map(locate, names))
+    shared = {module for (_layer, module), count in times.items() if count > 1}
+    placed = []
+    for name, value in zip(names, values_P, strict=True):
+        layer, module = locate(name)
+        placed.append((layer, module_of(name) if module in shared else module, float(value)))
     layers = sorted({layer for layer, _, _ in placed if layer is not None})
     modules = list(dict.fromkeys(module for layer, module, _ in placed if layer is not None))
     outside, values_LM = {}, np.full((len(layers), len(modules)), np.nan)

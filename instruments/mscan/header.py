@@ -121,6 +121,11 @@ def locate(name: str) -> tuple[int | None, str]:
     return int(numbered[1]), numbered[2]
 
 
+def module_of(name: str) -> str:
+    """Full name of a weight's module, with * for the layer: decoder.block.*.layer.0.SelfAttention.q."""
+    return _NUMBERED.sub(r".*.\2", name.removesuffix(".weight"), count=1)
+
+
 MAGIC, VERSION = b"MSCAN", 3
 ENCODINGS = ("f32", "log16")
 ALIGNMENT = 8  # bytes; every array begins at a multiple of it

@@ -1,10 +1,11 @@
 """Definitions in a file: imports, classes, functions, and the library that manages its mixed precision."""
 
 import ast
+import builtins
 import re
 from dataclasses import dataclass, field
 
-from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, called_name, last_word, text_of
+from instruments.static_check.autocast import AUTOCASTS, BFLOAT16, FLOAT16, FLOAT32, called_name, last_word, text_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Names of optimizers with float32 copies of 16-bit weights, and of weights that are not trained themselves.
@@ -119,17 +120,50 @@ def find_definitions(tree: ast.Module) -> Definitions:
     return found
 
 
+# What these names mean where `from module import *` gives them.
+_USUAL = {"torch": "torch", "nn": "torch.nn", "F": "torch.nn.functional", "np": "numpy"}
+_EXPORTS = AUTOCASTS | {"lightning.Trainer", "lightning.pytorch.Trainer", "pytorch_lightning.Trainer"}
+
+
 def find_imports(tree: ast.Module) -> dict[str, str]:
-    """Local name → dotted name, for every import in the file."""
+    """Local name → dotted name, for every import in the file.
+
+    `from module import *` gives the functions and classes that are used and bound nowhere in the file.
+    """
     names: dict[str, str] = {}
+    starred: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.partition(".")[0]
                 names[alias.asname or root] = alias.name if alias.asname else root
         elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.names[0].name == "*":
+                starred.append(node.module)
+                continue
             names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return names
+    if not starred:
+        return names
+    others = [module for module in starred if module.partition(".")[0] != "torch"] or starred
+    for word in _find_free(tree).difference(names):
+        known = [module for module in starred if f"{module}.{word}" in _EXPORTS]
+        names[word] = _USUAL.get(word, f"{(known or others)[-1]}.{word}")
+    return names | {f"{module}.*": f"{module}.*" for module in starred}
+
+
+def _find_free(tree: ast.Module) -> set[str]:
+    """Modules, functions and classes that are used and nowhere bound, builtins aside."""
+    used, bound = {*_USUAL}, {*dir(builtins)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Name(word)):
+                used.add(word)
+            case ast.Name(word, ast.Store()) | ast.arg(word) | ast.FunctionDef(word) | ast.AsyncFunctionDef(word):
+                bound.add(word)
+            case ast.ClassDef(word):
+                bound.add(word)
+                used |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+    return used - bound
 
 
 def _note_call(node: ast.Call, found: Definitions) -> None:

@@ -103,25 +103,29 @@ def _flatten(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "size"]:
 
 @torch.no_grad()
 def exact_moments(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "5"]:
-    """Minimum, maximum, mean, deviation and count of finite values, on the tensor's device without synchronisation.
+    """Minimum, maximum, mean and deviation of the finite values, and the number of others, without synchronisation.
 
+    On the tensor's device; the minimum is infinite if no value is finite.
     Numerics: float64 on the CPU, float32 elsewhere; the deviation is computed from the mean in a second pass.
     """
     values = tensor.double() if tensor.device.type == "cpu" else tensor.float()
+    if not values.numel():
+        return values.new_tensor([math.inf, -math.inf, 0.0, 0.0, 0.0])
     finite = values.isfinite()
     count = finite.sum()
     mean = torch.where(finite, values, 0).sum() / count
     deviation = (torch.where(finite, values - mean, 0).square().sum() / count).sqrt()
     low, high = torch.where(finite, values, math.inf).amin(), torch.where(finite, values, -math.inf).amax()
-    return torch.stack([low, high, mean, deviation, count.to(values.dtype)])
+    # The others are few: in float32 the count of the finite values would not be exact above 2^24.
+    return torch.stack([low, high, mean, deviation, (~finite).sum().to(values.dtype)])
 
 
 def read_moments(moments: Float[Tensor, "5"], size: int) -> Statistics:
     """Statistics from the moments that `exact_moments` computed of a tensor of `size` values."""
-    low, high, mean, deviation, count = moments.tolist()
-    if not count:
+    low, high, mean, deviation, nonfinite = moments.tolist()
+    if low == math.inf:
         return Statistics(None, None, None, None, size)
-    return Statistics(low, high, mean, deviation, size - int(count))
+    return Statistics(low, high, mean, deviation, int(nonfinite))
 
 
 LEAST, GREATEST = -22, 15

@@ -41,9 +41,9 @@ def judge_finiteness(
     bad = next((place for place, output in enumerate(outputs) if not math.isfinite(output.value)), None)
     backwards = list(reversed(lost))
     if bad is not None:
-        first, before = outputs[bad], outputs[bad - 1].module if bad else "the model's input"
-        word = "NaN" if math.isnan(first.value) else "inf"
-        what = f"{word} first in the output of {first.module} ({dtype_name(first.dtype)}); finite until {before}"
+        first, word = outputs[bad], "NaN" if math.isnan(outputs[bad].value) else "inf"
+        before = f"finite until {outputs[bad - 1].module}" if bad else "it ran first: look at the model's input, too"
+        what = f"{word} first in the output of {first.module} ({dtype_name(first.dtype)}); {before}"
         return [Anomaly("not_finite", SEVERE, what, (first.module, *backwards))]
     if loss is not None and not math.isfinite(loss):
         what = f"the loss is {loss:g}{_finite_outputs(outputs)}: compute it in float32, inside autocast"

@@ -6,7 +6,7 @@ from models.config import MoEShape
 from models.targets.config import MOE_TARGETS
 from stages.calibration.config import FITTED_ROUTERS, ROUTERS, is_priced, unread_of_descent
 
-VERSION = 10
+VERSION = 11
 
 TARGETS = ("auto", *MOE_TARGETS)
 

@@ -21,7 +21,7 @@ from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.assemble.config import AssembleConfig
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed
+from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed, text_sources
 from stages.calibration.config import VocabularyConfig, is_priced
 from stages.calibration.share import take_tokens
 from stages.routing.descent import DescentSettings
@@ -195,7 +195,8 @@ def fit_all(
 
     Workers share the pass; then each fits the router of one layer. Layers that stay dense have no report.
     """
-    text, device, workers = len(context.text), stream.device, context.workers
+    sources, device, workers = text_sources(context.batches), stream.device, context.workers
+    text = len(sources)
     done = workers.lead(lambda: [load_layer_checkpoint(scratch, index, RouterReport) for index in range(stream.depth)])
 
     def fit(layer: DealtLayer) -> tuple[int, RouterReport]:
@@ -203,7 +204,9 @@ def fit_all(
             return layer.index, report
         index, seed, balance = layer.index, layer_seed(context.seed, layer.index), checkpoint.balance_weight
         descent = DescentSettings(assemble.router_steps, assemble.router_rate, balance, seed, checkpoint.biased)
-        settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, text=text)
+        settings = RouterSettings(
+            assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, sources=sources
+        )
         neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
         task, router = fit_layer(layer, experts, neurons_EN, always_S, checkpoint.shape.top_k, settings)

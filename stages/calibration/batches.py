@@ -111,6 +111,11 @@ class CalibrationContext:
         return [batch for batch in self.batches if batch.is_text]
 
 
+def text_sources(batches: Sequence[TokenBatch]) -> list[str]:
+    """The source of each batch of text."""
+    return [batch.source for batch in batches if batch.is_text]
+
+
 def layer_seed(seed: int, index: int) -> int:
     """The seed of a layer; different for all pairs of `seed` and `index` < 10,007.
 
@@ -149,8 +154,8 @@ class TokenStream:
             keep = memory.reserve(tokens * like.shape[1] * like.element_size())
         self.hidden = [keep(hidden_BTD) for hidden_BTD in stream.embed([batch.input_ids for batch in mine])]
         self._layers = [batch.layers for batch in batches]  # number of layers each batch passes; None: all
-        text = sum(batch.is_text for batch in batches)
-        self._share = partial(Share, like=like, workers=workers, keep=keep, text=text)
+        sources = text_sources(batches)
+        self._share = partial(Share, like=like, workers=workers, keep=keep, sources=sources)
         self._sizes = [batch.tokens for batch in batches]
         self.inputs = self._share([], [])
         self.entered = 0  # number of layers
@@ -243,6 +248,7 @@ class LayerSample:
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    sources: Sequence[str] | None = None  # of the batches; None: all are of one source
 
 
 @torch.no_grad()
@@ -260,10 +266,11 @@ def sample_layers(
     Memory: 2·L·D numbers per token, shared by the workers.
     """
     passing, samples, world = TokenStream(stream, batches, workers, memory), list[LayerSample | None](), workers.world
+    sources = [batch.source for batch in batches]
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer")):
         passing.enter(layer)
         given = passing.inputs.map(layer.ffn)
         inputs, outputs = (taken.gather(at=index % world) for taken in take_tokens(passing.inputs, given, tokens))
-        samples.append(LayerSample(inputs, outputs) if index % world == workers.rank else None)
+        samples.append(LayerSample(inputs, outputs, sources) if index % world == workers.rank else None)
         passing.leave(given)
     return samples, layer.ffn.act

@@ -16,19 +16,22 @@ def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
     return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
 
 
-def split_validation(batches: int, share: float, text: int | None = None) -> tuple[list[int], list[int]]:
+def split_validation(batches: int, share: float, sources: Sequence[str] | None = None) -> tuple[list[int], list[int]]:
     """Batches to fit on, and evenly spaced validation batches; the same one for both if there is only one.
 
-    The first `text` batches (None: all) are split separately from those of random tokens, which late layers do not
-    have: otherwise the validation text of late layers would be training text of early ones.
+    `sources` names the source of each batch of text (None: all batches are text of one source); random tokens follow.
+    The batches of text are counted source by source: sources that alternate would else have all validation batches
+    from one of them. Those of random tokens are split separately, because late layers do not have them: otherwise the
+    validation text of late layers would be training text of early ones.
     """
-    text = batches if text is None else text
-    validation = _spaced(range(text), share) + _spaced(range(text, batches), share)
+    sources = [""] * batches if sources is None else sources
+    text = sorted(range(len(sources)), key=lambda batch: sources[batch])
+    validation = sorted(_spaced(text, share)) + _spaced(range(len(text), batches), share)
     fitted = sorted({*range(batches)}.difference(validation))
     return fitted, validation or fitted
 
 
-def _spaced(batches: range, share: float) -> list[int]:
+def _spaced(batches: Sequence[int], share: float) -> list[int]:
     """A `share` of the batches, at least one, but not all."""
     count = min(max(1, round(share * len(batches))), max(0, len(batches) - 1))
     return [batches[round((index + 0.5) * len(batches) / count - 0.5)] for index in range(count)]
@@ -48,15 +51,15 @@ class Share(Sequence[Tensor]):
         like: Tensor,
         workers: Workers = ALONE,
         keep: Keep = as_it_is,
-        text: int | None = None,
+        sources: Sequence[str] | None = None,
     ) -> None:
         """`sizes` are the token counts of all batches, other workers' included; `like` is a tensor (0, D).
 
-        `keep` stores tensors that are computed from the batches. The first `text` batches are text, the others random
-        tokens; None: all are text.
+        `keep` stores tensors that are computed from the batches. `sources` names the source of each batch of text,
+        which come first, the others are random tokens; None: all are text of one source.
         """
         self._parts, self.sizes, self.like, self.workers, self.keep = parts, sizes, like, workers, keep
-        self.text = len(sizes) if text is None else text
+        self.sources = [""] * len(sizes) if sources is None else sources
 
     @classmethod
     def of(cls, batches: Sequence[Tensor]) -> "Share":
@@ -79,7 +82,7 @@ class Share(Sequence[Tensor]):
 
     def split(self, validation_share: float) -> tuple[list[int], list[int]]:
         """Numbers of the batches to fit on, and of the validation batches; see `split_validation`."""
-        return split_validation(len(self.sizes), validation_share, self.text)
+        return split_validation(len(self.sizes), validation_share, self.sources)
 
     def places(self, batches: Collection[int] | None = None) -> Iterator[tuple[int, int]]:
         """This worker's batches among the numbered ones, or all of its batches: (number, place in this sequence)."""
@@ -92,18 +95,19 @@ class Share(Sequence[Tensor]):
 
     def holding(self, parts: Sequence[Tensor]) -> "Share":
         """The same share with other tensors for its batches, row by row of the same tokens."""
-        return Share(parts, self.sizes, self.like, self.workers, self.keep, self.text)
+        return Share(parts, self.sizes, self.like, self.workers, self.keep, self.sources)
 
     def only_text(self) -> "Share":
         """Only the batches of text."""
-        mine = len(range(self.text)[self.workers.rank :: self.workers.world])
-        return Share(self._parts[:mine], self.sizes[: self.text], self.like, self.workers, self.keep)
+        text = len(self.sources)
+        mine = len(range(text)[self.workers.rank :: self.workers.world])
+        return Share(self._parts[:mine], self.sizes[:text], self.like, self.workers, self.keep, self.sources)
 
     def taken(self, share: float) -> "Share":
         """An evenly spaced `share` of the tokens of every batch, at least one token."""
         sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
         parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
-        return Share(parts, sizes, self.like, self.workers, self.keep, self.text)
+        return Share(parts, sizes, self.like, self.workers, self.keep, self.sources)
 
     def total(
         self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None

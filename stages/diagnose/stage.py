@@ -99,11 +99,17 @@ def watch_passes(request: Request) -> Table:
     return summarise(reports, request.settings.watch.precision)
 
 
+class IdleOptimizer(torch.optim.SGD):
+    """For the scaler, which needs an optimizer: it changes no weight, also where a gradient is not finite."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Do nothing; a rate of 0 would add 0 · inf."""
+
+
 def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]:
     """Run the passes; yield the report of each."""
     settings, device = request.settings.watch, input_device(model)
-    # Only for the scaler, which needs an optimizer; a rate of 0 changes no weight.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = IdleOptimizer(model.parameters())
     low = None if settings.precision in {"float32", "fp32"} else find_format(settings.precision)
     scaler = GradScaler(device.type, enabled=low is torch.float16)
     log = request.job.out / "watch.jsonl"

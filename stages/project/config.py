@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.config import MoEShape
 from stages.calibration.config import FITTED_ROUTERS, unread_of_descent
 
-VERSION = 18
+VERSION = 19
 
 REFIT_FIELDS = ("refit_tokens", "router_steps", "router_rate", "router_tokens")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.loading import load_dense
-from stages.calibration.batches import CalibrationContext, layer_seed
+from stages.calibration.batches import CalibrationContext, layer_seed, text_sources
 from stages.calibration.share import split_validation
 from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
@@ -83,7 +83,7 @@ class GradientRounds:
 
         `run` replaces the experts of `model`.
         """
-        fitted, held_out = split_validation(len(text), settings.validation_share)
+        fitted, held_out = split_validation(len(text), settings.validation_share, text_sources(text))
         self._model, self._settings = model, settings
         self._names = projected_fields(settings.matrices)
         weights = model.weights(self._names)

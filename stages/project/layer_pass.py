@@ -25,7 +25,7 @@ from stages.calibration.alignment import (
     relative_error,
     scale_columns,
 )
-from stages.calibration.batches import CalibrationContext, TokenStream, layer_seed
+from stages.calibration.batches import CalibrationContext, TokenStream, layer_seed, text_sources
 from stages.calibration.config import FITTED_ROUTERS
 from stages.calibration.share import Share, take_rows, take_tokens
 from stages.project.config import ProjectConfig
@@ -262,7 +262,7 @@ def project_all(
                 done = done or find_done(scratch, index)
             else:
                 seed = layer_seed(context.seed, index)
-                refit = refit_settings(checkpoint, project, routers.logit_std, seed, len(context.text))
+                refit = refit_settings(checkpoint, project, routers.logit_std, seed, text_sources(context.batches))
                 wanted = tokens.inputs.map(layer.ffn)
                 del layer.ffn, carved  # the fit needs this memory
                 loop = make_loop(load_layer(job.parents["extract"], index), routers.layer(index))
@@ -287,14 +287,14 @@ def find_done(scratch: Path, layer: int) -> ProjectedLayer:
 
 
 def refit_settings(
-    checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int, text: int | None = None
+    checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int, sources: Sequence[str]
 ) -> RouterSettings:
     """Settings of a router refit: the method of stage=assemble, with this stage's steps and tokens.
 
-    The first `text` batches are text; None: all.
+    `sources` names the source of each batch of text.
     """
     form, balance = checkpoint.settings, checkpoint.balance_weight
     descent = DescentSettings(project.router_steps, project.router_rate, balance, seed, checkpoint.biased)
     return RouterSettings(
-        form.router, form.ridge_penalty, descent, project.router_tokens, project.validation_share, logit_std, text
+        form.router, form.ridge_penalty, descent, project.router_tokens, project.validation_share, logit_std, sources
     )

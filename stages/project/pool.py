@@ -35,8 +35,8 @@ Samples = Sequence[LayerSample | None]  # of every layer; None: another worker h
 
 def split_batches(samples: Samples, settings: ProjectConfig) -> tuple[list[int], list[int]]:
     """Batches to fit on, and validation batches, the same in all layers; none for a worker without samples."""
-    count = next((len(sample.inputs) for sample in samples if sample), 0)
-    return split_validation(count, settings.validation_share)
+    sample = next(filter(None, samples), LayerSample([], []))
+    return split_validation(len(sample.inputs), settings.validation_share, sample.sources)
 
 
 class PoolAlignment(NamedTuple):

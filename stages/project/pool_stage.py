@@ -81,8 +81,9 @@ def run_pool(
         checkpoint.loop(partition, layer, experts, routers.layer(layer), act, context.device)
         for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))
     ]
+    sources = [batch.source for batch in context.batches]
     refits = [
-        refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer))
+        refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer), sources)
         for layer in range(partition.layers)
     ]
     weighed = weigh_pool(loops, samples, workers)

@@ -153,11 +153,11 @@ class RouterSettings:
     tokens: int  # to fit on, at most
     validation_share: float = 0.125  # of the batches
     logit_std: float = 1.0  # of the checkpoint's logits
-    text: int | None = None  # number of text batches, which come first; None: all
+    sources: Sequence[str] | None = None  # of the text batches, which come first; None: all are of one source
 
     def split(self, task: RouterTask) -> tuple[list[int], list[int]]:
         """Batches to fit on, and validation batches."""
-        return split_validation(len(task.inputs), self.validation_share, self.text)
+        return split_validation(len(task.inputs), self.validation_share, self.sources)
 
 
 def draw_random(task: RouterTask, seed: int) -> LinearRouter:

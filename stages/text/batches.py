@@ -39,6 +39,7 @@ class TokenBatch:
     names: list[str]
     is_text: bool = True  # False: random tokens
     layers: int | None = None  # number of first layers that read it; None: all
+    source: str = ""  # of its first sequence, in a mixture
 
     @property
     def tokens(self) -> int:
@@ -88,4 +89,5 @@ def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
         input_ids[row, :length] = torch.tensor(sequence.ids)
         attention_mask[row, :length] = 1
         labels[row, :length] = torch.tensor(sequence.labels)
-    return TokenBatch(input_ids, attention_mask, labels, [sequence.name for sequence in group])
+    names = [sequence.name for sequence in group]
+    return TokenBatch(input_ids, attention_mask, labels, names, source=group[0].source)

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 MAX_CHARACTERS = 2**18
 MAX_MESSAGES = 512
 
+# Fields of messages that some templates write, in addition to the content, and what they hold.
+UNREAD_FIELDS = {"tool_calls": "calls", "reasoning_content": "thoughts", "thinking": "thoughts"}
+
 Split = Literal["calibration", "heldout"]
 Message = dict[str, str]
 
@@ -115,9 +118,11 @@ def _read_messages(value: object, where: str) -> tuple[Message, ...]:
 def _read_message(message: object, where: str) -> Message:
     fields = message if isinstance(message, Mapping) else {}
     role, content = fields.get("role"), fields.get("content")
-    if fields.get("tool_calls"):
-        what = "a message has tool_calls, which are not read"
-        raise DataError(what, where=where, do="write the calls into the content, as the model should write them")
+    for name, them in UNREAD_FIELDS.items():
+        if fields.get(name):
+            what = f"a message has {name}, and only its role and content are read"
+            do = f"write the {them} into the content, as the model should write them; or remove the field"
+            raise DataError(what, where=where, do=do)
     if not isinstance(role, str) or not isinstance(content, str):
         what = "a message needs a role and a content, both text"
         raise DataError(what, where=where, do='{"role": "user", "content": "..."}')

@@ -1,6 +1,7 @@
 """stage=diagnose on the embedded model: gradients in every precision, and training code."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from instruments.errors import INVALID
 from instruments.training_watch.step_log import read_step_log
 from pipeline.cli import run_command
+from stages.diagnose import stage
 
 TEXT = " ".join(f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(400))
 
@@ -49,6 +51,21 @@ def test_limits_are_heeded(diagnose):
     folder = diagnose("check=watch", "diagnose.watch.steps=1", "diagnose.watch.limits.vanishing=1e6")
     (line,) = read_step_log(folder / "watch.jsonl")
     assert [found["kind"] for found in line["anomalies"]] == ["vanishing"]
+
+
+def test_gradients_that_are_not_finite_in_one_pass_do_not_reach_the_next(diagnose, monkeypatch):
+    load, factors = stage.load_model, iter([math.inf, 1.0, 1.0])
+
+    def plant(*given):
+        model = load(*given)
+        weight = model.get_decoder().layers[1].mlp.up_proj.weight.requires_grad_(True)
+        weight.register_hook(lambda gradient: gradient * next(factors))
+        return model
+
+    monkeypatch.setattr(stage, "load_model", plant)
+    folder = diagnose("check=watch", "diagnose.watch.precision=float32", "diagnose.watch.steps=3")
+    found = [[one["kind"] for one in line["anomalies"]] for line in read_step_log(folder / "watch.jsonl")]
+    assert found == [["not_finite"], [], []]
 
 
 def test_training_code_is_checked(diagnose, tmp_path):

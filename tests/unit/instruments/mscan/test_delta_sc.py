@@ -69,3 +69,14 @@ def test_a_grid_has_gaps_where_a_layer_lacks_a_module():
     grid = grid_by_layer(names, np.array([9.0, 1.0, 2.0, 3.0]))
     assert (grid.layers, grid.modules, grid.outside) == ((0, 2), ("q", "up"), {"embed": 9.0})
     assert np.array_equal(grid.values_LM, [[1, 2], [3, np.nan]], equal_nan=True)
+
+
+def test_modules_of_encoder_and_decoder_are_told_apart():
+    names = [f"{stack}.block.{layer}.{part}.weight" for stack in ("encoder", "decoder") for layer in range(2)
+             for part in ("attention.q", f"{stack}_only.q")]  # fmt: skip
+    names += ["encoder.embed.weight", "decoder.embed.weight", "lm_head.weight"]
+    grid = grid_by_layer(names, np.arange(len(names), dtype=float))
+    modules = ("encoder.block.*.attention.q", "encoder_only.q", "decoder.block.*.attention.q", "decoder_only.q")
+    assert (grid.layers, grid.modules) == ((0, 1), modules)
+    assert grid.values_LM.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert grid.outside == {"encoder.embed": 8, "decoder.embed": 9, "lm_head": 10}

@@ -71,7 +71,7 @@ def test_nothing_stays_and_nothing_changes():
             "inf input",
             "not_finite",
             "first",
-            "NaN first in the output of first (float32); finite until the model's input",
+            "NaN first in the output of first (float32); it ran first: look at the model's input, too",
         ),
         ("vanishing", "vanishing", None, "the gradient vanishes: its norm is"),
         ("gradient", "not_finite", "middle", "that of middle, of 3 layers, while all outputs of the model are finite"),

@@ -77,3 +77,53 @@ def test_optimizers_in_a_list(check):
     """
     assert check(code) == [(2, "LP101")]
     assert check(code.replace(".half()", "")) == []
+
+
+def test_names_of_a_star_import(check):
+    code = """
+    from fastai.vision.all import *
+
+    def loss_of(x):
+        return F.cross_entropy(net(x).half(), y)
+
+    @torch.no_grad()
+    def measure(x):
+        return F.cross_entropy(net(x).half(), y)
+
+    loss_of(x).backward()
+    """
+    assert check(code) == [(4, "LP102")]
+    assert check(code.replace("@torch.no_grad()", "")) == [(4, "LP102"), (8, "LP102")]
+
+
+def test_the_trainer_and_the_autocast_of_a_star_import(check):
+    code = """
+    from torch.nn import *
+    from torch.cuda.amp import *
+    from lightning import *
+
+    class Net(LightningModule):
+        def training_step(self, batch, number):
+            self.loss_of(batch).backward()
+
+    Trainer(precision="{}").fit(Net())
+    for x in batches:
+        with autocast():
+            loss = model(x).loss
+        loss.backward()
+    """
+    assert check(code.format("16-mixed")) == [(7, "LP402")]
+    assert check(code.format("32")) == []
+
+
+def test_a_function_of_the_file_is_not_of_a_star_import(check):
+    code = """
+    from common import *
+
+    def cross_entropy(x):
+        return torch.nn.functional.mse_loss(x.half(), y)
+
+    np.log(np.exp(x.half()))
+    cross_entropy(model(x)).backward()
+    """
+    assert check(code) == [(4, "LP102")]

@@ -81,9 +81,17 @@ def test_the_validation_split_is_spread_evenly(batches, share, held):
     assert batches == 1 or sorted(fitted + validation) == list(range(batches))
 
 
+@pytest.mark.parametrize(("sources", "held"), [("ab" * 8, 2), ("aab" * 6, 2), ("abc" * 8, 3), ("aabcabaa" * 8, 8)])
+def test_every_source_of_a_mixture_has_validation_batches(sources, held):
+    """Sources that alternate: evenly spaced batches would all be of one."""
+    fitted, validation = split_validation(len(sources), 0.125, list(sources))
+    assert {sources[batch] for batch in validation} == {*sources}
+    assert (len(validation), sorted(fitted + validation)) == (held, [*range(len(sources))])
+
+
 @pytest.mark.parametrize(("batches", "random"), [(16, []), (17, []), (18, [16]), (24, [20]), (32, [20, 28])])
 def test_the_validation_text_does_not_depend_on_the_random_tokens_after_it(batches, random):
     """One batch of random tokens alone is for fitting."""
-    fitted, validation = split_validation(batches, 0.125, 16)
+    fitted, validation = split_validation(batches, 0.125, [""] * 16)
     assert validation == [4, 12, *random]
     assert sorted(fitted + validation) == list(range(batches))

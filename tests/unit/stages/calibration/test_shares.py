@@ -41,7 +41,7 @@ def loop_of(copies):
 def shared(workers, batches=BATCHES):
     """Three batches of text and two of random tokens."""
     mine = batches[workers.rank :: workers.world]
-    return Share(mine, [len(batch) for batch in batches], batches[0][:0], workers, text=3)
+    return Share(mine, [len(batch) for batch in batches], batches[0][:0], workers, sources=[""] * 3)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(6, marks=pytest.mark.slow)])  # 6: more workers than batches
@@ -74,7 +74,7 @@ def test_tokens_are_taken_alike_and_gathered_in_order_where_they_are_wanted():
     def work(workers):
         share = shared(workers)
         taken, doubled = take_tokens(share, [2 * x_TD for x_TD in share], 16)
-        assert (share.text, share.map(FFN).text, taken.text, len(share.only_text().sizes)) == (3,) * 4
+        assert [len(one.sources) for one in (share, share.map(FFN), taken, share.only_text())] == [3] * 4
         expected, _ = take_tokens(BATCHES, BATCHES, 16)
         assert taken.tokens == expected.tokens == sum(map(len, expected)) < sum(SIZES)
         gathered = taken.gather(at=1), doubled.gather(at=1)

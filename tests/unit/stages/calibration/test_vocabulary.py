@@ -84,7 +84,7 @@ def test_they_pass_so_many_layers_and_the_text_passes_all(tokenizer, tmp_path, l
             alone.enter(layer)
             mixed.enter(layer)
             assert sum(map(len, mixed.inputs)) == 640 + (96 if layers is None or index < layers else 0)
-            assert mixed.inputs.text == alone.inputs.text == len(alone.inputs)
+            assert len(mixed.inputs.sources) == len(alone.inputs.sources) == len(alone.inputs)
             for text_TD, same_TD in zip(alone.inputs, mixed.inputs, strict=False):
                 torch.testing.assert_close(text_TD, same_TD)
             for tokens in (alone, mixed):

@@ -81,7 +81,10 @@ def test_validation_tokens_are_not_looked_at():
 def test_the_validation_text_is_the_same_with_random_tokens():
     """The last 3 of 8 batches are random tokens; text 2 and random tokens 6 are for validation in every step."""
     settings = replace(DESCENT, penalties=[0.1], validate=False, descent_steps=3)
-    inputs, layer = Share(INPUTS, list(map(len, INPUTS)), INPUTS[0][:0], text=5), cut(torch.arange(S, F).view(E, N))
+    inputs, layer = (
+        Share(INPUTS, list(map(len, INPUTS)), INPUTS[0][:0], sources=[""] * 5),
+        cut(torch.arange(S, F).view(E, N)),
+    )
     others = [7 * y_TD if index in {2, 6} else y_TD for index, y_TD in enumerate(WANTED)]
     (loop, outcome), (other, another) = (
         project_layer(layer, REFIT, inputs, wanted, settings, seed=5) for wanted in (WANTED, others)

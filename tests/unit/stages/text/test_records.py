@@ -75,9 +75,15 @@ BAD_MESSAGE = """a message needs a role and a content, both text
         ({"messages": [MESSAGES[0], "b"]}, BAD_MESSAGE),
         (
             {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}]},
-            """a message has tool_calls, which are not read
+            """a message has tool_calls, and only its role and content are read
   where: f:1, column messages, message 2
-  do:    write the calls into the content, as the model should write them""",
+  do:    write the calls into the content, as the model should write them; or remove the field""",
+        ),
+        (
+            {"messages": [MESSAGES[0], {"role": "assistant", "content": "b", "reasoning_content": "a, thus b"}]},
+            """a message has reasoning_content, and only its role and content are read
+  where: f:1, column messages, message 2
+  do:    write the thoughts into the content, as the model should write them; or remove the field""",
         ),
         ({"messages": [MESSAGES[0], {"role": "assistant", "content": [{"type": "text"}]}]}, BAD_MESSAGE),
     ],
