@@ -92,7 +92,6 @@ def _show(router: nn.Module, _inputs: Any, output: Sequence[Tensor]) -> None:  #
     if bias_E is None:
         experts.router_scores = logits_TE
     else:  # TinyONN adds the bias to the logits, other architectures to their sigmoid
-        on_logits = getattr(
-            without_adapters(router), "bias_on_logits", False
-        )  # no isinstance: remote code is another class
+        # No isinstance: remote code is another class.
+        on_logits = getattr(without_adapters(router), "bias_on_logits", False)
         experts.router_scores = (logits_TE if on_logits else logits_TE.sigmoid()) + bias_E

@@ -126,7 +126,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     hash_of = FileHashes(hashes_file(output_dir))
     named = absolute_paths(settings.data)
     source_key = source_cache_key(settings.model, hash_of)
-    texts = {heldout: text_cache_key(named, hash_of, heldout=heldout) for heldout in (False, True)}
+    text_key = data_cache_key(named, hash_of)  # once: a dataset of the hub is asked for its commit
+    text_keys = {True: text_key, False: calibration_cache_key(named, text_key, hash_of.recall)}
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
     target = None if shape is None else checked.request.target(shape)
     unread = find_unread(undrawn, shape, checked.request.width, target)
@@ -137,7 +138,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         parents = {name: steps[name].fingerprint for name in stage.parents}
         data = sample if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)
-        cache_keys = {"model": source_key, "data": texts[stage.fixed_heldout]}
+        cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout]}
         recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents, unread)
         address = fingerprint(recipe)
         if stage.name == "cluster" and settings.cluster.map != "none":
@@ -152,11 +153,6 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             expected_bytes=expected_bytes(stage.name, checked.source, shape, settings.assemble),
         )
     return steps
-
-
-def text_cache_key(data: DataConfig, hash_of: FileHashes, *, heldout: bool) -> dict[str, object]:
-    """The cache key of the calibration text, with `heldout` also of the held-out text. Raises DataError."""
-    return data_cache_key(data, hash_of) if heldout else calibration_cache_key(data, hash_of, hash_of.recall)
 
 
 def resolve_model(checked: Checked) -> ModelConfig:
@@ -198,7 +194,11 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
     if not (done and isinstance(data, DataConfig) and data.kind == "text"):
         return
     with suppress(DataError):  # removed
-        if text_cache_key(absolute_paths(data), hash_of, heldout=step.stage.fixed_heldout) == planned["data"]:
+        named = absolute_paths(data)
+        found = data_cache_key(named, hash_of)
+        if not step.stage.fixed_heldout:
+            found = calibration_cache_key(named, found, hash_of.recall)
+        if found == planned["data"]:
             return
     message = "stage=%s: files of the text were changed during this run, and its stages may have read other text; %s"
     log.warning(message, step.stage.name, "the same command reads it again")

@@ -100,14 +100,13 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
 
 
 def calibration_cache_key(
-    data: DataConfig, hash_of: Callable[[Path], str], recall: Callable[[str, Callable[[], str]], str]
+    data: DataConfig, key: dict[str, object], recall: Callable[[str, Callable[[], str]], str]
 ) -> dict[str, object]:
-    """What the calibration text depends on: as `data_cache_key`, but of a held-out file only the documents excluded.
+    """What the calibration text depends on: `key` of `data_cache_key`, but of held-out files only what they exclude.
 
     So another held-out text changes no result of a stage that does not read it. `recall(question, find)` returns an
-    earlier answer, or finds and keeps it: all documents have to be read. Raises DataError: a path cannot be read.
+    earlier answer, or finds and keeps it: all documents have to be read.
     """
-    key = data_cache_key(data, hash_of)
     parts = [part.data for part in list_sources(data)] or [replace(data, heldout_path=None, heldout_share=0.0)]
     if "heldout_files" not in key or any(part.kind != "text" for part in parts):
         return key
@@ -116,8 +115,7 @@ def calibration_cache_key(
         excluded = recall(hashlib.sha256(question.encode()).hexdigest(), lambda: _hash_copies(data, parts))
     except DataError:  # maybe of a record that no stage reads
         return key
-    del key["heldout_files"]
-    return key | {"excluded": excluded}
+    return {name: value for name, value in key.items() if name != "heldout_files"} | {"excluded": excluded}
 
 
 def _hash_copies(data: DataConfig, parts: list[DataConfig]) -> str:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
-from instruments.durable import hash_file
 from instruments.errors import ConfigError
 from stages.text.cache_key import calibration_cache_key, check_data, data_cache_key
 from stages.text.config import DataConfig, SourceConfig, calibration_only
@@ -54,7 +53,8 @@ def test_of_heldout_files_the_calibration_text_depends_on_what_they_exclude(writ
         found = []
         for heldout in (["four"], ["five", "six"], ["two"], ["seven", "two"], ["three"]):
             named = write_jsonl("b.jsonl", [{"text": text} for text in heldout])
-            found.append(calibration_cache_key(replace(data, heldout_path=str(named)), hash_file, ask))
+            settings = replace(data, heldout_path=str(named))
+            found.append(calibration_cache_key(settings, data_cache_key(settings), ask))
         four, six, two, seven, three = found
         assert four == six
         assert two == seven
@@ -71,9 +71,9 @@ def test_documents_are_compared_once_for_the_same_files(write_jsonl):
         return ""
 
     for wanted in (data, replace(data, heldout_tokens=500, tokens=9), replace(data, text_column="body")):
-        calibration_cache_key(wanted, hash_file, recall)
+        calibration_cache_key(wanted, data_cache_key(wanted), recall)
     write_jsonl("b.jsonl", [{"text": "three"}])
-    calibration_cache_key(data, hash_file, recall)
+    calibration_cache_key(data, data_cache_key(data), recall)
     first, second, third, fourth = asked
     assert first == second
     assert len({first, third, fourth}) == 3
@@ -86,7 +86,7 @@ def test_text_that_cannot_be_compared_depends_on_the_whole_heldout_text(write_js
     local = DataConfig(kind="text", path=str(broken), heldout_path=str(heldout))
     hub = DataConfig(kind="mixture", sources=[SourceConfig(name="a/b")], heldout_path=str(heldout))
     for data in (local, hub):
-        assert calibration_cache_key(data, hash_file, ask) == data_cache_key(data)
+        assert calibration_cache_key(data, data_cache_key(data), ask) == data_cache_key(data)
 
 
 def test_heldout_files_of_a_mixture_count_too(write_jsonl):
