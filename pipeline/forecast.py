@@ -1,9 +1,11 @@
 """Estimates the cost of a run before it starts: the table of `plan=true`, and warnings of too little memory."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ SECONDS = 0.6  # to measure each rate; all rates together take less than 5 s
 ROWS = 4096  # tokens of a batch, large enough that its tensors are newly allocated each time
 STARTING = 0.4  # seconds of a stage that no formula covers: text, files, publishing
 DRAWING = 5.0  # seconds to compile UMAP's kernels before the first map
+COMPILING = 10.0  # seconds to compile the kernels that numba keeps on disk for later runs
 POINTS = 800.0  # neurons of a map per second
 
 
@@ -41,7 +44,17 @@ class Rates:
             cost.products / self.products, cost.solves / self.solves, cost.touched / self.touched,
             cost.cells / self.cells, (cost.read + cost.written) / self.disk,
         ]  # fmt: skip
-        return STARTING + sum(parts) + (DRAWING + cost.points / POINTS) * bool(cost.points)
+        maps = DRAWING + COMPILING * (not has_kernels()) + cost.points / POINTS
+        return STARTING + sum(parts) + maps * bool(cost.points)
+
+
+def has_kernels() -> bool:
+    """Whether numba has kept kernels of UMAP's neighbour search, which the first import compiles."""
+    kept, spec = "pynndescent*/*.nbi", find_spec("pynndescent")
+    if named := os.environ.get("NUMBA_CACHE_DIR"):
+        return any(Path(named).glob(kept))
+    beside = Path(str(spec.origin)).parent.glob("__pycache__/*.nbi") if spec else ()
+    return any(beside) or any((Path.home() / ".cache" / "numba").glob(kept))
 
 
 def measure_rates(hidden: int, width: int, device_name: str, folder: Path) -> Rates:
@@ -112,11 +125,8 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
     """The table of `plan=true`, a row for each stage; kept results cost nothing."""
     settings, on_host = checked.settings, is_on_host(checked.settings.model)
     due = [step for step in steps if step.due]
-    start = time.process_time()
-    for step in due:
-        import_module(f"stages.{step.stage.name}.stage")
-    loading = time.process_time() - start
-    rows, notes, total, costs = [], [], loading, costs_of(steps, checked)
+    loading = {step.stage.name: seconds_to_import(f"stages.{step.stage.name}.stage") for step in due}
+    rows, notes, total, costs = [], [], 0.0, costs_of(steps, checked)
     if due:
         hidden, device = int(checked.source["hidden_size"]), settings.model.device
         rates = measure_rates(hidden, checked.request.width, device, Path(settings.output_dir))
@@ -126,14 +136,14 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         if cost is None:
             rows.append([step.stage.name, *["-"] * 6, "kept" if not step.due else "unknown"])
             continue
-        seconds = rates.seconds(cost)
+        seconds = rates.seconds(cost) + loading[step.stage.name]
         total += seconds
         flops = (cost.products + cost.solves) / 1e12
         peak = cost.host + cost.device * on_host  # on a CPU tensors are in the process
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, duration(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    notes += [f"all stages {duration(total)}, including library loading {duration(loading)}"]
+    notes += [f"all stages {duration(total)}, including library loading {duration(sum(loading.values()))}"]
     if "evaluate" in costs:
         shorter = [f"{words} {duration(rates.seconds(cost))}" for words, cost in fewer_baselines(checked)]
         notes += [f"evaluate with fewer baselines: {'; '.join(shorter)}"] * bool(shorter)
@@ -141,6 +151,13 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
     scratch = {name: scratch_bytes(name, checked.source, checked.shape, settings) for name in costs}
     notes += describe_temporary("files for resuming", scratch)
     return Table("plan", columns, rows, notes)
+
+
+def seconds_to_import(name: str) -> float:
+    """Processor time of importing a module; a stage's libraries count in the first stage that needs them."""
+    start = time.process_time()
+    import_module(name)
+    return time.process_time() - start
 
 
 def fewer_baselines(checked: Checked) -> Iterator[tuple[str, Cost]]:

@@ -8,7 +8,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.config import ModelConfig
 from pipeline.cli import run_command
 from pipeline.cost import COSTS, layer_pass, loaded_bytes, solve_bytes
-from pipeline.forecast import Rates, costs_of, describe_temporary, fewer_baselines, free_tensor_memory, memory_warnings
+from pipeline.forecast import (
+    COMPILING,
+    Rates,
+    costs_of,
+    describe_temporary,
+    fewer_baselines,
+    free_tensor_memory,
+    memory_warnings,
+)
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
@@ -131,6 +139,17 @@ def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert "measured here: products" in shown
     assert not (tmp_path / "runs").exists()
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
+
+
+def test_a_map_takes_longer_where_its_kernels_were_never_compiled(tmp_path, monkeypatch):
+    rates, drawn, undrawn = Rates(1.0, 1.0, 1.0, 1.0, 1.0), Cost(points=1024), Cost()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    first = rates.seconds(drawn)
+    unaffected = rates.seconds(undrawn)
+    (tmp_path / "pynndescent_1a2b").mkdir()
+    (tmp_path / "pynndescent_1a2b" / "distances.hamming-1.py311.nbi").touch()
+    assert first - rates.seconds(drawn) == pytest.approx(COMPILING)
+    assert rates.seconds(undrawn) == unaffected
 
 
 def test_the_plan_names_settings_that_shorten_evaluate(planned):
