@@ -23,7 +23,7 @@ from stages.project.pool import (
     sweep_experts,
     weigh_pool,
 )
-from stages.project.pool_stage import part_pool, split_pool
+from stages.project.stage import part_pool, split_pool
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 
