@@ -21,7 +21,9 @@ from stages.artifacts.job import Table
 from stages.calibration.token_memory import free_memory
 
 SECONDS = 0.6  # to measure each rate; all rates together take less than 5 s
-ROWS = 4096  # tokens of a batch, large enough that its tensors are newly allocated each time
+ROWS = 4096  # tokens of a batch
+# Numbers in a tensor that fits caches and gets memory used before, and in one that gets new pages from the system.
+SMALL, LARGE = 2**18, 2**24
 STARTING = 0.4  # seconds of a stage that no formula covers: text, files, publishing
 DRAWING = 5.0  # seconds to compile UMAP's kernels before the first map
 COMPILING = 10.0  # seconds to compile the kernels that numba keeps on disk for later runs
@@ -60,7 +62,7 @@ def has_kernels() -> bool:
 def measure_rates(hidden: int, width: int, device_name: str, folder: Path) -> Rates:
     """Measure the machine's rates on operations of the model's D and F, at most 2,048 wide, in about 4 seconds.
 
-    The fastest try counts. On a CPU, time is processor time per thread, which excludes other programs.
+    The fastest try counts; beside other programs, the plan's times are longer.
     """
     import numpy as np  # noqa: PLC0415 - slow to import, and needed only here
     import ot  # noqa: PLC0415
@@ -72,17 +74,20 @@ def measure_rates(hidden: int, width: int, device_name: str, folder: Path) -> Ra
     device = resolve_device(ModelConfig(device=device_name))
 
     def clock() -> float:
-        if device.type == "cpu":
-            return time.process_time() / torch.get_num_threads()
-        torch.accelerator.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         return time.perf_counter()
 
     inner, width = min(hidden, 2048), min(width, 2048)
     x_TD, w_DF = torch.rand(ROWS, inner, device=device), torch.rand(inner, width, device=device)
-    a_TF, b_TF = torch.rand(2, ROWS, width, device=device)
     gram_FF = torch.eye(width, dtype=torch.float64, device=device) + 1 / width
     cost_UE = np.random.default_rng(0).random((512, 16))
     block = bytes(16 * 2**20)
+
+    def touch(size: int) -> float:
+        """Seconds per byte of an activation and a product, each of which reads and writes."""
+        a, b = torch.rand(2, size, device=device)
+        return best_of(lambda: torch.nn.functional.silu(a) * b, clock) / (4 * 5 * size)
 
     def write() -> None:
         with (nearest_existing(folder) / f".speed-{time.time_ns()}").open("wb") as file:
@@ -92,9 +97,9 @@ def measure_rates(hidden: int, width: int, device_name: str, folder: Path) -> Ra
     return Rates(
         products=2 * ROWS * inner * width / best_of(lambda: x_TD @ w_DF, clock),
         solves=width**3 / 3 / best_of(lambda: torch.linalg.cholesky(gram_FF), clock),
-        touched=4 * 5 * a_TF.numel() / best_of(lambda: torch.nn.functional.silu(a_TF) * b_TF, clock),
-        cells=cost_UE.size / best_of(lambda: ot.emd(np.ones(512), np.full(16, 32.0), cost_UE), time.thread_time),
-        disk=len(block) / best_of(write, time.perf_counter),
+        touched=2 / (touch(SMALL) + touch(LARGE)),  # stages do both
+        cells=cost_UE.size / best_of(lambda: ot.emd(np.ones(512), np.full(16, 32.0), cost_UE), clock),
+        disk=len(block) / best_of(write, clock),
     )
 
 
