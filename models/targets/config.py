@@ -75,6 +75,8 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> 
         yield f"{name} has no sliding window", "sliding_window in config.json"
     if not target.layer_windows and source.get("use_sliding_window") and _sliding_layers(source):
         yield f"{name} has one window for all layers or none", "use_sliding_window in config.json"
+    if not target.layer_windows and source["model_type"] == "mistral" and source.get("layer_types"):  # Ministral
+        yield f"{name} has one window for all layers or none", "layer_types in config.json"
     if not target.head_dim and head_dim not in {None, derived_head_dim}:
         yield f"{name} cannot have head_dim={head_dim}", "head_dim in config.json"
     if not target.partial_rotation and share != 1:

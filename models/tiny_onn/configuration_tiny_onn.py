@@ -116,7 +116,9 @@ def _dense_config(stored: Mapping[str, Any]) -> PretrainedConfig:
     keys = dict(stored)
     if int(transformers.__version__.split(".")[0]) < 5:
         keys |= _rope_of_version_4(keys.get("rope_parameters") or {})
-    return AutoConfig.for_model(keys.pop("model_type"), **keys)
+    kind = keys.pop("model_type")
+    # As AutoConfig.from_pretrained reads a config.json: with windows in some layers it is Ministral.
+    return AutoConfig.for_model("ministral" if kind == "mistral" and "layer_types" in keys else kind, **keys)
 
 
 def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,6 +129,7 @@ CASES = {
     "qwen2-tiny_onn": Case("qwen2", "tiny_onn", always_on=5, pico={"rope_parameters": YARN_ROPE}),
     "llama-tiny_onn": Case("llama", "tiny_onn", pico={"attention_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "mistral-tiny_onn": Case("mistral", "tiny_onn", always_on=5, pico={"sliding_window": 4}),
+    "ministral-tiny_onn": Case("mistral", "tiny_onn", always_on=5, pico=WINDOWS),
     "phi3-tiny_onn": Case("phi3", "tiny_onn", always_on=5, pico={"rope_parameters": PARTIAL_ROPE}),
     "phi3-longrope-tiny_onn": Case("phi3", "tiny_onn", warned=1, pico=LONGROPE | {"tie": True}),
     "olmo2-tiny_onn": Case("olmo2", "tiny_onn", always_on=5),

@@ -133,6 +133,13 @@ def test_plain_sources_can_be_said() -> None:
             "  do:    assemble.target=tiny_onn",
         ),
         (
+            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+            "mixtral",
+            "mixtral has one window for all layers or none\n"
+            "  where: layer_types in config.json\n"
+            "  do:    assemble.target=tiny_onn",
+        ),
+        (
             {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}},
             "mixtral",
             "mixtral rotates whole heads, not 0.75 of each\n"
