@@ -186,12 +186,16 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     # "su" is the name in early Phi-3 checkpoints.
     scaling = {"rope_type": "longrope" if kind == "su" else kind, **stored}
     top_level = {}
+    # As in transformers 5: of these kinds, the length outside of the scaling precedes the one inside.
+    original = dense.get("original_max_position_embeddings") or stored.get("original_max_position_embeddings")
+    if original and scaling["rope_type"] in {"llama3", "yarn", "longrope"}:
+        scaling["original_max_position_embeddings"] = original
     if scaling["rope_type"] == "longrope":
-        original = dense.get("original_max_position_embeddings") or stored["original_max_position_embeddings"]
         # transformers 4 reads it outside of the scaling, transformers 5 inside.
-        top_level = {"original_max_position_embeddings": original}
+        top_level = {"original_max_position_embeddings": original} if original else {}
         # Phi3's own class computes the factor from the two lengths; the others warn if it is missing.
-        scaling = {"factor": dense["max_position_embeddings"] / original, **scaling, **top_level}
+        positions = dense["max_position_embeddings"]
+        scaling = {"factor": positions / (original or positions), **scaling}
     return {
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,

@@ -191,6 +191,31 @@ def test_the_length_of_longrope_outside_of_the_scaling_counts(tmp_path: Path) ->
     assert expected == emitted("phi3", "mixtral", **dense)["rope_parameters"]["original_max_position_embeddings"] == 128
 
 
+_FACTORS = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0]}
+
+
+@pytest.mark.parametrize("outside", [{}, {"original_max_position_embeddings": 64}])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "longrope", "factor": 3.0, **_FACTORS},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_the_length_of_any_scaling_is_the_one_that_transformers_reads(
+    tmp_path: Path, scaling: dict[str, Any], outside: dict[str, int]
+) -> None:
+    if scaling["rope_type"] == "llama3" and not outside:
+        scaling = scaling | {"original_max_position_embeddings": 128}
+    dense = {**SIZES, "model_type": "llama", "rope_theta": 7e3, "rope_scaling": scaling, **outside}
+    wanted, found = (read_by_transformers(tmp_path, one) for one in (dense, emitted("llama", "mixtral", **dense)))
+    for config in (wanted, found):
+        config.standardize_rope_params()  # as the model does before it reads them
+    assert found.rope_parameters == wanted.rope_parameters
+
+
 def test_phi3_keeps_its_window() -> None:
     assert emitted("phi3", "mixtral", sliding_window=2047)["sliding_window"] == 2047
     assert emitted("phi3", "mixtral")["sliding_window"] is None
