@@ -71,7 +71,7 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
 
 
 # Incremented when a change of the readers gives other tokens for the same text.
-READER_VERSION = 4
+READER_VERSION = 5
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:

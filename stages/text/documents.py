@@ -50,8 +50,9 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
     if not isinstance(record, Mapping):
         what = f"a record is {_kind(record)}, not an object"
         raise DataError(what, where=where, do=f'one JSON object a line: {{"{data.text_column}": "..."}}')
-    if record.get(data.messages_column) is not None:
-        messages = _read_messages(record[data.messages_column], f"{where}, column {data.messages_column}")
+    conversation = record.get(data.messages_column)
+    if conversation is not None and (conversation != [] or data.text_column not in record):
+        messages = _read_messages(conversation, f"{where}, column {data.messages_column}")
         return Document(where, messages=messages) if messages else None
     if data.text_column not in record:
         what = f"a record has neither column {data.messages_column!r} nor column {data.text_column!r}"

@@ -111,7 +111,7 @@ def test_the_standard_library_counts_by_version(monkeypatch):
 
 def test_a_dataset_counts_by_name_and_commit(write_jsonl, tmp_path, monkeypatch):
     data = DataConfig(kind="hub", name="a/b", subset="c")
-    named = {"kind": "hub", "reader": 4, "name": "a/b", "subset": "c", "revision": None}
+    named = {"kind": "hub", "reader": 5, "name": "a/b", "subset": "c", "revision": None}
     assert data_cache_key(data) == named | {"commit": None}
     monkeypatch.setattr("stages.text.hub.hf_hub_download", lambda *_, **_options: "/cache/snapshots/c0ffee/file")
     assert data_cache_key(data) == named | {"commit": "c0ffee"}

@@ -18,8 +18,9 @@ def test_prefers_the_conversation_to_the_text():
     assert read_record(record, "f:1", DataConfig()) == expected
 
 
-def test_reads_the_text_where_the_conversation_is_null():
-    assert read_record({"text": "a", "messages": None}, "f:1", DataConfig()) == Document("f:1", "a")
+@pytest.mark.parametrize("nothing", [None, []])
+def test_reads_the_text_where_the_conversation_is_null_or_empty(nothing):
+    assert read_record({"text": "a", "messages": nothing}, "f:1", DataConfig()) == Document("f:1", "a")
 
 
 @pytest.mark.parametrize("record", [{"text": ""}, {"text": " \n\t"}, {"text": None}, {"messages": []}])
