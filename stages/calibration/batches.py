@@ -23,7 +23,7 @@ from stages.calibration.token_memory import KEPT, Keep, TokenMemory, as_it_is, m
 from stages.losses import MeanLoss, supervised_tokens, token_losses
 from stages.text.batches import IGNORED, TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import load_text
+from stages.text.sequences import find_begin, load_text, missing_begin
 
 OFFSET = 1000  # of the Zipf-Mandelbrot law, so that rare tokens are drawn too
 SEED = 0
@@ -34,8 +34,9 @@ def draw_sequences(
 ) -> list[TokenSequence]:
     """Draw at most `tokens` different tokens, in sequences of at most `length`; none has a label.
 
-    Special tokens, added tokens and those in `met` are not drawn. A token's weight is 1 / (rank of its id + OFFSET),
-    because BPE numbers merges in the order they were learnt, frequent ones first. The seed is fixed.
+    As in text, every sequence starts with the begin token of a tokenizer that has one. Special tokens, added tokens and
+    those in `met` are not drawn. A token's weight is 1 / (rank of its id + OFFSET), because BPE numbers merges in the
+    order they were learnt, frequent ones first. The seed is fixed.
     """
     known = {*met, *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     ids_V = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
@@ -45,10 +46,9 @@ def draw_sequences(
     if not count:
         return []
     drawn_T = ids_V[weights_V.multinomial(count, generator=torch.Generator().manual_seed(SEED))]
-    return [
-        TokenSequence(f"vocabulary {number}", ids_T.tolist(), [IGNORED] * len(ids_T))
-        for number, ids_T in enumerate(torch.split(drawn_T, length))
-    ]
+    first = missing_begin(find_begin(tokenizer), [])
+    parts = (first + ids_T.tolist() for ids_T in torch.split(drawn_T, length - len(first)))
+    return [TokenSequence(f"vocabulary {number}", ids, [IGNORED] * len(ids)) for number, ids in enumerate(parts)]
 
 
 # The validation split consists of whole batches and would be too coarse with fewer of them.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pico import write_pico
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
@@ -39,6 +40,16 @@ def test_all_that_are_left_and_no_special_token(tokenizer):
     met = sorted(left)[7:]
     assert ids_of(draw_sequences(tokenizer, met, 10**6, 512)) == set(sorted(left)[:7])
     assert draw_sequences(tokenizer, ids, 10**6, 512) == []
+
+
+def test_every_sequence_starts_with_the_begin_token_of_the_tokenizer():
+    """Like Gemma and Llama."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    begin, plain = tokenizer.bos_token_id, draw_sequences(tokenizer, (), 90, 30)
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", begin)])
+    drawn = draw_sequences(tokenizer, (), 90, 31)
+    assert [sequence.ids for sequence in drawn] == [[begin, *sequence.ids] for sequence in plain]
+    assert all(set(sequence.labels) == {IGNORED} for sequence in drawn)
 
 
 def test_the_common_are_drawn_first(tokenizer):
