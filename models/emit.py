@@ -243,7 +243,7 @@ class _Emission:
 
     def _scaled(self, name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         if scale == 1.0:
-            return weight.to(dtype)
+            return _cast(name, weight, dtype)
         scaled = (weight.float() * scale).to(dtype)
         if not scaled.isfinite().all():
             what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
@@ -254,7 +254,16 @@ class _Emission:
         return scaled
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        self.writer.add(name, tensor if self.keeps_dtypes else tensor.to(self.main_dtype))
+        self.writer.add(name, tensor if self.keeps_dtypes else _cast(name, tensor, self.main_dtype))
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another number format. Raises NumericsError: its finite numbers are beyond that format."""
+    cast = tensor.to(dtype)
+    if dtype != tensor.dtype and not cast.isfinite().all() and tensor.isfinite().all():
+        what = f"weights up to {tensor.abs().max().item():g} are not finite in {str(dtype).removeprefix('torch.')}"
+        raise NumericsError(what, where=name, do="assemble.dtype=float32, or assemble.dtype=source")
+    return cast
 
 
 def _widened(weights: Projections, width: int) -> Projections:

@@ -192,6 +192,15 @@ def test_a_fold_that_overflows_where_glm4_cannot_hold_the_source(tmp_path: Path)
     assert caught.value.do == "assemble.dtype=float32, or assemble.target=tiny_onn, which scales no weights"
 
 
+@pytest.mark.parametrize("part", ["gate_END", "shared_down_DS"])
+def test_weights_that_another_number_format_cannot_hold(dense: Path, tmp_path: Path, part: str) -> None:
+    large = random_experts(0)
+    large = replace(large, **{part: torch.full_like(getattr(large, part), 70_000.0)})
+    with pytest.raises(NumericsError, match="weights up to 70000 are not finite in float16") as caught:
+        emit(dense, tmp_path, "glm4_moe", experts=lambda _layer: large, dtype="float16")
+    assert caught.value.do == "assemble.dtype=float32, or assemble.dtype=source"
+
+
 def test_a_failed_emission_is_no_checkpoint(dense: Path, tmp_path: Path) -> None:
     def fail_late(layer: int) -> ExpertWeights:
         if layer == 1:
