@@ -154,8 +154,9 @@ def _decode(line: bytes, where: str) -> str:
         own = "utf-16" if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
         what = f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}"
         raise DataError(what, where=where, do=f"convert the file to UTF-8, e.g. iconv -f {own} -t utf-8") from error
-    if line.count(0) > len(line) // 3:  # English in UTF-16 without its mark is valid UTF-8
-        what = f"no text in UTF-8: {line.count(0)} of {len(line)} bytes of the line are zero"
+    zeros = line.count(0)
+    if len(line) > 8 and len(line) // 3 < zeros <= len(line) // 2 + 1:  # English in UTF-16 without mark is valid UTF-8
+        what = f"no text in UTF-8: {zeros} of {len(line)} bytes of the line are zero"
         do = "remove the file, or convert it to UTF-8, e.g. iconv -f utf-16le -t utf-8"
         raise DataError(what, where=where, do=do)
     return text
