@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from instruments.precision import watch_model
+from pipeline.consistency import contradictions
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose, register_schema
 
@@ -102,8 +103,29 @@ def test_every_command_composes(command):
     assert settings.stage in {"all", *STAGES}
 
 
+TORCHRUN = sorted(
+    {
+        pair
+        for page in PAGES
+        for pair in re.findall(
+            r"^    torchrun --nproc-per-node=(\d+) -m pipeline *(.*?)(?: *#.*)?$", (REPOSITORY / page).read_text(), re.M
+        )
+    }
+)
+
+
+@pytest.mark.parametrize(("workers", "command"), TORCHRUN)
+def test_every_command_fits_its_number_of_processes(workers, command, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": workers, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    register_schema()
+    settings, _folder = compose(shlex.split(command))
+    assert [*contradictions(settings)] == []
+
+
 def test_there_are_commands_to_check():
     assert len(COMMANDS) >= 4
+    assert len(TORCHRUN) >= 4
 
 
 BLOCKS = [
