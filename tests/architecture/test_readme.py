@@ -146,7 +146,7 @@ def test_examples_of_instruments_run(page, code, tmp_path, monkeypatch, capsys):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     exec(code, {
         "model": model, "batch": batch, "batches": [batch, batch], "optimizer": optimizer, "nn": torch.nn,
-        "gradient": torch.ones(3, 5), "path": Path("scan.mscan"), "watch_model": watch_model,
+        "gradient": torch.ones(3, 5), "path": "scan.mscan", "watch_model": watch_model,
     })  # fmt: skip
     assert page != Path("instruments/README.md") or len([line for line in code.splitlines() if line]) <= 5
     assert capsys.readouterr().out or [path for path in tmp_path.iterdir() if path.name != "train.py"]
