@@ -77,6 +77,7 @@ def dial_lines() -> Iterator[str]:
             name, default = dial.groups()
             if default.startswith("${model."):
                 default = "as in model="
+            default = default.replace("${repository:}", str(REPOSITORY))
             yield f"  {name:13}{NEXT_LINE.join(comment)} [{default}]"
             comment = []
 
