@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from instruments.precision import watch_model
 from pipeline.consistency import contradictions
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose, register_schema
+from pipeline.validate import find_errors
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -101,6 +101,9 @@ def test_every_command_composes(command):
     assert not override_errors(words, sweep=sweep)
     settings, _folder = compose([re.sub(r",.*", "", word) if sweep else word for word in words])
     assert settings.stage in {"all", *STAGES}
+    kinds = settings.model.kind, settings.data.kind, settings.store.kind
+    if kinds == ("embedded", "python_stdlib", "local") and not settings.diagnose.checkpoint:  # others have to be there
+        assert find_errors(settings) == []
 
 
 TORCHRUN = sorted(
@@ -146,7 +149,7 @@ def test_examples_of_instruments_run(page, code, tmp_path, monkeypatch, capsys):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     exec(code, {
         "model": model, "batch": batch, "batches": [batch, batch], "optimizer": optimizer, "nn": torch.nn,
-        "gradient": torch.ones(3, 5), "path": "scan.mscan", "watch_model": watch_model,
+        "gradient": torch.ones(3, 5), "path": "scan.mscan",
     })  # fmt: skip
     assert page != Path("instruments/README.md") or len([line for line in code.splitlines() if line]) <= 5
     assert capsys.readouterr().out or [path for path in tmp_path.iterdir() if path.name != "train.py"]
