@@ -40,7 +40,7 @@ class CarveFacts:
 
 # owner/name on the hub; any other source is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
-NO_TRAINING = "none: no weights were trained"
+NO_TRAINING = "none: stage=train has not run"
 _TRAINING = "| training | {} |"
 
 
@@ -54,7 +54,9 @@ def copy_card(source: Path, folder: Path, training: str) -> None:
 def render_card(facts: CarveFacts) -> str:
     """The card as Markdown, with the front matter that hubs read."""
     shape, name = facts.shape, facts.name
-    share = f"{shape.active_share(facts.width, facts.layers):.0%}"
+    share = f"{shape.active_width / facts.width:.0%}"
+    if shape.dense_layers:
+        share += f"; on average over all layers {shape.active_share(facts.width, facts.layers):.0%}"
     remote_code = ", trust_remote_code=True" if facts.target.is_tiny_onn else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to, facts.dense))
     return f"""---
@@ -170,6 +172,7 @@ def _nf4(target: MoETarget) -> str:
 def _fused_kernels(shape: MoEShape, width: int) -> str:
     if is_power_of_two(shape.experts) and width % 128 == 0:
         return "expert count and width suit the fused kernels."
-    wanted = "" if width % 128 == 0 else " (`assemble.pad_to=128` gives that)"
+    # For another number of experts, padding alone would only make the checkpoint larger.
+    wanted = " (`assemble.pad_to=128` gives that)" if is_power_of_two(shape.experts) else ""
     slow = f"E = {shape.experts}, N = {width} take a slower path"
     return f"{slow}; the fast one needs E a power of two and N % 128 == 0{wanted}."

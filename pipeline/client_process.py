@@ -224,7 +224,10 @@ def measure_vllm(
 
     length = max(len(ids), sum(sizes)) + 8
     settings = {"max_model_len": length, "enforce_eager": True, "enable_prefix_caching": False, "dtype": "float32"}
-    loaded = [LLM(model, trust_remote_code=remote, max_num_seqs=1, **settings) for model in models]
+    # The code of the first is the project's own; no other model needs any.
+    loaded = [
+        LLM(model, trust_remote_code=remote and model == models[0], max_num_seqs=1, **settings) for model in models
+    ]
     prompt = {"prompt_token_ids": list(ids)}
     (answer,) = loaded[0].generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     pairs = list(zip(ids[1:], answer.prompt_logprobs[1:], strict=True))

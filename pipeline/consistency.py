@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
@@ -53,6 +52,9 @@ def find_unread(settings: Settings, shape: MoEShape | None, width: int, target: 
         "score": settings.score.unread(),
         "train": settings.train.unread(biased=None if target is None else target.selection_bias is not None),
     }
+    # Without the stage, `warn_of_other_stages` warns of all that is typed.
+    dumps = involves(settings, "dump")
+    found["dump"] = settings.dump.unread(offloaded=settings.model.device_map != "none") if dumps else {}
     if shape is None:
         return found
     return found | {
@@ -104,8 +106,13 @@ def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
             logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
     others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
     typed = [word for word in words if word.startswith(others)]
-    if typed and settings.stage == "diagnose":
+    if settings.stage != "diagnose":
+        return
+    if typed:
         logger.warning("%s is ignored: check=%s", " ".join(typed), settings.check)
+    for name, reason in settings.diagnose.unread(settings.check).items():
+        for word in (word for word in words if word.partition("=")[0] == f"diagnose.{name}"):
+            logger.warning("%s is ignored: %s", word, reason)
 
 
 def _warn_of_sampling(settings: Settings) -> None:
@@ -288,13 +295,3 @@ def _json_fault(path: Path) -> str | None:
     except ValueError as error:
         return f"{path} is not JSON: {error}"
     return None if isinstance(held, dict) else f"{path} holds no JSON object"
-
-
-def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Errors: layers to draw that the source does not have; `source` is its config.json."""
-    if not involves(settings, "cluster") or settings.cluster.map == "none":
-        return
-    layers = int(source["num_hidden_layers"])
-    if unknown := [layer for layer in settings.cluster.map_layers if not -layers <= layer < layers]:
-        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
-        yield ConfigError(what, where="setting cluster.map_layers", do="cluster.map_layers=[]")

@@ -184,7 +184,7 @@ def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [
         by_last_word[name] for name in get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.7)
     ]
-    remedy = f"{close[0]}={value}" if close else "python -m pipeline --help lists the settings"
+    remedy = f"{close[0]}={value}" if close else "python -m pipeline --cfg job lists the settings"
     return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from instruments.errors import ConfigError, UserError, check_output, exit_code, positive, say
+from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, positive, say, some
 from models.config import PER_LAYER, MoEShape
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
+from models.targets.tiny_onn import CODE_FILES, foreign_code
 from pipeline.gguf import (
     CONVERTED,
     INSTALL,
@@ -54,6 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
             known = ", ".join([*CONVERTED, *QUANTISED])
             what = f"unknown types: {', '.join(unknown)}; known are {known}"
             raise ConfigError(what, where="--types", do="--types q8_0")
+        check_code(wanted.checkpoint)
         check = _Check.of(wanted)
         rows, missing = check.rows(types), check.missing()
         ceiling = ceilings(wanted.checkpoint, wanted.dense) if wanted.dense else None
@@ -65,6 +67,22 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0 if all(row.right for row in rows) else 1
 
     return exit_code(work)
+
+
+def check_code(folder: Path) -> None:
+    """Raises CheckpointError: clients would run code of the checkpoint, and not all of it is this project's."""
+    config = read_config(folder)
+    if not MOE_TARGETS[config["model_type"]].is_tiny_onn:
+        return
+    try:
+        found = foreign_code(folder, config)
+    except (OSError, ValueError) as error:
+        what = f"cannot read tokenizer_config.json: {error}"
+        raise CheckpointError(what, where=str(folder), do="copy it from the carve again") from error
+    if found:
+        what = f"serving TinyONN runs the code of the checkpoint, and this is not that of the project: {some(found, 3)}"
+        do = f"carve again, or replace them by {', '.join(CODE_FILES)} of models/tiny_onn"
+        raise CheckpointError(what, where=str(folder), do=do)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -227,4 +227,4 @@ def composition_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         what = " ".join(str(error).strip().splitlines()[:2])  # two lines: Hydra's action, and the fault
         where = f"the files under {CONF} and the command line"
-        raise ConfigError(what, where=where, do="python -m pipeline --help lists settings and options") from error
+        raise ConfigError(what, where=where, do="python -m pipeline --cfg job lists the settings") from error

@@ -21,7 +21,7 @@ from models.config import ModelConfig, MoEShape, setting_word
 from models.source import check_source, read_source_config
 from models.targets.base import ALIGNMENT, expert_width
 from models.targets.config import check_target
-from pipeline.consistency import balance_errors, contradictions, find_uses, involves, map_errors, warn_of_unread
+from pipeline.consistency import balance_errors, contradictions, find_uses, involves, warn_of_unread
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
@@ -206,6 +206,16 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
     warn_of_unread(settings, shape, request.width, target)
     _warn_of_dense_maps(settings, request)
     return errors
+
+
+def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Errors: layers to draw that the source does not have; `source` is its config.json."""
+    if not involves(settings, "cluster") or settings.cluster.map == "none":
+        return
+    layers = int(source["num_hidden_layers"])
+    if unknown := [layer for layer in settings.cluster.map_layers if not -layers <= layer < layers]:
+        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
+        yield ConfigError(what, where="setting cluster.map_layers", do="cluster.map_layers=[]")
 
 
 def _warn_of_dense_maps(settings: Settings, request: ShapeRequest) -> None:

@@ -202,12 +202,13 @@ class Mscan:
         return np.concatenate([none, *(segment.array(name, columns=columns) for segment in self.segments)])
 
 
-def read_mscan(path: Path, *, verify: bool = True) -> Mscan:
+def read_mscan(path: Path | str, *, verify: bool = True) -> Mscan:
     """Open a file; `verify` reads everything once to compare checksums, otherwise only headers are checked.
 
     Raises ContractError: missing, not an .mscan file, of another version, or damaged. A file that was not closed is no
     error: see `closed` and `torn`.
     """
+    path = Path(path)
     file = _map(path)
     header, start = unpack_header(path, file)
     places, closed = find_segments(path, file, start)

@@ -179,7 +179,7 @@ class MscanWriter(SegmentFile):
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         parameters: Sequence[WatchedParameter],
         *,
         model: str,
@@ -208,6 +208,7 @@ class MscanWriter(SegmentFile):
         Raises:
             ContractError: as in `SegmentFile`, or an unknown encoding.
         """
+        path = Path(path)
         if encoding not in ENCODINGS:
             raise refused(path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
         now = datetime.now(UTC).isoformat(timespec="seconds")

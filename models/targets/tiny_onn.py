@@ -2,15 +2,23 @@
 
 import shutil
 from collections.abc import Mapping
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
 import models.tiny_onn
+from models.checkpoint.folder import read_json
 from models.dense import DENSE_FAMILIES, activation_of, keeps_tied
 from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
 
 # Keys about the dense checkpoint's files, not about the model.
 _NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype"})
+# Class of transformers → where `trust_remote_code` finds it in the checkpoint.
+AUTO_CLASSES = {
+    "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
+    "AutoModel": "modeling_tiny_onn.TinyONNModel",
+    "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
+}
 
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
@@ -18,16 +26,12 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     # vLLM needs the AutoModel entry; without it vLLM refuses the model, as it should for activations that it would
     # compute wrongly. A pool has no entry either: transformers 4 would load its decoder without the shared experts.
     plain = not given.shape.pooled and activation_of(source) == "silu"
-    decoder = {"AutoModel": "modeling_tiny_onn.TinyONNModel"} if plain else {}
+    left_out = () if plain else ("AutoModel",)
     dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
     return {
         "architectures": ["TinyONNForCausalLM"],
         "model_type": "tiny_onn",
-        "auto_map": {
-            "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
-            **decoder,
-            "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
-        },
+        "auto_map": {name: place for name, place in AUTO_CLASSES.items() if name not in left_out},
         "num_experts": given.shape.experts,
         "num_experts_per_tok": given.shape.top_k,
         "moe_intermediate_size": given.width,
@@ -99,3 +103,20 @@ TARGETS = (
         is_tiny_onn=True,
     ),
 )
+
+
+def foreign_code(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Code that loading with `trust_remote_code` could run and this project did not write: files, and named classes.
+
+    `config` is its config.json. Raises OSError, ValueError: tokenizer_config.json is not readable.
+    """
+    (package,) = models.tiny_onn.__path__
+    files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.py"))]
+    found = [
+        name for name in files if name not in CODE_FILES or not cmp(folder / name, Path(package) / name, shallow=False)
+    ]
+    for settings in (config, *map(read_json, folder.glob("tokenizer_config.json"))):
+        named = (settings.get("auto_map") or {}) if isinstance(settings, dict) else {}
+        classes = named.values() if isinstance(named, dict) else [named]
+        found += [str(name) for name in classes if name not in AUTO_CLASSES.values()]
+    return found

@@ -95,7 +95,8 @@ def shape_words(shape: MoEShape) -> str:
     """The carved shape as text."""
     always = f" and {plain(shape.always_on)} always-on neurons" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
-    return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"
+    kept = f"; layers {', '.join(map(str, shape.dense_layers))} stay dense" if shape.dense_layers else ""
+    return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}{kept}"
 
 
 def verdict(evaluation: Evaluation) -> str:
@@ -122,11 +123,12 @@ def key_figures(evaluation: Evaluation) -> list[tuple[str, str]]:
     """Figures and their explanations for the head of the page."""
     gap, mask = evaluation.gap("carved") or 0.0, evaluation.gap("static_mask")
     models, shape = evaluation.models, evaluation.shape
+    averaged = ", averaged over all layers" if shape.dense_layers else ""
     figures = [
         (nats(gap), "nats of loss per token above the dense model"),
         (f"{models['carved']['perplexity']:,.4g}", f"perplexity; dense {models['dense']['perplexity']:,.4g}"),
-        (percent(evaluation.share), f"of {evaluation.width:,} FFN neurons active per token: {shape.always_on:,} always "
-         f"on, {shape.top_k} of {shape.experts} experts of {shape.n}"),
+        (percent(evaluation.share), f"of {evaluation.width:,} FFN neurons active per token{averaged}: "
+         f"{shape.always_on:,} always on, {shape.top_k} of {shape.experts} experts of {shape.n}"),
     ]  # fmt: skip
     if mask is not None and mask > TINY:
         figures.append((percent(gap / mask), "of the static mask's gap"))

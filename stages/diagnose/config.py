@@ -63,3 +63,14 @@ class DiagnoseConfig:
     analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)
     static_check: StaticCheckConfig = field(default_factory=StaticCheckConfig)
     watch: WatchStageConfig = field(default_factory=WatchStageConfig)
+
+    def unread(self, check: str) -> dict[str, str]:
+        """Settings that this check does not read, besides those of other checks → the reason."""
+        file = self.analyze_tensor.file
+        if check == "static_check":
+            return dict.fromkeys(("checkpoint", "tokens"), f"check={check}")
+        if check != "analyze_tensor":
+            return {}
+        if file is None:
+            return {"analyze_tensor.tensors": "diagnose.analyze_tensor.file=null"}
+        return dict.fromkeys(("checkpoint", "tokens", "analyze_tensor.modules"), f"diagnose.analyze_tensor.file={file}")

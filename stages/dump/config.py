@@ -17,3 +17,9 @@ class DumpStageConfig(DumpConfig):
     gradient_checkpointing: bool = False
     enabled: bool = field(default=True, metadata={"fingerprint": False})
     folder: str | None = field(default=None, metadata={"fingerprint": False})
+
+    def unread(self, *, offloaded: bool) -> dict[str, str]:
+        """Settings without effect → the reason; `offloaded`: the model is always recomputed, see `save_memory`."""
+        if not self.gradients:
+            return dict.fromkeys(("gradient_checkpointing", "recomputed"), "dump.gradients=false")
+        return {} if self.gradient_checkpointing or offloaded else {"recomputed": "dump.gradient_checkpointing=false"}

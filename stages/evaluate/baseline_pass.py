@@ -1,5 +1,6 @@
 """Run the baselines in one pass over the layers: fitted on calibration text, measured on held-out text."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.evaluate.published import PUBLISHED, first_text
 from stages.losses import MeanLoss, measure_loss
 from stages.text.batches import TokenBatch
+
+logger = logging.getLogger(__name__)
 
 ALIGNED = "_aligned"
 
@@ -175,8 +178,9 @@ def run_pool_baselines(
     losses = {}
     if "unaligned" in names:
         losses["unaligned"] = measure_loss(assembled, batches, "unaligned", workers)
-    # Offloaded weights cannot be written to.
-    if "random_router" in names and not is_offloaded(assembled):
+    if "random_router" in names and is_offloaded(assembled):
+        logger.warning("baseline random_router is left out: the weights of an offloaded model cannot be replaced")
+    elif "random_router" in names:
         draw_routers(assembled, seed)
         losses["random_router"] = measure_loss(assembled, batches, "randomly routed", workers)
     return losses

@@ -83,8 +83,8 @@ def notes(evaluation: Evaluation) -> list[str]:
     agreement = sum(layer.agreement for layer in layers) / len(layers)
     trained = "this MoE is trained by stage=train; the dense model and the baselines are not"
     pooled = (
-        "one pool of experts for all layers: active parameters are counted in every layer that uses them; masks and "
-        "oracles, which choose among one layer's neurons, are left out"
+        "one pool of experts for all layers: active parameters are counted in every layer that uses them; masks, "
+        "published methods and oracles, which choose among one layer's neurons, are left out"
     )
     formats = (
         f"both models are computed in {evaluation.dtype}, the baselines in float32, so the baselines' gaps contain the "

@@ -52,6 +52,7 @@ class ProjectConfig:
             found |= dict.fromkeys(("descent_rate", "descent_tokens"), "project.descent_steps=0")
         if shape.pooled:
             found |= dict.fromkeys(("descent_steps", "descent_rate", "descent_tokens"), "topology=global_pool")
+            found["refit_tokens"] = "topology=global_pool"  # its rounds read the pool_tokens
         else:
             found |= dict.fromkeys(("pool_tokens", "pool_sweeps"), f"topology={shape.topology}")
         # In the order in which stages/project/layer_pass.py reads them.

@@ -29,7 +29,7 @@ class ScanConfig:
     def unread(self) -> dict[str, str]:
         """Settings without effect, each with the setting that disables it."""
         found: dict[str, str] = {}
-        if not (self.gradients or self.parameters):
+        if not self.gradients:
             found |= dict.fromkeys(("gradient_checkpointing", "norm_product"), "scan.gradients=false")
         if self.active_threshold is not None:
             found["active_share"] = f"scan.active_threshold={self.active_threshold:g}"

@@ -49,6 +49,8 @@ class TrainConfig:
             found["rest_rate"] = "train.all_share=0"
             if not self.experts_share:
                 found["expert_rate"] = "train.experts_share=0 and train.all_share=0"
+        if not self.logit_std:
+            found["logit_std_share"] = "train.logit_std=0"
         kind, reason = self.balance, f"train.balance={self.balance}"
         if kind == "auto" and biased is not None:
             kind = "selection_bias" if biased else "loss"

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from instruments.precision import watch_model
+from pipeline.consistency import contradictions
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose, register_schema
+from pipeline.validate import find_errors
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -100,10 +101,34 @@ def test_every_command_composes(command):
     assert not override_errors(words, sweep=sweep)
     settings, _folder = compose([re.sub(r",.*", "", word) if sweep else word for word in words])
     assert settings.stage in {"all", *STAGES}
+    kinds = settings.model.kind, settings.data.kind, settings.store.kind
+    if kinds == ("embedded", "python_stdlib", "local") and not settings.diagnose.checkpoint:  # others have to be there
+        assert find_errors(settings) == []
+
+
+TORCHRUN = sorted(
+    {
+        pair
+        for page in PAGES
+        for pair in re.findall(
+            r"^    torchrun --nproc-per-node=(\d+) -m pipeline *(.*?)(?: *#.*)?$", (REPOSITORY / page).read_text(), re.M
+        )
+    }
+)
+
+
+@pytest.mark.parametrize(("workers", "command"), TORCHRUN)
+def test_every_command_fits_its_number_of_processes(workers, command, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": workers, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    register_schema()
+    settings, _folder = compose(shlex.split(command))
+    assert [*contradictions(settings)] == []
 
 
 def test_there_are_commands_to_check():
     assert len(COMMANDS) >= 4
+    assert len(TORCHRUN) >= 4
 
 
 BLOCKS = [
@@ -124,7 +149,7 @@ def test_examples_of_instruments_run(page, code, tmp_path, monkeypatch, capsys):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     exec(code, {
         "model": model, "batch": batch, "batches": [batch, batch], "optimizer": optimizer, "nn": torch.nn,
-        "gradient": torch.ones(3, 5), "path": Path("scan.mscan"), "watch_model": watch_model,
+        "gradient": torch.ones(3, 5), "path": "scan.mscan",
     })  # fmt: skip
     assert page != Path("instruments/README.md") or len([line for line in code.splitlines() if line]) <= 5
     assert capsys.readouterr().out or [path for path in tmp_path.iterdir() if path.name != "train.py"]

@@ -9,6 +9,7 @@ from config.experiment_log import STATES, expand_sweep, read_entry, read_header,
 from pipeline.help import CONF, group_lines
 from pipeline.overrides import override_errors
 from pipeline.settings import compose, register_schema
+from pipeline.validate import find_errors
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -41,15 +42,16 @@ def test_a_command_of_the_log_runs(command):
 
 
 def check_command(command):
-    """The command composes; of a sweep, the first and the last combination do."""
+    """The command has no wrong setting; of a sweep, neither has the first nor the last combination."""
     register_schema()
     program, words = shlex.split(command)[:3], shlex.split(command)[3:]
     assert program == ["python", "-m", "pipeline"]
     assert not override_errors([word for word in words if word != "-m"], sweep="-m" in words)
     combinations = expand_sweep(words)
-    compose(combinations[0])
-    if len(combinations) > 1:
-        compose(combinations[-1])
+    for combination in {tuple(combinations[0]), tuple(combinations[-1])}:
+        settings, _folder = compose(combination)
+        if settings.model.kind == "embedded" and settings.data.kind == "python_stdlib":  # others have to be there
+            assert find_errors(settings) == []
 
 
 def test_every_experiment_has_results_and_every_result_an_experiment():

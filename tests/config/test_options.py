@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from models.config import MoEShape
-from pipeline.help import CONF, groups
+from pipeline.help import CONF, groups, help_page, summary
 from pipeline.settings import Settings, register_schema, to_settings
 from pipeline.shape import resolve_shape
 from pipeline.validate import request_shape
@@ -83,6 +83,15 @@ def test_every_key_is_explained(path):
         return
     unexplained = [line for above, line in pairwise(lines) if is_setting(line) and not above.lstrip().startswith("#")]
     assert unexplained == []
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_the_line_of_an_option_on_the_help_page_is_whole(group, option):
+    assert re.search(r"[.?]$|=\S+$", summary(CONF / group / f"{option}.yaml"))
+
+
+def test_the_help_page_shows_values_not_what_they_are_filled_from():
+    assert "${" not in help_page()
 
 
 def is_setting(line):

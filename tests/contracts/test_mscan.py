@@ -124,6 +124,12 @@ def test_a_file_without_sequences(path):
     assert scan.output_blocks(PARAMETERS[1].name).shape == (0, 2)
 
 
+def test_a_file_may_be_named_by_a_text(path):
+    with MscanWriter(str(path), PARAMETERS, model="pico", block_width=WIDTH) as file:
+        file.add(record(range(3)))
+    assert len(read_mscan(str(path)).sequences) == 3
+
+
 def test_norms_stored_in_full_are_views_of_the_file(path):
     write(path)
     first = read_mscan(path).segments[0]

@@ -149,6 +149,18 @@ def test_a_check_chooses_its_own_number_formats(texts, caplog):
         ("all", "train=distil evaluate.checkpoint=train", None),
         ("diagnose", "check=watch diagnose.tokens=9 diagnose.watch.steps=3", None),
         ("diagnose", "diagnose.watch.steps=3", "diagnose.watch.steps=3 is ignored: check=auto_diff"),
+        ("diagnose", "check=static_check diagnose.tokens=9", "diagnose.tokens=9 is ignored: check=static_check"),
+        (
+            "diagnose",
+            "check=analyze_tensor diagnose.analyze_tensor.file=x.pt diagnose.checkpoint=y",
+            "diagnose.checkpoint=y is ignored: diagnose.analyze_tensor.file=x.pt",
+        ),
+        (
+            "diagnose",
+            "check=analyze_tensor diagnose.analyze_tensor.tensors=[x]",
+            "diagnose.analyze_tensor.tensors=[x] is ignored: diagnose.analyze_tensor.file=null",
+        ),
+        ("diagnose", "check=analyze_tensor diagnose.analyze_tensor.modules=[x] diagnose.tokens=9", None),
         ("scan", "project.alpha=0.5", None),
     ],
 )
@@ -159,7 +171,7 @@ def test_settings_of_a_stage_that_the_run_does_without(stage, words, said, caplo
     assert caplog.messages == ([said] if said else [])
 
 
-GROUPS = ("scan", "data", "store", "score", "train", "vocabulary", "cluster", "assemble", "project")
+GROUPS = ("scan", "data", "store", "score", "train", "dump", "vocabulary", "cluster", "assemble", "project")
 
 
 @pytest.mark.parametrize("topology", ["per_layer", "global_pool"])
@@ -191,6 +203,21 @@ def test_settings_without_effect_are_said(texts, caplog):
     caplog.clear()
     assert texts(*words[:2], "scan.parameters=true") == []
     assert caplog.messages == []
+    forward = ["scan.gradients=false", "scan.parameters=true", "scan.norm_product=gram"]
+    assert texts(*forward) == []
+    assert caplog.messages == ["scan.norm_product=gram is ignored: scan.gradients=false"]
+
+
+def test_settings_of_a_dump_without_effect_are_said(texts, caplog):
+    words = ["stage=dump", "dump.recomputed=true", "dump.gradient_checkpointing=true"]
+    assert texts(*words) == texts(*words[:2], "model.device_map=auto") == texts(*words[1:]) == []
+    assert caplog.messages == []
+    assert texts(*words[:2]) == texts(*words, "dump.gradients=false") == []
+    assert caplog.messages == [
+        "dump.recomputed=True is ignored: dump.gradient_checkpointing=false",
+        "dump.recomputed=True is ignored: dump.gradients=false",
+        "dump.gradient_checkpointing=True is ignored: dump.gradients=false",
+    ]
 
 
 POOL = "topology=global_pool"
@@ -228,9 +255,10 @@ def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
         "project.pool_sweeps=3 is ignored: topology=per_layer",
     ]
     caplog.clear()
-    assert texts(POOL, "assemble.balance=0.1", "project.descent_steps=5") == []
+    assert texts(POOL, "assemble.balance=0.1", "project.descent_steps=5", "project.refit_tokens=9") == []
     assert caplog.messages == [
         "assemble.balance=0.1 is ignored: topology=global_pool",
+        "project.refit_tokens=9 is ignored: topology=global_pool",
         "project.descent_steps=5 is ignored: topology=global_pool",
     ]
 
@@ -424,6 +452,11 @@ AUTO = "train.balance=auto selects {} for this architecture"
             {"expert_rate=1.0": "train.experts_share=0 and train.all_share=0"},
         ),
         (["train=full", "train.expert_rate=1", "train.rest_rate=1", *BIASED], {}),
+        (
+            ["train.logit_std=0", "train.logit_std_share=0.2", *BIASED],
+            {"logit_std_share=0.2": "train.logit_std=0"},
+        ),
+        (["train.logit_std_share=0.2", *BIASED], {}),
         (["train.balance_weight=1", *BIASED], {"balance_weight=1.0": AUTO.format("selection_bias")}),
         (["train.balance_weight=1", "train.balance=loss", *BIASED], {}),
         (["train.bias_rate=1", *BIASED], {}),

@@ -47,11 +47,12 @@ def test_good_words_pass(word):
         ),
         (
             "zzz=3",
-            "there is no setting zzz\n  where: command line\n  do:    python -m pipeline --help lists the settings",
+            "there is no setting zzz\n  where: command line\n  do:    python -m pipeline --cfg job lists the settings",
         ),
         (
             "+zzz.y=3",
-            "there is no setting zzz.y\n  where: command line\n  do:    python -m pipeline --help lists the settings",
+            "there is no setting zzz.y\n  where: command line\n"
+            "  do:    python -m pipeline --cfg job lists the settings",
         ),
         (
             "cluster=foo",

@@ -1,5 +1,7 @@
 """Verdict, names and numbers of the report."""
 
+from dataclasses import replace
+
 import pytest
 from unit.pipeline.report_outputs import GAPS, Outputs
 
@@ -12,6 +14,7 @@ from pipeline.report.words import (
     nats,
     percent,
     plain,
+    shape_words,
     size,
     verdict,
 )
@@ -56,6 +59,13 @@ def test_key_figures_leave_out_what_was_not_measured(tmp_path):
         "25\N{NO-BREAK SPACE}%",
         "of the static mask's gap",
     )
+
+
+def test_a_carve_with_dense_layers_says_so(tmp_path):
+    found = read_evaluation(Outputs(tmp_path).carve())
+    found = replace(found, shape=replace(found.shape, dense_layers=(1,)))
+    assert shape_words(found.shape).endswith("; layers 1 stay dense")
+    assert ", averaged over all layers: " in key_figures(found)[2][1]
 
 
 def test_models_unknown_so_far_get_a_hue_of_their_own():

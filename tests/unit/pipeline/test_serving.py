@@ -319,3 +319,49 @@ def test_the_check_without_other_clients(carve, tmp_path, capsys):
     said = capsys.readouterr()
     assert "not checked: " in said.out
     assert [line.rpartition(", ")[2] for line in said.err.splitlines()][:2] == ["the reference", "f32"]
+
+
+def name_foreign_class(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"]["AutoModelForCausalLM"] = "someone/model--modeling.Model"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def name_foreign_tokenizer(folder):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["tokens.Tokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def add_generation(folder):
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate/generate.py").write_text("raise SystemExit\n")
+
+
+def change_model(folder):
+    with (folder / "modeling_tiny_onn.py").open("a") as file:
+        file.write("raise SystemExit\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (name_foreign_class, "someone/model--modeling.Model"),
+        (name_foreign_tokenizer, "['tokens.Tokenizer', None]"),
+        (add_generation, "custom_generate/generate.py"),
+        (change_model, "modeling_tiny_onn.py"),
+    ],
+)
+def test_code_that_is_not_the_projects_is_not_run(tmp_path, capsys, monkeypatch, change, named):
+    monkeypatch.setattr(serve_check, "run_client", lambda *_: pytest.fail("a client runs the checkpoint's code"))
+    moe = write_carve(tmp_path, "tiny_onn", "smollm3", 64)
+    serve_check.check_code(moe)
+    change(moe)
+    capsys.readouterr()  # progress bars
+    assert serve_check.main([str(moe)]) == 1
+    assert capsys.readouterr().err == (
+        f"serving TinyONN runs the code of the checkpoint, and this is not that of the project: {named}\n"
+        f"  where: {moe}\n"
+        "  do:    carve again, or replace them by configuration_tiny_onn.py, modeling_tiny_onn.py, sparse_ffn.py of "
+        "models/tiny_onn\n"
+    )

@@ -23,6 +23,7 @@ def test_the_card_says_what_was_carved_from_what():
         "| most copies of one neuron | 3 |",
         "| partition | by hand |",
         "| router | ridge |",
+        "| training | none: stage=train has not run |",
     ):
         assert row in card
 
@@ -52,6 +53,13 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
     assert "/home/me" not in card
 
 
+def test_the_active_share_of_a_card_is_that_of_its_widths():
+    shape = MoEShape(experts=16, n=40, top_k=4, always_on=240, dense_layers=(0,))
+    card = render_card(CarveFacts("org/dense", MOE_TARGETS["qwen2_moe"], shape, 1000, 4, 0, 1, "", "", ""))
+    width = "| active FFN width | 400 of the dense model's 1000 (40%; on average over all layers 55%) |"
+    assert width in card
+
+
 def test_the_card_of_a_pool_says_that_all_layers_share_it():
     shape = MoEShape(100, 256, 8, 0, "global_pool")
     card = render_card(
@@ -77,6 +85,11 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
             "qwen3_moe",
             MoEShape(64, 64, 8, 0),
             "the fast one needs E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives",
+        ),
+        (  # padding alone would not give the fast one
+            "qwen3_moe",
+            MoEShape(58, 64, 8, 0),
+            "E = 58, N = 64 take a slower path; the fast one needs E a power of two and N % 128 == 0.",
         ),
         (
             "qwen3_moe",
