@@ -33,7 +33,7 @@ class ProjectConfig:
     router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
-    descent_steps: int = field(default=200, metadata={"minimum": 0})
+    descent_steps: int = field(default=400, metadata={"minimum": 0})
     descent_rate: float = field(default=0.01, metadata={"above": 0})
     descent_tokens: int = field(default=1024, metadata={"minimum": 1})
     pool_tokens: int = field(default=8192, metadata={"minimum": 1})
