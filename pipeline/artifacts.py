@@ -30,8 +30,8 @@ REMEMBERED_BYTES = 2**20
 MOST_FILES = 6  # named in a message
 LONG_READ = 2**31  # bytes; takes seconds
 LARGEST = 2**63  # bound of file sizes and counts
-# Errors from reading JSON that may have been changed by hand.
 ANSWER = "answer "  # and the question: a key that is no absolute path
+# Errors from reading JSON that may have been changed by hand.
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # Nanoseconds. A file that changed more recently may change again without a new timestamp, so its hash is not kept.
 SETTLED = 2 * 10**9

@@ -47,8 +47,9 @@ class Rates:
             cost.products / self.products, cost.solves / self.solves, cost.touched / self.touched,
             cost.cells / self.cells, (cost.read + cost.written) / self.disk,
         ]  # fmt: skip
-        maps = DRAWING + COMPILING * (not has_kernels()) + cost.points / POINTS
-        return STARTING + sum(parts) + maps * bool(cost.points)
+        if cost.points:
+            parts.append(DRAWING + COMPILING * (not has_kernels()) + cost.points / POINTS)
+        return STARTING + sum(parts)
 
 
 def has_kernels() -> bool:
@@ -86,7 +87,7 @@ def measure_rates(hidden: int, width: int, device_name: str, folder: Path) -> Ra
     block = bytes(16 * 2**20)
 
     def touch(size: int) -> float:
-        """Seconds per byte of an activation and a product, each of which reads and writes."""
+        """Seconds for each byte that an activation and a product read or write."""
         a, b = torch.rand(2, size, device=device)
         return best_of(lambda: torch.nn.functional.silu(a) * b, clock) / (4 * 5 * size)
 

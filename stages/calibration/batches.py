@@ -266,7 +266,7 @@ def sample_layers(
     Memory: 2·L·D numbers per token, shared by the workers.
     """
     passing, samples, world = TokenStream(stream, batches, workers, memory), list[LayerSample | None](), workers.world
-    sources = [batch.source for batch in batches]
+    sources = text_sources(batches)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer")):
         passing.enter(layer)
         given = passing.inputs.map(layer.ffn)

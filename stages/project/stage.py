@@ -17,7 +17,7 @@ from stages.artifacts.carve import Partition, PoolPartition, Routers
 from stages.artifacts.experts import ROUTED, CheckpointFormat, FormatSettings, load_pool
 from stages.artifacts.job import NOTHING, Job, Table, Workers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
-from stages.calibration.batches import CalibrationContext, layer_seed, sample_layers
+from stages.calibration.batches import CalibrationContext, layer_seed, sample_layers, text_sources
 from stages.calibration.config import VocabularyConfig
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
@@ -183,7 +183,7 @@ def run_pool(
         checkpoint.loop(partition, layer, experts, routers.layer(layer), act, context.device)
         for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))
     ]
-    sources = [batch.source for batch in context.batches]
+    sources = text_sources(context.batches)
     refits = [
         refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer), sources)
         for layer in range(partition.layers)
