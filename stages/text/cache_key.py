@@ -11,7 +11,15 @@ from pathlib import Path
 
 from instruments.durable import hash_file
 from instruments.errors import DataError, UserError
-from stages.text.config import KINDS, DataConfig, calibration_only, check_settings, list_sources, mixture_errors
+from stages.text.config import (
+    KINDS,
+    DataConfig,
+    calibration_only,
+    check_settings,
+    list_sources,
+    mixture_errors,
+    name_source,
+)
 from stages.text.documents import Split
 from stages.text.hub import describe_missing_package, find_commit
 from stages.text.python_stdlib import list_modules
@@ -29,8 +37,9 @@ def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserE
     if data.kind == "mixture":
         named = data.heldout_path is not None
         found = _check_path(str(data.heldout_path), "data.heldout_path", data) if named else []
-        for part in list_sources(data):
-            found += check_first_records(part.data, heldout=heldout and not named)
+        for number, part in enumerate(list_sources(data)):
+            of_source = check_first_records(part.data, heldout=heldout and not named)
+            found += [name_source(error, number) for error in of_source]
         return found
     if data.kind == "hub":
         return [] if importlib.util.find_spec("datasets") else [describe_missing_package()]

@@ -1,12 +1,14 @@
 """Settings of the text."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from instruments.errors import ConfigError, UserError
+from instruments.errors import ConfigError, DataError, UserError
 
 KINDS = ("python_stdlib", "text", "hub", "mixture")
 # Settings that have no effect for a kind of source.
@@ -109,8 +111,7 @@ def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
         if tokens is not None and tokens < least:
             what = f"data.{name}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
             yield what, f"data.{name}={least}"
-    if not 0 < data.heldout_share < 1:
-        yield f"data.heldout_share={data.heldout_share} is not between 0 and 1, both excluded", "data.heldout_share=0.1"
+    yield from _heldout_contradictions(data, "data")
     longest = data.prompt_tokens + data.max_new_tokens
     if data.labels == "generated" and longest > data.max_length:
         parts = f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens}"
@@ -125,8 +126,15 @@ def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield f"data.heldout_path and data.path are the same: {data.path}", "data.heldout_path=null"
     elif data.kind == "hub" and not data.name:
         yield "data.kind=hub reads a dataset, and none is named", "data.name=Salesforce/wikitext"
-    elif data.kind == "hub" and data.split == data.heldout_split:
-        yield f"data.heldout_split and data.split are the same: {data.split}", "data.heldout_split=null"
+
+
+def _heldout_contradictions(data: DataConfig, place: str) -> Iterator[tuple[str, str]]:
+    """Settings that hold out nothing, everything or the calibration text itself; `place` is `data`, or a source."""
+    if not 0 < data.heldout_share < 1:
+        what = f"{place}.heldout_share={data.heldout_share} is not between 0 and 1, both excluded"
+        yield what, f"{place}.heldout_share=0.1"
+    if data.kind == "hub" and data.split == data.heldout_split:
+        yield f"{place}.heldout_split and {place}.split are the same: {data.split}", f"{place}.heldout_split=null"
 
 
 EXAMPLE = "'data.sources=[{path:FILE_OR_FOLDER,share:0.5},{name:allenai/c4,subset:en,share:0.5}]'"
@@ -162,6 +170,27 @@ def list_sources(data: DataConfig) -> list[Source]:
     return found
 
 
+# Settings of a source in the text of errors; not those in advice to read another kind of text.
+_OF_SOURCE = re.compile(
+    rf"(?<![^ ])(?<!data=text )(?<!data=hub )data\.(?=(?:{'|'.join(spec.name for spec in fields(SourceConfig))})\b)"
+)
+
+
+def name_source(error: UserError, number: int) -> UserError:
+    """The error of one source of a mixture, with the source's settings instead of `data.path`, `data.labels` ..."""
+    where, do = (_OF_SOURCE.sub(f"data.sources.{number}.", text) for text in (error.where, error.do))
+    return type(error)(error.what, where=where, do=do)
+
+
+@contextmanager
+def named_source(number: int) -> Iterator[None]:
+    """Raise DataErrors of one source of a mixture with the names of its settings."""
+    try:
+        yield
+    except DataError as error:
+        raise name_source(error, number) from error
+
+
 def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
     """Faults of the settings of the sources."""
     if not data.sources:
@@ -186,6 +215,10 @@ def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
         parts = [source.share / total if 0 < total < math.inf else 1 / len(data.sources) for source in data.sources]
         do = " ".join(f"data.sources.{number}.share={part:.6g}" for number, part in enumerate(parts))
         yield ConfigError(what, where="setting data.sources", do=do)
+    elif data.heldout_path is None:
+        for number, part in enumerate(list_sources(data)):
+            for what, do in _heldout_contradictions(part.data, f"data.sources.{number}"):
+                yield ConfigError(what, do=do)
 
 
 def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:

@@ -11,7 +11,7 @@ from instruments.errors import DataError, some
 from models.loading import vocabulary_size
 from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
-from stages.text.config import DataConfig, list_sources
+from stages.text.config import DataConfig, list_sources, named_source
 from stages.text.documents import Document, Split
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
@@ -168,8 +168,7 @@ def _load_source(
     if text.tokens > characters:
         message = "%s text: the tokenizer makes %d tokens of %d characters of %s: the model hardly knows its language"
         logger.warning(message, split, text.tokens, characters, source)
-    count = len(text.sequences)
-    logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, count, source)
+    logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, len(text.sequences), source)
     return text
 
 
@@ -183,7 +182,10 @@ def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Spl
     excluded: Collection[bytes] = frozenset()
     if data.heldout_path is not None:
         excluded = {document.digest for document in read_documents(data, "heldout")}
-    parts = [_load_source(source.data, tokenizer, split, excluded) for source in sources]
+    parts = list[LoadedText]()
+    for number, source in enumerate(sources):
+        with named_source(number):
+            parts.append(_load_source(source.data, tokenizer, split, excluded))
     for source, part in zip(sources, parts, strict=True):
         wanted = source.data.tokens if split == "calibration" else source.data.heldout_tokens
         if part.tokens < 0.9 * wanted:
@@ -198,9 +200,8 @@ def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Spl
     order = interleave_shares([[len(found.ids) for found in part.sequences] for part in parts],
                               [source.share for source in sources])  # fmt: skip
     skipped: dict[str, list[str]] = defaultdict(list)
-    for part in parts:
-        for fault, names in part.skipped.items():
-            skipped[fault].extend(names)
+    for fault, names in (found for part in parts for found in part.skipped.items()):
+        skipped[fault].extend(names)
     named = (replace(parts[part].sequences[number], source=sources[part].name) for part, number in order)
     return LoadedText([*named], dict(skipped))
 

@@ -8,7 +8,7 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.cache_key import check_data, data_cache_key
-from stages.text.config import FOREIGN_FIELDS, DataConfig, SourceConfig, list_sources, mixture_errors
+from stages.text.config import FOREIGN_FIELDS, DataConfig, SourceConfig, list_sources, mixture_errors, name_source
 from stages.text.sequences import interleave_shares, load_text
 
 WORDS = {"chats": "hello friend", "web": "page of prose"}
@@ -176,12 +176,49 @@ def test_shares_that_do_not_sum(files):
 
 def test_a_missing_or_an_empty_source(files):
     settings = mixture(files)
-    settings.sources[1].path = str(files / "gone.jsonl")
-    (error,) = messages(settings)
-    assert "no file and no folder" in error
+    settings.sources[1].path = gone = str(files / "gone.jsonl")
+    assert messages(settings) == [
+        f"no file and no folder {gone}\n  where: data.sources.1.path, from working folder {Path.cwd()}\n"
+        "  do:    data.sources.1.path=an existing path"
+    ]
     (files / "gone.jsonl").write_text("")
-    (error,) = messages(settings)
-    assert "the text is empty" in error
+    assert messages(settings) == [
+        f"the text is empty\n  where: data.sources.1.path={gone}\n"
+        "  do:    data.sources.1.path=text that holds something"
+    ]
+
+
+def test_a_fault_of_a_later_record_names_the_settings_of_its_source(files, tokenizer):
+    with (files / "web.jsonl").open("a") as file:
+        file.write('\n{"body": "x"}')
+    settings = mixture(files, tokens=60_000)
+    assert messages(settings) == []
+    with pytest.raises(DataError) as caught:
+        load_text(settings, tokenizer, "calibration")
+    assert caught.value.do == "name the column: data.sources.1.text_column= or data.sources.1.messages_column="
+
+
+def test_a_source_that_holds_out_its_calibration_text_or_nothing(files):
+    """The held-out text would be the calibration text, and every loss too low."""
+    settings = mixture(files, (0.5, 0.3), split="books")
+    settings.sources[0].heldout_share = 0.0
+    settings.sources.append(SourceConfig(name="some/dataset", share=0.2, heldout_split="books"))
+    same = "data.sources.2.heldout_split and data.sources.2.split are the same: books"
+    share = "data.sources.0.heldout_share=0.0 is not between 0 and 1, both excluded"
+    wanted = [
+        f"{share}\n  do:    data.sources.0.heldout_share=0.1",
+        f"{same}\n  do:    data.sources.2.heldout_split=null",
+    ]
+    assert messages(settings) == wanted
+    settings.heldout_path = str(files / "web.jsonl")
+    assert list(mixture_errors(settings)) == []
+
+
+def test_advice_to_read_another_kind_of_text_keeps_its_settings():
+    error = DataError("cannot read it", where="data.name=a/b, data.split=x", do="data=text data.path=a file")
+    assert str(name_source(error, 3)) == (
+        "cannot read it\n  where: data.sources.3.name=a/b, data.sources.3.split=x\n  do:    data=text data.path=a file"
+    )
 
 
 def test_a_source_without_a_place_or_with_two(files):
