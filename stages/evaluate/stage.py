@@ -1,6 +1,5 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from stages.evaluate.comparison import count_parameters, follow_ffns, load_carve
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss, measure_loss
-from stages.text.batches import batch_sequences, split_batch
+from stages.text.batches import TokenBatch, batch_sequences, split_batch
 from stages.text.config import DataConfig
 from stages.text.sequences import load_text
 
@@ -98,9 +97,7 @@ def compare_models(
     losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of, shape, workers)
     if evaluate.layer_tokens:
         # Users choose dense layers by this, so it is measured on calibration text, not on held-out text.
-        single = [one for batch in context.text for one in split_batch(batch, 1)]
-        wanted = math.ceil(evaluate.layer_tokens / max(one.tokens for one in single))
-        seen = [single[index] for index in evenly_spaced(len(single), wanted)]
+        seen = spread_sequences(context.text, evaluate.layer_tokens)
         carved_layers = [index for index in range(len(layers)) if index not in shape.dense_layers]
         saved = measure_layers(carved, seen, dense, carved_layers, workers)
         layers = [replace(layer, saved=saved.get(index)) for index, layer in enumerate(layers)]
@@ -109,6 +106,13 @@ def compare_models(
     speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
     return losses, costs, layers
+
+
+def spread_sequences(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
+    """Single sequences of the batches, evenly spaced, with about this many tokens in all; at least one sequence."""
+    single = [one for batch in batches for one in split_batch(batch, 1)]
+    wanted = round(tokens * len(single) / sum(one.tokens for one in single))
+    return [single[index] for index in evenly_spaced(len(single), wanted)]
 
 
 def read_facts(
