@@ -5,10 +5,10 @@ reading text are not included. Formulas follow the default methods, and count a 
 """
 
 from collections.abc import Callable, Mapping
+from math import ceil, inf
 
-from pipeline.disk import BYTES
 from pipeline.settings import Settings
-from pipeline.workload import DRAWING, PROGRAM, Cost, Sizes, with_vocabulary
+from pipeline.workload import DRAWING, PROGRAM, Cost, Sizes, loaded_bytes, with_vocabulary
 from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.text.config import sampled
 
@@ -266,6 +266,8 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
 def train(s: Sizes, settings: Settings) -> Cost:
     """Forward pass and a backward pass of twice its cost, on the active or all neurons; `train.logits`: a teacher.
 
+    Held-out text is read by the dense model once, and by the carved model (and the teacher) before training, in each
+    phase every `train.heldout_steps`, and at its end.
     Memory: weights, gradients and two moments in fp32, and see `Sizes.saved_bytes`.
     """
     config = settings.train
@@ -275,6 +277,11 @@ def train(s: Sizes, settings: Settings) -> Cost:
     cost = forward(s, config.tokens, width) * 3 + Cost(touched=4 * 10 * numbers * steps)
     if config.logits:
         cost += forward(s, config.tokens) + Cost(touched=24 * config.tokens * s.vocabulary)
+    heldout = min(settings.data.heldout_tokens, config.heldout_sequences * s.length)
+    shares = filter(None, (config.router_share, config.experts_share, config.all_share))
+    every = -(-config.heldout_steps // config.log_steps) * config.log_steps or inf
+    checks = 1 + sum(max(1, ceil(share * steps / every)) for share in shares)
+    cost += forward(s, heldout) + (forward(s, heldout, width) + forward(s, heldout) * bool(config.logits)) * checks
     teacher = loaded_bytes(s, settings) if config.logits else 0
     saved = s.saved_bytes(config.micro_batch * s.length, width, config.gradient_checkpointing)
     return cost + checkpoint(s) + Cost(tokens=config.tokens, device=16 * numbers + saved + teacher)
@@ -290,11 +297,3 @@ def dump(s: Sizes, settings: Settings) -> Cost:
 
 _FORMULAS = (scan, score, cluster, extract, assemble, project, train, evaluate, dump)
 COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {formula.__name__: formula for formula in _FORMULAS}
-
-
-def loaded_bytes(s: Sizes, settings: Settings) -> int:
-    """Bytes of the dense model as transformers loads it; with dtype=auto in fp32 on a CPU."""
-    model = settings.model
-    if model.quantization in {"nf4", "fp4"}:
-        return s.parameters * 5 // 8
-    return s.parameters * BYTES.get(model.dtype, 4 if s.on_host else s.stored)

@@ -131,3 +131,11 @@ def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
         len(shape.dense_layers), workers.world, on_host,
         memory_limit(settings.model, workers.local_world) if on_host else inf,
     )  # fmt: skip
+
+
+def loaded_bytes(s: Sizes, settings: Settings) -> int:
+    """Bytes of the dense model as transformers loads it; with dtype=auto in fp32 on a CPU."""
+    model = settings.model
+    if model.quantization in {"nf4", "fp4"}:
+        return s.parameters * 5 // 8
+    return s.parameters * BYTES.get(model.dtype, 4 if s.on_host else s.stored)

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
 from pipeline.cli import run_command
-from pipeline.cost import COSTS, layer_pass, loaded_bytes, solve_bytes
+from pipeline.cost import COSTS, forward, layer_pass, loaded_bytes, solve_bytes
 from pipeline.forecast import (
     COMPILING,
     Rates,
@@ -199,6 +199,23 @@ def test_a_layer_that_stays_dense_costs_no_carving(planned):
     # Two layers: the carved model computes 1024 neurons instead of 512, and no comparison with the dense FFN is made.
     saved = 2 * 1024 * (6 * 256 * (1024 - (1024 - 512)) + 2 * 12 * 64**2)
     assert all_carved["evaluate"].products - half["evaluate"].products == pytest.approx(saved)
+
+
+def test_held_out_text_that_a_training_reads_is_in_the_plan(planned):
+    """A short training reads more of it than of the text: of 24 steps, 2 for routers and 22 for all parameters."""
+    words = ("stage=train", "train=heal", "train.tokens=6144", "train.batch=2", "train.micro_batch=2")
+    words += ("train.log_steps=3", "train.straight_through=false", "data.max_length=128", "data.heldout_tokens=4096")
+    found = [
+        costs(planned, *words, f"train.heldout_sequences={count}", f"train.heldout_steps={every}")["train"].products
+        for count, every in ((20, 7), (10, 7), (20, 0), (40, 7))
+    ]
+    checked, _ = planned(*words)
+    sizes = sizes_of(checked, on_host=True)
+    dense, carved = (forward(sizes, 1280, width).products for width in (None, sizes.active))
+    # Before training, after step 2, after 9, 18 and 22 of the other phase; without steps between, before and after.
+    assert found[0] - found[1] == pytest.approx(dense + 5 * (carved + dense))
+    assert found[0] - found[2] == pytest.approx(2 * 2 * (carved + dense))
+    assert found[3] - found[0] == pytest.approx((4096 - 2560) / 2560 * 2 * (found[0] - found[1]))
 
 
 @pytest.mark.slow
