@@ -12,7 +12,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from instruments.errors import CheckpointError, ConfigError, exit_code, positive
+from instruments.errors import ConfigError, exit_code, positive
+from models.config import ModelConfig
 from pipeline.gguf import no_checkpoint
 from pipeline.help import REPOSITORY
 
@@ -51,24 +52,31 @@ class MeanWithError:
 def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, limit: int | None = None) -> Answers:
     """Run all items, or the first `limit`, on a checkpoint.
 
+    The harness itself would draw missing weights at random and take an empty tokenizer.
     Raises:
-        ConfigError: lm-evaluation-harness is not installed.
+        CheckpointError: weights or tokenizer are missing or unusable.
+        ConfigError: lm-evaluation-harness is not installed, or there is no such device.
     """
     try:
         from lm_eval import simple_evaluate  # noqa: PLC0415 - an optional extra
+        from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ModuleNotFoundError as error:
         what = f"lm-evaluation-harness is not installed ({error.name} is missing)"
         raise ConfigError(what, where="python -m pipeline.harness", do="pip install -e '.[harness]'") from error
     import models.tiny_onn.register  # noqa: F401, PLC0415 - transformers then knows the project's own class
+    from models.loading import load_tokenizer, load_whole, resolve_device  # noqa: PLC0415
 
+    try:
+        place = resolve_device(ModelConfig(device=device))
+    except ConfigError as error:
+        raise ConfigError(error.what, where=f"--device {device}", do="--device cpu") from error
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    model = load_whole(folder, dtype=dtype, device_map={"": place})
     found = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(folder), "dtype": dtype},
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=[TASK],
         task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
-        device=device,
-        batch_size=batch_size,
         limit=limit,
         # `MeanWithError` computes the errors; the harness would draw 100,000 resamples.
         bootstrap_iters=0,
@@ -106,7 +114,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if missing := [str(folder) for folder in wanted.checkpoints if not (folder / "config.json").is_file()]:
             error = no_checkpoint(*map(Path, missing))
             raise ConfigError(error.what, where=error.where, do=error.do)
-        answers = {str(folder): _answer(folder, wanted) for folder in wanted.checkpoints}
+        settings = {name: getattr(wanted, name) for name in ("device", "dtype", "batch_size", "limit")}
+        answers = {str(folder): answer_choices(folder, **settings) for folder in wanted.checkpoints}
         sys.stdout.write(show_answers(answers))
 
     return exit_code(work)
@@ -123,15 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=positive, default=16, help="answers per forward pass (default 16)")
     parser.add_argument("--limit", type=positive, help="number of items to use, from the first (default: all)")
     return parser
-
-
-def _answer(folder: Path, wanted: argparse.Namespace) -> Answers:
-    try:
-        return answer_choices(
-            folder, device=wanted.device, dtype=wanted.dtype, batch_size=wanted.batch_size, limit=wanted.limit
-        )
-    except (OSError, ValueError) as error:  # transformers cannot load the checkpoint
-        raise CheckpointError(f"the harness cannot use this checkpoint: {error}", where=str(folder)) from error
 
 
 def show_answers(answers: Mapping[str, Answers]) -> str:

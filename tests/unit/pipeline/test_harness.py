@@ -6,8 +6,12 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from pico import write_pico
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
@@ -71,23 +75,96 @@ def test_a_missing_harness_is_said(tmp_path, capsys, monkeypatch):
     )
 
 
+@pytest.fixture
+def given(monkeypatch):
+    """A stand-in for lm-evaluation-harness; returns what it was given: models, tokenizers, batch sizes."""
+    models = []
+
+    def evaluate(model, limit, **_):
+        models.append((model.pretrained, model.tokenizer, model.batch_size))
+        docs = [{"id": f"{number}", "kind": "one"} for number in range(limit)]
+        return {"samples": {TASK: [{"doc": doc, "acc": 1.0, "acc_norm": 0.0} for doc in docs]}}
+
+    parts = {
+        "lm_eval": SimpleNamespace(simple_evaluate=evaluate),
+        "lm_eval.models": SimpleNamespace(),
+        "lm_eval.models.huggingface": SimpleNamespace(HFLM=SimpleNamespace),
+        "lm_eval.tasks": SimpleNamespace(TaskManager=lambda **_: None),
+    }
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, name, part)
+    return models
+
+
 def test_the_harness_can_load_the_projects_own_class():
-    """A stand-in for lm-evaluation-harness, in a process where nothing else has registered the class."""
+    """In a process where nothing else has registered the class."""
     script = (
-        "import sys, types, pathlib\n"
+        "import sys, types\n"
         "class Asked(Exception): pass\n"
-        "def simple_evaluate(**_):\n"
+        "def model(**_):\n"
         "    from transformers import CONFIG_MAPPING\n"
         "    raise Asked('tiny_onn' in CONFIG_MAPPING)\n"
-        "tasks = types.SimpleNamespace(TaskManager=lambda **_: None)\n"
-        "sys.modules |= {'lm_eval': types.SimpleNamespace(simple_evaluate=simple_evaluate), 'lm_eval.tasks': tasks}\n"
+        "part = types.SimpleNamespace(HFLM=model, simple_evaluate=None, TaskManager=None)\n"
+        "names = 'lm_eval', 'lm_eval.models', 'lm_eval.models.huggingface', 'lm_eval.tasks'\n"
+        "sys.modules |= dict.fromkeys(names, part)\n"
+        "from models.source import EMBEDDED\n"
         "from pipeline.harness import answer_choices\n"
-        "try: answer_choices(pathlib.Path('.'), device='cpu', dtype='float32', batch_size=1)\n"
+        "try: answer_choices(EMBEDDED, device='cpu', dtype='float32', batch_size=1)\n"
         "except Asked as asked: print(asked)\n"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "True"
+
+
+def test_the_checkpoint_is_loaded_as_asked(given, tmp_path, capsys):
+    dense = write_pico(tmp_path / "dense", "qwen2", tokenizer=True)
+    assert main([str(dense), "--dtype", "bfloat16", "--batch-size", "5", "--limit", "3"]) == 0
+    ((model, tokenizer, batch_size),) = given
+    assert (model.dtype, tokenizer.name_or_path, batch_size) == (torch.bfloat16, str(dense), 5)
+    assert "3 items" in capsys.readouterr().out
+
+
+def break_weights(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut_weights(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def remove_tokenizer(folder):
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (break_weights, "config.json says a model of "),
+        (cut_weights, "model.safetensors"),
+        (remove_tokenizer, "no usable tokenizer: it finds no token in plain text"),
+    ],
+)
+def test_a_damaged_checkpoint_gets_no_accuracy(given, tmp_path, capsys, damage, what):
+    """The harness would draw missing weights at random."""
+    dense = write_pico(tmp_path / "dense", "qwen2", tokenizer=True)
+    damage(dense)
+    assert main([str(dense), "--limit", "3"]) == 1
+    assert what in capsys.readouterr().err
+    assert given == []
+
+
+def test_an_unknown_device_is_refused(given, tmp_path, capsys):
+    """The harness would compute on another one."""
+    write_pico(tmp_path, "qwen2", tokenizer=True)
+    capsys.readouterr()
+    assert main([str(tmp_path), "--device", "gpu", "--limit", "3"]) == 2
+    assert capsys.readouterr().err == "unknown device 'gpu'\n  where: --device gpu\n  do:    --device cpu\n"
+    assert given == []
 
 
 ITEMS = [json.loads(line) for line in (TASKS / f"{TASK}.jsonl").read_text(encoding="utf-8").splitlines()]
