@@ -90,10 +90,11 @@ def warn_of_unread(
         logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
     if pooled and not settings.vocabulary.tokens:
         del found["vocabulary"]  # vocabulary=none agrees with a pool, which uses no random tokens
+    nodes = {group: getattr(settings, group) for group in found} | settings.data.mixed
+    found |= {group: source.unread(settings.data.heldout_path) for group, source in settings.data.mixed.items()}
     for group, reasons in found.items():
-        node = getattr(settings, group)
-        for name, value in vars(node).items():
-            if name in reasons and value != getattr(type(node)(), name):
+        for name, value in vars(nodes[group]).items():
+            if name in reasons and value != getattr(type(nodes[group])(), name):
                 logger.warning("%s.%s=%s is ignored: %s", group, name, value, reasons[name])
 
 

@@ -42,6 +42,16 @@ class SourceConfig:
     separator: str | None = field(default=None, metadata={"choices": ("eos", "blank_line")})
     heldout_share: float | None = None
 
+    def unread(self, heldout_path: str | None) -> dict[str, str]:
+        """Settings without effect, each with the setting that disables it; `heldout_path` is that of the mixture."""
+        found = {}
+        if self.path is not None:
+            found = dict.fromkeys(("subset", "revision", "split", "heldout_split"), "the source is a path")
+        for name, value in (("heldout_split", self.heldout_split), ("data.heldout_path", heldout_path)):
+            if value is not None and name not in found:
+                found["heldout_share"] = f"{name}={value}"
+        return found
+
 
 @dataclass
 class DataConfig:
@@ -76,6 +86,12 @@ class DataConfig:
         if self.labels != "generated":
             found |= dict.fromkeys(("max_new_tokens", "temperature", "prompt_tokens"), f"data.labels={self.labels}")
         return found
+
+    @property
+    def mixed(self) -> dict[str, SourceConfig]:
+        """The sources of a mixture by the names of their settings; {} for other kinds."""
+        named = {f"data.sources.{number}": source for number, source in enumerate(self.sources)}
+        return named if self.kind == "mixture" else {}
 
     @property
     def named_heldout(self) -> str | None:

@@ -126,6 +126,20 @@ def test_a_held_out_share_beside_held_out_text_is_said(texts, caplog, tmp_path):
     assert caplog.messages == [f"data.heldout_share=0.3 is ignored: data.heldout_path={tmp_path}/b.txt"]
 
 
+def test_settings_of_a_source_that_are_not_read(texts, caplog, tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"text {name}")
+    first = f"{{path:{tmp_path}/a.txt,share:0.4,split:books,heldout_split:x,heldout_share:0.3}}"
+    words = ["data=mixture", f"data.sources=[{first},{{path:{tmp_path}/b.txt,share:0.6}}]", "stage=scan"]
+    ignored = [f"data.sources.0.{name} is ignored: the source is a path" for name in ("split=books", "heldout_split=x")]
+    texts(*words)
+    assert caplog.messages == ignored
+    caplog.clear()
+    named = f"data.heldout_path={tmp_path}/c.txt"
+    texts(*words, named)
+    assert caplog.messages == [*ignored, f"data.sources.0.heldout_share=0.3 is ignored: {named}"]
+
+
 def test_baselines_that_a_pool_lacks(texts, caplog):
     pool = ["topology=global_pool", "evaluate.baselines=[oracle_aligned,unaligned,static_mask]"]
     assert texts(*pool) == []
