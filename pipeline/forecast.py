@@ -18,7 +18,7 @@ from pipeline.report.words import duration
 from pipeline.settings import Settings
 from pipeline.validate import Checked
 from pipeline.workload import Cost, sizes_of
-from stages.artifacts.job import Table
+from stages.artifacts.job import Table, find_workers
 from stages.calibration.token_memory import free_memory
 
 SECONDS = 0.6  # to measure each rate; all rates together take less than 5 s
@@ -242,7 +242,8 @@ def smaller_settings(stage: str, checked: Checked) -> Iterator[tuple[str, Checke
         yield change("scan", batch_tokens=least, gradient_checkpointing=True)
     elif stage == "train":
         for count in halves(settings.train.micro_batch, 1):
-            yield change("train", micro_batch=count, gradient_checkpointing=True)
+            if not settings.train.batch % (count * find_workers().world):  # else the settings would be refused
+                yield change("train", micro_batch=count, gradient_checkpointing=True)
     elif stage in {"cluster", "assemble", "project", "evaluate"}:
         yield change("model", hidden_memory="0GB")
         for count in halves(settings.data.tokens, max(2, least)):

@@ -16,6 +16,7 @@ from pipeline.forecast import (
     fewer_baselines,
     free_tensor_memory,
     memory_warnings,
+    smaller_settings,
 )
 from pipeline.plan import make_plan
 from pipeline.run import Runner
@@ -100,6 +101,15 @@ def test_memory_that_does_not_suffice_is_said_with_a_setting_that_does(planned, 
     assert words.startswith(remedy)
     again, steps = planned("cluster.map=none", *words.split())
     assert not [text for text in memory_warnings(again, steps, free * 2**20) if text.startswith(f"stage={stage} ")]
+
+
+@pytest.mark.parametrize(("batch", "micro_batch", "advised"), [(14, 7, [1]), (24, 12, [6, 3, 1]), (16, 8, [4, 2, 1])])
+def test_a_smaller_micro_batch_divides_the_batch(planned, batch, micro_batch, advised):
+    words = ("stage=train", f"train.batch={batch}", f"train.micro_batch={micro_batch}")
+    found = [*smaller_settings("train", planned(*words)[0])]
+    assert [checked.settings.train.micro_batch for _, checked in found] == advised
+    for text, _ in found:
+        assert planned(*words, *text.split())
 
 
 def test_the_memory_of_a_gpu_holds_the_tensors_alone(planned, monkeypatch):
