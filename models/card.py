@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from models.config import MoEShape
+from models.dense import rope_type_of
 from models.targets.base import BLOCK, RUNTIMES, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 _PLAIN = MappingProxyType({"model_type": "llama"})  # the config.json of a dense model that every runtime knows
@@ -115,7 +116,7 @@ def suitable_runtimes(
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     served = target.served_by(shape, dense)
-    lines = [_OWN_CLASS if target.is_tiny_onn else _KNOWN_CLASS]
+    lines = [_OWN_CLASS if target.is_tiny_onn else _KNOWN_CLASS, *_kept_keys(target, dense)]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
             "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
@@ -146,6 +147,19 @@ _KNOWN_CLASS = (
     "transformers 4.57 and 5: loads without remote code; with 5, train with `experts_implementation="
     '"grouped_mm"`, an argument that 4.57 does not have.'
 )
+
+
+def _kept_keys(target: MoETarget, dense: Mapping[str, Any]) -> list[str]:
+    """Phi-3's class computes its cache again where texts become long and keys are rotated otherwise; others do not."""
+    if target.is_tiny_onn or dense.get("model_type") != "phi3" or rope_type_of(dense) != "longrope":
+        return []
+    rope = dense.get("rope_scaling") or dense.get("rope_parameters") or {}
+    short = dense.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or 4096
+    return [
+        f"transformers: generation that begins within {short:,} tokens and goes beyond is wrong from there on, unless "
+        "`use_cache=False`: the cache keeps keys in the position encoding of short texts. "
+        "`assemble.target=tiny_onn` computes them again, as the dense model does."
+    ]
 
 
 def _blocks(width: int) -> str:

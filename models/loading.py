@@ -117,8 +117,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        # If files are missing, some architectures get an empty tokenizer and no error.
-        if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        # If files are missing, some architectures get a tokenizer without a vocabulary and no error: it finds no token
+        # (Qwen), or only unknown ones (Gemma).
+        found, special = tokenizer("text", add_special_tokens=False)["input_ids"], {*tokenizer.all_special_ids}
+        if not found or (special.issuperset(found) and special.issuperset(tokenizer.get_vocab().values())):
             raise ValueError("it finds no token in plain text")
         if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")

@@ -184,12 +184,13 @@ def _alternative(config: Mapping[str, Any]) -> str:
     if config.get("topology") == "global_pool":
         return "carve with topology=per_layer: in llama.cpp no experts are shared by layers"
     shared = config.get("shared_intermediate_size") or config.get("n_shared_experts") or 0
-    shape = MoEShape(2, 1, 1, int(shared))
+    shape, source = MoEShape(2, 1, 1, int(shared)), {**config, **dense}
     for target in targets_of(dense.get("model_type", ""), shape.always_on):
         fits = "hidden_size" not in dense or not check_target(dense, target, shape)
-        if "llama.cpp" in target.runtimes and target.model_type != config["model_type"] and fits:
+        if "llama.cpp" in target.served_by(shape, source) and target.model_type != config["model_type"] and fits:
             return f"carve with assemble.target={target.model_type}"
-    return "serve it by transformers" + (" or vLLM" if "vLLM" in MOE_TARGETS[config["model_type"]].runtimes else "")
+    served = MOE_TARGETS[config["model_type"]].served_by(shape, source)
+    return "serve it by transformers" + (" or vLLM" if "vLLM" in served else "")
 
 
 def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> None:

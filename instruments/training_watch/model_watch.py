@@ -64,6 +64,7 @@ class ModelWatch:
         self.measurement = Measurement(model, find_parameters(model, optimizer), config)
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
+        self.share_factor = 1  # of losses that are shares: processes that Trainer averages tokens over
         self._by_hand = False  # the loop calls step(); nothing else marks a step
         self._stepped = False  # an optimizer has made a step
         self._unscaled: set[int] = set()  # ids of optimizers whose unscaled gradients have been measured
@@ -92,7 +93,7 @@ class ModelWatch:
             self._undo.callback(handle.remove)
         if not isinstance(model, torch.jit.ScriptModule):
             self._undo.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
-            self._undo.callback(model.register_forward_hook(OwnHook(self._end)).remove)
+            self._undo.callback(model.register_forward_hook(OwnHook(self._end), with_kwargs=True).remove)
         self._listen()
         GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
 
@@ -159,12 +160,15 @@ class ModelWatch:
             self._measure(norms_P=self._held[0])
             self._held = None
 
-    def _end(self, _model: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a model
-        """Record the loss."""
+    def _end(self, _model: nn.Module, _inputs: Any, named: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
+        """Record the loss. Trainer names the tokens of the whole step: then each pass computes a share of its loss."""
         if self._by_hand or not in_training_pass():
             return
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
+            if named.get("num_items_in_batch") is not None:
+                before = 0 if self._loss is None else self._loss
+                loss = before + self.share_factor * loss.detach().reshape(())
             self.note_loss(loss)
 
     def _await_end(self) -> None:

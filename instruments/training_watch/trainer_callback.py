@@ -30,6 +30,7 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
             self.watch.__exit__(None)
         first = state.global_step + 1
         self.watch = watch_model(model, config=self._config, log=self._log, dump=self._dump, first_step=first)
+        self.watch.share_factor = args.world_size if args.average_tokens_across_devices else 1
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Use Trainer's step number."""

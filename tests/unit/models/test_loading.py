@@ -67,9 +67,10 @@ def test_no_tokenizer(folder: Path) -> None:
     assert caught.value.do == "put the model's tokenizer files beside its config.json"
 
 
-def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
-    """Without tokenizer files, transformers returns an empty tokenizer for Qwen models."""
-    folder = write_pico(tmp_path, "qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text"])
+def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
+    """Without tokenizer files, transformers returns an empty one for Qwen; for Gemma, one that knows no word."""
+    folder = write_pico(tmp_path, family)
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(folder, trust_remote_code=False)
     assert str(caught.value) == (

@@ -152,6 +152,21 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, capsys, carve, mon
             "llama.cpp has no longrope position encoding for this architecture",
             "serve it by transformers or vLLM",
         ),
+        (  # vLLM refuses it
+            {"model_type": "tiny_onn", "dense": {"model_type": "gemma2"}},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "serve it by transformers",
+        ),
+        (  # no other target of Llama has this activation in llama.cpp
+            {"model_type": "tiny_onn", "dense": {"model_type": "llama", "hidden_act": "gelu"}},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "serve it by transformers",
+        ),
+        (
+            {"model_type": "mixtral", "hidden_act": "gelu"},
+            "llama.cpp has only SiLU for these experts, not gelu",
+            "serve it by transformers",
+        ),
         (
             {"model_type": "tiny_onn", "topology": "global_pool"},
             "llama.cpp knows no TinyONNForCausalLM",

@@ -177,6 +177,22 @@ def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
     assert said == f"{fault}." if fault else "`python -m pipeline.gguf` converts it" in said
 
 
+def test_keys_that_stay_rotated_for_short_texts_are_said():
+    """tests/numerics/test_long_generation.py shows them."""
+    long = {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 2048}
+
+    def said(target, dense):
+        lines = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, dense)
+        return [line for line in lines if "use_cache=False" in line]
+
+    (line,) = said("mixtral", long)
+    assert line.startswith("transformers: generation that begins within 2,048 tokens and goes beyond is wrong")
+    (line,) = said("glm4_moe", {"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}})
+    assert "within 4,096 tokens" in line
+    assert said("tiny_onn", long) == said("mixtral", {"model_type": "phi3"}) == []
+    assert said("mixtral", long | {"model_type": "llama"}) == []  # whose class keeps them, too
+
+
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_every_target_has_its_runtimes(target):
     assert suitable_runtimes(MOE_TARGETS[target], MoEShape(8, 128, 2, 0))[0].startswith("transformers 4.57 and 5: ")
