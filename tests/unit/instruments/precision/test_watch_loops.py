@@ -235,8 +235,9 @@ def test_a_training_that_raised_can_begin_again(tmp_path):
     from instruments.precision import WatchCallback
 
     model, callback, state = Net(), WatchCallback(log=tmp_path / "log.jsonl"), SimpleNamespace(global_step=0)
-    callback.on_train_begin(None, state, None, model=model)
-    callback.on_train_begin(None, state, None, model=model)
+    arguments = SimpleNamespace(world_size=1, average_tokens_across_devices=True)
+    callback.on_train_begin(arguments, state, None, model=model)
+    callback.on_train_begin(arguments, state, None, model=model)
     train(model, 2)
     callback.on_train_end(None, state, None)
     assert [line["step"] for line in read_step_log(tmp_path / "log.jsonl")] == [1, 2]
