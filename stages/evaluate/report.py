@@ -115,7 +115,9 @@ def costly_layers(evaluation: Evaluation) -> list[str]:
     if not saved:
         return []
     shape, usual, depth = evaluation.shape, sum(saved.values()) / len(saved), len(evaluation.layers)
-    costly = sorted((index for index in saved if saved[index] > max(0.0, 2 * usual)), key=lambda index: -saved[index])
+    if usual <= 0:
+        return [f"each layer's carve costs {usual:.4f} nats on average, too little for a comparison of layers"]
+    costly = sorted((index for index in saved if saved[index] > 2 * usual), key=lambda index: -saved[index])
     if not costly:
         return [f"each layer's carve costs {usual:.4f} nats on average, none over twice as much"]
     share = shape.active_share(evaluation.width, depth)

@@ -186,16 +186,22 @@ def list_sources(data: DataConfig) -> list[Source]:
     return found
 
 
-# Settings of a source in the text of errors; not those in advice to read another kind of text.
-_OF_SOURCE = re.compile(
-    rf"(?<![^ ])(?<!data=text )(?<!data=hub )data\.(?=(?:{'|'.join(spec.name for spec in fields(SourceConfig))})\b)"
-)
+# Settings of a source in the text of errors.
+_OF_SOURCE = re.compile(rf"(?<![^ ])data\.(?=(?:{'|'.join(spec.name for spec in fields(SourceConfig))})\b)")
 
 
 def name_source(error: UserError, number: int) -> UserError:
-    """The error of one source of a mixture, with the source's settings instead of `data.path`, `data.labels` ..."""
-    where, do = (_OF_SOURCE.sub(f"data.sources.{number}.", text) for text in (error.where, error.do))
-    return type(error)(error.what, where=where, do=do)
+    """The error of one source of a mixture, with the source's settings instead of `data.path`, `data.labels` ...
+
+    Advice to read files (`data=text`) or the hub (`data=hub`) says so for this source.
+    """
+    place = f"data.sources.{number}."
+
+    def named(text: str) -> str:
+        text = text.replace("data=text ", f"{place}name=null ").replace("data=hub ", f"{place}path=null ")
+        return _OF_SOURCE.sub(place, text)
+
+    return type(error)(error.what, where=named(error.where), do=named(error.do))
 
 
 @contextmanager

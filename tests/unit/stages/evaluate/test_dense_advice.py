@@ -20,12 +20,12 @@ def note_of(tmp_path):
     """The note on the layers of a carve of the embedded model, the last of which costs most."""
     register_schema()
 
-    def note(*words):
+    def note(*words, others=0.02):
         checked = validate(compose(words)[0])
         shape = checked.shape
         (tmp_path / "config.json").write_text(json.dumps({"model_type": checked.request.target(shape).model_type}))
         layers = [
-            LayerResult(0.1, 0.5, 1.0, 0, saved=None if index in shape.dense_layers else 0.02 + (index == COSTLY))
+            LayerResult(0.1, 0.5, 1.0, 0, saved=None if index in shape.dense_layers else others + (index == COSTLY))
             for index in range(4)
         ]
         target_for = partial(target_with_dense, EMBEDDED, tmp_path, shape)
@@ -58,3 +58,8 @@ def test_the_advice_is_accepted(note_of, words, advice):
 )
 def test_nothing_is_advised_where_no_layer_can_stay_dense(note_of, words, reason):
     assert note_of(*words).endswith(f"that of layer 3 (1.0200); no more layers can stay dense, since {reason}")
+
+
+def test_no_layer_is_named_where_the_carve_costs_nothing(note_of):
+    wanted = "each layer's carve costs -0.1000 nats on average, too little for a comparison of layers"
+    assert note_of("always_on=0", others=-0.35) == note_of("assemble.target=tiny_onn", others=-0.35) == wanted

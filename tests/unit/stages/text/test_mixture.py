@@ -214,11 +214,19 @@ def test_a_source_that_holds_out_its_calibration_text_or_nothing(files):
     assert list(mixture_errors(settings)) == []
 
 
-def test_advice_to_read_another_kind_of_text_keeps_its_settings():
-    error = DataError("cannot read it", where="data.name=a/b, data.split=x", do="data=text data.path=a file")
-    assert str(name_source(error, 3)) == (
-        "cannot read it\n  where: data.sources.3.name=a/b, data.sources.3.split=x\n  do:    data=text data.path=a file"
-    )
+@pytest.mark.parametrize(
+    ("do", "wanted"),
+    [
+        ("data=text data.path=a file", "data.sources.3.name=null data.sources.3.path=a file"),
+        (
+            "a .txt file; or data=hub data.name=a folder",
+            "a .txt file; or data.sources.3.path=null data.sources.3.name=a folder",
+        ),
+    ],
+)
+def test_advice_to_read_another_kind_of_text_is_for_the_source(do, wanted):
+    error = DataError("cannot read it", where="data.split=x", do=do)
+    assert str(name_source(error, 3)) == f"cannot read it\n  where: data.sources.3.split=x\n  do:    {wanted}"
 
 
 def test_a_source_without_a_place_or_with_two(files):
