@@ -15,8 +15,10 @@ class TrainConfig:
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     router_rate: float = field(default=1e-3, metadata={"above": 0})
     expert_rate: float = field(default=3e-4, metadata={"minimum": 0})
+    down_rate: float | None = field(default=None, metadata={"above": 0})
     rest_rate: float = field(default=1e-4, metadata={"minimum": 0})
     warmup_share: float = field(default=0.05, metadata={"minimum": 0, "maximum": 1})
+    decay_share: float = field(default=1.0, metadata={"minimum": 0, "maximum": 1})
     final_rate: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
     weight_decay: float = field(default=0.0, metadata={"minimum": 0})
     gradient_norm: float = field(default=1.0, metadata={"above": 0})
@@ -48,7 +50,10 @@ class TrainConfig:
         if not self.all_share:
             found["rest_rate"] = "train.all_share=0"
             if not self.experts_share:
-                found["expert_rate"] = "train.experts_share=0 and train.all_share=0"
+                reason = "train.experts_share=0 and train.all_share=0"
+                found |= {"expert_rate": reason, "down_rate": reason}
+        if not self.decay_share:
+            found["final_rate"] = "train.decay_share=0"
         if not self.logit_std:
             found["logit_std_share"] = "train.logit_std=0"
         kind, reason = self.balance, f"train.balance={self.balance}"

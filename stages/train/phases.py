@@ -52,12 +52,13 @@ def make_phases(settings: TrainConfig, step_tokens: float) -> list[Phase]:
 
 
 def rate_factor(step: int, phase: Phase, settings: TrainConfig) -> float:
-    """Share of the peak rate at a phase's step (from 0): a linear rise, then half a cosine down to `final_rate`."""
+    """Share of the peak rate at a phase's step (from 0): a linear rise, 1, then half a cosine down to `final_rate`."""
     warmup = math.ceil(settings.warmup_share * phase.steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, phase.steps - warmup)
-    return settings.final_rate + (1 - settings.final_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    start = max(warmup, math.floor((1 - settings.decay_share) * phase.steps))
+    progress = min(1.0, max(0, step - start) / max(1, phase.steps - start))
+    return settings.final_rate + (1 - settings.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:

@@ -40,3 +40,14 @@ def test_rates_rise_and_fall_within_a_phase():
     assert factors[:11] == sorted(factors[:11])
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert factors[-1] == pytest.approx(0.2)
+
+
+def test_rates_stay_at_their_peak_until_the_last_share_of_a_phase():
+    settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, decay_share=0.25)
+    (phase,) = make_phases(settings, 10.0)
+    factors = [rate_factor(step, phase, settings) for step in range(phase.steps + 1)]
+    assert factors[10:76] == [1.0] * 66
+    assert factors[76] < 1
+    assert factors[-1] == pytest.approx(0.1)
+    constant = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, decay_share=0.0)
+    assert rate_factor(99, phase, constant) == 1.0
