@@ -47,9 +47,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
-    `down_rate` is for down projections of routed experts, which hold the inverse of their gates and may be a hundred times
-    as large as gate and up: their rate becomes `down_rate` · `expert_rate` · RMS(down) / RMS(gate and up), so that with 1
-    both change by the same share of their size. None: `expert_rate`.
+    `down_rate` is for down projections of routed experts, which hold the inverse of their gates and may be a hundred
+    times as large as gate and up: their rate becomes `down_rate` · `expert_rate` · RMS(down) / RMS(gate and up), so
+    that with 1 both change by the same share of their size. None: `expert_rate`.
 
     Shared experts count as experts, adapters as the part that they adapt. Weight decay applies to matrices of experts
     and the rest, never to routers, norms and biases. What PEFT has frozen below its adapters stays frozen. Returns
