@@ -160,7 +160,7 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
                 break
             time.sleep(0.01)
         child.join()
-    assert kills >= len(phases) - 1
+    assert kills >= max(1, len(phases) - 1)
     assert run_command(words) == 0
     again = published(words)
     assert lines_of(again) == lines_of(undisturbed)
@@ -243,7 +243,7 @@ def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(proj
     healed = published(words)
     distances = [line["logits"] for line in lines_of(healed) if "logits" in line]
     assert distances[-1] < 0.9 * distances[0]
-    kill_in_every_phase(words, healed, ("router", "all"), tmp_path)
+    kill_in_every_phase(words, healed, ("all",), tmp_path)
 
 
 def test_two_processes_train_like_one(projected, tmp_path):
