@@ -112,7 +112,7 @@ class TrainContext:
 
         `heldout_loss` is the next-token loss; with a teacher, `heldout_divergence` is KL(teacher ‖ `model`).
         """
-        batches, device, world = self.text.heldout, next(model.parameters()).device, self.workers.world
+        batches, device, world = self.text.heldout, self.device, self.workers.world
         mine = range(self.workers.rank, len(batches), world)
         teacher = None if self.teacher is model else self.teacher
         was_training = model.training

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from pico_moes import make_moe
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
@@ -88,6 +89,15 @@ def test_with_a_teacher_the_heldout_text_also_gives_the_distance_from_it():
     assert divergence > 1e-4
     assert context.heldout_figures(model)["heldout_divergence"] == pytest.approx(float(divergence), rel=1e-4)
     assert context.heldout_figures(teacher).keys() == {"heldout_loss"}
+
+
+def test_the_heldout_loss_of_a_model_whose_weights_are_offloaded():
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(3)]
+    model, heldout = make_moe("qwen3_moe").eval(), batch_sequences(sequences, 16, 0)
+    loss = measure_loss(model, heldout).nats
+    cpu_offload(model)
+    assert next(model.parameters()).device.type == "meta"
+    assert make_context(TrainConfig(), heldout).heldout_figures(model) == {"heldout_loss": pytest.approx(loss)}
 
 
 def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
