@@ -85,8 +85,9 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         self.trainer, self.phase, self.context = trainer, trainer.phase, trainer.context
         self.record = self.context.record
 
-    def on_train_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Start the monitor, and a progress bar at the steps done before."""
+        state.compute_steps(args, state.max_steps)  # a resumed state has log_steps and save_steps of the killed run
         self.trainer.start_monitor()
         self.bar = tqdm(
             total=self.context.total, initial=self.phase.first + state.global_step, desc=f"train {self.phase.name}",

@@ -22,6 +22,7 @@ from stages.train import stage, trainer
 from stages.train.config import TrainConfig
 from stages.train.objective import Balance, LogitSchedule
 from stages.train.phases import Phase
+from stages.train.record import Record, mark_whole, read_record
 from stages.train.trainer import MoETrainer, TrainContext, TrainingText, collate, order_sequences, training_arguments
 
 
@@ -98,6 +99,35 @@ def test_the_heldout_loss_of_a_model_whose_weights_are_offloaded():
     cpu_offload(model)
     assert next(model.parameters()).device.type == "meta"
     assert make_context(TrainConfig(), heldout).heldout_figures(model) == {"heldout_loss": pytest.approx(loss)}
+
+
+def train_in(folder, phase, done=0, **context):
+    """Run a phase with a record in `folder`; returns the held-out batches."""
+    if not (folder / "start").exists():
+        make_moe("qwen3_moe").save_pretrained(folder / "start")
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(4)]
+    heldout, record = batch_sequences(sequences, 8, 0), Record.open(folder, done=done, tensorboard=False)
+    base = make_context(TrainConfig(), heldout)
+    base = replace(base, text=replace(base.text, train=LoadedText(sequences, {})), record=record)
+    stage.run_phase(folder / "start", phase, replace(base, **context), folder / "all")
+    return heldout
+
+
+def test_a_resumed_phase_logs_and_saves_as_often_as_the_new_command_says(tmp_path, monkeypatch):
+    phase, saved = Phase("all", 0, 6, frozenset(Part)), []
+
+    def mark(folder):
+        saved.append(folder.name)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        mark_whole(folder)
+
+    monkeypatch.setattr(trainer, "mark_whole", mark)
+    with pytest.raises(KeyboardInterrupt):
+        train_in(tmp_path, phase, settings=TrainConfig(batch=2, micro_batch=2, log_steps=2, save_steps=2))
+    train_in(tmp_path, phase, done=2, settings=TrainConfig(batch=2, micro_batch=1, log_steps=1, save_steps=3))
+    assert saved == ["checkpoint-2", "checkpoint-4", "checkpoint-3", "checkpoint-6", "final"]
+    assert [line["step"] for line in read_record(tmp_path) if "tokens" in line] == [2, 3, 4, 5, 6]
 
 
 def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
