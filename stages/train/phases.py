@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from models.training import Part
+from models.training import Part, rounded_weights
 from stages.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -103,10 +104,12 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         control.should_log |= over
         every = whole_logs(self.context.settings.heldout_steps, self.context.settings)
         if over or (every and state.global_step % every == 0):
-            # All processes evaluate, the leading one writes.
-            figures = self.context.heldout_figures(self.trainer.model)
+            step, context = self.phase.first + state.global_step, self.context
+            # All processes evaluate, the leading one writes. The last figures are those of the checkpoint as written.
+            with rounded_weights(self.trainer.model, context.dtype if step == context.total else torch.float32):
+                figures = context.heldout_figures(self.trainer.model)
             if self.record is not None:
-                self.record.write(self.phase.first + state.global_step, self.phase.name, figures)
+                self.record.write(step, self.phase.name, figures)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **__: Any) -> None:  # noqa: ANN401
         """Write a line with the figures of Trainer and of the objective."""

@@ -106,6 +106,7 @@ class TrainContext:
     seed: int
     workers: Workers
     device: torch.device
+    dtype: torch.dtype = torch.float32  # of the written checkpoint
 
     def heldout_figures(self, model: PreTrainedModel) -> dict[str, float]:
         """Means over the supervised tokens of the held-out text, in nats; the processes share its batches.

@@ -1,6 +1,7 @@
 """What the phases share, the arguments that a phase passes to Trainer, and what it leaves in memory."""
 
 import gc
+import shutil
 import weakref
 from dataclasses import replace
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ from pico_moes import make_moe
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
+from models.loading import load_whole
 from models.training import Part, find_routers, selection_bias
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
@@ -128,6 +130,24 @@ def test_a_resumed_phase_logs_and_saves_as_often_as_the_new_command_says(tmp_pat
     train_in(tmp_path, phase, done=2, settings=TrainConfig(batch=2, micro_batch=1, log_steps=1, save_steps=3))
     assert saved == ["checkpoint-2", "checkpoint-4", "checkpoint-3", "checkpoint-6", "final"]
     assert [line["step"] for line in read_record(tmp_path) if "tokens" in line] == [2, 3, 4, 5, 6]
+
+
+def test_the_last_heldout_loss_is_that_of_the_checkpoint_in_its_number_format(tmp_path):
+    make_moe("qwen3_moe").save_pretrained(tmp_path / "start")
+    measured, trained = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        settings = TrainConfig(batch=2, micro_batch=2, heldout_steps=1, log_steps=1)
+        heldout = train_in(tmp_path, Phase("all", 0, 2, frozenset(Part)), settings=settings, total=2, dtype=dtype)
+        measured.append([line["heldout_loss"] for line in read_record(tmp_path) if "heldout_loss" in line])
+        trained.append(load_file(tmp_path / "all/final/model.safetensors"))
+        model = load_whole(tmp_path / "all/final", dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+        assert measured[-1][-1] == pytest.approx(measure_loss(model, heldout).nats, rel=1e-6)
+        shutil.rmtree(tmp_path / "all")
+    assert measured[0][0] == measured[1][0]
+    assert measured[0][1] != measured[1][1]
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
 
 def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
