@@ -79,7 +79,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
     """Callbacks of one phase; arguments as Trainer passes them."""
 
     bar: "tqdm[Any]"  # over all phases
-    logged: float  # time of the last line, in seconds
+    logged: float  # start of the training time that no line covers, in seconds
 
     def __init__(self, trainer: "MoETrainer") -> None:
         """Callbacks for this trainer."""
@@ -106,8 +106,10 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         if over or (every and state.global_step % every == 0):
             step, context = self.phase.first + state.global_step, self.context
             # All processes evaluate, the leading one writes. The last figures are those of the checkpoint as written.
+            start = time.perf_counter()
             with rounded_weights(self.trainer.model, context.dtype if step == context.total else torch.float32):
                 figures = context.heldout_figures(self.trainer.model)
+            self.logged += time.perf_counter() - start  # not a part of the training speed
             if self.record is not None:
                 self.record.write(step, self.phase.name, figures)
 
@@ -135,6 +137,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Mark the checkpoint as complete."""
         self.trainer.mark_saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.logged = time.perf_counter()  # saving follows a line of the same step
 
     def on_train_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Remove all hooks from the model."""
