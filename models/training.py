@@ -158,6 +158,25 @@ class RouterWatch:
             self._seen.append(Routing(logits_TE, chosen_TK))
 
 
+@contextmanager
+def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the parameters have the values that a checkpoint in `dtype` holds; then exactly their own again.
+
+    A checkpoint in bfloat16 lacks changes of less than 1/512 of a weight, which small learning rates make.
+    """
+    rounded = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
+    own = [parameter.detach().clone() for parameter in rounded]
+    with torch.no_grad():
+        for parameter in rounded:
+            parameter.copy_(parameter.to(dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(rounded, own, strict=True):
+                parameter.copy_(values)
+
+
 AUTOCAST_IMPLEMENTATION = "autocast_grouped_mm"  # as `from_pretrained` takes it for experts_implementation
 
 

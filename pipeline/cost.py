@@ -257,7 +257,7 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
             cost += layer_pass(s, tokens) + fit * s.carved
             kept += s.kept_bytes(tokens)
             features = min(MEMO, 4 * tokens * s.active)
-    both = 2 * loaded_bytes(s, settings) + 8 * config.batch_tokens * s.vocabulary
+    both = 2 * loaded_bytes(s, settings, quantized=False) + 8 * config.batch_tokens * s.vocabulary
     spilled = int(max(0.0, kept - s.room))
     passing = kept - spilled + features + 3 * s.layer_bytes + 24 * BATCH * s.width
     return cost + Cost(tokens=heldout, spilled=spilled * s.processes, device=max(both, passing))
@@ -282,7 +282,7 @@ def train(s: Sizes, settings: Settings) -> Cost:
     every = -(-config.heldout_steps // config.log_steps) * config.log_steps or inf
     checks = 1 + sum(max(1, ceil(share * steps / every)) for share in shares)
     cost += forward(s, heldout) + (forward(s, heldout, width) + forward(s, heldout) * bool(config.logits)) * checks
-    teacher = loaded_bytes(s, settings) if config.logits else 0
+    teacher = loaded_bytes(s, settings, quantized=False) if config.logits else 0
     saved = s.saved_bytes(config.micro_batch * s.length, width, config.gradient_checkpointing)
     return cost + checkpoint(s) + Cost(tokens=config.tokens, device=16 * numbers + saved + teacher)
 

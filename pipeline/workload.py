@@ -133,9 +133,12 @@ def sizes_of(checked: Checked, *, on_host: bool) -> Sizes:
     )  # fmt: skip
 
 
-def loaded_bytes(s: Sizes, settings: Settings) -> int:
-    """Bytes of the dense model as transformers loads it; with dtype=auto in fp32 on a CPU."""
+def loaded_bytes(s: Sizes, settings: Settings, *, quantized: bool = True) -> int:
+    """Bytes of the dense model as transformers loads it; with dtype=auto in fp32 on a CPU.
+
+    `quantized`: as `model.quantization` says; not in train and evaluate, which compare with the stored weights.
+    """
     model = settings.model
-    if model.quantization in {"nf4", "fp4"}:
+    if quantized and model.quantization in {"nf4", "fp4"}:
         return s.parameters * 5 // 8
     return s.parameters * BYTES.get(model.dtype, 4 if s.on_host else s.stored)

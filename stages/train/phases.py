@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from models.training import Part
+from models.training import Part, rounded_weights
 from stages.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -79,15 +80,16 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
     """Callbacks of one phase; arguments as Trainer passes them."""
 
     bar: "tqdm[Any]"  # over all phases
-    logged: float  # time of the last line, in seconds
+    logged: float  # start of the training time that no line covers, in seconds
 
     def __init__(self, trainer: "MoETrainer") -> None:
         """Callbacks for this trainer."""
         self.trainer, self.phase, self.context = trainer, trainer.phase, trainer.context
         self.record = self.context.record
 
-    def on_train_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Start the monitor, and a progress bar at the steps done before."""
+        state.compute_steps(args, state.max_steps)  # a resumed state has log_steps and save_steps of the killed run
         self.trainer.start_monitor()
         self.bar = tqdm(
             total=self.context.total, initial=self.phase.first + state.global_step, desc=f"train {self.phase.name}",
@@ -103,10 +105,14 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         control.should_log |= over
         every = whole_logs(self.context.settings.heldout_steps, self.context.settings)
         if over or (every and state.global_step % every == 0):
-            # All processes evaluate, the leading one writes.
-            figures = self.context.heldout_figures(self.trainer.model)
+            step, context = self.phase.first + state.global_step, self.context
+            # All processes evaluate, the leading one writes. The last figures are those of the checkpoint as written.
+            start = time.perf_counter()
+            with rounded_weights(self.trainer.model, context.dtype if step == context.total else torch.float32):
+                figures = context.heldout_figures(self.trainer.model)
+            self.logged += time.perf_counter() - start  # not a part of the training speed
             if self.record is not None:
-                self.record.write(self.phase.first + state.global_step, self.phase.name, figures)
+                self.record.write(step, self.phase.name, figures)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **__: Any) -> None:  # noqa: ANN401
         """Write a line with the figures of Trainer and of the objective."""
@@ -132,6 +138,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Mark the checkpoint as complete."""
         self.trainer.mark_saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.logged = time.perf_counter()  # saving follows a line of the same step
 
     def on_train_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Remove all hooks from the model."""

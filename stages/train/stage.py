@@ -58,7 +58,7 @@ def run(
         settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
         teacher=dense if train.logits else None, record=lines, seed=seed, workers=job.workers,
-        device=loading.resolve_device(model),
+        device=loading.resolve_device(model), dtype=form.dtype,
     )  # fmt: skip
     dense_loss = context.heldout_figures(dense)["heldout_loss"] if dense is not None and not done else None
     del dense

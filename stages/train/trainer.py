@@ -106,13 +106,14 @@ class TrainContext:
     seed: int
     workers: Workers
     device: torch.device
+    dtype: torch.dtype = torch.float32  # of the written checkpoint
 
     def heldout_figures(self, model: PreTrainedModel) -> dict[str, float]:
         """Means over the supervised tokens of the held-out text, in nats; the processes share its batches.
 
         `heldout_loss` is the next-token loss; with a teacher, `heldout_divergence` is KL(teacher ‖ `model`).
         """
-        batches, device, world = self.text.heldout, next(model.parameters()).device, self.workers.world
+        batches, device, world = self.text.heldout, self.device, self.workers.world
         mine = range(self.workers.rank, len(batches), world)
         teacher = None if self.teacher is model else self.teacher
         was_training = model.training

@@ -137,6 +137,15 @@ def test_device_auto_counts_what_a_gpu_would_hold(planned):
     assert saved[1] == pytest.approx(larger * saved[0])
 
 
+def test_a_quantised_model_is_scanned_and_not_compared_with(planned):
+    checked, _ = planned("train=distil", "evaluate.baselines=[]")
+    plain, sizes = checked.settings, sizes_of(checked, on_host=False)
+    nf4 = replace(plain, model=replace(plain.model, quantization="nf4"))
+    assert COSTS["scan"](sizes, nf4).device < COSTS["scan"](sizes, plain).device
+    for stage in ("train", "evaluate"):
+        assert COSTS[stage](sizes, nf4) == COSTS[stage](sizes, plain), stage
+
+
 def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pipeline.forecast.SECONDS", 0.01)
     monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a stage ran"))

@@ -1,16 +1,19 @@
 """What the phases share, the arguments that a phase passes to Trainer, and what it leaves in memory."""
 
 import gc
+import shutil
 import weakref
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from pico_moes import make_moe
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
+from models.loading import load_whole
 from models.training import Part, find_routers, selection_bias
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
@@ -21,6 +24,7 @@ from stages.train import stage, trainer
 from stages.train.config import TrainConfig
 from stages.train.objective import Balance, LogitSchedule
 from stages.train.phases import Phase
+from stages.train.record import Record, mark_whole, read_record
 from stages.train.trainer import MoETrainer, TrainContext, TrainingText, collate, order_sequences, training_arguments
 
 
@@ -88,6 +92,62 @@ def test_with_a_teacher_the_heldout_text_also_gives_the_distance_from_it():
     assert divergence > 1e-4
     assert context.heldout_figures(model)["heldout_divergence"] == pytest.approx(float(divergence), rel=1e-4)
     assert context.heldout_figures(teacher).keys() == {"heldout_loss"}
+
+
+def test_the_heldout_loss_of_a_model_whose_weights_are_offloaded():
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(3)]
+    model, heldout = make_moe("qwen3_moe").eval(), batch_sequences(sequences, 16, 0)
+    loss = measure_loss(model, heldout).nats
+    cpu_offload(model)
+    assert next(model.parameters()).device.type == "meta"
+    assert make_context(TrainConfig(), heldout).heldout_figures(model) == {"heldout_loss": pytest.approx(loss)}
+
+
+def train_in(folder, phase, done=0, **context):
+    """Run a phase with a record in `folder`; returns the held-out batches."""
+    if not (folder / "start").exists():
+        make_moe("qwen3_moe").save_pretrained(folder / "start")
+    sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(4)]
+    heldout, record = batch_sequences(sequences, 8, 0), Record.open(folder, done=done, tensorboard=False)
+    base = make_context(TrainConfig(), heldout)
+    base = replace(base, text=replace(base.text, train=LoadedText(sequences, {})), record=record)
+    stage.run_phase(folder / "start", phase, replace(base, **context), folder / "all")
+    return heldout
+
+
+def test_a_resumed_phase_logs_and_saves_as_often_as_the_new_command_says(tmp_path, monkeypatch):
+    phase, saved = Phase("all", 0, 6, frozenset(Part)), []
+
+    def mark(folder):
+        saved.append(folder.name)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        mark_whole(folder)
+
+    monkeypatch.setattr(trainer, "mark_whole", mark)
+    with pytest.raises(KeyboardInterrupt):
+        train_in(tmp_path, phase, settings=TrainConfig(batch=2, micro_batch=2, log_steps=2, save_steps=2))
+    train_in(tmp_path, phase, done=2, settings=TrainConfig(batch=2, micro_batch=1, log_steps=1, save_steps=3))
+    assert saved == ["checkpoint-2", "checkpoint-4", "checkpoint-3", "checkpoint-6", "final"]
+    assert [line["step"] for line in read_record(tmp_path) if "tokens" in line] == [2, 3, 4, 5, 6]
+
+
+def test_the_last_heldout_loss_is_that_of_the_checkpoint_in_its_number_format(tmp_path):
+    make_moe("qwen3_moe").save_pretrained(tmp_path / "start")
+    measured, trained = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        settings = TrainConfig(batch=2, micro_batch=2, heldout_steps=1, log_steps=1)
+        heldout = train_in(tmp_path, Phase("all", 0, 2, frozenset(Part)), settings=settings, total=2, dtype=dtype)
+        measured.append([line["heldout_loss"] for line in read_record(tmp_path) if "heldout_loss" in line])
+        trained.append(load_file(tmp_path / "all/final/model.safetensors"))
+        model = load_whole(tmp_path / "all/final", dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+        assert measured[-1][-1] == pytest.approx(measure_loss(model, heldout).nats, rel=1e-6)
+        shutil.rmtree(tmp_path / "all")
+    assert measured[0][0] == measured[1][0]
+    assert measured[0][1] != measured[1][1]
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
 
 def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
