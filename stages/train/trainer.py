@@ -177,13 +177,12 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __init__(self, model: PreTrainedModel, phase: Phase, context: TrainContext, folder: Path) -> None:
         """Freezes parameters that do not learn here: DistributedDataParallel reads `requires_grad` only once."""
-        self.phase, self.context = phase, context
-        settings, batch = context.settings, context.settings.batch
+        self.phase, self.context, settings = phase, context, context.settings
+        rates, decay, batch = rates_of(phase, settings), settings.weight_decay, settings.batch
         watch = RouterWatch(model)
         self.shown = show_scores(model) if settings.straight_through else []
         self.objective = Objective(settings, watch, context.teacher, context.balance)
         self.monitor: ModelWatch | None = None
-        rates, decay = rates_of(phase, settings), settings.weight_decay
         groups = parameter_groups(model, **rates, down_rate=settings.down_rate, weight_decay=decay)
         super().__init__(
             model,
