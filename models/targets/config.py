@@ -70,7 +70,7 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) 
 def _attention_problems(source: Mapping[str, Any], target: MoETarget) -> Iterator[tuple[str, str]]:
     """Yield each missing feature of the source's attention and the key that needs it."""
     name, head_dim = target.model_type, source.get("head_dim")
-    rope = source.get("rope_parameters") or {}
+    rope = source.get("rope_scaling") or source.get("rope_parameters") or {}  # as in transformers 5
     share = float(rope.get("partial_rotary_factor") or source.get("partial_rotary_factor") or 1)
     if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:
         yield f"{name} has no bias on o_proj", "attention_bias in config.json"

@@ -165,7 +165,7 @@ def test_plain_sources_can_be_said() -> None:
                 "  where: partial_rotary_factor in config.json\n"
                 "  do:    assemble.target=tiny_onn",
             )
-            for key in ("rope_parameters",)
+            for key in ("rope_parameters", "rope_scaling")
         ),
     ],
 )
