@@ -229,11 +229,14 @@ def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
-    """Load the dense model, frozen, in evaluation mode, quantised and placed by its settings. Raises UserError."""
+    """Load the dense model, frozen, in evaluation mode, quantised and placed by its settings. Raises UserError.
+
+    Its class is transformers' own, also with `trust_remote_code`: `LayerStream` and the targets know no other.
+    """
     device, config = resolve_device(model), read_config(folder)
     dtype, stored = resolve_dtype(model, device), stored_quantization(config)
     quantization = stored or model.quantization
-    arguments = placement(model, device) | {"dtype": dtype or "auto", "trust_remote_code": model.trust_remote_code}
+    arguments = placement(model, device) | {"dtype": dtype or "auto"}
     if quantization == "none":
         dense = load_whole(folder, **arguments)
     else:

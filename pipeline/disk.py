@@ -31,7 +31,7 @@ def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None
     if stage == "extract":
         carved_layers = int(source["num_hidden_layers"]) - len(shape.dense_layers)
         return 3 * int(source["hidden_size"]) * shape.neurons(carved_layers) * width
-    target = select_target(str(source["model_type"]), assemble.target, shape.always_on, pooled=shape.pooled)
+    target = select_target(source, assemble.target, shape.always_on, pooled=shape.pooled)
     return count_carved(source, target, shape, assemble.pad_to).total * BYTES.get(assemble.dtype, width)
 
 

@@ -30,15 +30,19 @@ def targets_of(source_model_type: str, always_on: int) -> list[MoETarget]:
     return sorted(able, key=lambda target: target.sources[source_model_type])
 
 
-def select_target(source_model_type: str, requested: str, always_on: int, *, pooled: bool = False) -> MoETarget:
-    """Select the target architecture: one of MOE_TARGETS by name, or with `auto` the first of `targets_of`.
+def select_target(source: Mapping[str, Any], requested: str, always_on: int, *, pooled: bool = False) -> MoETarget:
+    """Select the target architecture: one of MOE_TARGETS by name, or with `auto` the first of `targets_of` that fits.
 
-    For a global pool, `auto` takes a target that supports it, and `check_target` refuses others.
+    `source` is the dense checkpoint's config.json: `auto` takes a target that can hold its attention, and for a global
+    pool one that supports it; `check_target` refuses others.
     Raises ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
     """
+    source_model_type = str(source["model_type"])
     able = targets_of(source_model_type, always_on)
     if requested == "auto":
-        return next(target for target in able if target.packed_pool or not pooled)
+        able = [target for target in able if target.packed_pool or not pooled]
+        full = {**DENSE_FAMILIES[source_model_type].defaults, **source}
+        return next(target for target in able if not any(_attention_problems(full, target)))
     if requested not in MOE_TARGETS:
         what = f"unknown target {requested!r}"
     elif source_model_type not in MOE_TARGETS[requested].sources:
@@ -63,11 +67,10 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) 
     return [ConfigError(what, where=where, do=do) for what, where in problems]
 
 
-def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> Iterator[tuple[str, str]]:
-    """Yield each missing feature and the setting that needs it."""
+def _attention_problems(source: Mapping[str, Any], target: MoETarget) -> Iterator[tuple[str, str]]:
+    """Yield each missing feature of the source's attention and the key that needs it."""
     name, head_dim = target.model_type, source.get("head_dim")
-    derived_head_dim = int(source["hidden_size"]) // int(source["num_attention_heads"])
-    rope = source.get("rope_parameters") or {}
+    rope = source.get("rope_scaling") or source.get("rope_parameters") or {}  # as in transformers 5
     share = float(rope.get("partial_rotary_factor") or source.get("partial_rotary_factor") or 1)
     if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:
         yield f"{name} has no bias on o_proj", "attention_bias in config.json"
@@ -77,10 +80,16 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> 
         yield f"{name} has one window for all layers or none", "use_sliding_window in config.json"
     if not target.layer_windows and source["model_type"] == "mistral" and source.get("layer_types"):  # Ministral
         yield f"{name} has one window for all layers or none", "layer_types in config.json"
-    if not target.head_dim and head_dim not in {None, derived_head_dim}:
+    if not target.head_dim and head_dim and head_dim != source["hidden_size"] // source["num_attention_heads"]:
         yield f"{name} cannot have head_dim={head_dim}", "head_dim in config.json"
     if not target.partial_rotation and share != 1:
         yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
+
+
+def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> Iterator[tuple[str, str]]:
+    """Yield each missing feature and the setting that needs it."""
+    yield from _attention_problems(source, target)
+    name = target.model_type
     if shape.pooled and target.packed_pool is None:
         yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
     first = tuple(range(len(shape.dense_layers)))

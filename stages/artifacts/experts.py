@@ -153,8 +153,7 @@ class CheckpointFormat:
     @classmethod
     def of(cls, model: ModelConfig, source: Path, settings: FormatSettings, shape: MoEShape) -> "CheckpointFormat":
         """The format that the settings of stage=assemble select."""
-        family = read_config(source)["model_type"]
-        target = select_target(family, settings.target, shape.always_on, pooled=shape.pooled)
+        target = select_target(read_config(source), settings.target, shape.always_on, pooled=shape.pooled)
         return cls(model, source, shape, target, checkpoint_dtype(source, settings.dtype), settings)
 
     @property

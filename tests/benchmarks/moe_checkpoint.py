@@ -36,7 +36,7 @@ def write_moe(dense: Path, out: Path, shape: MoEShape, dtype: str) -> Path:
         emit_checkpoint(
             dense,
             out,
-            target=select_target(str(config["model_type"]), "auto", shape.always_on),
+            target=select_target(config, "auto", shape.always_on),
             shape=shape,
             routers=lambda _layer: torch.randn(shape.experts, int(config["hidden_size"]), generator=generator),
             experts=lambda layer: slice_experts(reader, family, layer, neurons_EN, always_S),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from instruments.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
@@ -52,6 +52,16 @@ def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
         "  do:    model.device=auto, or model.device=cpu"
     )
     assert resolve_device(ModelConfig(device="cuda:1")) == torch.device("cuda:1")
+
+
+def test_the_checkpoints_own_class_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may compute something else than transformers' class, by which other stages run the same layers."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = write_pico(tmp_path / "pico", "llama")
+    (folder / "own.py").write_text("import transformers\n\nclass Own(transformers.LlamaForCausalLM): ...\n")
+    change_config(folder, auto_map={"AutoModelForCausalLM": "own.Own"})
+    model = ModelConfig(kind="local", path=str(folder), device="cpu", trust_remote_code=True)
+    assert type(load_dense(model, folder)) is LlamaForCausalLM
 
 
 def test_tokenizer_of_the_embedded_model() -> None:

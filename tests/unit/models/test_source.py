@@ -225,6 +225,22 @@ def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
             "  where: mlp_bias in config.json\n"
             "  do:    choose a model without them",
         ),
+        *(
+            (
+                {key: value},
+                "with attention to later tokens this is no model of the next token\n"
+                f"  where: {key} in config.json\n"
+                "  do:    choose a causal language model",
+            )
+            for key, value in (("is_causal", False), ("is_causal", None), ("use_bidirectional_attention", True))
+        ),
+        (
+            {"dtype": None, "torch_dtype": "torch.float64"},
+            "transformers' kernels for experts have no float64\n"
+            "  where: dtype in config.json\n"
+            "  do:    AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32)"
+            ".save_pretrained(...), and carve that",
+        ),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
             "a position encoding of its own per layer has no MoE counterpart\n"

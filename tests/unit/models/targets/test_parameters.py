@@ -77,6 +77,6 @@ def test_the_embedded_model_and_its_default_carve():
     dense = AutoModelForCausalLM.from_pretrained(EMBEDDED, local_files_only=True)
     count = count_dense(config)
     assert count_parameters(dense, shape) == (count.total, count.active) == (4_983_552, 4_983_552)
-    target = select_target("qwen3", "auto", 256)
+    target = select_target(config, "auto", 256)
     count = count_carved(config, target, shape)
     assert count_parameters(carved(config, target.model_type, shape), shape) == (count.total, count.active)

@@ -8,6 +8,8 @@ from models.dense import DENSE_FAMILIES
 from models.targets.base import GateScale, gate_kind, gate_scale_of
 from models.targets.config import MOE_TARGETS, check_target, select_target, targets_of
 
+SIZES = {"hidden_size": 24, "num_attention_heads": 4}
+
 
 @pytest.mark.parametrize(
     ("source", "always_on", "target"),
@@ -19,7 +21,7 @@ from models.targets.config import MOE_TARGETS, check_target, select_target, targ
         ("llama", 0, "mixtral"),
         ("llama", 5, "glm4_moe"),
         ("mistral", 0, "mixtral"),
-        ("mistral", 5, "glm4_moe"),
+        ("mistral", 5, "tiny_onn"),  # its window is 4,096 tokens if config.json names none
         ("phi3", 0, "mixtral"),
         ("phi3", 5, "glm4_moe"),
         ("olmo2", 0, "flex_olmo"),
@@ -32,8 +34,25 @@ from models.targets.config import MOE_TARGETS, check_target, select_target, targ
     ],
 )
 def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, target: str) -> None:
-    assert select_target(source, "auto", always_on).model_type == target
-    assert select_target(source, target, always_on).model_type == target
+    config = SIZES | {"model_type": source}
+    assert select_target(config, "auto", always_on).model_type == target
+    assert select_target(config, target, always_on).model_type == target
+
+
+@pytest.mark.parametrize(
+    ("config", "always_on", "target"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, 5, "glm4_moe"),
+        ({"model_type": "phi3", "sliding_window": 2047}, 0, "mixtral"),
+        ({"model_type": "phi3", "sliding_window": 2047}, 5, "tiny_onn"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, 0, "tiny_onn"),
+        ({"model_type": "llama", "attention_bias": True}, 0, "tiny_onn"),
+        ({"model_type": "qwen3", "attention_bias": True}, 5, "dots1"),
+        ({"model_type": "qwen2", "head_dim": 8}, 5, "glm4_moe"),
+    ],
+)
+def test_auto_can_hold_the_attention(config: dict[str, Any], always_on: int, target: str) -> None:
+    assert select_target(SIZES | config, "auto", always_on).model_type == target
 
 
 def test_a_window_of_null_is_no_window() -> None:
@@ -76,11 +95,10 @@ def test_no_two_targets_of_a_source_have_one_rank(source: str) -> None:
 def test_targets_that_cannot_say_it(source: str, requested: str, always_on: int, text: str) -> None:
     where = "  where: assemble.target\n  do:    assemble.target=auto, or one of "
     with pytest.raises(ConfigError) as caught:
-        select_target(source, requested, always_on)
+        select_target({"model_type": source}, requested, always_on)
     assert str(caught.value) == text.format(where=where)
 
 
-SIZES = {"hidden_size": 24, "num_attention_heads": 4}
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
 
 
@@ -139,12 +157,15 @@ def test_plain_sources_can_be_said() -> None:
             "  where: layer_types in config.json\n"
             "  do:    assemble.target=tiny_onn",
         ),
-        (
-            {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}},
-            "mixtral",
-            "mixtral rotates whole heads, not 0.75 of each\n"
-            "  where: partial_rotary_factor in config.json\n"
-            "  do:    assemble.target=tiny_onn",
+        *(
+            (
+                {"model_type": "phi3", key: {"partial_rotary_factor": 0.75}},
+                "mixtral",
+                "mixtral rotates whole heads, not 0.75 of each\n"
+                "  where: partial_rotary_factor in config.json\n"
+                "  do:    assemble.target=tiny_onn",
+            )
+            for key in ("rope_parameters", "rope_scaling")
         ),
     ],
 )
@@ -162,7 +183,7 @@ def test_one_expert_is_too_few_for_glm4() -> None:
 
 @pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
 def test_only_the_own_class_says_a_pool(source: str) -> None:
-    assert select_target(source, "auto", 0, pooled=True).model_type == "tiny_onn"
+    assert select_target(SIZES | {"model_type": source}, "auto", 0, pooled=True).model_type == "tiny_onn"
     assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
 
 
