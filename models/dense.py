@@ -256,7 +256,7 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
     what, do = "with attention to later tokens this is no model of the next token", "choose a causal language model"
     problems += [(what, key, do) for key, holds in causal.items() if not holds]
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "float64":
-        do = "AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32).save_pretrained(...), and carve that"
+        do = "load it in float32 with transformers, write it by save_pretrained, and carve that"
         problems.append(("transformers' kernels for experts have no float64", "dtype", do))
     # In Gemma 3, layers with a sliding window have their own rotation.
     per_layer = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())

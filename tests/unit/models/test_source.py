@@ -238,8 +238,7 @@ def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
             {"dtype": None, "torch_dtype": "torch.float64"},
             "transformers' kernels for experts have no float64\n"
             "  where: dtype in config.json\n"
-            "  do:    AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32)"
-            ".save_pretrained(...), and carve that",
+            "  do:    load it in float32 with transformers, write it by save_pretrained, and carve that",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},

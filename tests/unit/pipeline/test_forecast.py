@@ -224,6 +224,7 @@ def test_held_out_text_that_a_training_reads_is_in_the_plan(planned):
     """A short training reads more of it than of the text: of 24 steps, 2 for routers and 22 for all parameters."""
     words = ("stage=train", "train=heal", "train.tokens=6144", "train.batch=2", "train.micro_batch=2")
     words += ("train.log_steps=3", "train.straight_through=false", "data.max_length=128", "data.heldout_tokens=4096")
+    words += ("train.router_share=0.1", "train.all_share=0.9")
     found = [
         costs(planned, *words, f"train.heldout_sequences={count}", f"train.heldout_steps={every}")["train"].products
         for count, every in ((20, 7), (10, 7), (20, 0), (40, 7))

@@ -106,7 +106,7 @@ def test_a_trained_carve_is_told_from_baselines_that_are_not(evaluation):
         ([0.01, 0.08, 0.01, 0.01, 0.01, 0.01, 0.01, 0.06], (), "of layer 1 (0.0800), 7 (0.0600): 'dense_layers=[1,7]'"),
         ([None, 0.01, 0.01, 0.08, 0.01, 0.01, 0.01, 0.01], (0,), "of layer 3 (0.0800): 'dense_layers=[0,3]'"),
         ([0.01, 0.012, 0.015, 0.01, 0.01, 0.01, 0.01, 0.01], (), "none over twice as much"),
-        ([-0.01, 0.0, -0.02, 0.0, 0.0, 0.0, 0.0, 0.0], (), "none over twice as much"),
+        ([-0.01, 0.0, -0.02, 0.0, 0.0, 0.0, 0.0, 0.0], (), "too little for a comparison"),
     ],
 )
 def test_layers_that_cost_far_more_than_others_are_named(evaluation, tmp_path, saved, dense, advice):
