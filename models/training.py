@@ -42,14 +42,9 @@ def parameter_groups(
     router_rate: float = 1e-3,
     expert_rate: float = 1e-4,
     rest_rate: float = 0.0,
-    down_rate: float | None = None,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
-
-    `down_rate` is for down projections of routed experts, which hold the inverse of their gates and may be a hundred
-    times as large as gate and up: their rate becomes `down_rate` · `expert_rate` · RMS(down) / RMS(gate and up), so
-    that with 1 both change by the same share of their size. None: `expert_rate`.
 
     Shared experts count as experts, adapters as the part that they adapt. Weight decay applies to matrices of experts
     and the rest, never to routers, norms and biases. What PEFT has frozen below its adapters stays frozen. Returns
@@ -57,7 +52,7 @@ def parameter_groups(
     """
     find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}
-    groups: dict[tuple[Part, float, str], dict[str, Any]] = {}
+    groups: dict[tuple[Part, float], dict[str, Any]] = {}
     adapted = any(hasattr(module, "peft_config") for module in model.modules())  # also below DistributedDataParallel
     for name, parameter in model.named_parameters():
         part = part_of(name)
@@ -67,25 +62,9 @@ def parameter_groups(
         vars(parameter)["frozen_by_rate"] = trainable and not parameter.requires_grad
         decay = weight_decay if part is not Part.ROUTER and parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
-            ratio = None if down_rate is None else size_ratio(model, name)
-            rate = rates[part] if down_rate is None or ratio is None else rates[part] * down_rate * ratio
-            group = {"params": [], "lr": rate, "weight_decay": decay, "name": str(part)}
-            groups.setdefault((part, decay, "" if ratio is None else name), group)["params"].append(parameter)
+            group = {"params": [], "lr": rates[part], "weight_decay": decay, "name": str(part)}
+            groups.setdefault((part, decay), group)["params"].append(parameter)
     return list(groups.values())
-
-
-@torch.no_grad()
-def size_ratio(model: nn.Module, name: str) -> float | None:
-    """Root mean square of routed experts' down projection over that of gate and up; None for other parameters."""
-    stem, _, rest = name.rpartition(".down_proj")
-    gate_up = getattr(model.get_submodule(stem), "gate_up_proj", None) if stem and not rest else None
-    if not isinstance(gate_up, nn.Parameter):
-        return None
-    sizes = [
-        float(torch.linalg.vector_norm(weight, dtype=torch.float32)) / weight.numel() ** 0.5
-        for weight in (model.get_parameter(name), gate_up)
-    ]
-    return sizes[0] / sizes[1] if all(sizes) else 1.0
 
 
 @dataclass(frozen=True)

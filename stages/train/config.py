@@ -15,7 +15,6 @@ class TrainConfig:
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     router_rate: float = field(default=1e-3, metadata={"above": 0})
     expert_rate: float = field(default=3e-4, metadata={"minimum": 0})
-    down_rate: float | None = field(default=None, metadata={"above": 0})
     rest_rate: float = field(default=1e-4, metadata={"minimum": 0})
     warmup_share: float = field(default=0.05, metadata={"minimum": 0, "maximum": 1})
     decay_share: float = field(default=1.0, metadata={"minimum": 0, "maximum": 1})
@@ -50,8 +49,7 @@ class TrainConfig:
         if not self.all_share:
             found["rest_rate"] = "train.all_share=0"
             if not self.experts_share:
-                reason = "train.experts_share=0 and train.all_share=0"
-                found |= {"expert_rate": reason, "down_rate": reason}
+                found["expert_rate"] = "train.experts_share=0 and train.all_share=0"
         if not self.decay_share:
             found["final_rate"] = "train.decay_share=0"
         if not self.logit_std:

@@ -183,7 +183,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.shown = show_scores(model) if settings.straight_through else []
         self.objective = Objective(settings, watch, context.teacher, context.balance)
         self.monitor: ModelWatch | None = None
-        groups = parameter_groups(model, **rates, down_rate=settings.down_rate, weight_decay=decay)
+        groups = parameter_groups(model, **rates, weight_decay=decay)
         super().__init__(
             model,
             training_arguments(context, phase, folder),
