@@ -43,9 +43,7 @@ def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserE
         return found
     if data.kind == "hub":
         return [] if importlib.util.find_spec("datasets") else [describe_missing_package()]
-    if data.kind == "python_stdlib":
-        return []
-    paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
+    paths = {"data.path": data.path, "data.heldout_path": data.heldout_path} if data.kind == "text" else {}
     errors = [error for option, path in paths.items() if path for error in _check_path(path, option, data)]
     if errors:
         return errors
@@ -117,7 +115,7 @@ def calibration_cache_key(
     earlier answer, or finds and keeps it: all documents have to be read.
     """
     parts = [part.data for part in list_sources(data)] or [replace(data, heldout_path=None, heldout_share=0.0)]
-    if "heldout_files" not in key or any(part.kind != "text" for part in parts):
+    if "heldout_files" not in key or any(part.kind == "hub" for part in parts):
         return key
     question = json.dumps([key, asdict(replace(calibration_only(data), tokens=0))], sort_keys=True)
     try:

@@ -31,6 +31,7 @@ class SourceConfig:
     share: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
     path: str | None = None
     name: str | None = None
+    python_stdlib: bool = False
     subset: str | None = None
     revision: str | None = None
     split: str | None = None
@@ -45,7 +46,10 @@ class SourceConfig:
     def unread(self, heldout_path: str | None) -> dict[str, str]:
         """Settings without effect, each with the setting that disables it; `heldout_path` is that of the mixture."""
         found = {}
-        if self.path is not None:
+        if self.python_stdlib:
+            foreign = (name for name in FOREIGN_FIELDS["python_stdlib"] if hasattr(self, name))
+            found = dict.fromkeys(foreign, "the source is the standard library")
+        elif self.path is not None:
             found = dict.fromkeys(("subset", "revision", "split", "heldout_split"), "the source is a path")
         for name, value in (("heldout_split", self.heldout_split), ("data.heldout_path", heldout_path)):
             if value is not None and name not in found:
@@ -166,23 +170,27 @@ class Source:
 
 
 def list_sources(data: DataConfig) -> list[Source]:
-    """The sources of a mixture; [] for other kinds. Sources with a path read local files, the others the hub.
+    """The sources of a mixture; [] for other kinds.
 
     With `data.heldout_path` no source holds anything out; `load_text` then leaves out copies of held-out documents.
     """
     own_only: dict[str, Any] = dict.fromkeys(FOREIGN_FIELDS["mixture"])  # not taken from `data`
     found = []
     for settings in data.sources:
-        said = {key: value for key, value in asdict(settings).items() if value is not None and key != "share"}
+        own = asdict(settings)
+        stdlib, share = own.pop("python_stdlib"), own.pop("share")
+        said = {key: value for key, value in own.items() if value is not None}
         tokens, heldout_tokens = (
-            max(round(settings.share * wanted), data.max_length) if wanted else 0
+            max(round(share * wanted), data.max_length) if wanted else 0
             for wanted in (data.tokens, data.heldout_tokens)
         )
-        part = replace(data, kind="hub" if settings.path is None else "text", sources=[], **own_only | said)
+        kind = "python_stdlib" if stdlib else "hub" if settings.path is None else "text"
+        part = replace(data, kind=kind, sources=[], **own_only | said)
         part = replace(part, tokens=tokens, heldout_tokens=heldout_tokens)
         if data.heldout_path is not None:
             part = replace(part, heldout_path=None, heldout_split=None, heldout_share=0.0)
-        found.append(Source(settings.path or str(settings.name), settings.share, part))
+        name = "the Python standard library" if stdlib else settings.path or str(settings.name)
+        found.append(Source(name, share, part))
     return found
 
 
@@ -193,12 +201,13 @@ _OF_SOURCE = re.compile(rf"(?<![^ ])data\.(?=(?:{'|'.join(spec.name for spec in 
 def name_source(error: UserError, number: int) -> UserError:
     """The error of one source of a mixture, with the source's settings instead of `data.path`, `data.labels` ...
 
-    Advice to read files (`data=text`) or the hub (`data=hub`) says so for this source.
+    Advice to read files (`data=text`), the hub (`data=hub`) or the standard library says so for this source.
     """
     place = f"data.sources.{number}."
 
     def named(text: str) -> str:
         text = text.replace("data=text ", f"{place}name=null ").replace("data=hub ", f"{place}path=null ")
+        text = text.replace("data=python_stdlib", f"{place}name=null {place}python_stdlib=true")
         return _OF_SOURCE.sub(place, text)
 
     return type(error)(error.what, where=named(error.where), do=named(error.do))
@@ -222,14 +231,14 @@ def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
         yield ConfigError(what, do="data.labels=full_sequence")
     for number, source in enumerate(data.sources):
         place = f"data.sources.{number}"
-        if source.path is None and source.name is None:
-            yield ConfigError(
-                f"{place} names no path and no dataset", where=f"setting {place}", do=f"{place}.path=FILE"
-            )
-        elif source.path is not None and source.name is not None:
-            yield ConfigError(
-                f"{place} names both a path and a dataset", where=f"setting {place}", do=f"{place}.name=null"
-            )
+        named = [name for name in ("path", "name", "python_stdlib") if getattr(source, name) not in (None, False)]
+        if not named:
+            what = f"{place} names no path and no dataset"
+            yield ConfigError(what, where=f"setting {place}", do=f"{place}.path=FILE")
+        elif len(named) > 1:
+            what = f"{place} has {' and '.join(named)}, and a source is one of them"
+            nothing = (f"{place}.{name}={'false' if name == 'python_stdlib' else 'null'}" for name in named[1:])
+            yield ConfigError(what, where=f"setting {place}", do=" ".join(nothing))
     total = sum(source.share for source in data.sources)
     if data.sources and not abs(total - 1) <= 1e-6:  # also true for NaN
         shares = ", ".join(f"{source.share:g}" for source in data.sources)

@@ -222,6 +222,7 @@ def test_a_source_that_holds_out_its_calibration_text_or_nothing(files):
             "a .txt file; or data=hub data.name=a folder",
             "a .txt file; or data.sources.3.path=null data.sources.3.name=a folder",
         ),
+        ("without one: data=python_stdlib", "without one: data.sources.3.name=null data.sources.3.python_stdlib=true"),
     ],
 )
 def test_advice_to_read_another_kind_of_text_is_for_the_source(do, wanted):
@@ -234,8 +235,51 @@ def test_a_source_without_a_place_or_with_two(files):
     settings.sources[1].path = None
     settings.sources[0].name = "some/dataset"
     found = [str(error) for error in mixture_errors(settings)]
-    assert found[0].startswith("data.sources.0 names both a path and a dataset\n")
+    assert found[0].startswith("data.sources.0 has path and name, and a source is one of them\n")
+    assert found[0].endswith("do:    data.sources.0.name=null")
     assert found[1].startswith("data.sources.1 names no path and no dataset\n")
+
+
+def with_stdlib(settings, **own):
+    settings.sources.append(SourceConfig(python_stdlib=True, share=0.2, **own))
+    return settings
+
+
+def test_the_standard_library_is_a_source(files, tokenizer):
+    settings = with_stdlib(mixture(files, (0.5, 0.3), heldout_tokens=2048))
+    assert messages(settings) == []
+    splits = [load_text(settings, tokenizer, split) for split in ("calibration", "heldout")]
+    sources = [settings.sources[number].path for number in (0, 1)]
+    alone = list_sources(settings)[2]
+    assert (alone.name, alone.share, alone.data.kind) == ("the Python standard library", 0.2, "python_stdlib")
+    for text, split in zip(splits, ("calibration", "heldout"), strict=True):
+        own = {tuple(sequence.ids) for sequence in load_text(alone.data, tokenizer, split).sequences}
+        tokens = sum(len(sequence.ids) for sequence in text.sequences if tuple(sequence.ids) in own)
+        assert tokens == pytest.approx(0.2 * text.tokens, abs=2 * settings.max_length)
+    settings.heldout_path = sources[1]
+    assert list_sources(settings)[2].data.heldout_share == 0
+    assert messages(settings) == []
+
+
+def test_the_standard_library_as_a_source_has_no_conversations(files):
+    settings = with_stdlib(mixture(files, (0.5, 0.3)), labels="completion")
+    (error,) = messages(settings)
+    assert error.startswith("data.labels=completion needs conversations, and this is plain text\n")
+    assert "do:    data.sources.2.labels=full_sequence" in error
+
+
+def test_the_standard_library_has_no_columns():
+    found = SourceConfig(python_stdlib=True, text_column="body").unread(None)
+    assert found["text_column"] == "the source is the standard library"
+    assert "heldout_share" not in found
+
+
+def test_a_source_is_the_standard_library_or_a_path(files):
+    settings = mixture(files)
+    settings.sources[0].python_stdlib = True
+    (error,) = (str(error) for error in mixture_errors(settings))
+    assert error.startswith("data.sources.0 has path and python_stdlib, and a source is one of them\n")
+    assert error.endswith("do:    data.sources.0.python_stdlib=false")
 
 
 def test_generated_labels_are_of_one_source(files):
