@@ -47,7 +47,7 @@ class SourceConfig:
         """Settings without effect, each with the setting that disables it; `heldout_path` is that of the mixture."""
         found = {}
         if self.python_stdlib:
-            foreign = (name for name in FOREIGN_FIELDS["python_stdlib"] if hasattr(self, name))
+            foreign = ("subset", "revision", "split", "heldout_split", "text_column", "messages_column")
             found = dict.fromkeys(foreign, "the source is the standard library")
         elif self.path is not None:
             found = dict.fromkeys(("subset", "revision", "split", "heldout_split"), "the source is a path")
@@ -124,6 +124,9 @@ def check_settings(data: DataConfig) -> list[UserError]:
     return [ConfigError(what, do=do) for what, do in _list_contradictions(data)]
 
 
+PLAIN_STDLIB = "data.labels=completion needs conversations, and the standard library is plain text"
+
+
 def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
     """Fault and remedy of each contradiction."""
     for name in ("tokens", "sample_tokens", "heldout_tokens"):
@@ -138,8 +141,7 @@ def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield f"{parts} do not fit into data.max_length={data.max_length}", f"data.max_length={longest}"
     same = data.path and data.heldout_path and Path(data.path).resolve() == Path(data.heldout_path).resolve()
     if data.kind == "python_stdlib" and data.labels == "completion":
-        what = "data.labels=completion needs conversations, and the standard library is plain text"
-        yield what, "data.labels=full_sequence"
+        yield PLAIN_STDLIB, "data.labels=full_sequence"
     elif data.kind == "text" and not data.path:
         yield "data.kind=text reads local files, and none is named", "data.path=FILE_OR_FOLDER"
     elif data.kind == "text" and same:
@@ -222,6 +224,18 @@ def named_source(number: int) -> Iterator[None]:
         raise name_source(error, number) from error
 
 
+def _source_contradictions(source: SourceConfig, place: str, labels: str) -> Iterator[tuple[str, str]]:
+    """Fault and remedy of a source that is nothing, several things, or the standard library with `labels` of chats."""
+    named = [name for name in ("path", "name", "python_stdlib") if getattr(source, name) not in (None, False)]
+    if not named:
+        yield f"{place} names no path and no dataset", f"{place}.path=FILE"
+    elif len(named) > 1:
+        nothing = (f"{place}.{name}={'false' if name == 'python_stdlib' else 'null'}" for name in named[1:])
+        yield f"{place} has {' and '.join(named)}, and a source is one of them", " ".join(nothing)
+    elif source.python_stdlib and labels == "completion":
+        yield PLAIN_STDLIB, f"{place}.labels=full_sequence"
+
+
 def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
     """Faults of the settings of the sources."""
     if not data.sources:
@@ -231,14 +245,8 @@ def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
         yield ConfigError(what, do="data.labels=full_sequence")
     for number, source in enumerate(data.sources):
         place = f"data.sources.{number}"
-        named = [name for name in ("path", "name", "python_stdlib") if getattr(source, name) not in (None, False)]
-        if not named:
-            what = f"{place} names no path and no dataset"
-            yield ConfigError(what, where=f"setting {place}", do=f"{place}.path=FILE")
-        elif len(named) > 1:
-            what = f"{place} has {' and '.join(named)}, and a source is one of them"
-            nothing = (f"{place}.{name}={'false' if name == 'python_stdlib' else 'null'}" for name in named[1:])
-            yield ConfigError(what, where=f"setting {place}", do=" ".join(nothing))
+        for what, do in _source_contradictions(source, place, source.labels or data.labels):
+            yield ConfigError(what, where=f"setting {place}", do=do)
     total = sum(source.share for source in data.sources)
     if data.sources and not abs(total - 1) <= 1e-6:  # also true for NaN
         shares = ", ".join(f"{source.share:g}" for source in data.sources)

@@ -263,15 +263,16 @@ def test_the_standard_library_is_a_source(files, tokenizer):
 
 def test_the_standard_library_as_a_source_has_no_conversations(files):
     settings = with_stdlib(mixture(files, (0.5, 0.3)), labels="completion")
-    (error,) = messages(settings)
-    assert error.startswith("data.labels=completion needs conversations, and this is plain text\n")
-    assert "do:    data.sources.2.labels=full_sequence" in error
+    assert messages(settings) == [
+        "data.labels=completion needs conversations, and the standard library is plain text\n"
+        "  where: setting data.sources.2\n  do:    data.sources.2.labels=full_sequence"
+    ]
 
 
 def test_the_standard_library_has_no_columns():
-    found = SourceConfig(python_stdlib=True, text_column="body").unread(None)
+    found = SourceConfig(path="a.txt", python_stdlib=True, text_column="body").unread(None)
     assert found["text_column"] == "the source is the standard library"
-    assert "heldout_share" not in found
+    assert not {"heldout_share", "path"} & set(found)  # a path beside it is an error
 
 
 def test_a_source_is_the_standard_library_or_a_path(files):
