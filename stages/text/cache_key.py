@@ -43,7 +43,9 @@ def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserE
         return found
     if data.kind == "hub":
         return [] if importlib.util.find_spec("datasets") else [describe_missing_package()]
-    paths = {"data.path": data.path, "data.heldout_path": data.heldout_path} if data.kind == "text" else {}
+    if data.kind == "python_stdlib":
+        return []
+    paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
     errors = [error for option, path in paths.items() if path for error in _check_path(path, option, data)]
     if errors:
         return errors

@@ -11,6 +11,8 @@ from typing import Any
 from instruments.errors import ConfigError, DataError, UserError
 
 KINDS = ("python_stdlib", "text", "hub", "mixture")
+# The standard library in tables, logs and errors.
+STDLIB = "the Python standard library"
 # Settings that have no effect for a kind of source.
 FOREIGN_FIELDS = {
     "python_stdlib": (
@@ -191,8 +193,7 @@ def list_sources(data: DataConfig) -> list[Source]:
         part = replace(part, tokens=tokens, heldout_tokens=heldout_tokens)
         if data.heldout_path is not None:
             part = replace(part, heldout_path=None, heldout_split=None, heldout_share=0.0)
-        name = "the Python standard library" if stdlib else settings.path or str(settings.name)
-        found.append(Source(name, share, part))
+        found.append(Source(STDLIB if stdlib else settings.path or str(settings.name), share, part))
     return found
 
 

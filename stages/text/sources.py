@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instruments.errors import DataError
 from models.checkpoint.folder import expand_user
-from stages.text.config import DataConfig
+from stages.text.config import STDLIB, DataConfig
 from stages.text.documents import (
     Document,
     Split,
@@ -195,7 +195,7 @@ def describe_source(data: DataConfig, split: Split) -> str:
         return str(data.heldout_path if heldout and data.heldout_path else data.path)
     if data.kind == "hub":
         return f"{data.name}[{data.heldout_split if heldout and data.heldout_split else data.split}]"
-    return "the Python standard library"
+    return STDLIB
 
 
 def describe_emptiness(data: DataConfig, split: Split) -> DataError:
