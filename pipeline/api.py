@@ -15,6 +15,9 @@ from pipeline.plan import find_checkpoint
 from pipeline.run_folder import render
 from stages.artifacts.job import NOTHING, Table
 
+# Group → its option for a path.
+LOCAL = {"model": "local", "data": "text"}
+
 
 @dataclass(frozen=True)
 class CarveResult:
@@ -46,8 +49,8 @@ def carve(
             groups such as `score="wanda"`.
 
     Raises:
-        UserError: of wrong settings all at once, before any weights load (ConfigError), or of a stage. KeyboardInterrupt
-            passes through; the same call then goes on.
+        UserError: ConfigError for wrong settings, all at once and before any weights load; others from a stage.
+            After KeyboardInterrupt the same call goes on.
     """
     words = [*_select("model", model), *_select("data", data)]
     for name, value in {**dials, **(settings or {})}.items():
@@ -75,19 +78,14 @@ def _select(group: str, chosen: str | Path) -> list[str]:
     text = str(chosen)
     if isinstance(chosen, str) and chosen in groups()[group]:
         return [f"{group}={chosen}"]
-    local = {"model": "local", "data": "text"}[group]
     if Path(text).exists():
-        words = [f"{group}={local}", _word(f"{group}.path", text)]
-        return (
-            [*words, _word("model.label", re.sub(r"[^\w.+-]+", "_", Path(text).resolve().name))]
-            if group == "model"
-            else words
-        )
-    if isinstance(chosen, str) and text.count("/") == 1 and not text.startswith((".", "/", "~")):
-        words = [f"{group}=hub", _word(f"{group}.name", text)]
-        return [*words, _word("model.label", text.partition("/")[2])] if group == "model" else words
-    what = f"{group}={text!r} is no file or folder, no name on the hub such as owner/name, and no option"
-    raise ConfigError(what, where="carve", do=f"a path that exists, or one of {', '.join(groups()[group])}")
+        words, label = [f"{group}={LOCAL[group]}", _word(f"{group}.path", text)], Path(text).resolve().name
+    elif text.count("/") == 1 and not text.startswith((".", "/", "~")):
+        words, label = [f"{group}=hub", _word(f"{group}.name", text)], text.partition("/")[2]
+    else:
+        what = f"{group}={text!r} is no file or folder, no name on the hub such as owner/name, and no option"
+        raise ConfigError(what, where="carve", do=f"a path that exists, or one of {', '.join(groups()[group])}")
+    return [*words, f"model.label={re.sub(r'[^a-zA-Z0-9.+-]+', '_', label)}"] if group == "model" else words
 
 
 def _word(name: str, value: object) -> str:

@@ -1,49 +1,50 @@
 """The wheel: one package, tiny_onn, that works in any folder and shadows nobody's modules."""
 
 import os
+import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
+import tiny_onn
+
 REPOSITORY = Path(__file__).parents[2]
 FOREIGN = ("models.py", "stages/__init__.py", "pipeline/__init__.py", "instruments/__init__.py", "conf.py")
-TINY = ("experiment=null", "debug=tiny", "cluster.map=none")
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """An environment with the wheel and the libraries it needs, but no clone."""
     root = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    source = root / "source"
-    subprocess.run(["git", "clone", "--quiet", REPOSITORY, source], check=True)  # pip writes into the folder it builds
-    subprocess.run([*build, "--wheel-dir", root, source], check=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root / "environment"], check=True)
-    (packages,) = root.glob("environment/lib/*/site-packages")
+    source, environment = root / "source", root / "environment"  # pip writes into the folder that it builds
+    shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(".*", "outputs", "__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", root, source], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (wheel,) = root.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
+    subprocess.run([*pip, "--python", environment, "install", "--no-deps", "--no-index", wheel], check=True)
     # A folder named in a .pth file brings its packages, but not its own .pth files, so not the editable install.
-    (packages / "libraries.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    libraries = "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    next(environment.glob("lib/*/site-packages")).joinpath("libraries.pth").write_text(libraries)
     project = root / "project"
     for name in FOREIGN:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("OWNER = 'somebody else'\n")
-    return root / "environment/bin/python", project
+    return environment, project
 
 
-def run(installed, *command):
-    python, project = installed
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([python, *command], cwd=project, env=environment, capture_output=True, text=True)
+def run(installed, program, *words):
+    environment, project = installed
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [environment / "bin" / program, *words]
+    return subprocess.run(command, check=False, cwd=project, env=variables, capture_output=True, text=True)
 
 
 def test_the_wheel_holds_one_package(installed):
-    python, _project = installed
-    (packages,) = python.parents[1].glob("lib/*/site-packages")
+    environment, _project = installed
+    (packages,) = environment.glob("lib/*/site-packages")
     assert {path.name for path in packages.iterdir() if path.is_dir()} - {"__pycache__"} == {
         "tiny_onn", next(packages.glob("*.dist-info")).name
     }  # fmt: skip
@@ -52,8 +53,7 @@ def test_the_wheel_holds_one_package(installed):
 def test_the_command_carves_in_a_foreign_folder(installed):
     """The settings, the embedded model and the templates are in the wheel; results go to the working folder."""
     _python, project = installed
-    code = "import sys, tiny_onn; sys.argv[:] = ['tiny-onn', *sys.argv[1:]]; tiny_onn.main()"
-    done = run(installed, "-c", code, *TINY, "stage=assemble")
+    done = run(installed, "tiny-onn", "debug=tiny", "cluster.map=none", "stage=assemble")
     assert done.returncode == 0, done.stderr
     assert (project / "outputs/latest/checkpoint/config.json").is_file()
     assert "tiny-onn" in done.stdout
@@ -78,7 +78,7 @@ try:
 except ConfigError as error:
     print("refused:", error)
 """
-    done = run(installed, "-c", code)
+    done = run(installed, "python", "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("refused:") == 2
     assert "experts=100" in done.stdout
@@ -94,12 +94,17 @@ from tiny_onn import save_attention_tensors, save_linear_tensors
 assert not {"transformers", "matplotlib", "sklearn", "hydra"} & {*sys.modules}
 assert {getattr(tiny_onn, name).__module__.partition(".")[0] for name in tiny_onn.__all__} == {"tiny_onn"}
 """
-    done = run(installed, "-c", code)
+    done = run(installed, "python", "-c", code)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_tool_is_a_word_of_the_command(installed):
-    code = "import sys, tiny_onn; sys.argv[:] = ['tiny-onn', 'dump', '--help']; tiny_onn.main()"
-    done = run(installed, "-c", code)
+    done = run(installed, "tiny-onn", "dump", "--help")
     assert done.returncode == 0, done.stderr
     assert "usage: tiny-onn dump" in done.stdout
+
+
+def test_a_clone_has_the_same_names():
+    assert {getattr(tiny_onn, name).__module__.partition(".")[0] for name in tiny_onn.__all__} == {
+        "instruments", "pipeline"
+    }  # fmt: skip
