@@ -34,11 +34,6 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name without "torch.", such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor; avoids importing its module, which takes half a second."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

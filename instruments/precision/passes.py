@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from instruments.dtypes import dtype_name
 from instruments.errors import NumericsError
 from instruments.precision import calls
 from instruments.precision.calls import Arguments, Call, ModuleEvents, find_real_tensors
@@ -184,7 +185,7 @@ class ReferencePass(ModuleEvents):
         session, arrived = self.session, self.session.waiting[call, path]
         found = OutputDiff(
             call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
-            dtype=calls.dtype_name(arrived.dtype), ranges=axis_ranges(exact), own_failure=trials.low.failure,
+            dtype=dtype_name(arrived.dtype), ranges=axis_ranges(exact), own_failure=trials.low.failure,
             limits=session.diff.limits,
         )  # fmt: skip
         found.propagated = self._alike.distance(exact, arrived.to(exact.device))

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
 from instruments.precision import comparison
-from instruments.precision.calls import as_real, dtype_name
+from instruments.precision.calls import as_real
 from instruments.precision.comparison import FORMATS, AxisRange, find_format, measure_distance, round_to
 from instruments.precision.findings import text_table
 from instruments.precision.verdict import Verdict, worst
