@@ -231,8 +231,10 @@ def require_parents(step: Step, workers: Workers) -> None:
         raise ConfigError(what, where=", ".join(map(str, missing)), do="output_dir= on a disk that all workers share")
 
 
-def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
+def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> list[Step]:
     """Validate all settings, then run the due stages, with the record of the run in `folder`. Raises UserError.
+
+    Returns the steps; with `plan=true` they have not run.
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
     """
@@ -246,10 +248,10 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
                 table = render(forecast(checked, steps), "simple")
                 warnings = memory_warnings(checked, steps, free_tensor_memory(settings))
                 sys.stdout.write("\n\n".join([table, *warnings]) + "\n")
-            return
+            return steps
         if not workers.leads:
             run_shared_steps(steps, workers, overrides)
-            return
+            return steps
         try:
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
@@ -262,6 +264,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
                 runner.run(steps, alone=settings.stage != ALL)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
+    return steps
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

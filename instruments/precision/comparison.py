@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, find_tensors, map_tensors
 from instruments.precision.verdict import Distance
+from instruments.tensors import Arguments, find_tensors, map_tensors
 
 
 @torch.no_grad()

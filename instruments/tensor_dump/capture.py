@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
-from instruments.precision.calls import is_sharded
 from instruments.tensor_dump.config import TENSORS, DumpConfig
 from instruments.tensor_dump.record import Placement, TensorRecord
+from instruments.tensors import is_sharded
 
 if TYPE_CHECKING:
     from instruments.tensor_dump.recorder import Recorder

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from instruments.dtypes import dtype_name
-from instruments.precision.calls import in_backward, in_transform
+from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
