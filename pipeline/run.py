@@ -234,8 +234,10 @@ def require_parents(step: Step, workers: Workers) -> None:
         raise ConfigError(what, where=", ".join(map(str, missing)), do="output_dir= on a disk that all workers share")
 
 
-def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
+def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> list[Step]:
     """Validate all settings, then run the due stages, with the record of the run in `folder`. Raises UserError.
+
+    Returns the steps; with `plan=true` they have not run.
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
     """
@@ -249,10 +251,10 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
             if workers.leads:
                 table = render(describe_plan(checked, steps), "simple")
                 sys.stdout.write("\n\n".join([table, *memory_warnings(checked, due)]) + "\n")
-            return
+            return steps
         if not workers.leads:
             run_shared_steps(steps, workers, overrides)
-            return
+            return steps
         try:
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
@@ -263,6 +265,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
                 runner.run(steps, alone=settings.stage != ALL)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
+    return steps
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

@@ -102,7 +102,11 @@ def installed_versions() -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 
-OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
+# The packages' loggers; inside an installed package their names begin with its name.
+OWN_LOGGERS = (
+    *(__package__.removesuffix("pipeline") + name for name in ("pipeline", "stages", "models")),
+    "py.warnings",
+)
 
 
 class RedactingFormatter(logging.Formatter):

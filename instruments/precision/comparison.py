@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, dtype_name, find_tensors, map_tensors
 from instruments.precision.verdict import Distance
+from instruments.tensors import Arguments, dtype_name, find_tensors, map_tensors
 
 
 @torch.no_grad()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from instruments.precision.calls import dtype_name, is_sharded
 from instruments.tensor_dump.config import TENSORS, DumpConfig
 from instruments.tensor_dump.record import Placement, TensorRecord
 from instruments.tensor_reader import TORCH_DTYPES
+from instruments.tensors import dtype_name, is_sharded
 
 if TYPE_CHECKING:
     from instruments.tensor_dump.recorder import Recorder

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from instruments.durable import sync, whole_file
 from instruments.errors import ContractError, UserError
-from instruments.precision.calls import dtype_name
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Slot
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import FORMAT, VERSION, Manifest
 from instruments.tensor_dump.record import STORED, TensorRecord, make_name
 from instruments.tensor_dump.statistics import measure, read_moments, round_into
 from instruments.tensor_reader import checksum_of
+from instruments.tensors import dtype_name
 
 
 class IndexFile:

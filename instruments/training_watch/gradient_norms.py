@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from instruments.precision.calls import as_real, is_sharded
+from instruments.tensors import as_real, is_sharded
 
 MISSING = -1.0  # in place of the norm of a missing gradient
 

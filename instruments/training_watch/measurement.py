@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
-from instruments.precision.calls import OwnHook, as_real, find_tensors, in_training_pass, plain_name
+from instruments.hooks import OwnHook, in_training_pass, plain_name
+from instruments.tensors import as_real, find_tensors
 from instruments.training_watch import verdict
 from instruments.training_watch.gradient_norms import MISSING, gradient_norms, is_finite
 from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig

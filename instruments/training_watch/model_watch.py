@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import OwnHook, in_backward, in_training_pass
+from instruments.hooks import OwnHook, in_backward, in_training_pass
 from instruments.training_watch.gradient_norms import gradient_norms, on_each_step
 from instruments.training_watch.measurement import Measurement, find_parameters, logger
 from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig

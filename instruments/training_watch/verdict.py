@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from instruments.errors import some
-from instruments.precision.calls import dtype_name
+from instruments.tensors import dtype_name
 from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, WatchConfig
 
 

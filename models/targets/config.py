@@ -7,15 +7,15 @@ from math import prod
 from pkgutil import iter_modules
 from typing import Any
 
-import models.targets
 from instruments.errors import ConfigError
+from models import targets
 from models.config import MoEShape
 from models.dense import DENSE_FAMILIES, keeps_tied
 from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
 
 # The `TARGETS` of every module in this folder.
 MOE_TARGETS: dict[str, MoETarget] = {}
-for _module in iter_modules(models.targets.__path__, "models.targets."):
+for _module in iter_modules(targets.__path__, f"{targets.__name__}."):
     if _module.name != __name__:
         MOE_TARGETS |= {target.model_type: target for target in getattr(import_module(_module.name), "TARGETS", ())}
 

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments import tensor_reader
 from instruments.errors import CheckpointError, ConfigError, DataError
+from instruments.hooks import Call, ModuleEvents, trace_modules
 from instruments.precision import findings, tensor_analysis
-from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.comparison import find_format
 from instruments.precision.model_diff import auto_diff
 from instruments.precision.plot import draw_diff, draw_tensor
 from instruments.precision.session import CAST
 from instruments.static_check.check import static_check
+from instruments.tensors import find_tensors
 from instruments.training_watch.model_watch import watch_model
 from instruments.training_watch.step_log import NOTE, StepReport, draw_training_steps, read_step_log
 from models.config import ModelConfig
