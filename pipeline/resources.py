@@ -9,8 +9,8 @@ from contextlib import suppress
 from math import inf, log
 from pathlib import Path
 
-from instruments.durable import write_json
 from instruments.errors import ConfigError
+from instruments.files import write_json
 from models.config import is_on_host
 from models.targets.config import count_dense
 from pipeline.artifacts import UNREADABLE, artifact_folder

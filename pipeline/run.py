@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instruments.durable import hash_code
 from instruments.errors import ConfigError
+from instruments.files import hash_code
 from pipeline import artifacts
 from pipeline.consistency import contradictions, warn_of_other_stages
 from pipeline.disk import explain_os_error, in_mib
