@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name without "torch.", such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor; avoids importing its module, which takes half a second."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from instruments.durable import whole_file
 from instruments.errors import ContractError
+from instruments.files import whole_file
 from instruments.mscan.header import Rows, refused
 from instruments.mscan.reader import Mscan, Segment, read_mscan
 from instruments.mscan.writer import SegmentFile

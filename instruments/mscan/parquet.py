@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
-from instruments.durable import whole_file
+from instruments.files import whole_file
 from instruments.mscan.header import ParameterTable, Rows, locate, refused
 from instruments.mscan.reader import Mscan
 

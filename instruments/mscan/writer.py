@@ -11,8 +11,8 @@ from zlib import crc32
 
 import numpy as np
 
-from instruments.durable import sync
 from instruments.errors import ContractError
+from instruments.files import sync
 from instruments.mscan.header import (
     ENCODINGS,
     SEQUENCE_ARRAYS,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from instruments.dtypes import dtype_name
 from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
@@ -19,7 +20,6 @@ from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
 from instruments.tensor_dump.record import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import DumpWriter
-from instruments.tensors import dtype_name
 
 
 @dataclass(frozen=True)

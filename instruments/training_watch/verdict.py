@@ -10,8 +10,8 @@ from statistics import median
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from instruments.dtypes import dtype_name
 from instruments.errors import some
-from instruments.tensors import dtype_name
 from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, WatchConfig
 
 

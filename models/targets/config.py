@@ -7,6 +7,7 @@ from math import prod
 from pkgutil import iter_modules
 from typing import Any
 
+from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
 from models import targets
 from models.config import MoEShape
@@ -181,7 +182,7 @@ def _common_keys(dense: Mapping[str, Any], target: MoETarget, shape: MoEShape, d
 def source_dtype(source: Mapping[str, Any]) -> str | None:
     """The number format named in config.json, if any."""
     named = source.get("dtype") or source.get("torch_dtype")
-    return None if named is None else str(named).removeprefix("torch.")
+    return None if named is None else dtype_name(named)
 
 
 def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import torch
 from jaxtyping import Int
-from safetensors.torch import save_file
 from torch import Tensor
 
 from instruments.errors import CheckpointError, ContractError
-from instruments.safetensors_header import pack_tag, read_metadata, unpack_tag
+from instruments.safetensors_files import read_facts, save_tensors
 from models.card import CarveFacts, render_card
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
@@ -40,7 +39,7 @@ def save_layer(
 ) -> int:
     """Write the experts of one layer and their neurons' indices in the dense FFN; returns the file's size in bytes."""
     tensors, path = _weights(experts) | _named("neurons", neurons_EN, always_S), layer_file(folder, layer)
-    save_file(tensors, path, metadata=pack_tag(version=VERSION, experts=len(experts.gate_END)))
+    save_tensors(path, tensors, version=VERSION, experts=len(experts.gate_END))
     return path.stat().st_size
 
 
@@ -115,7 +114,7 @@ def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
 def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, Any]]]:
     path = layer_file(folder, layer)
     try:
-        tag = unpack_tag(read_metadata(path))
+        tag = read_facts(path)
         if tag.get("version") != VERSION:
             what = f"expected experts version {VERSION}, found {tag.get('version')}"
             raise ContractError(what, where=str(path), do=_REMEDY)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from instruments import tensor_reader
+from instruments import safetensors_files
 from instruments.errors import CheckpointError, ConfigError, DataError
 from instruments.hooks import Call, ModuleEvents, trace_modules
 from instruments.precision import findings, tensor_analysis
@@ -209,7 +209,7 @@ def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
     Raises:
         DataError: the file cannot be read, or no tensor matches.
     """
-    found = dict(tensor_reader.flatten_tensors(tensor_reader.read_tensors(path)))
+    found = dict(safetensors_files.flatten_tensors(safetensors_files.read_tensors(path)))
     chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
     if not chosen:
         what = f"none of {len(found)} tensors is called {', '.join(patterns)}"

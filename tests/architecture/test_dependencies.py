@@ -16,7 +16,7 @@ LIGHT = [
     "instruments.precision.command",
     "models.source",
     "instruments.mscan.reader",
-    "instruments.safetensors_header",
+    "instruments.safetensors_files",
     "models.dense",
     "models.targets.base",
     "stages.text.cache_key",

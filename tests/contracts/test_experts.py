@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from instruments.errors import ContractError
-from instruments.safetensors_header import pack_tag
+from instruments.safetensors_files import load_tensors, save_tensors
 from models.experts import ExpertWeights
 from stages.artifacts.experts import layer_file, load_layer, save_layer, verify_layer
 
@@ -82,11 +82,9 @@ def test_truncated_file(folder: Path) -> None:
 
 def test_missing_tensor(folder: Path) -> None:
     path = layer_file(folder, 7)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
+    tensors, facts = load_tensors(path)
     del tensors["experts.1.up_proj.weight"]
-    save_file(tensors, path, metadata=metadata)
+    save_tensors(path, tensors, **facts)
     with pytest.raises(ContractError) as caught:
         load_layer(folder, 7)
     assert caught.value.what == "cannot read experts: there is no tensor experts.1.up_proj.weight"
@@ -94,7 +92,7 @@ def test_missing_tensor(folder: Path) -> None:
 
 def test_another_version(folder: Path) -> None:
     path = layer_file(folder, 7)
-    save_file(load_file(path), path, metadata=pack_tag(version=9, experts=3))
+    save_tensors(path, load_file(path), version=9, experts=3)
     with pytest.raises(ContractError) as caught:
         load_layer(folder, 7)
     assert str(caught.value) == f"expected experts version 2, found 9\n  where: {path}\n{REMEDY}"

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from instruments.durable import hash_code
 from instruments.errors import ConfigError, DataError
+from instruments.files import hash_code
 from models.source import EMBEDDED
 from pipeline.artifacts import open_staging, publish
 from pipeline.help import REPOSITORY

@@ -87,13 +87,13 @@ def test_a_partition_of_another_shape(dense: Path, job: Job) -> None:
 
 
 def test_damage_while_writing_is_seen(dense: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.torch import save_file
+    from instruments.safetensors_files import save_tensors
 
-    def flip(tensors: dict[str, torch.Tensor], path: Path, **more: object) -> None:
+    def flip(path: Path, tensors: dict[str, torch.Tensor], **facts: object) -> None:
         damaged = tensors | {"experts.0.up_proj.weight": tensors["experts.0.up_proj.weight"].neg()}
-        save_file(damaged, path, **more)
+        save_tensors(path, damaged, **facts)
 
-    monkeypatch.setattr("stages.artifacts.experts.save_file", flip)
+    monkeypatch.setattr("stages.artifacts.experts.save_tensors", flip)
     model = ModelConfig(kind="local", path=str(dense))
     with pytest.raises(ContractError, match=r"^experts\.0\.up_proj\.weight on disk differs from the dense weights"):
         run(job, model=model, extract=ExtractConfig(), shape=SHAPE)

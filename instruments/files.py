@@ -39,16 +39,32 @@ def whole_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears only when it is complete; characters that UTF-8 lacks are escaped."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
 def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - any JSON value
     """Write a JSON file that appears only when it is complete."""
-    with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json_text(content))
+
+
+def json_text(content: Any) -> str:  # noqa: ANN401 - any JSON value
+    """What `write_json` writes."""
+    return json.dumps(content, indent=1) + "\n"
 
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """Relative path → SHA-256, for every file below the folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
 
 
 def hash_code(root: Path, sources: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from instruments.durable import whole_file
+from instruments.files import whole_file
 
 
 def test_a_neighbour_of_the_same_stem_is_left_alone(tmp_path):
