@@ -4,25 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-
-@dataclass(frozen=True)
-class Distance:
-    """Distance between a reference y and its low-precision ŷ, over the values that are finite in both."""
-
-    normalised_l2: float  # ‖y − ŷ‖ / ‖y‖; infinite if y is all zero and ŷ is not
-    max_relative: float  # max|y − ŷ| / max|y|
-    cosine: float
-    nonfinite: int  # values that are finite in y only
-    reference_nonfinite: int
-    largest: float  # max|y|
-    size: int  # values compared
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal to quantisation noise, −20·log10 of the normalised L2."""
-        if not self.normalised_l2:
-            return math.inf
-        return -20 * math.log10(self.normalised_l2) if math.isfinite(self.normalised_l2) else -math.inf
+from instruments.distance import Distance
 
 
 class Verdict(StrEnum):

@@ -14,10 +14,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from instruments.tensor_dump.capture import Part, Watched, layer_of
 from instruments.tensor_dump.config import ATTENTION, EMBEDDING, LINEAR
 from instruments.tensor_dump.modules import hook_attention, hook_layer
-from instruments.tensor_dump.recorder import Recorder
+from instruments.tensor_dump.parts import Part, layer_of
+from instruments.tensor_dump.recorder import Recorder, Watched
 
 _TOKENS, _HEADS = 0, 2
 # Coordinate → group name in the functions of parallel_state.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from instruments.tensor_dump.record import Statistics
+from instruments.tensor_dump.index import Statistics
 from instruments.tensor_dump.statistics import exact_moments, measure, read_moments
 
 T, D = 211, 37

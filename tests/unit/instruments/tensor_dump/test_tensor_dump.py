@@ -8,9 +8,9 @@ from torch import nn
 from unit.instruments.tensor_dump.small_model import D, F, Small, inputs, run
 
 from instruments.errors import ConfigError, ContractError
-from instruments.tensor_dump.capture import RankInfo
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import Listing
+from instruments.tensor_dump.parts import RankInfo
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.statistics import measure
 from instruments.tensor_dump.tensor_dump import TensorDump

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from instruments.tensor_dump.config import QUANT_TYPES
-from instruments.tensor_dump.statistics import round_into
+from instruments.tensor_dump.rounding import round_into
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)

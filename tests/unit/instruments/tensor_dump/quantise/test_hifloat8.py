@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from instruments.tensor_dump.statistics import round_to_hifloat8
+from instruments.tensor_dump.rounding import round_to_hifloat8
 
 # Prefix code of the dot field → bits of the exponent; 0000 is the denormal mode.
 _DOT = {"11": 4, "10": 3, "01": 2, "001": 1, "0001": 0}

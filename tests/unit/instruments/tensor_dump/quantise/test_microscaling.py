@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from instruments.tensor_dump.statistics import BLOCK, E2M1, E4M3, SCALE_MIN, round_elements, round_to_blocks
+from instruments.tensor_dump.rounding import BLOCK, E2M1, E4M3, SCALE_MIN, round_elements, round_to_blocks
 
 
 def values_of(exponent_bits, mantissa_bits, bias, codes):
