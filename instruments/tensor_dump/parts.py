@@ -55,10 +55,10 @@ class Part:
         return cls(tuple(shape), tuple(offset), token_axis, (axis, pieces) if pieces > 1 and parts > 1 else None)
 
 
-def take_local(weight: Tensor) -> tuple[Tensor, Part]:
-    """This process's part of a weight, and its place in the whole."""
+def part_of_weight(weight: Tensor) -> Part:
+    """This process's part of a weight, which may be sharded."""
     if not is_sharded(weight):
-        return weight, Part.whole(weight, None)
+        return Part.whole(weight, None)
     sharded: Any = weight
     offset = [0] * weight.ndim
     for axis, placement in enumerate(sharded.placements):
@@ -66,7 +66,7 @@ def take_local(weight: Tensor) -> tuple[Tensor, Part]:
             chunk = -(-weight.shape[placement.dim] // sharded.device_mesh.size(axis))
             begin = sharded.device_mesh.get_local_rank(axis) * chunk
             offset[placement.dim] = min(begin, weight.shape[placement.dim])
-    return sharded.to_local(), Part(tuple(weight.shape), tuple(offset), None)
+    return Part(tuple(weight.shape), tuple(offset), None)
 
 
 def keep_tokens(tensor: Tensor, part: Part, config: DumpConfig) -> tuple[Tensor, Placement]:

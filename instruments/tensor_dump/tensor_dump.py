@@ -209,7 +209,7 @@ class TensorDump:
             self._hooks.enter_context(root.register_forward_pre_hook(begin))
             self._hooks.enter_context(root.register_forward_hook(end, always_call=True))
         for one in self.watched:
-            for hook in one.watch(one, recorder):
+            for hook in one.hook(one, recorder):
                 self._hooks.enter_context(hook)
         if config.quant_type is not None:
             warn_of_label(config.quant_type, self.watched)
