@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from instruments.distance import Distance
+if TYPE_CHECKING:
+    from instruments.distance import Distance
 
 
 class Verdict(StrEnum):
@@ -32,7 +34,7 @@ class DiffLimits:
     output_warning: float = field(default=0.01, metadata={"above": 0})
     output_severe: float = field(default=0.10, metadata={"above": 0})
 
-    def judge(self, distance: Distance, floor: float | None) -> Verdict:
+    def judge(self, distance: "Distance", floor: float | None) -> Verdict:
         """Judge one output. Values that are finite in FP32 only are severe; errors below `output_warning` never are.
 
         `floor`: normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of the low
