@@ -18,15 +18,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import read_checkpoint
-from models.config import ModelConfig, stored_quantization
+from models.config import ModelConfig
 from models.experts import TinyONNExpert
-from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
+from models.quantization import import_bitsandbytes, stored_quantization
 from models.source import read_config
 from models.targets.config_json import source_dtype
 
@@ -249,6 +250,69 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
         prepare_quantised(dense, compute_dtype)
     separate_fused(dense)
     return dense
+
+
+def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Settings to quantise to nf4, fp4 or int8 while loading; embeddings, norms and the head stay unquantised.
+
+    No double quantisation: it saves only 0.4 bits per weight, and rounds the scales, too.
+    """
+    if quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_use_double_quant=False,
+    )
+
+
+def require_bitsandbytes(quantization: str) -> None:
+    """Raise ConfigError if bitsandbytes is missing, too old, or without code for the devices here."""
+    try:
+        import_bitsandbytes()
+        # Not at the top: it imports bitsandbytes.
+        from transformers.integrations import validate_bnb_backend_availability  # noqa: PLC0415
+
+        validate_bnb_backend_availability(raise_exception=True)
+    except (ImportError, OSError, RuntimeError) as error:
+        what = f"bitsandbytes cannot be used here: {str(error).splitlines()[0]}"
+        do = "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
+        raise ConfigError(what, where=f"weights in {quantization}", do=do) from error
+
+
+@contextmanager
+def explained_offload(model: ModelConfig) -> Iterator[None]:
+    """Turn transformers' refusal to offload into a ConfigError that names the settings."""
+    try:
+        yield
+    except ValueError as error:
+        if "dispatched on the CPU or the disk" not in str(error):
+            raise
+        what = "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices"
+        do = "model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
+        raise ConfigError(what, where=f"model.device_map={model.device_map}", do=do) from error
+
+
+def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make a quantised model compute in `dtype`, with gradients on every CPU.
+
+    In a checkpoint stored in 4 or 8 bits, transformers leaves the unquantised weights in their format on disk, even if
+    `dtype` is requested. On a CPU with AVX512-BF16, bitsandbytes repacks a weight at its first use without gradients;
+    later products with it silently give no gradient.
+    """
+    # Every product of every int8 layer warns that inputs are cast to float16.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
+                parameter.data = parameter.data.to(dtype)
+        if isinstance(module, import_bitsandbytes().nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+            # A stored checkpoint names its own compute dtype, mostly float32. The forward pass decodes weights to the
+            # compute dtype, but the backward pass to the format before quantisation.
+            module.compute_dtype, module.compute_type_is_set = dtype, True
+            module.weight.quant_state.dtype = dtype
 
 
 def release_freed_memory() -> None:
