@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from instruments.errors import CheckpointError, ConfigError, UserError
+from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint.folder import read_checkpoint
 from models.config import ModelConfig
 from models.experts import TinyONNExpert
@@ -167,14 +167,21 @@ def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
 
 @contextmanager
 def explained_loading(folder: Path) -> Iterator[None]:
-    """Turn transformers' errors about a damaged checkpoint into CheckpointError; errors about memory pass."""
+    """Turn transformers' errors into CheckpointError, and its refusal to offload quantised layers into ConfigError.
+
+    Errors about memory pass.
+    """
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the files are untrusted, and transformers' classes raise errors of any type
-        if any(text in str(error) for text in ("DefaultCPUAllocator", "dispatched on the CPU or the disk")):
+        if "DefaultCPUAllocator" in str(error):
             raise
+        if "dispatched on the CPU or the disk" in str(error):
+            what = "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices"
+            do = "model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
+            raise ConfigError(what, where="model.device_map", do=do) from error
         what = f"transformers cannot load this checkpoint: {first_line(error)}"
         raise CheckpointError(what, where=str(folder), do=_BELONGS) from error
 
@@ -200,20 +207,15 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
     if drawn:
         what = f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape"
-        where = f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else "")
-        raise CheckpointError(what, where=where, do=_BELONGS)
+        raise CheckpointError(what, where=f"{folder}: {some(drawn, 3, ', ')}", do=_BELONGS)
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
-
-
-# Weights that one stored number may hold, by its dtype; 1 for the others.
-_PACKED = {"U8": 2, "I8": 2, "I32": 8}
 
 
 def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
     """Refuse a config.json that describes more weights than are stored, before allocation. Raises CheckpointError."""
     entries = read_checkpoint(folder).values()
-    stored = sum(prod(entry.shape) * _PACKED.get(entry.dtype, 1) for entry in entries)
+    stored = sum(prod(entry.shape) for entry in entries)
     said = read_config(folder)
     counts = {key: value for key, value in said.items() if key.startswith("num_") and isinstance(value, int)}
     bounds = {key: len(entries) if key == "num_hidden_layers" else stored for key in counts}
@@ -244,27 +246,14 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
         require_bitsandbytes(quantization)
         compute_dtype = dtype or getattr(torch, source_dtype(config) or "bfloat16")
         if stored is None:
-            arguments["quantization_config"] = bitsandbytes_config(quantization, compute_dtype)
-        with explained_offload(model):
-            dense = load_whole(folder, **arguments)
+            # No double quantisation: it saves only 0.4 bits per weight, and rounds the scales, too.
+            four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": quantization}
+            kind = {"load_in_8bit": True} if quantization == "int8" else four_bits
+            arguments["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=compute_dtype)
+        dense = load_whole(folder, **arguments)
         prepare_quantised(dense, compute_dtype)
     separate_fused(dense)
     return dense
-
-
-def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Settings to quantise to nf4, fp4 or int8 while loading; embeddings, norms and the head stay unquantised.
-
-    No double quantisation: it saves only 0.4 bits per weight, and rounds the scales, too.
-    """
-    if quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantization,
-        bnb_4bit_compute_dtype=compute_dtype,
-        bnb_4bit_use_double_quant=False,
-    )
 
 
 def require_bitsandbytes(quantization: str) -> None:
@@ -279,19 +268,6 @@ def require_bitsandbytes(quantization: str) -> None:
         what = f"bitsandbytes cannot be used here: {str(error).splitlines()[0]}"
         do = "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
         raise ConfigError(what, where=f"weights in {quantization}", do=do) from error
-
-
-@contextmanager
-def explained_offload(model: ModelConfig) -> Iterator[None]:
-    """Turn transformers' refusal to offload into a ConfigError that names the settings."""
-    try:
-        yield
-    except ValueError as error:
-        if "dispatched on the CPU or the disk" not in str(error):
-            raise
-        what = "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices"
-        do = "model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
-        raise ConfigError(what, where=f"model.device_map={model.device_map}", do=do) from error
 
 
 def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
