@@ -6,7 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from instruments.errors import ContractError
-from stages.accumulators.sums import LocalStore, ScanSums
+from stages.accumulators.store import LocalStore
+from stages.accumulators.sums import ScanSums
 
 SHAPES = {
     "sum": ((2, 3), torch.float64),
