@@ -1,5 +1,6 @@
-"""Type predicates for JSON read from files, which may have been edited."""
+"""JSON in files: type predicates for what is read, as it may have been edited; strict values for what is written."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from types import UnionType
@@ -76,3 +77,12 @@ def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:  # noqa: ANN4
         raise ValueError("it is not an object")
     if wrong := [name for name, is_kind in kinds.items() if name not in content or not is_kind(content[name])]:
         raise ValueError(f"{', '.join(wrong)} missing or of another type")
+
+
+def plain_json(value: Any) -> Any:  # noqa: ANN401 - JSON values
+    """Make a value strict JSON: non-finite floats become text that float() reads, tuples become lists."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,10 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
-
-from instruments.precision.calls import EagerHook
 
 _GROUPED = {
     getattr(place, name)
@@ -69,36 +65,3 @@ class ProductFinder:
 def conv1d_kind() -> Any:  # noqa: ANN401 - a class, or () for isinstance without transformers
     """Conv1D, a Linear whose weight is (inputs, outputs); () while transformers is not imported."""
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
-
-
-class _Inside(TorchFunctionMode):
-    """Passes every torch function that a module calls to `run(func, args, kwargs)`."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - any result of the function
-        return self._run(func, args, kwargs or {})
-
-
-def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | None]) -> list[RemovableHandle]:
-    """Hooks; at each call of the module `begin(*args, **kwargs)` gives the runner of its torch functions, or None."""
-    running: list[_Inside | None] = []
-
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        run = begin(*args, **kwargs)
-        running.append(None if run is None else _Inside(run))
-        if running[-1] is not None:
-            running[-1].__enter__()
-
-    def after(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-        if running and (inside := running.pop()) is not None:
-            inside.__exit__(None, None, None)
-
-    return [
-        module.register_forward_pre_hook(EagerHook(before), with_kwargs=True),
-        module.register_forward_hook(EagerHook(after), always_call=True),  # recomputation ends by an exception
-    ]

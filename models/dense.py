@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError
 
 # Part → name of the fused tensor. Gate and up have half of its rows each; q, k and v have their heads' rows.
@@ -165,7 +166,6 @@ _AGAIN = "download or copy it again"
 _BELONGS = "check that config.json belongs to these weights"
 _LARGEST = 2**31 - 1  # upper bound for sizes, counts and token ids
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -212,7 +212,7 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
                     lambda value: isinstance(value, bool)),
     **dict.fromkeys(("hidden_act", "hidden_activation"), lambda value: isinstance(value, str)),
     **dict.fromkeys(("dtype", "torch_dtype"),
-                    lambda value: isinstance(value, str) and value.removeprefix("torch.") in _DTYPES),
+                    lambda value: isinstance(value, str) and value.removeprefix("torch.") in FLOATING),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_rope),
     "quantization_config": lambda value: isinstance(value, dict),
     "layer_types": lambda value: isinstance(value, list) and all(kind in _LAYER_TYPES for kind in value),

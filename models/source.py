@@ -13,8 +13,8 @@ from urllib.request import Request, urlopen
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from instruments.durable import hash_file
 from instruments.errors import CheckpointError, ConfigError, UserError
+from instruments.files import hash_file
 from models.checkpoint import folder as checkpoint
 from models.config import ModelConfig, check_kind, check_placement, check_quantization, stored_quantization
 from models.dense import check_features, check_tensors, check_values, dense_family

@@ -4,11 +4,15 @@ import logging
 import os
 import sys
 from io import TextIOWrapper
+from runpy import run_module
 from typing import NoReturn
 
-from instruments.errors import INTERRUPTED, INVALID, ConfigError
-from pipeline.help import CONF, help_page
+from instruments.errors import INTERRUPTED
+from pipeline.help import help_page
 from stages.artifacts.job import find_workers
+
+# Modules of this package with a command of their own: `python -m pipeline.dump`, or `tiny-onn dump`.
+TOOLS = {"auto_diff", "dump", "gguf", "harness", "mscan", "report", "serve_check", "static_check", "store", "watch_log"}
 
 
 def main() -> int:
@@ -29,13 +33,10 @@ def main() -> int:
 
 
 def _do(words: list[str]) -> int:
-    if not CONF.is_dir():
-        what = (
-            "the settings are missing: the program runs from a clone of its repository, not from a copy of its packages"
-        )
-        do = "pip install -e CLONE instead of pip install CLONE, or python -m pipeline in the clone's folder"
-        sys.stderr.write(f"{ConfigError(what, where=str(CONF), do=do)}\n")
-        return INVALID
+    if words and words[0] in TOOLS:
+        sys.argv[:] = words
+        run_module(f"{__package__}.{words[0]}", run_name="__main__")
+        return 0
     if {"-h", "--help", "help"} & set(words):
         sys.stdout.write(help_page())
         return 0

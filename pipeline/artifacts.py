@@ -16,8 +16,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from instruments.durable import hash_file, sync, sync_tree, whole_file, write_json
 from instruments.errors import ContractError, UserError
+from instruments.files import hash_file, sync, sync_tree, whole_file, write_json
 from stages.artifacts.job import Table
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, access_denied, printable
 from pipeline.help import CONF
 from pipeline.overrides import first_word, hide_passwords, override_errors, parse_overrides
+from pipeline.plan import Step
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
@@ -80,8 +81,11 @@ def refuse_flags(flags: Set[str]) -> None:
         raise ConfigError(what, where="command line", do=do)
 
 
-def start(words: Sequence[str]) -> None:
-    """Check the words, then compose the settings and carve; with a flag such as `--multirun` Hydra reads the words."""
+def start(words: Sequence[str]) -> list[Step]:
+    """Check the words, then compose the settings and carve; returns the run's steps.
+
+    With a flag such as `--multirun` Hydra reads the words, and the list is empty.
+    """
     register_schema()
     typed, words = words, hide_passwords(words)
     if words != typed and find_workers().leads:
@@ -104,8 +108,8 @@ def start(words: Sequence[str]) -> None:
         # Hydra requires all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
         run_hydra(run_job if SWEEPING & flags else run_pipeline)
-    else:
-        run_pipeline(*compose(words), words)
+        return []
+    return run_pipeline(*compose(words), words)
 
 
 def sweep_errors(words: Sequence[str]) -> list[UserError]:

@@ -2,7 +2,6 @@
 
 import errno
 import math
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -13,10 +12,10 @@ from typing import Any
 
 from instruments.errors import UserError
 from models.config import MoEShape
-from models.targets.config import count_carved, select_target, source_dtype
+from models.targets.config import select_target
+from models.targets.config_json import count_carved, source_dtype
 from pipeline.settings import Settings
 from stages.assemble.config import AssembleConfig
-from stages.train.config import TrainConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -36,41 +35,28 @@ def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None
 
 
 def scratch_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None, settings: Settings) -> int:
-    """Bytes at a stage's peak from which a killed run resumes, to within about 5 %; 0 for stages that keep little."""
+    """Bytes at a stage's peak from which a killed run resumes, at most; 0 for stages that keep little."""
     if shape is None or stage not in {"project", "train"}:
         return 0
-    assemble, layers = settings.assemble, int(source["num_hidden_layers"]) - len(shape.dense_layers)
-    experts = 3 * int(source["hidden_size"]) * shape.neurons(layers)
+    assemble, train, layers = settings.assemble, settings.train, int(source["num_hidden_layers"])
+    experts = 3 * int(source["hidden_size"]) * shape.neurons(layers - len(shape.dense_layers))
     if stage == "project":  # the aligned layers, and the same layers after gradient projection
         width = BYTES.get(assemble.dtype, BYTES.get(source_dtype(source) or "", 2))
         return 0 if shape.pooled else experts * width * (1 + settings.project.gradient_projection)
-    fp32 = replace(assemble, dtype="float32")
-    weights = expected_bytes(stage, source, shape, fp32)
-    return _training_scratch(settings.train, settings.data.max_length, weights, 4 * experts)
-
-
-def _training_scratch(train: TrainConfig, length: int, weights: int, experts: int) -> int:
-    """Weights at the end of each phase, and two checkpoints with two moments of what learns while a third is written.
-
-    `weights` and `experts` are their bytes in fp32.
-    """
-    most = finished = 0
-    for share, learning in ((train.router_share, 0), (train.experts_share, experts), (train.all_share, weights)):
-        if share > 0:
-            saves = math.ceil(share * train.tokens / (train.batch * length * train.save_steps))
-            one = weights + 2 * learning
-            most = max(most, finished + min(2, saves) * one + (one if saves > 2 else weights))
-            finished += weights
-    return most
+    # The fp32 weights at the end of each phase; two checkpoints, with two moments, while a third is written.
+    weights = expected_bytes(stage, source, shape, replace(assemble, dtype="float32"))
+    trained = weights if train.all_share else 4 * experts * (train.experts_share > 0)
+    phases = sum(share > 0 for share in (train.router_share, train.experts_share, train.all_share))
+    saves = math.ceil(train.tokens / (train.batch * settings.data.max_length * train.save_steps))
+    return (phases - 1) * weights + min(3, saves + 1) * (weights + 2 * trained)
 
 
 def unfinished_bytes(stage_folder: Path) -> int:
     """Bytes in the hidden folders in which runs of a stage, killed or still active, keep unfinished results."""
     found = 0
-    for place, _folders, names in (entry for folder in stage_folder.glob(".*") for entry in os.walk(folder)):
-        for name in names:
-            with suppress(OSError):  # just removed
-                found += Path(place, name).lstat().st_size
+    with suppress(OSError):  # just removed
+        for path in (path for folder in stage_folder.glob(".*/") for path in folder.rglob("*")):
+            found += path.lstat().st_size * path.is_file()
     return found
 
 

@@ -8,6 +8,13 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
+
+
+def find_workspace() -> Path:
+    """The folder of `outputs/`: the repository, or the working folder if the package is installed without one."""
+    return REPOSITORY if (REPOSITORY / "pyproject.toml").is_file() else Path.cwd()
+
+
 # Groups whose options can change any setting.
 OVERLAYS = ("experiment", "debug")
 
@@ -77,7 +84,7 @@ def dial_lines() -> Iterator[str]:
             name, default = dial.groups()
             if default.startswith("${model."):
                 default = "as in model="
-            default = default.replace("${repository:}", str(REPOSITORY))
+            default = default.replace("${workspace:}", str(find_workspace()))
             yield f"  {name:13}{NEXT_LINE.join(comment)} [{default}]"
             comment = []
 

@@ -48,7 +48,7 @@ def command_line(overrides: Sequence[str], **changes: object) -> str:
     dropped = {*changes} | ({"train.fsdp", "train.fsdp_config"} if changes.get("stage", "train") != "train" else set())
     kept = [word for word in overrides if word.partition("=")[0] not in dropped]
     changed = [f"{key}={value}" for key, value in changes.items()]
-    return redact(shlex.join(["python", "-m", "pipeline", *kept, *changed]))
+    return redact(" ".join(["python -m pipeline", *map(shlex.quote, [*kept, *changed])]))
 
 
 def hide_passwords(words: Sequence[str]) -> list[str]:

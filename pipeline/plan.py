@@ -10,17 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from instruments.errors import CheckpointError, ConfigError, ContractError, DataError
+from instruments.errors import CheckpointError, ContractError, DataError
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
-from models.targets.config import source_dtype
+from models.targets.config_json import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
-from pipeline.cost import COSTS
-from pipeline.disk import expected_bytes, free_bytes, in_mib, scratch_bytes, unfinished_bytes
+from pipeline.disk import expected_bytes, in_mib
+from pipeline.report.words import duration
+from pipeline.resources import estimate_seconds, peak_bytes, require_room, temporary_bytes
 from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
-from pipeline.workload import sizes_of
+from stages.artifacts.job import Table
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import calibration_cache_key, data_cache_key
 from stages.text.config import DataConfig, calibration_only, sampled
@@ -33,6 +34,8 @@ DRAWN = "drawn"
 # Key of the recipe for hashes of the parents' tensors, which settings do not determine: another device, or another
 # version of torch, rounds differently. Not in the fingerprint.
 READ = "read"
+# Reasons to run a stage: another result of a parent, and pictures alone.
+STALE, REDRAWN = "a result that it reads has changed", "other pictures of the same result"
 # Nodes that name files or datasets, whose content enters the recipe as well.
 NODES_WITH_CONTENT = ("model", "data")
 
@@ -89,6 +92,7 @@ class Step:
     expected_bytes: int
     due: bool = False  # has to run
     fresh: bool = False  # runs even if its result exists
+    reason: str = ""  # why it is due, or is not
 
 
 def make_plan(checked: Checked) -> list[Step]:
@@ -99,21 +103,47 @@ def make_plan(checked: Checked) -> list[Step]:
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
     # Hashing a large model takes long, so stages that are due with any fingerprint are checked before.
     results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")
-    published = {stage.name for stage in chain if any(results.glob(f"{stage.name}/[!.]*/{MANIFEST}"))} - fresh
-    surely_due = select_stages(wanted, published, chain)[1]
+    published = {stage.name for stage in chain if any(results.glob(f"{stage.name}/[!.]*/{MANIFEST}"))}
+    surely_due = select_stages(wanted, published - fresh, chain)[1]
     require_means(checked, surely_due)
-    steps = make_steps(checked)
-    stale: set[str] = set()
+    steps, reasons = make_steps(checked), dict[str, str]()
     for name, step in steps.items():
-        if stale & step.parents.keys() or is_stale(step):
-            stale.add(name)
-    fresh |= stale
-    redrawn = {name for name, step in steps.items() if lacks_pictures(step)} - fresh
-    complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh - redrawn
-    used, due = select_stages(wanted, complete, chain)
-    if due - redrawn != surely_due:
-        require_means(checked, due - redrawn)
-    return [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
+        if name in fresh:
+            reasons[name] = "fresh=true" if settings.fresh else "runs at every request"
+        elif is_stale(step) or any(reasons.get(parent) == STALE for parent in step.parents):
+            reasons[name] = STALE
+        elif not is_complete(step.folder):
+            reasons[name] = "changed settings or inputs" if name in published else "no result yet"
+        elif lacks_pictures(step):
+            reasons[name] = REDRAWN
+    used, due = select_stages(wanted, steps.keys() - reasons.keys(), chain)
+    needy = {name for name in due if reasons[name] != REDRAWN}
+    if needy != surely_due:
+        require_means(checked, needy)
+    fresh |= {name for name in reasons if reasons[name] == STALE}
+    return [
+        replace(steps[name], due=name in due, fresh=name in fresh, reason=reasons.get(name, ""))
+        for name in steps
+        if name in used
+    ]
+
+
+def describe_plan(checked: Checked, steps: Sequence[Step]) -> Table:
+    """The table of `plan=true`: which stages run, why, and what they need."""
+    rows, total = [], 0.0
+    for step in steps:
+        name, what, needs = step.stage.name, f"runs: {step.reason}" if step.due else "kept", ["-"] * 4
+        if step.due and step.reason != REDRAWN:
+            seconds = estimate_seconds(name, checked)
+            total += seconds
+            sizes = peak_bytes(name, checked), step.expected_bytes, temporary_bytes(name, checked)
+            needs = [*map(in_mib, sizes), duration(seconds)]
+        rows.append([name, what, *needs])
+    notes = [
+        f"all stages {duration(total)}; times by the last runs in output_dir, before the first by a coarse default",
+        "memory per process; temporary files are on the disk of output_dir while the stage runs",
+    ]
+    return Table("plan", ("stage", "plan", "memory", "result", "temporary", "time"), rows, notes)
 
 
 def make_steps(checked: Checked) -> dict[str, Step]:
@@ -257,32 +287,3 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
         resolve_device(settings.model)
     if any("data" in stage.nodes for stage in stages):
         require_hub(settings.data)
-
-
-def require_room(checked: Checked, due: Sequence[str]) -> None:
-    """Raises ConfigError: results, and temporary files of the stage with the most, need more bytes than are free."""
-    settings, source, shape = checked.settings, checked.source, checked.shape
-    results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
-    expected = {name: expected_bytes(name, source, shape, settings.assemble) for name in due}
-    sizes, free = sizes_of(checked, on_host=True), free_bytes(results)
-    spilled = {name: COSTS[name](sizes, settings).spilled for name in due if name in COSTS}
-    if any(spilled.values()) and not is_on_host(settings.model):  # asked last, since it may load torch
-        spilled = {}
-    # A killed run has written some of its stage's files before.
-    left = {folder.name: unfinished_bytes(folder) for folder in results.glob("*")}
-    scratch = {name: max(0, scratch_bytes(name, source, shape, settings) - left.get(name, 0)) for name in due}
-    most, stage = max(((spilled.get(name, 0) + scratch[name], name) for name in due), default=(0, ""))
-    written = sum(expected.values())
-    if written + most > free:
-        what = f"about {in_mib(written + most)} will be written, {in_mib(free)} are free"
-        named = [name for name in due if expected[name] or spilled.get(name) or scratch[name]]
-        where, do = f"{results}, stages {', '.join(named)}", "free some space, or output_dir= on a larger disk"
-        if spilled.get(stage):
-            where += f"; {in_mib(spilled[stage])} of it hidden states, while a stage runs"
-            do += ", or fewer data.tokens="
-        if scratch.get(stage):
-            where += f"; {in_mib(scratch[stage])} of it for resuming, while stage={stage} runs"
-            do += ", or a larger train.save_steps=" * (stage == "train")
-        if unfinished := sum(left.values()):
-            do += f"; {in_mib(unfinished)} are left by killed runs, in {results}/*/.[0-9a-f]*"
-        raise ConfigError(what, where=where, do=do)

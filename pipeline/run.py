@@ -8,31 +8,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instruments.durable import hash_code
 from instruments.errors import ConfigError
-from models.config import is_on_host
+from instruments.files import hash_code
 from pipeline import artifacts
 from pipeline.consistency import contradictions, warn_of_other_stages
 from pipeline.disk import explain_os_error, in_mib
-from pipeline.forecast import forecast, free_tensor_memory, memory_warnings
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
 from pipeline.plan import (
     READ,
     Step,
     check_sources,
+    describe_plan,
     find_checkpoint,
     is_stale,
     lacks_pictures,
     make_plan,
     published_recipe,
 )
+from pipeline.resources import memory_warnings, record_seconds
 from pipeline.run_folder import RunFolder, peak_bytes, render, replace_link, start_measuring
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import log_shape
-from pipeline.validate import validate
+from pipeline.validate import Checked, validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
-from stages.calibration.token_memory import free_memory
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class Runner:
 
     run_folder: RunFolder
     overrides: Sequence[str]  # words of the command line, for remedies
-    settings: Settings
+    checked: Checked
     workers: Workers = ALONE
     wait: bool = False  # for results that another run is computing
 
@@ -112,7 +111,7 @@ class Runner:
                 if isinstance(error, KeyboardInterrupt):
                     kept = ", ".join(earlier.stage.name for earlier in done) or "nothing yet"
                     again = "the same command goes on from there"
-                    if self.settings.fresh:
+                    if self.checked.settings.fresh:
                         again = "the same command starts over; without fresh=true it keeps all published results"
                     log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
                 if done:
@@ -157,6 +156,7 @@ class Runner:
             for name, folder in step.parents.items():
                 self.verify(name, folder)
             check_sources(step, self.hash_of, done=False)
+            whole = not earlier and not any(staging.scratch.iterdir())
             log.info("%-9s running", step.stage.name)
             start = time.perf_counter()
             start_measuring()
@@ -164,7 +164,10 @@ class Runner:
             table = run_stage(step, job, self.overrides)
             check_sources(step, self.hash_of, done=True)
             artifacts.publish(staging, fingerprint=step.fingerprint, recipe=recipe, table=table)
-        self.report_stage(step, table, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        if whole:
+            record_seconds(step.stage.name, self.checked, seconds)
+        self.report_stage(step, table, seconds)
 
     def verify(self, stage: str, folder: Path) -> None:
         """Check a kept result, or an input, against its manifest. Raises ContractError."""
@@ -197,7 +200,7 @@ class Runner:
         if checkpoint is not None:
             log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
         log.info("report     %s", shown(self.run_folder.write_page(last.folder) or self.run_folder.report))
-        words, commands = next_commands(last.stage.name, self.overrides, self.settings) if alone else ("", [])
+        words, commands = next_commands(last.stage.name, self.overrides, self.checked.settings) if alone else ("", [])
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
 
@@ -231,8 +234,10 @@ def require_parents(step: Step, workers: Workers) -> None:
         raise ConfigError(what, where=", ".join(map(str, missing)), do="output_dir= on a disk that all workers share")
 
 
-def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
+def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> list[Step]:
     """Validate all settings, then run the due stages, with the record of the run in `folder`. Raises UserError.
+
+    Returns the steps; with `plan=true` they have not run.
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
     """
@@ -241,27 +246,26 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
     warn_of_other_stages(settings, overrides)
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
+        due = [step.stage.name for step in steps if step.due]
         if settings.plan:
             if workers.leads:
-                table = render(forecast(checked, steps), "simple")
-                warnings = memory_warnings(checked, steps, free_tensor_memory(settings))
-                sys.stdout.write("\n\n".join([table, *warnings]) + "\n")
-            return
+                table = render(describe_plan(checked, steps), "simple")
+                sys.stdout.write("\n\n".join([table, *memory_warnings(checked, due)]) + "\n")
+            return steps
         if not workers.leads:
             run_shared_steps(steps, workers, overrides)
-            return
+            return steps
         try:
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
                 log_shape(checked.request, checked.shape, settings.model.label)
-                # The free memory of a GPU is not known here.
-                if any(step.due for step in steps) and is_on_host(settings.model):
-                    for warning in memory_warnings(checked, steps, free_memory()):
-                        log.warning("%s\n", warning)
-                runner = Runner(run_folder, overrides, settings, workers, wait)
+                for warning in memory_warnings(checked, due):
+                    log.warning("%s\n", warning)
+                runner = Runner(run_folder, overrides, checked, workers, wait)
                 runner.run(steps, alone=settings.stage != ALL)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
+    return steps
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

@@ -16,8 +16,8 @@ from typing import TextIO
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
-from instruments.durable import whole_file
 from instruments.errors import ContractError, UserError, printable, redact
+from instruments.files import write_json
 from pipeline.artifacts import LARGEST, UNREADABLE
 from pipeline.overrides import command_line
 from pipeline.settings import Settings
@@ -52,8 +52,7 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Write `stages.json` atomically."""
-        with whole_file(folder / RECORD) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(folder / RECORD, asdict(self))
 
 
 def read_run_record(folder: Path) -> RunRecord:
@@ -102,7 +101,11 @@ def installed_versions() -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 
-OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
+# The packages' loggers; inside an installed package their names begin with its name.
+OWN_LOGGERS = (
+    *(__package__.removesuffix("pipeline") + name for name in ("pipeline", "stages", "models")),
+    "py.warnings",
+)
 
 
 class RedactingFormatter(logging.Formatter):

@@ -17,10 +17,11 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+import stages
 from instruments.errors import ConfigError, redact
 from instruments.tensor_dump.config import read_variable
 from models.config import PER_LAYER, TOPOLOGIES, ModelConfig
-from pipeline.help import CONF, REPOSITORY
+from pipeline.help import CONF, find_workspace
 from stages.accumulators.config import StoreConfig
 from stages.artifacts.job import Table
 from stages.assemble.config import AssembleConfig
@@ -29,7 +30,6 @@ from stages.cluster.config import ClusterConfig
 from stages.diagnose.config import CHECKS, DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import EvaluateConfig
-from stages.extract.config import ExtractConfig
 from stages.project.config import ProjectConfig
 from stages.scan.config import ScanConfig
 from stages.score.config import ScoreConfig
@@ -58,13 +58,13 @@ class Stage:
     @property
     def version(self) -> int:
         """The VERSION of `stages/<name>/config.py`; increased there when the same settings give another result."""
-        version: int = import_module(f"stages.{self.name}.config").VERSION
+        version: int = import_module(f".{self.name}.config", stages.__name__).VERSION
         return version
 
     @property
     def run(self) -> Callable[..., Table]:
         """The entry point; imported on first use, since it loads torch."""
-        run: Callable[..., Table] = import_module(f"stages.{self.name}.stage").run
+        run: Callable[..., Table] = import_module(f".{self.name}.stage", stages.__name__).run
         return run
 
 
@@ -73,7 +73,7 @@ CHAIN = (
     Stage("score", ("scan",), ("score", "seed")),
     Stage("cluster", ("scan", "score"), ("model", "data", "vocabulary", "cluster", "shape", "seed"),
           shared=True, samples=True),
-    Stage("extract", ("cluster",), ("model", "extract", "shape")),
+    Stage("extract", ("cluster",), ("model", "shape")),
     Stage("assemble", ("cluster", "extract"), ("model", "data", "vocabulary", "assemble", "shape", "seed"),
           shared=True, samples=True),
     Stage("project", ("cluster", "extract", "assemble"),
@@ -115,7 +115,6 @@ class Settings:
     scan: ScanConfig = field(default_factory=ScanConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    extract: ExtractConfig = field(default_factory=ExtractConfig)
     assemble: AssembleConfig = field(default_factory=AssembleConfig)
     project: ProjectConfig = field(default_factory=ProjectConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -170,9 +169,9 @@ def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
 
 @cache
 def register_schema() -> None:
-    """Register the schema as `schema`, and `${repository:}` and `${variable:NAME,default}`, of the environment."""
+    """Register the schema as `schema`, and `${workspace:}` and `${variable:NAME,default}`, of the environment."""
     ConfigStore.instance().store("schema", node=Settings)
-    OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+    OmegaConf.register_new_resolver("workspace", lambda: str(find_workspace()), replace=True)
     OmegaConf.register_new_resolver("variable", lambda name, default: read_variable(name, os.environ) or default)
 
 
@@ -199,7 +198,7 @@ def compose(words: Sequence[str]) -> tuple[Settings, Path]:
         return to_settings(config), folder
 
 
-def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
+def run_hydra(task: Callable[[Settings, Path, Sequence[str]], object]) -> None:
     """Let Hydra read the command line (sweeps with `-m`, `--cfg job`, `--info`) and run the task for each job.
 
     Raises ConfigError: see `composition_errors`; UserError: the task failed; all other jobs of a sweep still ran.

@@ -12,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
 from instruments.gradients import block_squares, prefer_gram, sum_blocks, watch
+from instruments.hooks import EagerHook, look_inside
 from instruments.parameter_scan import inputs
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
 from instruments.parameter_scan.targets import Target
-from instruments.precision.calls import EagerHook
-from instruments.transformers_layers import ProductFinder, conv1d_kind, look_inside
+from instruments.transformers_layers import ProductFinder, conv1d_kind
 
 
 @dataclass(frozen=True)

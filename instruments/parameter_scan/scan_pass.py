@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from instruments.errors import NumericsError, UserError
+from instruments.hooks import in_backward
 from instruments.parameter_scan.call import CallFacts
 from instruments.parameter_scan.inputs import HeadPart, InputNorms, InputSquares, narrow
 from instruments.parameter_scan.targets import Target, refusal, warn_left_out
-from instruments.precision.calls import find_tensors, in_backward
+from instruments.tensors import find_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instruments.durable import write_json
 from instruments.errors import ConfigError, check_output, exit_code, say
+from instruments.files import write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +48,7 @@ def _run(wanted: argparse.Namespace) -> int:
     from instruments.precision.findings import to_json  # noqa: PLC0415 - a wrong command line needs no torch
     from instruments.precision.model_diff import auto_diff  # noqa: PLC0415
     from instruments.precision.verdict import Verdict  # noqa: PLC0415
-    from instruments.tensor_reader import read_tensors  # noqa: PLC0415
+    from instruments.safetensors_files import read_tensors  # noqa: PLC0415
 
     sample = read_tensors(wanted.input)
     diff = auto_diff(model, sample, precision=wanted.precision, mode=wanted.mode, modules=wanted.modules)

@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
+from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, dtype_name, find_tensors, map_tensors
 from instruments.precision.verdict import Distance
+from instruments.tensors import Arguments, find_tensors, map_tensors
 
 
 @torch.no_grad()
@@ -71,19 +72,13 @@ def rows_with_error(reference: Shaped[Tensor, "*rows K"], found: Shaped[Tensor, 
 FORMATS: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 }
-_SHORT = {
-    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8_e4m3fn",
-    "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2",
-}  # fmt: skip
 
 
 def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dtype:
     """Low-precision dtype of a name, such as "bf16", "bfloat16" or torch.bfloat16. Raises ConfigError: unknown name."""
-    name = str(name).removeprefix("torch.")
-    found = _SHORT.get(name.lower(), name)
+    found = dtype_name(name)
     if found not in FORMATS:
-        what = f"{setting}={name} is no low-precision format of this torch"
+        what = f"{setting}={found} is no low-precision format of this torch"
         raise ConfigError(what, where=f"argument {setting}", do=f"{setting}= one of {', '.join(FORMATS)}")
     return FORMATS[found]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from instruments.errors import some
-from instruments.precision.calls import Call
+from instruments.hooks import Call
+from instruments.json_kinds import plain_json
 from instruments.precision.comparison import FORMATS, AxisRange
 from instruments.precision.verdict import DiffLimits, Distance, Verdict, worst
-from instruments.training_watch.step_log import plain_json
 
 
 @dataclass

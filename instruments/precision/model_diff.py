@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, dtype_name, find_tensors, map_tensors
 from instruments.precision.findings import Diff
 from instruments.precision.passes import LowPrecisionPass, PerturbedPass, ReferencePass
 from instruments.precision.session import AUTOCAST, LowPrecision, Perturbation, Session
 from instruments.precision.verdict import DiffLimits
+from instruments.tensors import Arguments, find_tensors, map_tensors
 
 
 @contextmanager

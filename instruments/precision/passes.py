@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from instruments.dtypes import dtype_name
 from instruments.errors import NumericsError
-from instruments.precision import calls
-from instruments.precision.calls import Arguments, Call, ModuleEvents, find_real_tensors
+from instruments.hooks import Call, ModuleEvents, ModuleTracer, trace_modules
 from instruments.precision.comparison import axis_ranges, find_swamping, measure_distance, rows_with_error, sums_up
 from instruments.precision.findings import ChoiceDiff, OutputDiff
 from instruments.precision.session import AUTOCAST, EqualChoiceRows, Key, Session, is_choice, kept_buffers, types_of
+from instruments.tensors import Arguments, copy_arguments, find_real_tensors
 
 # Errors that a module may raise in a number format that it does not support.
 _FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
@@ -29,8 +30,8 @@ class LowPrecisionPass(ModuleEvents):
     def run(self, arguments: Arguments) -> None:
         """Raises NumericsError: the model does not run in this precision."""
         session, low = self.session, self.session.low
-        args, kwargs = low.convert(calls.copy_arguments(arguments), None)
-        tracing = calls.trace_modules(low.model, self)
+        args, kwargs = low.convert(copy_arguments(arguments), None)
+        tracing = trace_modules(low.model, self)
         try:
             with session.seeded(), kept_buffers(low.model) as session.moving, tracing, low.active(session.device):
                 low.model(*args, **kwargs)
@@ -106,13 +107,13 @@ class ReferencePass(ModuleEvents):
         self._last: Call | None = None  # the call that ended last
         self._overflowed = False  # later overflows are inherited
         self._overflows: dict[Call, str] = {}  # of running modules, between their submodules
-        self._tracer: calls.ModuleTracer
+        self._tracer: ModuleTracer
 
     def run(self, arguments: Arguments) -> None:
         """One forward pass; every module runs twice more for itself and for each of its ancestors."""
-        args, kwargs = calls.copy_arguments(arguments)
+        args, kwargs = copy_arguments(arguments)
         model = self.session.reference
-        with self.session.seeded(), kept_buffers(model), calls.trace_modules(model, self) as self._tracer:
+        with self.session.seeded(), kept_buffers(model), trace_modules(model, self) as self._tracer:
             model(*args, **kwargs)
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
@@ -161,7 +162,7 @@ class ReferencePass(ModuleEvents):
         if sums_up(module, trials.arguments, output):
             swamped = find_swamping(
                 trials.arguments, session.low.dtype,
-                exact=lambda given: self._try(call, module, calls.copy_arguments(given)).outputs,
+                exact=lambda given: self._try(call, module, copy_arguments(given)).outputs,
                 rounded=lambda given: self._in_low_precision(call, given).outputs,
             )  # fmt: skip
         for path, tensor in tensors.items():
@@ -184,7 +185,7 @@ class ReferencePass(ModuleEvents):
         session, arrived = self.session, self.session.waiting[call, path]
         found = OutputDiff(
             call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
-            dtype=calls.dtype_name(arrived.dtype), ranges=axis_ranges(exact), own_failure=trials.low.failure,
+            dtype=dtype_name(arrived.dtype), ranges=axis_ranges(exact), own_failure=trials.low.failure,
             limits=session.diff.limits,
         )  # fmt: skip
         found.propagated = self._alike.distance(exact, arrived.to(exact.device))
@@ -215,7 +216,7 @@ class ReferencePass(ModuleEvents):
     def _try(self, call: Call, module: nn.Module, arguments: Arguments) -> _Trial:
         session, choices, (args, kwargs) = self.session, _Choices(), arguments
         counts = {**self._tracer.counts, call.module: call.number}
-        inside = calls.trace_modules(module, choices, prefix=call.module, counts=counts, only=session.choosers)
+        inside = trace_modules(module, choices, prefix=call.module, counts=counts, only=session.choosers)
         kept = kept_buffers(module, call.module, session.moving) if session.moving else nullcontext()
         try:
             with self._tracer.closed(), session.seeded(), kept, inside:
@@ -236,8 +237,8 @@ class PerturbedPass(ModuleEvents):
         """One forward pass."""
         session, model, perturbation = self.session, self.session.reference, self.session.perturbation
         perturbation.restart(self.draw)
-        args, kwargs = perturbation.of(calls.copy_arguments(arguments))
-        tracing = calls.trace_modules(model, self)
+        args, kwargs = perturbation.of(copy_arguments(arguments))
+        tracing = trace_modules(model, self)
         with session.seeded(), kept_buffers(model), perturbation.on_outputs(model), tracing:
             model(*args, **kwargs)
 

@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
+from instruments.json_kinds import plain_json
 from instruments.precision import comparison
-from instruments.precision.calls import as_real, dtype_name
 from instruments.precision.comparison import FORMATS, AxisRange, find_format, measure_distance, round_to
 from instruments.precision.findings import text_table
 from instruments.precision.verdict import Verdict, worst
-from instruments.training_watch.step_log import plain_json
+from instruments.tensors import as_real
 
 # Addends of a sum; of a longer axis only the first ones are added.
 LONGEST = 16384

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from instruments.durable import write_json
+from instruments.files import write_json
 
 # Loss module → loss function.
 LOSS_MODULES = {

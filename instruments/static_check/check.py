@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from instruments.durable import write_json
 from instruments.errors import ConfigError, check_output, exit_code, say
+from instruments.files import write_json
 from instruments.static_check.definitions import find_definitions
 from instruments.static_check.source import GRADES, NOTE, UNREADABLE, Finding, Source, read_source, unreadable
 from instruments.static_check.state import Report

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from instruments.precision.calls import dtype_name, is_sharded
+from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
 from instruments.tensor_dump.config import TENSORS, DumpConfig
 from instruments.tensor_dump.record import Placement, TensorRecord
-from instruments.tensor_reader import TORCH_DTYPES
+from instruments.tensors import is_sharded
 
 if TYPE_CHECKING:
     from instruments.tensor_dump.recorder import Recorder
@@ -47,9 +47,9 @@ def layer_of(name: str) -> int | None:
 
 # fp32, bf16, fp8e4m3 ...
 _NAMES = {
-    dtype: re.sub("^f", "fp", name.lower().replace("_", ""))
-    for name, dtype in TORCH_DTYPES.items()
-    if dtype.is_floating_point
+    torch_dtype(name): re.sub("^f", "fp", name.lower().replace("_", ""))
+    for name in SAFETENSORS
+    if torch_dtype(name).is_floating_point
 }
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tabulate import tabulate
 
+from instruments.dtypes import SIZES
 from instruments.errors import ConfigError, check_output, exit_code, say, some
-from instruments.safetensors_header import DTYPES
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.record import STORED, TensorRecord
 
@@ -55,7 +55,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
     sources = [record.source for record in chosen]
     steps = sorted({source.step for source in sources})
     stored = {(record.file, record.key): record for record in chosen if record.status == STORED}
-    size = sum(prod(record.shape) * _BYTES.get(record.dtype, 4) for record in stored.values())
+    size = sum(prod(record.shape) * SIZES.get(record.dtype, 4) for record in stored.values())
     labels = {record.label for record in chosen if record.label is not None}
     yield "folder", str(listing.folder)
     yield (
@@ -68,10 +68,6 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
     if labels:
         real = sorted({record.quant_type for record in chosen})
         yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
-
-
-# Number format (torch's name) → bytes per value.
-_BYTES = dict(DTYPES.values())
 
 
 def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, ...]:

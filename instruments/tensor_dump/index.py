@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from instruments.durable import write_json
 from instruments.errors import ContractError, some
+from instruments.files import write_json
 from instruments.json_kinds import check_fields, is_count, kinds_of
 from instruments.tensor_dump.record import DROPPED, STATISTICS, TensorRecord
 

@@ -11,11 +11,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
-from instruments.precision.calls import OwnHook, is_sharded
+from instruments.hooks import OwnHook, look_inside
 from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
 from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, TENSORS
 from instruments.tensor_dump.recorder import Call, Recorder
-from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters, look_inside
+from instruments.tensors import is_sharded
+from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
 
 TENSOR_PARALLEL = "tp"
 

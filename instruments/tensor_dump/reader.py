@@ -12,10 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from instruments.errors import CheckpointError, ConfigError, ContractError
-from instruments.safetensors_header import TensorEntry, read_header
+from instruments.safetensors_files import EntryReader, TensorEntry, checksum_of, read_header
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.record import STORED, Placement, Source, TensorRecord
-from instruments.tensor_reader import EntryReader, checksum_of
 
 
 class DumpReader(Listing):

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.precision.calls import dtype_name, in_backward, in_transform
+from instruments.dtypes import dtype_name
+from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig

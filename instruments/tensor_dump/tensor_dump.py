@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import WRAPPERS, OwnHook, plain_name
+from instruments.hooks import WRAPPERS, OwnHook, plain_name
 from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, quant_type_of
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.durable import whole_file
 from instruments.errors import ContractError
+from instruments.files import whole_file
 from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.record import STORED, Statistics, is_bare

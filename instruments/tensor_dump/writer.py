@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from instruments.durable import sync, whole_file
+from instruments.dtypes import dtype_name
 from instruments.errors import ContractError, UserError
-from instruments.precision.calls import dtype_name
+from instruments.files import sync, whole_file
+from instruments.safetensors_files import checksum_of
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Slot
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import FORMAT, VERSION, Manifest
 from instruments.tensor_dump.record import STORED, TensorRecord, make_name
 from instruments.tensor_dump.statistics import measure, read_moments, round_into
-from instruments.tensor_reader import checksum_of
 
 
 class IndexFile:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instruments.errors import ContractError, check_output, exit_code, say
-from instruments.json_kinds import Kind, check_fields, is_count, is_number, is_text, kind_of, list_of
+from instruments.json_kinds import Kind, check_fields, is_count, is_number, is_text, kind_of, list_of, plain_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +27,8 @@ _LEVELS = {NOTE: logging.INFO, WARNING: logging.WARNING, SEVERE: logging.ERROR}
 class Anomaly:
     """A finding of one step."""
 
-    # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, no_gradient, clipped, outputs_unseen,
-    # loss_scale, falling_scale
+    # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, no_gradient, outputs_unseen, loss_scale,
+    # falling_scale
     kind: str
     severity: str
     message: str
@@ -66,15 +66,6 @@ class StepReport:
             "anomalies": [vars(anomaly) for anomaly in self.anomalies],
         }
         return {name: plain_json(fact) for name, fact in facts.items() if fact is not None}
-
-
-def plain_json(value: Any) -> Any:  # noqa: ANN401 - JSON values
-    """Make a value strict JSON: non-finite floats become text that float() reads, tuples become lists."""
-    if isinstance(value, dict):
-        return {key: plain_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass

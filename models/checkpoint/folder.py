@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from errno import EINVAL
 from math import ceil, prod
@@ -11,8 +11,9 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from instruments.errors import CheckpointError
-from instruments.safetensors_header import TensorEntry, read_header
+from instruments.dtypes import COMPUTED, FLOATING, SAFETENSORS, dtype_name, stored_name
+from instruments.errors import CheckpointError, some
+from instruments.safetensors_files import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -195,12 +196,26 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
     if wrong and not errors:
         what = f"{len(wrong)} of {len(index)} tensors are not in the shard the index names: {', '.join(wrong[:3])}"
         errors.append(CheckpointError(what, where=str(folder / INDEX), do=RESTORE))
-    return ({**stored}, errors) if errors else _join_packed(stored, folder)
+    if errors:
+        return {**stored}, errors
+    entries, errors = _join_packed(stored, folder)
+    return entries, errors or [*_check_dtypes(entries, folder)]
+
+
+def _check_dtypes(entries: Mapping[str, Entry], folder: Path) -> Iterator[CheckpointError]:
+    """Yield an error for tensors whose header names another format than floating-point numbers."""
+    wrong = [
+        f"{name} is {entry.dtype} in {entry.path.name}"
+        for name, entry in entries.items()
+        if isinstance(entry, TensorEntry) and SAFETENSORS[entry.dtype][0] not in FLOATING
+    ]
+    if wrong:
+        what = f"{len(wrong)} tensors are not stored in a format of weights (F64, F32, BF16, F16)"
+        do = f"{RESTORE}, or convert it to bfloat16 with transformers and save it"
+        yield CheckpointError(what, where=f"{folder}: {some(wrong, 3)}", do=do)
 
 
 _STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_NESTED = ("nested_absmax", "nested_quant_map")
 
 
 def _join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
@@ -229,16 +244,18 @@ def _join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict
 
 def _four_bits(entries: Mapping[str, TensorEntry], weight: str, state_name: str, kind: str) -> PackedEntry:
     state = _read_state(entries[state_name], weight)
-    keys = ["absmax", "quant_map", *(_NESTED if f"{weight}.{_NESTED[0]}" in entries else ())]
+    nested = f"{weight}.nested_absmax" in entries
+    dtypes = {"absmax": "U8" if nested else "F32", "quant_map": "F32"}
+    dtypes |= {"nested_absmax": "F32", "nested_quant_map": "F32"} if nested else {}
     parts = {"weight": _part(entries, weight, weight), state_name.removeprefix(f"{weight}."): entries[state_name]}
-    parts |= {key: _part(entries, f"{weight}.{key}", weight) for key in keys}
+    parts |= {key: _part(entries, f"{weight}.{key}", weight, dtype) for key, dtype in dtypes.items()}
     shape = tuple(int(side) for side in state["shape"])
     wanted = (ceil(prod(shape) / 2), ceil(prod(shape) / int(state["blocksize"])))
     found = (parts["weight"].nbytes, prod(parts["absmax"].shape))
     if found != wanted:
         what = f"a weight of {shape} needs {wanted[0]} bytes in {wanted[1]} blocks, has {found[0]} in {found[1]}"
         raise CheckpointError(what, where=f"{parts['weight'].path}, {weight}", do=RESTORE)
-    return PackedEntry(kind, _DTYPES[state["dtype"]], shape, parts)
+    return PackedEntry(kind, stored_name(state["dtype"]), shape, parts)
 
 
 def _eight_bits(entries: Mapping[str, TensorEntry], weight: str, scales: str, dtype: str) -> PackedEntry:
@@ -248,12 +265,15 @@ def _eight_bits(entries: Mapping[str, TensorEntry], weight: str, scales: str, dt
         what = f"int8 weights are not stored row by row (format {code}, {entry.dtype} {list(entry.shape)})"
         do = "load and save the model with bitsandbytes 0.45 or later, or give the unquantised checkpoint"
         raise CheckpointError(what, where=f"{entry.path}, {weight}", do=do)
-    return PackedEntry("int8", dtype, entry.shape, {"weight": entry, "SCB": entries[scales]})
+    return PackedEntry("int8", dtype, entry.shape, {"weight": entry, "SCB": _part(entries, scales, weight, "F32")})
 
 
-def _part(entries: Mapping[str, TensorEntry], name: str, weight: str) -> TensorEntry:
+def _part(entries: Mapping[str, TensorEntry], name: str, weight: str, dtype: str = "") -> TensorEntry:
     if name not in entries:
         raise CheckpointError(f"quantised weight {weight} lacks {name}", do=RESTORE)
+    if dtype and entries[name].dtype != dtype:
+        what = f"a part of a quantised weight is {entries[name].dtype}, not {dtype}"
+        raise CheckpointError(what, where=f"{entries[name].path}, {name}", do=RESTORE)
     return entries[name]
 
 
@@ -262,7 +282,7 @@ def _read_state(entry: TensorEntry, weight: str) -> dict[str, Any]:
         state = dict(json.loads(_read(entry, weight)))
         sizes = [*state["shape"], state["blocksize"]]
         sound = len(sizes) == 3 and all(type(size) is int and 1 <= size < 2**31 for size in sizes)
-        if not (sound and isinstance(state["dtype"], str) and state["dtype"] in _DTYPES):
+        if not (sound and state["dtype"] in COMPUTED):
             raise ValueError(state)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"unreadable quantisation state ({type(error).__name__}: {str(error)[:200]})"
@@ -283,8 +303,8 @@ def _named_dtype(folder: Path) -> str:
     """The number format after dequantisation of int8 weights: only config.json can name it; BF16 if it does not."""
     try:
         config = read_json(folder / "config.json")
-        named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        named = dtype_name(config.get("dtype") or config.get("torch_dtype"))
     except (OSError, ValueError, AttributeError):
         # `read_config` reports it.
         return "BF16"
-    return _DTYPES.get(named, "BF16")
+    return stored_name(named) if named in COMPUTED else "BF16"

@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from instruments.durable import sync
+from instruments.dtypes import stored_name, torch_dtype
 from instruments.errors import CheckpointError
-from instruments.safetensors_header import read_header
-from instruments.tensor_reader import TORCH_DTYPES, EntryReader
+from instruments.files import sync
+from instruments.safetensors_files import EntryReader, read_header
 from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
 from models.config import import_bitsandbytes
 from models.dense import DenseFamily, dense_family, fused_name, keeps_tied
@@ -63,7 +63,7 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
 
     def dtype(self, name: str) -> torch.dtype:
         """Number format of a stored tensor; of a quantised weight, the format after dequantisation."""
-        return TORCH_DTYPES[self._entry(name).dtype]
+        return torch_dtype(self._entry(name).dtype)
 
     def tensor(self, name: str) -> Tensor:
         """Read a private copy to the CPU; gate, up, q, k and v are cut out of a fused tensor if needed.
@@ -110,10 +110,7 @@ def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
         state = functional.QuantState.from_dict(described, torch.device("cpu"))
         # Distributed training may store packed bytes under another dtype.
         plain = functional.dequantize_4bit(parts["weight"].view(torch.uint8).view(-1, 1), state)
-    return plain.to(TORCH_DTYPES[entry.dtype])
-
-
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+    return plain.to(torch_dtype(entry.dtype))
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
@@ -183,7 +180,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             raise CheckpointError(
                 f"cannot write a shard: {error}", where=str(path), do="free disk space or choose another output_dir"
             ) from error
-        given = {name: (tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype]) for name, tensor in self._pending.items()}
+        given = {name: (tuple(tensor.shape), stored_name(tensor.dtype)) for name, tensor in self._pending.items()}
         found = {name: (entry.shape, entry.dtype) for name, entry in read_header(path).items()}
         if wrong := sorted(name for name in found.keys() | given if found.get(name) != given.get(name)):
             raise CheckpointError(f"what was written is not what was given: {', '.join(wrong[:3])}", where=str(path))

@@ -6,7 +6,7 @@ from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
-import models.tiny_onn
+from models import tiny_onn
 from models.checkpoint.folder import read_json
 from models.dense import DENSE_FAMILIES, activation_of, keeps_tied
 from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
@@ -76,7 +76,7 @@ CODE_FILES = ("configuration_tiny_onn.py", "modeling_tiny_onn.py", "sparse_ffn.p
 
 def copy_code(folder: Path) -> None:
     """Copy the modules that `auto_map` in config.json names into a checkpoint's folder."""
-    (package,) = models.tiny_onn.__path__
+    (package,) = tiny_onn.__path__
     for name in CODE_FILES:
         shutil.copyfile(Path(package) / name, folder / name)
 
@@ -90,6 +90,7 @@ TARGETS = (
         packed=(LAYER + "mlp.experts.gate_up_proj", LAYER + "mlp.experts.down_proj"),
         packed_pool=("experts.gate_up_proj", "experts.down_proj"),
         shared=LAYER + "mlp.shared_experts.{part}.weight",
+        expert_modules=("experts", "shared_experts"),
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
         dense_layers="any",
         scoring="sigmoid",  # for logits of a size that suits training, sigmoid gates differ least between experts
@@ -110,7 +111,7 @@ def foreign_code(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
     `config` is its config.json. Raises OSError, ValueError: tokenizer_config.json is not readable.
     """
-    (package,) = models.tiny_onn.__path__
+    (package,) = tiny_onn.__path__
     files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.py"))]
     found = [
         name for name in files if name not in CODE_FILES or not cmp(folder / name, Path(package) / name, shallow=False)

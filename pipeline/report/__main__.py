@@ -7,9 +7,9 @@ from pathlib import Path
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code
 from pipeline.disk import explain_os_error
-from pipeline.help import REPOSITORY
+from pipeline.help import find_workspace
 
-OUTPUTS = REPOSITORY / "outputs"
+OUTPUTS = find_workspace() / "outputs"
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from instruments.durable import whole_file
 from instruments.errors import ConfigError, ContractError, redact
+from instruments.files import write_text
 from pipeline.artifacts import SHORT, artifact_folder, is_complete
 from pipeline.overrides import command_line
 from pipeline.report import sections
@@ -36,9 +36,7 @@ class Source:
 
 def write_page(source: Source, out: Path) -> Path:
     """Write the page of a run. Raises ContractError: the last stage's result cannot be read; OSError: no writing."""
-    page = draw_page(source)
-    with whole_file(out) as unfinished:
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
+    write_text(out, draw_page(source))
     return out
 
 

@@ -12,7 +12,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from instruments.safetensors_header import unpack_tag
+from instruments.errors import CheckpointError
+from instruments.safetensors_files import read_facts
 from pipeline.artifacts import SHORT, UNREADABLE
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import Evaluation, Group, Published, curves_of, group_by_seed, point_of, seeds_of
@@ -166,7 +167,7 @@ def neurons(chain: Mapping[str, Published]) -> Section | None:
     if "score" in chain:
         try:
             name, scores_LF = _read_scores(chain["score"].folder / "scores.safetensors")
-        except (*UNREADABLE, SafetensorError):
+        except (*UNREADABLE, SafetensorError, CheckpointError):
             pass  # removed, damaged or of another version: the page leaves the scores out
         else:
             title, section["name"] = f"Distribution of {name} in every layer", name
@@ -175,9 +176,9 @@ def neurons(chain: Mapping[str, Published]) -> Section | None:
 
 
 def _read_scores(path: Path) -> tuple[str, NDArray[np.float64]]:
-    """Name of the score, and (L, F) scores. Raises one of UNREADABLE or SafetensorError: the file is damaged."""
+    """Name of the score, and (L, F) scores. Raises any of UNREADABLE, SafetensorError, CheckpointError: damaged."""
     with safe_open(path, framework="numpy") as file:
-        name = str(unpack_tag(file.metadata())["plain"]["description"]).replace("s_p", "S_p")
+        name = str(read_facts(path)["plain"]["description"]).replace("s_p", "S_p")
         scores_LF: NDArray[np.float64] = file.get_tensor("chosen").astype(np.float64)
     if scores_LF.ndim != 2 or not scores_LF.size or not np.isfinite(scores_LF).all():
         raise ValueError("not a finite score for every neuron of every layer")

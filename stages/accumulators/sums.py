@@ -5,17 +5,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from instruments.durable import whole_file
-from instruments.errors import ContractError
+from instruments.errors import CheckpointError, ContractError
+from instruments.safetensors_files import load_tensors, save_tensors
 
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -55,34 +52,22 @@ def empty_sums(shapes: Shapes) -> ScanSums:
 
 def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
     """Write sums and further facts to a file, atomically."""
-    content = {**facts, "counters": sums.counters, "done": sorted(sums.done), "digest": _digest(sums)}
-    with whole_file(path) as file:
-        save_file(sums.tensors, file, metadata={"facts": json.dumps(content)})
+    save_tensors(path, sums.tensors, **facts, counters=sums.counters, done=sorted(sums.done))
 
 
 def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
     """Read the sums and facts that `save_sums` wrote. Raises ContractError: the file is missing or damaged."""
     do = "a file that python -m pipeline.store export wrote"
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-            facts: dict[str, Any] = json.loads((file.metadata() or {})["facts"])
-        sums = ScanSums(tensors, {name: float(count) for name, count in facts["counters"].items()}, set(facts["done"]))
-        intact = facts["digest"] == _digest(sums) and isinstance(json.loads(facts["identity"]), dict)
-    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ContractError(f"this file holds no sums of a scan: {error}", where=str(path), do=do) from error
-    if not intact:
-        raise ContractError("this file of sums is damaged: its content has another digest", where=str(path), do=do)
+        tensors, facts = load_tensors(path)
+        counters = {name: float(count) for name, count in facts["counters"].items()}
+        sums = ScanSums(tensors, counters, {*facts["done"]})
+        if not isinstance(json.loads(facts["identity"]), dict):
+            raise ValueError("its identity is no object")
+    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        why = error.what if isinstance(error, CheckpointError) else error
+        raise ContractError(f"this file holds no sums of a scan: {why}", where=str(path), do=do) from error
     return sums, facts
-
-
-def _digest(sums: ScanSums) -> str:
-    counters = sorted((name, float(count)) for name, count in sums.counters.items())
-    digest = blake2b(json.dumps([counters, sorted(sums.done)]).encode(), digest_size=16)
-    for name, value in sorted(sums.tensors.items()):
-        digest.update(f"{name} {list(value.shape)}".encode())
-        digest.update(value.contiguous().numpy().data)
-    return digest.hexdigest()
 
 
 def list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

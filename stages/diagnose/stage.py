@@ -15,15 +15,16 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from instruments import tensor_reader
+from instruments import safetensors_files
 from instruments.errors import CheckpointError, ConfigError, DataError
+from instruments.hooks import Call, ModuleEvents, trace_modules
 from instruments.precision import findings, tensor_analysis
-from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.comparison import find_format
 from instruments.precision.model_diff import auto_diff
 from instruments.precision.plot import draw_diff, draw_tensor
 from instruments.precision.session import CAST
 from instruments.static_check.check import static_check
+from instruments.tensors import find_tensors
 from instruments.training_watch.model_watch import watch_model
 from instruments.training_watch.step_log import NOTE, StepReport, draw_training_steps, read_step_log
 from models.config import ModelConfig
@@ -99,31 +100,22 @@ def watch_passes(request: Request) -> Table:
     return summarise(reports, request.settings.watch.precision)
 
 
-class IdleOptimizer(torch.optim.SGD):
-    """For the scaler, which needs an optimizer: it changes no weight, also where a gradient is not finite."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Do nothing; a rate of 0 would add 0 · inf."""
-
-
 def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]:
     """Run the passes; yield the report of each."""
     settings, device = request.settings.watch, input_device(model)
-    optimizer = IdleOptimizer(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters())  # the scaler needs one; it makes no step
     low = None if settings.precision in {"float32", "fp32"} else find_format(settings.precision)
     scaler = GradScaler(device.type, enabled=low is torch.float16)
     log = request.job.out / "watch.jsonl"
-    with watch_model(model, optimizer, scaler, settings.limits, log=log) as watch:
+    with watch_model(model, scaler=scaler, config=settings.limits, log=log) as watch:
         for ids in read_batches(request, model):
             model.zero_grad(set_to_none=True)
             with torch.autocast(device.type, low, enabled=low is not None):
                 loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss
-            watch.note_loss(loss)
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            yield watch.step(loss=loss)
+            scaler.unscale_(optimizer)
             scaler.update()
-            assert watch.last is not None, "the optimizer has stepped"
-            yield watch.last
 
 
 def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:
@@ -217,7 +209,7 @@ def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
     Raises:
         DataError: the file cannot be read, or no tensor matches.
     """
-    found = dict(tensor_reader.flatten_tensors(tensor_reader.read_tensors(path)))
+    found = dict(safetensors_files.flatten_tensors(safetensors_files.read_tensors(path)))
     chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
     if not chosen:
         what = f"none of {len(found)} tensors is called {', '.join(patterns)}"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from instruments.dtypes import dtype_name
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
@@ -65,7 +66,7 @@ def run(
         return NOTHING
     tokens, trained = losses["dense"].tokens, evaluate.checkpoint == "train"
     target_for = partial(target_with_dense, context.folder, job.parents[evaluate.checkpoint] / "checkpoint", shape)
-    named = str(dtype).removeprefix("torch.")
+    named = dtype_name(dtype)
     evaluation = Evaluation(
         shape, partition.width, tokens, losses | baselines, costs, layers, trained, target_for, named
     )

@@ -12,8 +12,9 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from instruments.durable import hash_code
+from instruments.dtypes import dtype_name
 from instruments.ffn_probe import GatedFFN
+from instruments.files import hash_code
 from models.config import ModelConfig
 from models.ffn import ffn_modules, ffn_weight_names
 from models.loading import input_device, load_dense, load_tokenizer, padding_id
@@ -98,7 +99,7 @@ def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch
     return {
         "scan": fingerprint,
         "text": text.hexdigest()[:16],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "code": hash_code(REPOSITORY, SOURCES)[:16],
         "torch": torch.__version__,
         "transformers": transformers.__version__,

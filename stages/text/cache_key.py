@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
-from instruments.durable import hash_file
 from instruments.errors import DataError, UserError
+from instruments.files import hash_file
 from stages.text.config import (
     KINDS,
     DataConfig,

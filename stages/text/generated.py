@@ -15,8 +15,8 @@ from torch.random import fork_rng
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from instruments.durable import whole_file
 from instruments.errors import DataError
+from instruments.files import write_json
 from models.loading import input_device, padding_id
 from stages.artifacts.job import ALONE, Workers
 from stages.text.batches import IGNORED, TokenSequence, group_lengths
@@ -145,8 +145,7 @@ def continue_prompts(
 
 def save_generated(text: LoadedText, scratch: Path) -> None:
     """Write the generated text atomically, so that a resumed run reads the same tokens."""
-    with whole_file(scratch / GENERATED) as unfinished:
-        unfinished.write_text(json.dumps(asdict(text)), encoding="utf-8")
+    write_json(scratch / GENERATED, asdict(text))
 
 
 def load_generated(scratch: Path) -> LoadedText | None:

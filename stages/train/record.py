@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from instruments.durable import hash_file, sync, sync_tree, whole_file
 from instruments.errors import ContractError
+from instruments.files import hash_files, json_text, sync, sync_tree, write_json, write_text
 from stages.artifacts.job import Table
 from stages.train.phases import Phase
 
@@ -28,9 +28,7 @@ HELDOUT = "heldout_hash"  # key of the first line
 def mark_whole(folder: Path) -> None:
     """Sync the folder to the disk, then write the hashes of its files."""
     sync_tree(folder)
-    hashes = _hashes(folder)
-    with whole_file(folder / WHOLE) as unfinished:
-        unfinished.write_text(json.dumps(hashes), encoding="utf-8")
+    write_json(folder / WHOLE, hash_files(folder))
 
 
 def is_whole(folder: Path) -> bool:
@@ -38,16 +36,12 @@ def is_whole(folder: Path) -> bool:
     return (folder / WHOLE).exists()
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != WHOLE]
-    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
-
-
 def drop_unfinished(folder: Path) -> None:
     """Remove incomplete and damaged checkpoints of a phase."""
     for path in folder.glob("*"):
         if path.is_dir() and is_whole(path):
-            if (path / WHOLE).read_bytes() == json.dumps(_hashes(path)).encode():
+            found = {name: digest for name, digest in hash_files(path).items() if name != WHOLE}
+            if (path / WHOLE).read_bytes() == json_text(found).encode():
                 continue
             logger.warning("a checkpoint of an unfinished training is damaged and will be removed: %s", path)
         if path.is_dir():
@@ -88,8 +82,7 @@ class Record:
             raise ContractError(what, where=str(folder / FILE), do=do)
         lines = [f"{json.dumps(line)}\n" for line in kept]
         for name, texts in ((CHECKS, map(_check, lines)), (FILE, lines)):
-            with whole_file(folder / name) as unfinished:
-                unfinished.write_text("".join(texts), encoding="utf-8")
+            write_text(folder / name, "".join(texts))
         tokens = max((line["tokens"] for line in kept if "tokens" in line), default=0)
         # Damaged events cannot be detected, so that all are written again from the lines.
         shutil.rmtree(folder / EVENTS, ignore_errors=True)

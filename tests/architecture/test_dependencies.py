@@ -10,13 +10,13 @@ REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "sklearn", "umap", "matplotlib", "datasets")
 LIGHT = [
     "pipeline.cli",
-    "instruments.mscan.command",
+    "instruments.parameter_scan.command",
     "instruments.tensor_dump.command",
     "instruments.static_check.check",
     "instruments.precision.command",
     "models.source",
-    "instruments.mscan.reader",
-    "instruments.safetensors_header",
+    "instruments.parameter_scan.reader",
+    "instruments.safetensors_files",
     "models.dense",
     "models.targets.base",
     "stages.text.cache_key",

@@ -30,7 +30,7 @@ def test_a_layer_that_was_not_kept_is_none(tmp_path):
 
 
 def test_a_layer_half_written_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("instruments.durable.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
+    monkeypatch.setattr("instruments.files.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
         save_layer_checkpoint(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
     assert load_layer_checkpoint(tmp_path, 0, Found) is None

@@ -87,7 +87,7 @@ def test_a_partition_that_is_not_there(tmp_path):
     with pytest.raises(ContractError) as error:
         Partition.load(tmp_path)
     what, where, do = str(error.value).splitlines()
-    assert what.startswith("cannot read Partition: No such file or directory")
+    assert what == f"cannot read Partition: {Partition.FILE} is missing"
     assert where == f"  where: {tmp_path / Partition.FILE}"
     assert do == "  do:    run the stage that writes it again, with fresh=true"
 
@@ -98,5 +98,5 @@ def test_a_truncated_partition_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ContractError) as error:
         Partition.load(tmp_path)
-    assert str(error.value).startswith("cannot read Partition: Error while deserializing header")
+    assert str(error.value).startswith(f"cannot read Partition: {Partition.FILE} is damaged: truncated")
     assert error.value.where == str(path)

@@ -2,11 +2,9 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from instruments.errors import ContractError
-from instruments.safetensors_header import pack_tag, unpack_tag
+from instruments.safetensors_files import load_tensors, save_tensors
 from stages.artifacts.carve import NeuronStatistics
 
 L, F, R = 2, 7, 19
@@ -38,12 +36,11 @@ def statistics():
     )
 
 
-def rewrite(path, *, metadata=None, drop=None):
-    """Write the file again with other metadata, or without one tensor."""
-    with safe_open(path, framework="pt") as file:
-        old = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name != drop}  # noqa: SIM118
-    save_file(tensors, path, metadata=pack_tag(**{**unpack_tag(old), **(metadata or {})}))
+def rewrite(path, *, facts=None, drop=None):
+    """Write the file again with other facts, or without one tensor."""
+    tensors, old = load_tensors(path)
+    tensors.pop(drop, None)
+    save_tensors(path, tensors, **{**old, **(facts or {})})
 
 
 def test_round_trip_keeps_values_and_number_formats(tmp_path, statistics):
@@ -69,7 +66,7 @@ def test_rows_of_a_larger_tensor_are_stored_as_they_are(tmp_path, statistics):
 def test_another_version_is_refused(tmp_path, statistics):
     statistics.save(tmp_path)
     path = tmp_path / NeuronStatistics.FILE
-    rewrite(path, metadata={"version": 0})
+    rewrite(path, facts={"version": 0})
     with pytest.raises(ContractError) as error:
         NeuronStatistics.load(tmp_path)
     assert str(error.value) == (

@@ -1,6 +1,5 @@
 """Kills change no result: twenty at random moments of a scan, and one at each step of a pool's stages."""
 
-import json
 import random
 import signal
 import time
@@ -12,9 +11,9 @@ from integration.redis_server import running
 from pico import write_pico
 from safetensors.torch import load_file
 
-from instruments.mscan.header import unpack_header
-from instruments.mscan.reader import read_mscan
-from instruments.safetensors_header import read_metadata
+from instruments.parameter_scan.header import unpack_header
+from instruments.parameter_scan.reader import read_mscan
+from instruments.safetensors_files import read_facts
 from pipeline.artifacts import Manifest, verify
 from pipeline.cli import run_command
 
@@ -98,7 +97,7 @@ def split_header(path):
 def test_local_sums_survive_twenty_kills(words, whole, tmp_path):
     def count_done():
         files = list((tmp_path / "artifacts").glob("pico/scan/.*/scratch/sums.0.safetensors"))
-        return sum(len(json.loads(read_metadata(file)["facts"])["done"]) for file in files)
+        return sum(len(read_facts(file)["done"]) for file in files)
 
     kill_at_random([*words, f"output_dir={tmp_path}"], count_done)
     assert_same(published(tmp_path), whole, exact=True)

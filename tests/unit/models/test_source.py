@@ -395,6 +395,36 @@ def test_shapes_of_embeddings_and_the_last_norm(folder: Path, name: str) -> None
     assert [error.where.split(" ")[0] for error in check_source(local(folder))] == [name]
 
 
+@pytest.mark.parametrize("dtype", ["U32", "I32"])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"]
+)
+def test_weights_are_floating_point_numbers(folder: Path, name: str, dtype: str) -> None:
+    """The bytes of F32 numbers, read as integers, are weights up to 2³¹."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = folder / index["weight_map"][name]
+    relabel(shard, name, dtype)
+    (error,) = check_source(local(folder))
+    assert error.what.startswith("1 tensors are not stored in a format of weights")
+    assert error.where == f"{folder}: {name} is {dtype} in {shard.name}"
+    assert error.do
+
+
+def relabel(shard: Path, name: str, dtype: str) -> None:
+    """Change a tensor's number format in the header only; the new name is as long as the old one."""
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length]
+    spec = json.loads(header)[name]
+    old, new = (json.dumps(spec | changed, separators=(",", ":")).encode() for changed in ({}, {"dtype": dtype}))
+    assert old in header
+    shard.write_bytes(
+        content[:8]
+        + header.replace(b'"%s":%s' % (name.encode(), old), b'"%s":%s' % (name.encode(), new))
+        + content[8 + length :]
+    )
+
+
 def test_an_untied_model_needs_its_head(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     (error,) = check_source(local(folder))

@@ -87,7 +87,7 @@ def test_what_a_stage_keeps_for_resuming():
     settings.train = TrainConfig(tokens=40_000, batch=4, save_steps=60, router_share=1, experts_share=0)
     assert scratch_bytes("train", CONFIG, shape, settings) == 3 * weights
     settings.train = TrainConfig(tokens=40_000, batch=4, save_steps=100, router_share=0, experts_share=0, all_share=1)
-    assert scratch_bytes("train", CONFIG, shape, settings) == 2 * 3 * weights + weights
+    assert scratch_bytes("train", CONFIG, shape, settings) == 3 * 3 * weights
     assert scratch_bytes("project", CONFIG, MoEShape(3, 8, 2, 16, "global_pool"), settings) == 0
     assert scratch_bytes("train", CONFIG, None, settings) == scratch_bytes("scan", CONFIG, shape, settings) == 0
 

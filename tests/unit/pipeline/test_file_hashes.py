@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from instruments.durable import hash_file
+from instruments.files import hash_file
 from pipeline.artifacts import REMEMBERED_BYTES, FileHashes
 
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from instruments.errors import CheckpointError
-from instruments.safetensors_header import MAX_HEADER_BYTES, read_header
+from instruments.safetensors_files import MAX_HEADER_BYTES, read_header
 from models.checkpoint.folder import require_folder
 
 

@@ -104,6 +104,24 @@ def test_a_missing_part(plain, tmp_path, part):
     assert refusal(folder) == f"quantised weight {UP} lacks {UP}.{part}\n{RESTORE}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "part", "dtype"),
+    [
+        ("nf4", f"{UP}.absmax", "F32"),
+        ("nf4-nested", f"{UP}.absmax", "U8"),
+        ("nf4-nested", f"{UP}.nested_quant_map", "F32"),
+        ("int8", UP.replace("weight", "SCB"), "F32"),
+    ],
+)
+def test_scales_and_tables_have_the_formats_that_bitsandbytes_writes(plain, tmp_path, kind, part, dtype):
+    folder = store_quantised(plain, tmp_path, kind)
+    wrong = torch.int8 if dtype == "U8" else torch.int32
+    edit(folder, lambda tensors: tensors.update({part: tensors[part].view(wrong)}))
+    assert refusal(folder).startswith(
+        f"a part of a quantised weight is {'I8' if dtype == 'U8' else 'I32'}, not {dtype}"
+    )
+
+
 def test_a_missing_weight(plain, tmp_path):
     folder = store_quantised(plain, tmp_path, "int8")
     edit(folder, lambda tensors: tensors.pop(UP))

@@ -5,15 +5,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError
-from instruments.tensor_reader import TORCH_DTYPES
 from models.checkpoint.folder import list_shards
 from models.checkpoint.shards import ShardReader
 
 
-def test_tensors_come_back_bit_for_bit_in_every_format(tmp_path: Path) -> None:
+def test_tensors_come_back_bit_for_bit_in_every_format_of_weights(tmp_path: Path) -> None:
     values = torch.linspace(-3, 3, 21).view(3, 7)
-    tensors = {name: values.to(dtype) for name, dtype in TORCH_DTYPES.items()}
+    tensors = {name: values.to(getattr(torch, name)) for name in FLOATING}
     save_file(tensors, tmp_path / "model.safetensors")
     with ShardReader(tmp_path) as reader:
         assert set(reader.names) == set(tensors)

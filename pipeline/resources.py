@@ -1,0 +1,193 @@
+"""Memory, disk space and time that the stages of a run need: coarse, so that a change of a stage changes nothing here.
+
+Times are those of a stage's last runs on this machine, by work: tokens × weights.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import inf, log
+from pathlib import Path
+
+from instruments.errors import ConfigError
+from instruments.files import write_json
+from models.config import is_on_host
+from models.targets.config_json import count_dense
+from pipeline.artifacts import UNREADABLE, artifact_folder
+from pipeline.disk import BYTES, expected_bytes, free_bytes, in_mib, scratch_bytes, unfinished_bytes
+from pipeline.settings import STAGES
+from pipeline.validate import Checked
+from stages.artifacts.job import find_workers
+from stages.calibration.token_memory import KEPT, free_memory, memory_limit
+from stages.text.config import sampled
+
+PASSES = {"cluster", "assemble", "project", "evaluate"}  # go through the dense model one layer at a time
+PROGRAM = 560 * 2**20  # bytes of host memory of a process with torch and transformers
+# Until a stage was run here: seconds for libraries and files, and tokens × weights per second of two CPU cores.
+START, GPU_SPEEDUP = 3.0, 30
+DEFAULT_SPEED = {"score": 1e9, "extract": 3e8, "assemble": 2e11, "project": 2e10, "train": 3e10}
+OTHER_SPEED = 1e11
+MAX_RUNS = 8  # of a stage, the last ones
+# A run with less than this share of the work gives no speed: most of its time was spent on its start.
+SIMILAR = 0.1
+
+
+def count_tokens(stage: str, checked: Checked) -> int:
+    """Tokens that a stage reads, once for each model or method that reads them; 1 for a stage without text."""
+    settings = checked.settings
+    data, baselines = settings.data, settings.evaluate.baselines
+    random = min(settings.vocabulary.tokens, data.tokens, int(checked.source["vocab_size"]))
+    aligned = sum(name.endswith("_aligned") for name in baselines)
+    counts = {
+        "scan": sampled(data).tokens,
+        "cluster": sampled(data).tokens + random,
+        "assemble": sampled(data).tokens + random,
+        "project": data.tokens + random,
+        "train": settings.train.tokens,
+        "evaluate": data.heldout_tokens * (2 + len(baselines)) + data.tokens * aligned,
+        "dump": settings.dump.steps * settings.dump.batch_tokens,
+        "diagnose": settings.diagnose.tokens,
+    }
+    return counts.get(stage, 1)
+
+
+def hidden_bytes(stage: str, checked: Checked) -> tuple[int, int]:
+    """Bytes of hidden states that a stage keeps per process in memory, and of all processes on disk.
+
+    Three (T, D) tensors of a process's own tokens; with several processes also two of all tokens.
+    """
+    if stage not in PASSES:
+        return 0, 0
+    workers, model = find_workers(), checked.settings.model
+    vectors = count_tokens(stage, checked) * (KEPT / workers.world + 2 * (workers.world > 1))
+    size = int(4 * vectors * int(checked.source["hidden_size"]))
+    # is_on_host is asked last, since it may load torch.
+    fits = size <= memory_limit(model, workers.local_world) or not is_on_host(model)
+    return (size, 0) if fits else (0, size * workers.world)
+
+
+def peak_bytes(stage: str, checked: Checked) -> int:
+    """Bytes of memory per process at a stage's peak, on a GPU of the tensors alone; right within a factor of two."""
+    settings, source, on_host = checked.settings, checked.source, is_on_host(checked.settings.model)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    hidden, width, layers, vocabulary = (int(source[name]) for name in names)
+    weights = count_dense(source).total
+    dense = weights * BYTES.get(settings.model.dtype, 4 if on_host else 2)
+    loaded = weights * 5 // 8 if settings.model.quantization in {"nf4", "fp4"} else dense
+    carved = hidden * 3 * checked.shape.neurons(layers) if checked.shape else 0
+    layer_pass = 8 * weights // layers + 10**5 * width + hidden_bytes(stage, checked)[0]  # with a batch's activations
+    solve = 12 * width**2 + 16 * width * hidden  # of least squares, in fp64
+
+    def saved(tokens: int, *, checkpointing: bool) -> int:
+        """Bytes that layers and logits keep for the backward pass."""
+        return 4 * tokens * ((16 * hidden + 8 * width) * (1 if checkpointing else layers) + 3 * vocabulary)
+
+    scan, train, project = settings.scan, settings.train, settings.project
+    batch = scan.read_batch("cpu" if on_host else "cuda")
+    gradients = (4 * weights + 20 * carved + 8 * project.round_tokens * vocabulary) * project.gradient_projection
+    training = 16 * max(weights, carved) + dense * (train.logits > 0)  # weights, gradients and two moments; a teacher
+    training += saved(train.micro_batch * settings.data.max_length, checkpointing=train.gradient_checkpointing)
+    needed = {
+        "scan": loaded + saved(batch, checkpointing=scan.gradient_checkpointing),
+        "cluster": layer_pass + 20 * settings.cluster.sample_tokens * width,
+        "assemble": layer_pass + 12 * settings.assemble.router_tokens * width + solve,
+        "project": max(layer_pass + solve, gradients),
+        "train": training,
+        "evaluate": max(layer_pass, 2 * dense + 8 * settings.evaluate.batch_tokens * vocabulary),
+        "dump": 2 * loaded,
+        "diagnose": 2 * loaded * (settings.check in {"auto_diff", "watch"}),
+    }
+    return needed.get(stage, 0) + PROGRAM * on_host
+
+
+def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
+    """A warning for each due stage that needs more memory than is free, with settings that need less."""
+    settings, on_host = checked.settings, is_on_host(checked.settings.model)
+    free, memory = free_memory(), "memory"
+    if due and not on_host:
+        import torch  # noqa: PLC0415 - slow to import
+
+        from models.loading import resolve_device  # noqa: PLC0415
+
+        free, memory = torch.cuda.mem_get_info(resolve_device(settings.model))[0], "GPU memory"
+    less = {
+        "scan": f"scan.batch_tokens={settings.data.max_length} scan.gradient_checkpointing=true",
+        "project": "project.gradient_projection=false",
+        "train": "train.micro_batch=1 train.gradient_checkpointing=true",
+    }
+    for stage in due:
+        if free is not None and (needed := peak_bytes(stage, checked)) > free:
+            tried = [less.get(stage, ""), "model.hidden_memory=0GB or fewer data.tokens=" * (stage in PASSES)]
+            do = ", or ".join([*filter(None, tried), f"a machine with {in_mib(needed)} of {memory}"])
+            what = f"stage={stage} needs about {in_mib(needed)} of {memory}, {in_mib(free)} are free"
+            yield f"{what}\n  do:    {do}, or a smaller model"
+
+
+def require_room(checked: Checked, due: Sequence[str]) -> None:
+    """Raises ConfigError: results, and temporary files of the stage with the most, need more bytes than are free."""
+    settings = checked.settings
+    results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
+    # A killed run has written some of its stage's files before.
+    left = {folder.name: unfinished_bytes(folder) for folder in results.glob("*")}
+    written = sum(expected_bytes(stage, checked.source, checked.shape, settings.assemble) for stage in due)
+    temporary = {stage: max(0, temporary_bytes(stage, checked) - left.get(stage, 0)) for stage in due}
+    stage = max(due, key=temporary.__getitem__, default="")
+    needed, free = written + temporary.get(stage, 0), free_bytes(results)
+    if needed > free:
+        what = f"about {in_mib(needed)} will be written, {in_mib(free)} are free"
+        where, do = f"{results}, stages {', '.join(due)}", "free some space, or output_dir= on a larger disk"
+        if temporary[stage]:
+            where += f"; {in_mib(temporary[stage])} of it are temporary, while stage={stage} runs"
+            do += ", or a larger train.save_steps=" * (stage == "train")
+            do += ", or fewer data.tokens=" * (hidden_bytes(stage, checked)[1] > 0)
+        if unfinished := sum(left.values()):
+            do += f"; {in_mib(unfinished)} are left by killed runs, in {results}/*/.[0-9a-f]*"
+        raise ConfigError(what, where=where, do=do)
+
+
+def temporary_bytes(stage: str, checked: Checked) -> int:
+    """Bytes on disk while a stage runs, in addition to its result: hidden states, and files to resume from."""
+    scratch = scratch_bytes(stage, checked.source, checked.shape, checked.settings)
+    return scratch + hidden_bytes(stage, checked)[1]
+
+
+def estimate_seconds(stage: str, checked: Checked) -> float:
+    """Seconds of a stage, by its last run of about the same work on this machine, or by the default speed."""
+    work = _count_work(stage, checked)
+    runs = [run for run in _read_runs(checked).get(_key(stage, checked), []) if run[0] >= SIMILAR * work]
+    if runs:
+        nearest, seconds = min(reversed(runs), key=lambda run: abs(log(run[0] / work)))
+        return seconds * work / nearest
+    speed = DEFAULT_SPEED.get(stage, OTHER_SPEED) * (1 if is_on_host(checked.settings.model) else GPU_SPEEDUP)
+    return START + work / speed
+
+
+def record_seconds(stage: str, checked: Checked, seconds: float) -> None:
+    """Keep the time of a run for `estimate_seconds`, in rates.json of the output folder."""
+    runs, key = _read_runs(checked), _key(stage, checked)
+    runs[key] = [*runs.get(key, []), [_count_work(stage, checked), seconds]][-MAX_RUNS:]
+    with suppress(OSError):  # a full disk: the run itself is complete
+        write_json(_rates_file(checked), runs)
+
+
+def _count_work(stage: str, checked: Checked) -> float:
+    """Tokens × weights of the dense model, per process."""
+    processes = find_workers().world if STAGES[stage].shared else 1
+    return count_tokens(stage, checked) * count_dense(checked.source).total / processes
+
+
+def _key(stage: str, checked: Checked) -> str:
+    return f"{'cpu' if is_on_host(checked.settings.model) else 'cuda'} {stage}"
+
+
+def _rates_file(checked: Checked) -> Path:
+    return Path(checked.settings.output_dir) / "rates.json"
+
+
+def _read_runs(checked: Checked) -> dict[str, list[list[float]]]:
+    """Device and stage → work and seconds of the last runs; nothing from a file that is missing or damaged."""
+    with suppress(*UNREADABLE):
+        found = json.loads(_rates_file(checked).read_text(encoding="utf-8"))
+        kept = {key: [[float(work), float(seconds)] for work, seconds in runs] for key, runs in found.items()}
+        return {key: [run for run in runs if all(0 < number < inf for number in run)] for key, runs in kept.items()}
+    return {}

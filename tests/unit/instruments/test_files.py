@@ -1,0 +1,27 @@
+"""Files that are complete or not there."""
+
+import pytest
+
+from instruments.files import whole_file
+
+
+def test_a_neighbour_of_the_same_stem_is_left_alone(tmp_path):
+    """A user's o.partial stays; two files of one stem that are written at once do not share a temporary file."""
+    (tmp_path / "o.partial").write_text("mine")
+    with whole_file(tmp_path / "o.json") as one, whole_file(tmp_path / "o.parquet") as other:
+        one.write_text("1")
+        other.write_text("2")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "o.partial": "mine",
+        "o.json": "1",
+        "o.parquet": "2",
+    }
+
+
+def test_an_error_leaves_the_old_file(tmp_path):
+    path = tmp_path / "o.json"
+    path.write_text("old")
+    with pytest.raises(FileNotFoundError), whole_file(path) as unfinished:
+        unfinished.write_text((tmp_path / "absent").read_text())
+    assert [file.name for file in tmp_path.iterdir()] == ["o.json"]
+    assert path.read_text() == "old"

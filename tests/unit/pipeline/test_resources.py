@@ -1,0 +1,176 @@
+"""What stages are expected to need: memory with its remedies, hidden states on disk, and times of earlier runs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from pico import write_pico
+
+from models.config import ModelConfig
+from pipeline.cli import run_command
+from pipeline.resources import (
+    MAX_RUNS,
+    count_tokens,
+    estimate_seconds,
+    hidden_bytes,
+    memory_warnings,
+    peak_bytes,
+    record_seconds,
+)
+from pipeline.run import Runner
+from pipeline.settings import compose, register_schema
+from pipeline.validate import validate
+
+CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")
+
+
+@pytest.fixture
+def checked(tmp_path):
+    """Function that checks the settings of a command line."""
+    register_schema()
+    return lambda *words: validate(compose([*words, f"output_dir={tmp_path}"])[0])
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Function that sets the free memory of this machine, in MiB."""
+    return lambda size: monkeypatch.setattr("pipeline.resources.free_memory", lambda: size * 2**20)
+
+
+def test_more_text_is_read_where_it_is_used(checked):
+    few, many = (checked(f"data.tokens={count}") for count in (65536, 131072))
+    same = ("scan", "score", "cluster", "extract", "assemble")  # these read the first 16,384 tokens at most
+    assert all(count_tokens(stage, many) == count_tokens(stage, few) for stage in same)
+    for stage in ("project", "evaluate"):
+        assert count_tokens(stage, many) > 1.1 * count_tokens(stage, few)
+        assert peak_bytes(stage, many) > 1.1 * peak_bytes(stage, few)
+    assert count_tokens("scan", few) == 2 * count_tokens("scan", checked("data.sample_tokens=8192"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "remedy"),
+    [
+        ("scan", "scan.batch_tokens=256 scan.gradient_checkpointing=true"),
+        ("project", "project.gradient_projection=false, or model.hidden_memory=0GB"),
+        ("cluster", "model.hidden_memory=0GB"),
+        ("train", "train.micro_batch=1 train.gradient_checkpointing=true"),
+    ],
+)
+def test_too_little_memory_warns_with_settings_that_need_less(checked, free, stage, remedy):
+    run = checked("stage=train", "data.tokens=262144", "data.sample_tokens=262144")
+    free(4096)
+    assert list(memory_warnings(run, [stage])) == []
+    free(600)
+    (said,) = memory_warnings(run, [stage])
+    what, do = said.splitlines()
+    assert what.startswith(f"stage={stage} needs about ")
+    assert what.endswith(" of memory, 600.0 MiB are free")
+    assert do.startswith(f"  do:    {remedy}")
+    smaller = checked("stage=train", "data.tokens=262144", *remedy.replace(", or", "").split())
+    assert peak_bytes(stage, smaller) < peak_bytes(stage, run)
+    free(1)
+    assert list(memory_warnings(run, [])) == []
+
+
+def test_the_memory_of_a_gpu_holds_the_tensors_alone(checked, monkeypatch):
+    host = checked()
+    gpu = replace(host, settings=replace(host.settings, model=ModelConfig(device="cuda")))
+    needed = peak_bytes("extract", host)
+    assert peak_bytes("extract", gpu) == needed - peak_bytes("score", host) < needed
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (peak_bytes("project", gpu) - 1, 2**40))
+    (said,) = memory_warnings(gpu, ["project"])
+    assert "of GPU memory, " in said
+
+
+def test_a_quantised_model_is_scanned_and_not_compared_with(checked):
+    plain = checked("train=distil")
+    nf4 = replace(plain, settings=replace(plain.settings, model=ModelConfig(quantization="nf4")))
+    assert peak_bytes("scan", nf4) < peak_bytes("scan", plain)
+    assert all(peak_bytes(stage, nf4) == peak_bytes(stage, plain) for stage in ("train", "evaluate"))
+
+
+def test_hidden_states_above_the_limit_are_on_disk(checked):
+    words = ("data.tokens=131072", "vocabulary=none")
+    inside, outside = (checked(*words, f"model.hidden_memory={room}GB") for room in (100, 0))
+    for stage, tokens in (("scan", 0), ("cluster", 16384), ("project", 131072)):
+        kept = 3 * 4 * 256 * tokens
+        assert hidden_bytes(stage, inside) == (kept, 0)
+        assert hidden_bytes(stage, outside) == (0, kept)
+
+
+def test_the_processes_of_a_machine_share_its_memory(checked, monkeypatch):
+    places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    run = checked("vocabulary=none", "data.sample_tokens=1000")
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    each = 4 * 256 * (3 * 1000 // 8 + 2 * 1000)
+    for room, expected in ((4 * each, (each, 0)), (4 * each - 4, (0, 8 * each))):
+        monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda room=room: room)
+        assert hidden_bytes("cluster", run) == expected
+
+
+def test_the_last_runs_of_a_stage_give_its_time(checked):
+    run, twice, much = (checked(f"data.sample_tokens={count}") for count in (1000, 2000, 16384))
+    guess, other = estimate_seconds("scan", run), estimate_seconds("project", run)
+    record_seconds("scan", run, 100 * guess)
+    assert estimate_seconds("scan", run) == pytest.approx(100 * guess)
+    assert estimate_seconds("scan", twice) == pytest.approx(200 * guess)
+    assert estimate_seconds("project", run) == other
+    assert estimate_seconds("scan", much) < 100 * guess  # a tenth of the work says nothing
+    record_seconds("scan", run, 7.0)
+    record_seconds("scan", much, 20.0)
+    assert estimate_seconds("scan", run) == pytest.approx(7)
+    for _ in range(MAX_RUNS):
+        record_seconds("scan", much, 30.0)
+    assert estimate_seconds("scan", run) == pytest.approx(30 * 1000 / 16384)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '"x"', '{"cpu scan": 3}', '{"cpu scan": [["x", 1]]}', '{"cpu scan": [[1, 2, 3]]}', "[" * 10**5]
+    + [f'{{"cpu scan": [[{work}, {seconds}]]}}' for work, seconds in (("NaN", 1), (10**20, "-1"), ("1" * 400, 1))],
+)
+def test_a_damaged_file_of_times_is_replaced(checked, tmp_path, content):
+    run = checked()
+    guess, path = estimate_seconds("scan", run), tmp_path / "rates.json"
+    path.write_text(content)
+    assert estimate_seconds("scan", run) == guess
+    record_seconds("scan", run, 9.0)
+    assert estimate_seconds("scan", run) == pytest.approx(9)
+
+
+def test_times_that_cannot_be_kept_stop_no_run(checked, tmp_path):
+    (tmp_path / "rates.json").mkdir()
+    record_seconds("scan", checked(), 9.0)
+    assert estimate_seconds("scan", checked()) != 9
+
+
+def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a stage ran"))
+    assert run_command(["plan=true", f"output_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.split() and line.split()[0] in CHAIN}
+    assert set(rows) == set(CHAIN)
+    assert rows["scan"][1:5] == ["runs:", "no", "result", "yet"]
+    assert rows["scan"][-1] == "s"
+    assert not (tmp_path / "runs").exists()
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
+
+
+def test_only_a_whole_run_of_a_stage_is_timed(tmp_path):
+    write_pico(tmp_path / "pico", "llama", tokenizer=True)
+    words = [
+        *("stage=scan", "model=local", f"model.path={tmp_path / 'pico'}", "model.label=pico", "data.tokens=900"),
+        *("data.max_length=50", "scan.batch_tokens=100", f"output_dir={tmp_path}"),
+    ]
+    assert run_command(words) == 0
+    before = json.loads((tmp_path / "rates.json").read_text())
+    assert [len(runs) for runs in before.values()] == [1]
+    (result,) = (tmp_path / "artifacts/pico/scan").glob("[!.]*")
+    (unfinished := result.with_name(f".{result.name}") / "scratch").mkdir(parents=True)
+    (unfinished / "of a killed run").touch()
+    (result / "manifest.json").unlink()
+    result.rename(tmp_path / "gone")
+    assert run_command(words) == 0
+    assert json.loads((tmp_path / "rates.json").read_text()) == before
