@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from instruments.ffn_probe import GatedFFN
 from models.quantization import dense_weight
+from models.targets.config import MOE_TARGETS
 
 
 def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
@@ -100,7 +101,5 @@ def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
 def ffn_parts(layer: nn.Module) -> list[nn.Module]:
     """The modules of a decoder layer whose outputs sum to its FFN's."""
     modules = dict(layer.named_children())
-    if "mlp" in modules:
-        return [modules["mlp"]]
-    # Granite's experts, and its always-on neurons if it has any.
-    return [modules[name] for name in ("block_sparse_moe", "shared_mlp") if name in modules]
+    names = next(target.ffn_modules for target in MOE_TARGETS.values() if target.ffn_modules[0] in modules)
+    return [modules[name] for name in names if name in modules]

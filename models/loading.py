@@ -28,7 +28,7 @@ from models.config import ModelConfig, stored_quantization
 from models.experts import TinyONNExpert
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
 from models.source import read_config
-from models.targets.config import source_dtype
+from models.targets.config_json import source_dtype
 
 logger = logging.getLogger(__name__)
 

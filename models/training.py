@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from instruments.errors import CheckpointError
+from models.targets.config import MOE_TARGETS
 
 
 class Part(StrEnum):
@@ -24,9 +25,11 @@ class Part(StrEnum):
     REST = "rest"  # embeddings, attention, norms, head
 
 
-# For every architecture in models/targets, as transformers names its parameters in memory, and PEFT those inside them.
-_ROUTER = re.compile(r".*\.(?:gate|router)(?=\.)")
-_EXPERTS = re.compile(r"(?:^|\.)(?:experts|shared_experts?|shared_expert_gate|shared_mlp)\.")
+# Names of modules in any of the targets, also around adapters of PEFT.
+_ROUTER = re.compile(rf".*\.(?:{'|'.join({target.router_module for target in MOE_TARGETS.values()})})(?=\.)")
+_EXPERTS = re.compile(
+    rf"(?:^|\.)(?:{'|'.join({name for target in MOE_TARGETS.values() for name in target.expert_modules})})\."
+)
 
 
 def part_of(name: str) -> Part:

@@ -90,8 +90,15 @@ def _select(group: str, chosen: str | Path) -> list[str]:
 
 def _word(name: str, value: object) -> str:
     """A setting as a word of the command line."""
-    if isinstance(value, str | Path):
-        return shlex.split(setting_word(name, str(value)))[0]
+    return f"{name}={_value(value)}"
+
+
+def _value(value: object) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"{name}=[{','.join(_word('', item)[1:] for item in value)}]"
-    return f"{name}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+        return f"[{','.join(map(_value, value))}]"
+    if isinstance(value, str | Path):
+        return shlex.split(setting_word("", str(value)))[0][1:]
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,8 +8,8 @@ from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 
-from instruments.mscan.writer import MscanWriter
 from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.writer import MscanWriter
 
 
 def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError, NumericsError
-from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.call import CallFacts
+from instruments.parameter_scan.header import WatchedParameter
 from instruments.parameter_scan.record import join_blocks, to_record
 from instruments.parameter_scan.scan_pass import ScanPass, Squares
 

@@ -1,7 +1,14 @@
 import numpy as np
 import pytest
 
-from instruments.mscan.segments import ELEMENTS_AT_ONCE, LAST, NOT_MEASURED, decode_log16, encode_log16, error_bound
+from instruments.parameter_scan.segments import (
+    ELEMENTS_AT_ONCE,
+    LAST,
+    NOT_MEASURED,
+    decode_log16,
+    encode_log16,
+    error_bound,
+)
 
 FP32_ROUNDING = 2.0**-24
 

@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from unit.instruments.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, record
+from unit.instruments.parameter_scan.recordings import ARRAYS, PARAMETERS, WIDTH, record
 
 from instruments.errors import ContractError
-from instruments.mscan import writer as buffer
-from instruments.mscan.merge import merge_mscan
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan import writer as buffer
+from instruments.parameter_scan.merge import merge_mscan
+from instruments.parameter_scan.reader import read_mscan
+from instruments.parameter_scan.writer import MscanWriter
 
 CREATED = "2026-01-02"
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from instruments.mscan.command import delta_sc, grid_by_layer
-from instruments.mscan.header import locate
+from instruments.parameter_scan.command import delta_sc, grid_by_layer
+from instruments.parameter_scan.header import locate
 
 S, P = 3, 5
 

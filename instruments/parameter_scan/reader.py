@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
-from instruments.mscan import segments
-from instruments.mscan.header import (
+from instruments.parameter_scan import segments
+from instruments.parameter_scan.header import (
     TOKEN_ARRAYS,
     Header,
     ParameterTable,
@@ -26,7 +26,7 @@ from instruments.mscan.header import (
     refused,
     unpack_header,
 )
-from instruments.mscan.segments import SegmentHeader, read_segment_header
+from instruments.parameter_scan.segments import SegmentHeader, read_segment_header
 
 
 def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:

@@ -12,7 +12,7 @@ from jaxtyping import Float32, Float64, UInt16
 from numpy.typing import NDArray
 
 from instruments.json_kinds import check_fields, kinds_of, list_of
-from instruments.mscan.header import ALIGNMENT, Header, Rows, StoredSequence, array_widths
+from instruments.parameter_scan.header import ALIGNMENT, Header, Rows, StoredSequence, array_widths
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value

@@ -10,9 +10,9 @@ import numpy as np
 
 from instruments.errors import ContractError
 from instruments.files import whole_file
-from instruments.mscan.header import Rows, refused
-from instruments.mscan.reader import Mscan, Segment, read_mscan
-from instruments.mscan.writer import SegmentFile
+from instruments.parameter_scan.header import Rows, refused
+from instruments.parameter_scan.reader import Mscan, Segment, read_mscan
+from instruments.parameter_scan.writer import SegmentFile
 
 
 def merge_mscan(

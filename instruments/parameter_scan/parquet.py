@@ -12,8 +12,8 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
 from instruments.files import whole_file
-from instruments.mscan.header import ParameterTable, Rows, locate, refused
-from instruments.mscan.reader import Mscan
+from instruments.parameter_scan.header import ParameterTable, Rows, locate, refused
+from instruments.parameter_scan.reader import Mscan
 
 ROWS_AT_ONCE = 1 << 20
 _TEXT = pa.dictionary(pa.int32(), pa.string())

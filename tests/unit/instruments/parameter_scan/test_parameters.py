@@ -1,8 +1,8 @@
 import pytest
-from unit.instruments.mscan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P
+from unit.instruments.parameter_scan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P
 
 from instruments.errors import ContractError
-from instruments.mscan.header import ParameterTable
+from instruments.parameter_scan.header import ParameterTable
 
 TABLE = ParameterTable.of(PARAMETERS, WIDTH)
 

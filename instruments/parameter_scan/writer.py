@@ -13,7 +13,7 @@ import numpy as np
 
 from instruments.errors import ContractError
 from instruments.files import sync
-from instruments.mscan.header import (
+from instruments.parameter_scan.header import (
     ENCODINGS,
     SEQUENCE_ARRAYS,
     TOKEN_ARRAYS,
@@ -27,8 +27,8 @@ from instruments.mscan.header import (
     pack_header,
     refused,
 )
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
+from instruments.parameter_scan.reader import read_mscan
+from instruments.parameter_scan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
 from instruments.parameter_scan.targets import ScanRecord
 
 SEGMENT_BYTES = 64 << 20  # as float32

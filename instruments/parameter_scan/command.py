@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
-from instruments.mscan.header import VERSION, Rows, locate, module_of
-from instruments.mscan.reader import Mscan, read_mscan
+from instruments.parameter_scan.header import VERSION, Rows, locate, module_of
+from instruments.parameter_scan.reader import Mscan, read_mscan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -237,7 +237,7 @@ def _select(scan: Mscan, wanted: str) -> Rows:
 
 def _export(scan: Mscan, only: Rows | None, out: Path) -> int:
     try:
-        from instruments.mscan.parquet import export_parquet  # noqa: PLC0415 - an optional extra
+        from instruments.parameter_scan.parquet import export_parquet  # noqa: PLC0415 - an optional extra
     except ModuleNotFoundError as error:
         raise ConfigError(
             "--parquet needs pyarrow, which is not installed", where="command line", do="pip install -e '.[parquet]'"

@@ -2,7 +2,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from instruments.mscan.command import Grid, draw_delta_sc
+from instruments.parameter_scan.command import Grid, draw_delta_sc
 
 RED, BLUE, GREY = "#67001f", "#053061", "#dddddd"  # both ends of the colour scale, and missing values
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from pico import write_pico
 from transformers import AutoModelForCausalLM
-from unit.instruments.mscan.recordings import ARRAYS
+from unit.instruments.parameter_scan.recordings import ARRAYS
 
-from instruments.mscan.command import delta_sc, grid_by_layer
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.command import delta_sc, grid_by_layer
+from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.writer import MscanWriter
 
 WIDTH = 7
 
