@@ -21,7 +21,8 @@ from models.config import MoEShape
 from models.experts import ExpertWeights
 from models.loading import load_tokenizer
 from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
-from models.targets.config import emit_config, source_dtype, targets_of
+from models.targets.config import targets_of
+from models.targets.config_json import emit_config, source_dtype
 from models.targets.tiny_onn import copy_code
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from typing import Any
 
 from instruments.errors import UserError
 from models.config import MoEShape
-from models.targets.config import count_carved, select_target, source_dtype
+from models.targets.config import select_target
+from models.targets.config_json import count_carved, source_dtype
 from pipeline.settings import Settings
 from stages.assemble.config import AssembleConfig
 

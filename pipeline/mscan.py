@@ -1,6 +1,6 @@
 """`python -m pipeline.mscan FILE`."""
 
-from instruments.mscan.command import main
+from instruments.parameter_scan.command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,7 +12,7 @@ from pathlib import Path
 from instruments.errors import ConfigError
 from instruments.files import write_json
 from models.config import is_on_host
-from models.targets.config import count_dense
+from models.targets.config_json import count_dense
 from pipeline.artifacts import UNREADABLE, artifact_folder
 from pipeline.disk import BYTES, expected_bytes, free_bytes, in_mib, scratch_bytes, unfinished_bytes
 from pipeline.settings import STAGES

@@ -30,7 +30,6 @@ from stages.cluster.config import ClusterConfig
 from stages.diagnose.config import CHECKS, DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import EvaluateConfig
-from stages.extract.config import ExtractConfig
 from stages.project.config import ProjectConfig
 from stages.scan.config import ScanConfig
 from stages.score.config import ScoreConfig
@@ -74,7 +73,7 @@ CHAIN = (
     Stage("score", ("scan",), ("score", "seed")),
     Stage("cluster", ("scan", "score"), ("model", "data", "vocabulary", "cluster", "shape", "seed"),
           shared=True, samples=True),
-    Stage("extract", ("cluster",), ("model", "extract", "shape")),
+    Stage("extract", ("cluster",), ("model", "shape")),
     Stage("assemble", ("cluster", "extract"), ("model", "data", "vocabulary", "assemble", "shape", "seed"),
           shared=True, samples=True),
     Stage("project", ("cluster", "extract", "assemble"),
@@ -116,7 +115,6 @@ class Settings:
     scan: ScanConfig = field(default_factory=ScanConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    extract: ExtractConfig = field(default_factory=ExtractConfig)
     assemble: AssembleConfig = field(default_factory=AssembleConfig)
     project: ProjectConfig = field(default_factory=ProjectConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

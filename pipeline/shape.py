@@ -10,7 +10,8 @@ from instruments.errors import ConfigError
 from models.config import PER_LAYER, MoEShape
 from models.dense import keeps_tied
 from models.targets.base import RUNTIMES, MoETarget
-from models.targets.config import ParameterCount, check_target, count_carved, count_dense, select_target
+from models.targets.config import check_target, select_target
+from models.targets.config_json import ParameterCount, count_carved, count_dense
 from pipeline.disk import expected_bytes, in_mib
 from stages.assemble.config import AssembleConfig
 

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from instruments.errors import NumericsError, some
-from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.call import CallFacts
+from instruments.parameter_scan.header import WatchedParameter
 from instruments.parameter_scan.scan_pass import ScanPass, Squares
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 

@@ -1,4 +1,4 @@
-"""Measurements of a step: gradient norms by layer, ranges of module outputs, the loss scale."""
+"""Measurements of a step: L2 norms of gradients, also sparse and sharded ones, and ranges of module outputs."""
 
 import logging
 import math
@@ -8,36 +8,75 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
 from instruments.hooks import OwnHook, in_training_pass, plain_name
-from instruments.tensors import as_real, find_tensors
+from instruments.tensors import as_real, find_tensors, is_sharded
 from instruments.training_watch import verdict
-from instruments.training_watch.gradient_norms import MISSING, gradient_norms, is_finite
 from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
 from instruments.training_watch.verdict import History, Output
 
 logger = logging.getLogger(__name__)
 
 
+MISSING = -1.0  # in place of the norm of a missing gradient
+
+
+@torch.no_grad()
+def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """L2 norm of each of P parameters' gradients, `MISSING` without one, on the first gradient's device.
+
+    Does not wait for the device. Shards of a DTensor are added up over the processes that hold them; all of these
+    processes must call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19; fp64 for fp64.
+    """
+    device = next((one.device for one in parameters if one.grad is not None), torch.device("cpu"))
+    norms_P = torch.full((len(parameters),), MISSING, device=device)
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            values = _local(parameter.grad)
+            groups[values.device, values.dtype].append((place, values))
+    for (_device, dtype), group in groups.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=wide)
+        norms_P[[place for place, _grad in group]] = torch.stack(found).to(norms_P)
+    return _add_shards(parameters, norms_P)
+
+
+def _local(grad: Tensor) -> Tensor:
+    values: Tensor = grad.to_local() if is_sharded(grad) else grad
+    # Repeated rows count as their sum.
+    return as_real(values.coalesce().values() if values.is_sparse else values)
+
+
+def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
+    meshes: Any = defaultdict(list)
+    for place, parameter in enumerate(parameters):
+        if is_sharded(parameter):
+            for number, part in enumerate(parameter.placements):
+                if part.is_shard():
+                    meshes[parameter.device_mesh, number].append(place)
+    for (mesh, number), places in meshes.items():
+        mine = norms_P[places]
+        squares = torch.stack([mine.clamp_min(0).square(), (mine != MISSING).float()])
+        torch.distributed.all_reduce(squares, group=mesh.get_group(number))
+        norms_P[places] = torch.where(squares[1] > 0, squares[0].sqrt(), MISSING)
+    return norms_P
+
+
+def _is_finite(parameter: nn.Parameter) -> bool:
+    """Whether the gradient is finite, so that only its norm overflowed; not if it has been dropped or zeroed since."""
+    if parameter.grad is None:
+        return False
+    values = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return bool(values.isfinite().all()) and bool(values.any())
+
+
 def layer_of(name: str) -> str:
     """Name of the module that owns a parameter, without the prefixes of wrappers."""
     name = plain_name(name).removeprefix("module.")
     return name.rpartition(".")[0] or name
-
-
-def find_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """Parameters by name, frozen ones too, as they may be unfrozen later; with an optimizer, only its own."""
-    own = dict(model.named_parameters())
-    if optimizer is None:
-        return own
-    asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    strangers = len(asked - {id(parameter) for parameter in own.values() if parameter.requires_grad})
-    if strangers:
-        logger.warning("%d parameters of the optimizer are not trained by the model: not watched", strangers)
-    return {name: parameter for name, parameter in own.items() if id(parameter) in asked}
 
 
 def _find_hooked(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -74,14 +113,15 @@ _MOST_CALLS = 64
 class Measurement:
     """Hooks on modules, and the measurements of the steps so far."""
 
-    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], config: WatchConfig) -> None:
+    def __init__(self, model: nn.Module, config: WatchConfig) -> None:
         """Raises ConfigError: flat parameters of FullyShardedDataParallel."""
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             what = "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers"
             do = "shard with torch.distributed.fsdp.fully_shard, or watch the model without sharding"
             raise ConfigError(what, where="watch_model", do=do)
-        self.model, self.config, self.parameters = model, config, parameters
-        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self.model, self.config = model, config
+        self.parameters = dict(model.named_parameters())  # frozen ones too, as they may be unfrozen later
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         real = (parameter.device for parameter in [*trained, *model.parameters()] if not parameter.is_meta)
         self.device = next(real, torch.device("cpu"))
         # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
@@ -111,8 +151,10 @@ class Measurement:
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
             if not in_training_pass():
                 return
-            if self._was_read:
-                self.forget_outputs()
+            if self._was_read:  # the first output of the next step
+                self.peaks.clear()
+                self.calls.clear()
+                self._was_read = False
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
             parts = [_plain(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
@@ -125,36 +167,26 @@ class Measurement:
 
         return look
 
-    def forget_outputs(self) -> None:
-        """Start the ranges of the next step's outputs."""
-        self.peaks.clear()
-        self.calls.clear()
-        self._was_read = False
-
     @torch.no_grad()
     def read(
         self,
         step: int,
         loss: Tensor | float | None,
         scale: Tensor | None,
+        norms_P: Tensor | None,
         *,
-        scaled: bool = False,
-        norms_P: Tensor | None = None,
-        only: Collection[str] | None = None,
-        optimizer: int | None = None,
+        only: Collection[str],
+        optimizer: int | None,
     ) -> StepReport:
         """Report of a step.
 
-        `scaled`: gradients are still multiplied by the loss scale; `norms_P`: gradient norms, None: measured now;
+        `scale`: the loss scale, by which gradients are multiplied; `norms_P`: gradient norms, None: measured now;
         `only`: names of the parameters that count; `optimizer`: id of the one that makes the step, whose norms are
-        compared with those of its earlier steps. Several optimizers may step after the same forward pass.
+        compared with those of its earlier steps.
         """
         norms, known_loss, known_scale, outputs = self._fetch(loss, scale, norms_P)
-        trained = {
-            name for name, one in self.parameters.items() if one.requires_grad and (only is None or name in only)
-        }
-        norms = {name: norm for name, norm in norms.items() if name in trained}
-        layers, lost = self._by_layer(norms, 1 / known_scale if scaled and known_scale else 1.0, outputs)
+        norms = {name: norm for name, norm in norms.items() if name in only and self.parameters[name].requires_grad}
+        layers, lost = self._by_layer(norms, 1 / known_scale if known_scale else 1.0, outputs)
         found = verdict.judge_finiteness(known_loss, lost, outputs, scaled=scale is not None)
         if not lost:  # non-finite gradients have no norms to judge
             idle = self._order.keys() - {output.module for output in outputs} if outputs else ()
@@ -210,7 +242,7 @@ class Measurement:
             layer = layer_of(name)
             if norm >= 0 or math.isnan(norm):
                 squares[layer] += (norm * factor) ** 2
-            if not math.isfinite(norm) and not is_finite(self.parameters[name]):
+            if not math.isfinite(norm) and not _is_finite(self.parameters[name]):
                 lost.add(layer)
         last = len(self._order)
         # Layers whose outputs are not recorded come last, in the model's order.

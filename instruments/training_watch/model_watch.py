@@ -1,15 +1,15 @@
-"""Watch a model during training.
+"""Watch a model during training: hooks on the model and on the optimizers that are given, on nothing else.
 
-Gradient norms are measured at the end of each backward pass, before clipping. They are judged at the step of a torch
-optimizer that has parameters of the model (with a closure, after its first evaluation); with a GradScaler, after
-`unscale_`. With several optimizers (GAN, Muon and
-AdamW) each has reports of its own; a step ends when one of them steps again. A loop that calls `watch.step(loss)`
-itself, before clipping, turns following of optimizers off.
+Gradient norms are measured at the end of each backward pass: before unscaling and clipping, and multiplied by the loss
+scale of that moment. They are judged when a given optimizer steps (with a closure, after its first evaluation), when
+the loop calls `watch.step`, or else at the next forward pass, if the gradients have changed until then: by a step of
+an optimizer that was not given, by hand, or because a scaler skipped the step.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,29 +18,25 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
 from instruments.hooks import OwnHook, in_backward, in_training_pass
-from instruments.training_watch.gradient_norms import gradient_norms, on_each_step
-from instruments.training_watch.measurement import Measurement, find_parameters, logger
+from instruments.training_watch.measurement import Measurement, gradient_norms, logger
 from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
 
 if TYPE_CHECKING:
     from instruments.tensor_dump.tensor_dump import TensorDump
 
-_unscale = GradScaler.unscale_
-_following: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
 
+@dataclass
+class _Held:
+    """Norms at the end of a backward pass."""
 
-def _unscale_and_look(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Replaces GradScaler.unscale_, as GradScaler.step() skips the optimizer if gradients are not finite."""
-    _unscale(scaler, optimizer)
-    for watch in list(_following):
-        watch.look_unscaled(scaler, optimizer)
-
-
-def _unwrap(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer, or accelerate's wrapper of one
-    return getattr(optimizer, "optimizer", optimizer)
+    norms_P: Tensor
+    scale: Tensor | None  # loss scale; None without a scaler
+    gradients: dict[str, tuple[int, int] | None]  # id and version of each gradient, to detect changes
+    judged: set[int | None] = field(default_factory=set)  # ids of the optimizers whose step was judged by them
 
 
 class ModelWatch:
@@ -49,34 +45,28 @@ class ModelWatch:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Any],
         scaler: GradScaler | None,
         config: WatchConfig,
         log: Path | None,
         dump: "TensorDump | None",
         first_step: int,
     ) -> None:
-        """Add the hooks; a disabled scaler counts as none."""
-        self.optimizer, self.dump = optimizer, dump
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.next_step = self._first_step = first_step
+        """Add the hooks."""
+        self.optimizers, self.scaler, self.dump = optimizers, scaler, dump
+        self.next_step = first_step
         self.last: StepReport | None = None
-        self.measurement = Measurement(model, find_parameters(model, optimizer), config)
+        self.measurement = Measurement(model, config)
+        self.share_factor = 1  # of losses that are shares: processes that Trainer averages tokens over
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
-        self.share_factor = 1  # of losses that are shares: processes that Trainer averages tokens over
-        self._by_hand = False  # the loop calls step(); nothing else marks a step
-        self._stepped = False  # an optimizer has made a step
-        self._unscaled: set[int] = set()  # ids of optimizers whose unscaled gradients have been measured
-        # Ids of the optimizers that have stepped in this step, and in any.
-        self._in_step: set[int | None] = set()
-        self._known: set[int | None] = set()
+        self._in_step: set[int] = set()  # ids of the optimizers that have stepped in this step
+        self._held: _Held | None = None
+        self._by_hand = False  # the loop calls `step`
         self._awaited: Callable[[], object] = lambda: None  # reference to the callback of a backward pass that runs
-        # Norms at the end of the last backward pass, and (id, version) of each gradient to detect changes.
-        self._held: tuple[Tensor, dict[str, tuple[int, int] | None]] | None = None
-        self._undo = ExitStack()
-        self._heard: set[str] = set()  # parameters with a hook
-        _following.add(self)
+        self._hooks, self._optimizer_hooks = ExitStack(), ExitStack()
+        self._hooked: set[str] = set()  # parameters with a hook
+        _OPEN.add(self)
         try:
             self._add_hooks(model)
             if dump is not None:
@@ -88,81 +78,115 @@ class ModelWatch:
             logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
 
     def _add_hooks(self, model: nn.Module) -> None:
-        self._undo.callback(on_each_step(self.look_before_step).remove)
         for handle in self.measurement.add_hooks():
-            self._undo.callback(handle.remove)
+            self._hooks.callback(handle.remove)
         if not isinstance(model, torch.jit.ScriptModule):
-            self._undo.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
-            self._undo.callback(model.register_forward_hook(OwnHook(self._end), with_kwargs=True).remove)
-        self._listen()
-        GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
+            self._hooks.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
+            self._hooks.callback(model.register_forward_hook(OwnHook(self._end), with_kwargs=True).remove)
+        for optimizer in self.optimizers:
+            self._optimizer_hooks.callback(_before_each_step(optimizer, self._before_step).remove)
+            if not self._names_of([optimizer]):
+                logger.warning("no parameter of the optimizer is one of the model's: its steps are not watched")
+        self._hook_parameters()
 
-    def _listen(self) -> None:
+    def _hook_parameters(self) -> None:
         """Add hooks to trained parameters, also to those that were frozen at the last call."""
         ours = weakref.ref(self)
         for name, parameter in self.measurement.parameters.items():
-            if parameter.requires_grad and parameter.is_leaf and name not in self._heard and not is_lazy(parameter):
-                handle = parameter.register_post_accumulate_grad_hook(
-                    lambda _: (watch := ours()) and watch._await_end()  # type: ignore[func-returns-value]
-                )
-                self._heard.add(name)
-                self._undo.callback(handle.remove)
+            if parameter.requires_grad and parameter.is_leaf and name not in self._hooked and not is_lazy(parameter):
+
+                def arrived(_: Tensor, name: str = name) -> None:
+                    if (watch := ours()) is not None:
+                        watch._await_end(name)
+
+                self._hooked.add(name)
+                self._hooks.callback(parameter.register_post_accumulate_grad_hook(arrived).remove)
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """Record the loss if `step` is not called; a `loss` among the model's outputs is recorded automatically."""
+        """Record the loss of this step; a `loss` among the model's outputs is recorded automatically."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ConfigError(
                 f"a loss of shape {tuple(loss.shape)} is no single number", where="watch_model", do="loss.mean()"
             )
         self._loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
 
-    def step(self, loss: Tensor | float | None = None) -> StepReport:
-        """Judge gradients after unscaling and before clipping. Raises ConfigError: the optimizer is followed."""
-        if self.optimizer is not None:
-            what = "the optimizer marks the steps: step() would look at its gradients twice"
-            do = "watch.note_loss(loss), or leave out optimizer="
-            raise ConfigError(what, where="watch_model(optimizer=...)", do=do)
+    def step(
+        self,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        *,
+        loss: Tensor | float | None = None,
+    ) -> StepReport:
+        """Judge the gradients of the last backward pass, before the optimizer's step.
+
+        After the first call, the steps of optimizers that `watch_model` was given are no longer followed.
+
+        Args:
+            optimizer: if there are several: the one that steps now; only its parameters are judged.
+            scaler: the GradScaler that has scaled the loss, before `scaler.update()`.
+            loss: not scaled; not needed if it is among the model's outputs.
+        """
         self._by_hand = True
+        self._optimizer_hooks.close()
+        self.scaler = self.scaler if scaler is None else scaler
         if loss is not None:
             self.note_loss(loss)
-        report = self._measure(self._scale())
-        self._held = None
-        self.measurement.forget_outputs()
-        return report
+        return self._judge(None if optimizer is None else _unwrap(optimizer))
 
     def _scale(self) -> Tensor | None:
-        """The scaler's loss scale; does not wait for the device."""
-        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.measurement.device))
+        """The scaler's loss scale, None without one; does not wait for the device."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        return self.scaler.scale(torch.ones((), device=self.measurement.device))
 
-    def _measure(self, scale: Tensor | None = None, *, optimizer: int | None = None, **how: Any) -> StepReport:  # noqa: ANN401 - arguments of read
-        joins = bool(self._in_step) and optimizer not in self._in_step  # the step that another optimizer began
-        if not joins or not (optimizer in self._known or self.next_step == self._first_step + 1):
-            joins, self._in_step = False, set()
+    def _judge(self, optimizer: Optimizer | None) -> StepReport:
+        """Several optimizers may step after the same pass; a step ends when one of them steps again."""
+        key = None if optimizer is None else id(optimizer)
+        joins = key is not None and bool(self._in_step) and key not in self._in_step
+        if not joins:
+            self._in_step.clear()
             self.next_step += 1
-        self._in_step.add(optimizer)
-        self._known.add(optimizer)
-        report = self.measurement.read(self.next_step - 1, self._loss, scale, optimizer=optimizer, **how)
+        if key is not None:
+            self._in_step.add(key)
+        names, held = self._names_of(self.optimizers if optimizer is None else [optimizer]), self._held
+        if held is not None and (key in held.judged or self._are_others(held, names)):
+            held = None
+        scale = self._scale() if held is None or held.scale is None else held.scale
+        norms_P = None if held is None else held.norms_P
+        report = self.measurement.read(self.next_step - 1, self._loss, scale, norms_P, only=names, optimizer=key)
+        if self._held is not None:
+            self._held.judged.add(key)
         self.last, self._loss = report, None
         self._log.write(report)
         bad = any(anomaly.severity == SEVERE for anomaly in report.anomalies)
         if self.dump is not None and (bad or not joins):
             self.dump.step(float("nan") if bad else 0.0)
-        self._listen()
+        self._hook_parameters()
         return report
 
+    def _are_others(self, held: _Held, names: set[str]) -> bool:
+        """Whether gradients were given to parameters that had none: not those of a backward pass."""
+        parameters = self.measurement.parameters
+        return any(held.gradients.get(name) is None and parameters[name].grad is not None for name in names)
+
     def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
-        """At a forward pass: measured gradients that changed without an optimizer's step were a manual step."""
+        """At a forward pass: gradients that changed and were not judged have been used in a step."""
         if not in_training_pass():
             return
         self.measurement.calls.clear()
-        self._listen()
-        if self._held is not None and not self._stepped and self._held[1] != self._gradients():
-            self._measure(norms_P=self._held[0])
-            self._held = None
+        self._hook_parameters()
+        if self._held is not None and self._held.gradients != self._gradients():
+            self._judge_unseen_step()
+
+    def _judge_unseen_step(self) -> None:
+        """Judge gradients that were not; if the optimizers are given, only a scaler can have left their step out."""
+        followed = self._by_hand or (self.optimizers and self.scaler is None)
+        if self._held is not None and not self._held.judged and not followed:
+            self._judge(None)
 
     def _end(self, _model: nn.Module, _inputs: Any, named: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
         """Record the loss. Trainer names the tokens of the whole step: then each pass computes a share of its loss."""
-        if self._by_hand or not in_training_pass():
+        if not in_training_pass():
             return
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -171,8 +195,9 @@ class ModelWatch:
                 loss = before + self.share_factor * loss.detach().reshape(())
             self.note_loss(loss)
 
-    def _await_end(self) -> None:
-        """When the first gradient of a backward pass is there: have the norms measured at the end of the pass."""
+    def _await_end(self, name: str) -> None:
+        """A gradient is there; the first one of a backward pass has the norms measured at its end."""
+        self.measurement.with_gradient.add(name)
         if self._awaited() is None:
             queue = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -185,57 +210,31 @@ class ModelWatch:
 
     @torch.no_grad()
     def _hold(self) -> None:
-        if not self._by_hand and self.scaler is None and self.measurement.parameters:
-            self._held = gradient_norms([*self.measurement.parameters.values()]), self._gradients()
+        norms_P = gradient_norms([*self.measurement.parameters.values()])
+        self._held = _Held(norms_P, self._scale(), self._gradients())
 
     def _gradients(self) -> dict[str, tuple[int, int] | None]:
         grads = {name: parameter.grad for name, parameter in self.measurement.parameters.items()}
         return {name: None if grad is None else (id(grad), grad._version) for name, grad in grads.items()}
 
-    def _names_of(self, optimizer: Any) -> set[str]:  # noqa: ANN401 - or a wrapper of one
-        """Names of the optimizer's watched parameters; empty if the optimizer is not followed."""
-        if self._by_hand or (self.optimizer is not None and _unwrap(optimizer) is not _unwrap(self.optimizer)):
-            return set()
-        asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        ours = self.measurement.parameters.items()
-        return {name for name, parameter in ours if parameter.requires_grad and id(parameter) in asked}
+    def _names_of(self, optimizers: Sequence[Any]) -> set[str]:
+        """Names of the optimizers' parameters; of all parameters if there is no optimizer."""
+        asked = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        return {name for name, one in self.measurement.parameters.items() if not optimizers or id(one) in asked}
 
-    def look_unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Judge an optimizer's gradients after GradScaler.unscale_."""
-        if scaler.is_enabled() and (names := self._names_of(optimizer)):
-            self.scaler, self._stepped = scaler, True
-            self._held = None  # norms of scaled gradients
-            plain = id(_unwrap(optimizer))
-            self._unscaled.add(plain)
-            self._measure(self._scale(), only=names, optimizer=plain)
-
-    def look_before_step(self, optimizer: Optimizer) -> None:
-        """Judge gradients before an optimizer's step; they may have been clipped since the backward pass."""
-        if not (names := self._names_of(optimizer)) or id(optimizer) in self._unscaled:
-            self._unscaled.discard(id(optimizer))
-            return
-        self._stepped = True
-        if in_backward():  # one optimizer per parameter, which steps as soon as its gradient is there
-            self.measurement.with_gradient.update(names)
-            return
-        # Fused optimizers unscale inside their step.
-        scale = getattr(optimizer, "grad_scale", None)
-        norms_P, then = self._held or (None, {})
-        parameters = self.measurement.parameters
-        if scale is not None or any((then.get(name) is None) != (parameters[name].grad is None) for name in names):
-            norms_P = None  # of other gradients
-        self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names, optimizer=id(optimizer))
+    def _before_step(self, optimizer: Optimizer) -> None:
+        # An optimizer for each parameter steps as soon as its gradient is there.
+        if not in_backward() and self._names_of([optimizer]):
+            self._judge(optimizer)
 
     def remove(self) -> None:
         """Remove all hooks; results stay. Gradients that no step has used yet are judged."""
-        if self not in _following:
+        if self not in _OPEN:
             return
-        if self._held is not None and not self._stepped and not self._by_hand:
-            self._measure(norms_P=self._held[0])
-        self._undo.close()
-        _following.discard(self)
-        if not _following:
-            GradScaler.unscale_ = _unscale  # type: ignore[method-assign]
+        self._judge_unseen_step()
+        self._hooks.close()
+        self._optimizer_hooks.close()
+        _OPEN.discard(self)
         for anomaly in self.measurement.name_without_gradient(1):
             logger.warning("step %d: %s", self.next_step - 1, anomaly.message)
 
@@ -251,9 +250,37 @@ class ModelWatch:
             dump.__exit__(kind, *details)
 
 
+_OPEN: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
+
+
+def _unwrap(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer, or accelerate's wrapper of one
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _before_each_step(optimizer: Optimizer, look: Callable[[Optimizer], None]) -> RemovableHandle:
+    """Call `look` before each step; if a closure computes the gradients (LBFGS), after its first evaluation."""
+
+    def before(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            look(optimizer)
+            return None
+        waiting = [look]
+
+        def evaluate(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - any closure
+            result = closure(*given, **named)
+            if waiting:
+                waiting.pop()(optimizer)
+            return result
+
+        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
+
+    return optimizer.register_step_pre_hook(before)
+
+
 def watch_model(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: GradScaler | None = None,
     config: WatchConfig | None = None,
     *,
@@ -264,12 +291,12 @@ def watch_model(
 ) -> ModelWatch:
     """Watch gradients, outputs and the loss scale of a model in training; its results do not change.
 
-    An earlier watch of the same model ends, unless each has an optimizer of its own.
+    An earlier watch of the same model ends.
 
     Args:
         model: parameters are left out while they are frozen, tied ones counted once.
-        optimizer: the only one to follow. None: all that have parameters of the model, until `step` is called.
-        scaler: its scale is judged as well; not needed if an optimizer is followed.
+        optimizer: whose steps are followed, one or several; a loop may call `watch.step` instead.
+        scaler: the GradScaler that scales the loss; its scale is judged as well.
         config: thresholds.
         log: file of JSON lines, one per step; processes after the first add their rank to its name, watch-1.jsonl.
         dump: folder for the tensors of the last steps before a severe finding, written by `instruments.tensor_dump`.
@@ -278,13 +305,13 @@ def watch_model(
     Raises:
         ConfigError: the model is sharded in a way that hides its layers.
     """
-    for old in [one for one in _following if one.measurement.model is model]:
-        if old.optimizer is None or optimizer is None or old.optimizer is optimizer:
-            logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
-            old.__exit__(None)
+    for old in [one for one in _OPEN if one.measurement.model is model]:
+        logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
+        old.__exit__(None)
     tensors = None if dump is None else _dump_into(Path(dump), model, dump_steps)
+    given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     log = None if log is None else Path(log)
-    return ModelWatch(model, optimizer, scaler, config or WatchConfig(), log, tensors, first_step)
+    return ModelWatch(model, [_unwrap(one) for one in given], scaler, config or WatchConfig(), log, tensors, first_step)
 
 
 def _dump_into(folder: Path, model: nn.Module, steps: int) -> "TensorDump":

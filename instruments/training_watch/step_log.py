@@ -27,8 +27,8 @@ _LEVELS = {NOTE: logging.INFO, WARNING: logging.WARNING, SEVERE: logging.ERROR}
 class Anomaly:
     """A finding of one step."""
 
-    # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, no_gradient, clipped, outputs_unseen,
-    # loss_scale, falling_scale
+    # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, no_gradient, outputs_unseen, loss_scale,
+    # falling_scale
     kind: str
     severity: str
     message: str

@@ -6,6 +6,7 @@ Trainer(..., callbacks=[WatchCallback(log="watch.jsonl")])
 from pathlib import Path
 
 from torch import nn
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from instruments.training_watch.model_watch import ModelWatch, watch_model
@@ -32,10 +33,13 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
         self.watch = watch_model(model, config=self._config, log=self._log, dump=self._dump, first_step=first)
         self.watch.share_factor = args.world_size if args.average_tokens_across_devices else 1
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Use Trainer's step number."""
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Optimizer, **_: object
+    ) -> None:
+        """Judge the step, by Trainer's number; accelerate's optimizer has the scaler."""
         if self.watch is not None:
             self.watch.next_step = state.global_step + 1
+            self.watch.step(optimizer, getattr(optimizer, "scaler", None))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Remove the hooks."""

@@ -67,10 +67,7 @@ class History:
     """Values of earlier steps that the judgement of a step needs."""
 
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))  # gradient norms
-    previous: Mapping[str, float] = field(default_factory=dict)  # norms by layer, of the previous step
     low: dict[str, tuple[int, float]] = field(default_factory=dict)  # layer → low steps in a row, norm in the first
-    alike: int = 0  # steps in a row with the same total norm but changed layers
-    clipped: bool = False  # already reported
 
     def usual(self) -> float:
         """Usual norm: the lower of the medians of the first and of the latest steps, so that a slow rise counts."""
@@ -113,9 +110,7 @@ def judge_norms(
         before = f" and {total / usual:.3g} times the usual {usual:.3g}" if usual < math.inf else ""
         what = f"the gradient explodes: its norm is {total:.3g}, above {config.exploding:g}{before}"
         found.append(Anomaly("exploding", WARNING, f"{what}; largest: {_with_norms(high, layers)}", tuple(high)))
-    found += _clipping(total, layers, history)
     history.totals.append(total)
-    history.previous = dict(layers)
     return found
 
 
@@ -127,19 +122,6 @@ def _lasting(layers: Mapping[str, float], low: Collection[str], history: History
         runs[name] = (1, layers[name]) if layers[name] > 2 * first else (count + 1, first)
     history.low = runs
     return [name for name in layers if name in runs and runs[name][0] >= config.dead_steps]
-
-
-def _clipping(total: float, layers: Mapping[str, float], history: History) -> list[Anomaly]:
-    """Find gradients that were clipped before measurement: the total stays the same while the layers' norms change."""
-    last = history.totals[-1] if history.totals else math.nan
-    moved = any(abs(norm - history.previous.get(name, norm)) > 1e-3 * norm for name, norm in layers.items())
-    history.alike = history.alike + 1 if abs(total - last) <= 1e-5 * total and moved else 0
-    if history.clipped or history.alike < _LEAST - 1:
-        return []
-    history.clipped = True
-    what = f"the gradient norm is {total:.4g} in {_LEAST} steps, while the layers' change: gradients are clipped "
-    what += "before they are looked at, which hides explosions; call watch.step(loss) before clip_grad_norm_"
-    return [Anomaly("clipped", WARNING, what)]
 
 
 def judge_range(outputs: Sequence[Output], config: WatchConfig) -> list[Anomaly]:

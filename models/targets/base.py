@@ -77,6 +77,11 @@ class MoETarget:
     shared_router: str | None = None  # row g of its gate σ(g·x)
     selection_bias: str | None = None
 
+    # Modules in transformers' model, for training and for comparing FFNs with the dense ones.
+    router_module: str = "gate"
+    expert_modules: tuple[str, ...] = ("experts",)  # with shared experts and their gate
+    ffn_modules: tuple[str, ...] = ("mlp",)  # of a layer; their outputs sum to its FFN's
+
     scoring: str = "softmax"  # of router logits: softmax or sigmoid
     normalised: Callable[[MoEShape], bool] = field(default=lambda _shape: True)  # the K chosen gates sum to 1
     norm_key: bool = True  # config.json has norm_topk_prob

@@ -1,18 +1,15 @@
-"""The MoE targets of this folder: selection, checks, config.json, and parameter counts."""
+"""The MoE targets of this folder: which one a source and a shape can have."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from importlib import import_module
-from math import prod
 from pkgutil import iter_modules
 from typing import Any
 
-from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
 from models import targets
 from models.config import MoEShape
-from models.dense import DENSE_FAMILIES, keeps_tied
-from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
+from models.dense import DENSE_FAMILIES
+from models.targets.base import MoETarget
 
 # The `TARGETS` of every module in this folder.
 MOE_TARGETS: dict[str, MoETarget] = {}
@@ -114,144 +111,3 @@ def _sliding_layers(source: Mapping[str, Any]) -> bool:
     if kinds is not None:
         return "sliding_attention" in kinds
     return int(source.get("max_window_layers", 28)) < int(source["num_hidden_layers"])
-
-
-_DEFAULT_THETA = 10000.0
-
-_CARRIED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "rms_norm_eps",
-    "max_position_embeddings",
-)  # fmt: skip
-_CARRIED_OR_DEFAULT = {
-    "initializer_range": 0.02,
-    "attention_dropout": 0.0,
-    "use_cache": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def emit_config(
-    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int | None = None
-) -> dict[str, Any]:
-    """The MoE's config.json, from the dense checkpoint's, which transformers 4 or 5 wrote.
-
-    `dtype` is float32, bfloat16 or float16; `pad_to`: see `expert_width`.
-    """
-    gate_scale = gate_scale_of(target, shape)
-    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    given = ConfigInput(source, shape, width, shared, gate_scale, dtype)
-    if target.is_tiny_onn:
-        return target.config_keys(given)
-    dense = {"hidden_act": "silu", **DENSE_FAMILIES[str(source["model_type"])].defaults, **source}
-    rope = _rope(dense)
-    config = _common_keys(dense, target, shape, dtype) | rope
-    if not target.selection_bias:
-        # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
-        # present. The weight is 0, else TRL adds the loss: a carve's routers are not fitted to even load.
-        config |= {"output_router_logits": False, "router_aux_loss_coef": 0.0}
-    if "transformers_version" in dense:
-        # Tokenizer fixes of transformers depend on the version that wrote the checkpoint.
-        config["transformers_version"] = dense["transformers_version"]
-    config |= target.config_keys(replace(given, dense=dense | rope))
-    if gate_scale.routed_scaling_factor is not None:
-        config["routed_scaling_factor"] = gate_scale.routed_scaling_factor
-    if gate_scale.norm_topk_prob is not None:
-        config["norm_topk_prob"] = gate_scale.norm_topk_prob
-    return config
-
-
-def _common_keys(dense: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str) -> dict[str, Any]:
-    heads = dense["num_attention_heads"]
-    return {
-        "architectures": [target.architecture],
-        "model_type": target.model_type,
-        **{key: dense[key] for key in _CARRIED},
-        **{key: dense.get(key, default) for key, default in _CARRIED_OR_DEFAULT.items()},
-        "num_key_value_heads": dense.get("num_key_value_heads") or heads,
-        "head_dim": dense.get("head_dim") or dense["hidden_size"] // heads,
-        "intermediate_size": dense["intermediate_size"],
-        "num_experts_per_tok": shape.top_k,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "dtype": dtype,
-    }
-
-
-def source_dtype(source: Mapping[str, Any]) -> str | None:
-    """The number format named in config.json, if any."""
-    named = source.get("dtype") or source.get("torch_dtype")
-    return None if named is None else dtype_name(named)
-
-
-def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
-    """The position encoding in the spellings of transformers 4 and 5."""
-    # As in transformers 5, which ignores the other where both are given.
-    stored = dict(dense.get("rope_scaling") or dense.get("rope_parameters") or {})
-    theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or _DEFAULT_THETA
-    # Sources that rotate part of each head are refused, so the factor is 1.
-    stored.pop("partial_rotary_factor", None)
-    kind = stored.pop("type", "default")
-    # "su" is the name in early Phi-3 checkpoints.
-    scaling = {"rope_type": "longrope" if kind == "su" else kind, **stored}
-    top_level = {}
-    # As in transformers 5: of these kinds, the length outside of the scaling precedes the one inside.
-    original = dense.get("original_max_position_embeddings") or stored.get("original_max_position_embeddings")
-    if original and scaling["rope_type"] in {"llama3", "yarn", "longrope"}:
-        scaling["original_max_position_embeddings"] = original
-    if scaling["rope_type"] == "longrope":
-        # transformers 4 reads it outside of the scaling, transformers 5 inside.
-        top_level = {"original_max_position_embeddings": original} if original else {}
-        # Phi3's own class computes the factor from the two lengths; the others warn if it is missing.
-        positions = dense["max_position_embeddings"]
-        scaling = {"factor": positions / (original or positions), **scaling}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-        "rope_parameters": {"rope_theta": theta, **scaling},
-        **top_level,
-    }
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """All parameters, and those active for one token."""
-
-    total: int
-    active: int
-
-
-def count_dense(source: Mapping[str, Any]) -> ParameterCount:
-    """Count a dense model's parameters by its config.json; a tied embedding counts once."""
-    ffn = 3 * int(source["hidden_size"]) * int(source["intermediate_size"])
-    total = _count_kept(source, tied=keeps_tied(source)) + int(source["num_hidden_layers"]) * ffn
-    return ParameterCount(total, total)
-
-
-def count_carved(
-    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int | None = None
-) -> ParameterCount:
-    """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
-
-    A pool's K active experts count in every layer. Selection biases are buffers and do not count. `source` is the dense
-    checkpoint's config.json.
-    """
-    hidden, layers = int(source["hidden_size"]), int(source["num_hidden_layers"])
-    expert = 3 * hidden * expert_width(shape, pad_to)
-    router = hidden * (shape.experts + bool(target.shared_router))
-    layer = router + 3 * hidden * shared_width(target, shape, pad_to)
-    dense, carved = len(shape.dense_layers), layers - len(shape.dense_layers)
-    others = _count_kept(source, tied=target.is_tiny_onn and keeps_tied(source)) + carved * layer
-    others += dense * 3 * hidden * int(source["intermediate_size"])
-    experts = shape.experts * expert * (1 if shape.pooled else carved)
-    return ParameterCount(others + experts, others + shape.top_k * expert * carved)
-
-
-def _count_kept(source: Mapping[str, Any], *, tied: bool) -> int:
-    """Parameters of embeddings, attention and norms."""
-    family = DENSE_FAMILIES[str(source["model_type"])]
-    hidden = int(source["hidden_size"])
-    layer = sum(prod(shape) for shape in family.kept_shapes(source).values())
-    embeddings = int(source["vocab_size"]) * hidden * (1 if tied else 2)
-    return embeddings + int(source["num_hidden_layers"]) * layer + hidden

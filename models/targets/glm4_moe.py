@@ -34,6 +34,7 @@ GLM4_MOE = MoETarget(
     runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; `python -m "
     "pipeline.gguf` runs it with the vocabulary as it is.",
     shared=LAYER + "mlp.shared_experts.{part}.weight",
+    expert_modules=("experts", "shared_experts"),
     dense_layers="first",
     always_has_shared=True,
     shared_as_experts=True,  # config.json counts shared experts, each as wide as a routed one

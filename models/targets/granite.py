@@ -27,6 +27,8 @@ _GRANITE = MoETarget(
     runtimes=("vLLM", "SGLang", "llama.cpp"),
     router=LAYER + "block_sparse_moe.router.layer.weight",
     packed=(LAYER + "block_sparse_moe.input_linear.weight", LAYER + "block_sparse_moe.output_linear.weight"),
+    router_module="router",
+    ffn_modules=("block_sparse_moe", "shared_mlp"),
     norm_key=False,
     output_bias=True,
     llama_cpp_output_bias=True,
@@ -41,6 +43,7 @@ TARGETS = (
         architecture="GraniteMoeSharedForCausalLM",
         sources={"granite": 2},
         runtimes=("vLLM", "llama.cpp"),
+        expert_modules=("experts", "shared_mlp"),
         packed_shared=(LAYER + "shared_mlp.input_linear.weight", LAYER + "shared_mlp.output_linear.weight"),
     ),
 )

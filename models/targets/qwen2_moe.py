@@ -20,6 +20,7 @@ TARGETS = (
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         shared=LAYER + "mlp.shared_expert.{part}.weight",
         shared_router=LAYER + "mlp.shared_expert_gate.weight",
+        expert_modules=("experts", "shared_expert", "shared_expert_gate"),
         dense_layers="any",
         always_has_shared=True,
         normalised=lambda _shape: False,  # the family does not renormalise, and llama.cpp cannot

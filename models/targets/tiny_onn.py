@@ -90,6 +90,7 @@ TARGETS = (
         packed=(LAYER + "mlp.experts.gate_up_proj", LAYER + "mlp.experts.down_proj"),
         packed_pool=("experts.gate_up_proj", "experts.down_proj"),
         shared=LAYER + "mlp.shared_experts.{part}.weight",
+        expert_modules=("experts", "shared_experts"),
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
         dense_layers="any",
         scoring="sigmoid",  # for logits of a size that suits training, sigmoid gates differ least between experts

@@ -1,19 +1,14 @@
 """The experts of a carve on disk: as cut, one file per layer; and as a checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from instruments.errors import CheckpointError, ContractError
-from instruments.safetensors_files import read_facts, save_tensors
 from models.card import CarveFacts, render_card
-from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
@@ -22,60 +17,29 @@ from models.source import read_config
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target
 from stages.artifacts.carve import Partition, PoolPartition, Routers
-
-VERSION = 2
-
-_REMEDY = "stage=extract fresh=true"
-_GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
+from stages.artifacts.tensor_file import layer_file, load_contract, save_contract
 
 
-def layer_file(folder: Path, layer: int) -> Path:
-    """The file of one layer."""
-    return folder / f"layer-{layer:05}.safetensors"
+@dataclass(frozen=True)
+class ExtractedLayer:
+    """The experts cut from one layer, and the numbers of their neurons in the dense FFN; one file."""
 
+    VERSION: ClassVar[int] = 3
 
-def save_layer(
-    folder: Path, layer: int, experts: ExpertWeights, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]
-) -> int:
-    """Write the experts of one layer and their neurons' indices in the dense FFN; returns the file's size in bytes."""
-    tensors, path = _weights(experts) | _named("neurons", neurons_EN, always_S), layer_file(folder, layer)
-    save_tensors(path, tensors, version=VERSION, experts=len(experts.gate_END))
-    return path.stat().st_size
+    experts: ExpertWeights
+    neurons: Tensor  # (E, N) int32
+    always_on: Tensor  # (S,) int32
 
-
-def verify_layer(folder: Path, layer: int, experts: ExpertWeights) -> None:
-    """Compare the weights on disk with `experts`, bit for bit. Raises ContractError."""
-    with _opened(folder, layer) as (reader, _tag):
-        for name, tensor in _weights(experts).items():
-            if not torch.equal(_bits(reader.tensor(name)), _bits(tensor)):
-                what = f"{name} on disk differs from the dense weights"
-                raise ContractError(what, where=f"layer {layer}", do=_REMEDY)
-
-
-def _weights(experts: ExpertWeights) -> dict[str, Tensor]:
-    return {
-        **_named(_GATE, experts.gate_END, experts.shared_gate_SD),
-        **_named(_UP, experts.up_END, experts.shared_up_SD),
-        **_named(_DOWN, experts.down_EDN, experts.shared_down_DS),
-    }
-
-
-def _named(name: str, per_expert: Tensor, always_on: Tensor) -> dict[str, Tensor]:
-    named = {f"experts.{e}.{name}": tensor.contiguous() for e, tensor in enumerate(per_expert)}
-    return named | {f"always_on.{name}": always_on.contiguous()}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As bytes, so that NaN equals itself and -0 does not equal 0."""
-    return tensor.contiguous().view(torch.uint8)
+    def save(self, folder: Path, layer: int) -> int:
+        """Write the file of a layer; returns its size in bytes."""
+        path = layer_file(folder, layer)
+        save_contract(self, path)
+        return path.stat().st_size
 
 
 def load_layer(folder: Path, layer: int) -> ExpertWeights:
     """All experts of one layer, bit for bit. Raises ContractError."""
-    with _opened(folder, layer) as (reader, tag):
-        stacks = (_stack(reader, tag["experts"], name) for name in (_GATE, _UP, _DOWN))
-        shared = (reader.tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
-        return ExpertWeights(*stacks, *shared)
+    return load_contract(ExtractedLayer, layer_file(folder, layer)).experts
 
 
 ROUTED = ("gate_END", "up_END", "down_EDN")
@@ -94,34 +58,6 @@ def join_pool(parts: Sequence[ExpertWeights]) -> list[ExpertWeights]:
     giving = [part for part in parts if len(part.gate_END)]  # empty stacks have no width to concatenate
     pool = {name: torch.cat([getattr(part, name) for part in giving]) for name in ROUTED}
     return [replace(part, **pool) for part in parts]
-
-
-def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
-    """Stack experts along a new first axis; read one at a time, so that memory holds no second copy."""
-    if not experts:  # a layer without experts in the pool
-        like = reader.tensor(f"always_on.{name}")
-        sizes = list(like.shape)
-        sizes[1 if name == _DOWN else 0] = 0
-        return like.new_empty(0, *sizes)
-    first = reader.tensor(f"experts.0.{name}")
-    stacked = first.new_empty(experts, *first.shape)
-    for e in range(experts):
-        stacked[e] = reader.tensor(f"experts.{e}.{name}")
-    return stacked
-
-
-@contextmanager
-def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, Any]]]:
-    path = layer_file(folder, layer)
-    try:
-        tag = read_facts(path)
-        if tag.get("version") != VERSION:
-            what = f"expected experts version {VERSION}, found {tag.get('version')}"
-            raise ContractError(what, where=str(path), do=_REMEDY)
-        with ShardReader(path) as reader:
-            yield reader, tag
-    except CheckpointError as error:
-        raise ContractError(f"cannot read experts: {error.what}", where=str(path), do=_REMEDY) from error
 
 
 class FormatSettings(Protocol):

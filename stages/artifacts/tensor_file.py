@@ -1,7 +1,7 @@
 """Dataclasses of tensors and plain values, possibly nested, each as one safetensors file."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, get_type_hints
@@ -53,33 +53,26 @@ def load_contract(kind: type[Contract], path: Path) -> Contract:
     if (found := f"{facts.get('contract')} version {facts.get('version')}") != wanted:
         raise ContractError(f"expected {wanted}, found {found}", where=str(path), do=remedy)
     values = {**facts["plain"], **tensors}
-    names = set(_names(kind))
-    if values.keys() != names:
-        what = f"{kind.__name__} has fields {sorted(values.keys() ^ names)} too many or too few"
+    try:
+        contract = _build(kind, values)
+        odd = [*values]
+    except KeyError as missing:
+        odd = [*missing.args]
+    if odd:
+        what = f"{kind.__name__} has fields {sorted(odd)} too many or too few"
         raise ContractError(what, where=str(path), do=remedy)
-    return _build(kind, values)
+    return contract
 
 
-def _parts(kind: type) -> dict[str, type | None]:
-    """Field name → its dataclass, or None if its type is no dataclass."""
+def _build(kind: type[Contract], values: dict[str, Any], prefix: str = "") -> Contract:
+    """Build a dataclass, nested ones included, from the values of its fields, which are removed. Raises KeyError."""
     hints = get_type_hints(kind)
-    parts = ((spec.name, hints[spec.name]) for spec in fields(kind))
-    return {name: hint if is_dataclass(hint) else None for name, hint in parts}  # type: ignore[misc]
-
-
-def _names(kind: type, prefix: str = "") -> Iterator[str]:
-    for name, part in _parts(kind).items():
-        if part is None:
-            yield prefix + name
-        else:
-            yield from _names(part, f"{prefix}{name}.")
-
-
-def _build(kind: type[Contract], values: Mapping[str, Any], prefix: str = "") -> Contract:
     return kind(
         **{
-            name: values[prefix + name] if part is None else _build(part, values, f"{prefix}{name}.")
-            for name, part in _parts(kind).items()
+            spec.name: _build(hints[spec.name], values, f"{prefix}{spec.name}.")
+            if is_dataclass(hints[spec.name])
+            else values.pop(prefix + spec.name)
+            for spec in fields(kind)  # type: ignore[arg-type]
         }
     )
 
@@ -100,9 +93,14 @@ class TensorFile:
         return load_contract(cls, folder / cls.FILE)
 
 
+def layer_file(folder: Path, layer: int) -> Path:
+    """The file of one layer."""
+    return folder / f"layer-{layer:05}.safetensors"
+
+
 def save_layer_checkpoint(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
     """Write a stage's result for a layer atomically."""
-    save_contract(layer, _layer_file(scratch, index))
+    save_contract(layer, layer_file(scratch, index))
 
 
 def load_layer_checkpoint(scratch: Path, index: int, kind: type[Contract]) -> Contract | None:
@@ -111,7 +109,7 @@ def load_layer_checkpoint(scratch: Path, index: int, kind: type[Contract]) -> Co
     Raises:
         ContractError: an undamaged file of another class or version.
     """
-    path = _layer_file(scratch, index)
+    path = layer_file(scratch, index)
     if not path.exists():
         return None
     try:
@@ -122,7 +120,3 @@ def load_layer_checkpoint(scratch: Path, index: int, kind: type[Contract]) -> Co
         logger.warning("layer %d of an unfinished run is damaged and will be computed again: %s", index, path)
         path.unlink()
         return None
-
-
-def _layer_file(scratch: Path, index: int) -> Path:
-    return scratch / f"layer-{index:05}.safetensors"

@@ -100,31 +100,22 @@ def watch_passes(request: Request) -> Table:
     return summarise(reports, request.settings.watch.precision)
 
 
-class IdleOptimizer(torch.optim.SGD):
-    """For the scaler, which needs an optimizer: it changes no weight, also where a gradient is not finite."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Do nothing; a rate of 0 would add 0 · inf."""
-
-
 def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]:
     """Run the passes; yield the report of each."""
     settings, device = request.settings.watch, input_device(model)
-    optimizer = IdleOptimizer(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters())  # the scaler needs one; it makes no step
     low = None if settings.precision in {"float32", "fp32"} else find_format(settings.precision)
     scaler = GradScaler(device.type, enabled=low is torch.float16)
     log = request.job.out / "watch.jsonl"
-    with watch_model(model, optimizer, scaler, settings.limits, log=log) as watch:
+    with watch_model(model, scaler=scaler, config=settings.limits, log=log) as watch:
         for ids in read_batches(request, model):
             model.zero_grad(set_to_none=True)
             with torch.autocast(device.type, low, enabled=low is not None):
                 loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss
-            watch.note_loss(loss)
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            yield watch.step(loss=loss)
+            scaler.unscale_(optimizer)
             scaler.update()
-            assert watch.last is not None, "the optimizer has stepped"
-            yield watch.last
 
 
 def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:

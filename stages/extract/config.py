@@ -1,12 +1,3 @@
-"""Settings of the extraction."""
+"""The version of the extraction; it has no settings."""
 
-from dataclasses import dataclass, field
-
-VERSION = 3
-
-
-@dataclass
-class ExtractConfig:
-    """How neurons are copied from the dense checkpoint, in its number format; explained in conf/extract."""
-
-    verify: bool = field(default=True, metadata={"fingerprint": False})
+VERSION = 4

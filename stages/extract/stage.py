@@ -11,12 +11,11 @@ from models.dense import dense_family
 from models.experts import slice_experts
 from models.source import read_config, resolve_folder
 from stages.artifacts.carve import Partition, PoolPartition, load_partition
-from stages.artifacts.experts import save_layer, verify_layer
+from stages.artifacts.experts import ExtractedLayer
 from stages.artifacts.job import Job, Table
-from stages.extract.config import ExtractConfig
 
 
-def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape) -> Table:
+def run(job: Job, *, model: ModelConfig, shape: MoEShape) -> Table:
     """Copy the neurons of the partition into one file per layer that does not stay dense. Raises ContractError."""
     folder = resolve_folder(model)
     config = read_config(folder)
@@ -30,9 +29,7 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape
         for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
             experts = slice_experts(reader, dense_family(config), layer, neurons_EN, always_on_S)
-            size += save_layer(job.out, layer, experts, neurons_EN, always_on_S)
-            if extract.verify:
-                verify_layer(job.out, layer, experts)
+            size += ExtractedLayer(experts, neurons_EN, always_on_S).save(job.out, layer)
     return summarise(partition, size, perf_counter() - started)
 
 

@@ -10,12 +10,12 @@ REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "sklearn", "umap", "matplotlib", "datasets")
 LIGHT = [
     "pipeline.cli",
-    "instruments.mscan.command",
+    "instruments.parameter_scan.command",
     "instruments.tensor_dump.command",
     "instruments.static_check.check",
     "instruments.precision.command",
     "models.source",
-    "instruments.mscan.reader",
+    "instruments.parameter_scan.reader",
     "instruments.safetensors_files",
     "models.dense",
     "models.targets.base",

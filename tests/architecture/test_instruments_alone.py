@@ -22,8 +22,8 @@ ENTRIES = {
         "from instruments.parameter_scan.scanner import ParameterTensorScanner",
         ("transformers", "matplotlib"),
     ),
-    "MscanWriter": ("from instruments.mscan.writer import MscanWriter", ("transformers", "matplotlib")),
-    "read_mscan": ("from instruments.mscan.reader import read_mscan", ("torch", "transformers", "matplotlib")),
+    "MscanWriter": ("from instruments.parameter_scan.writer import MscanWriter", ("transformers", "matplotlib")),
+    "read_mscan": ("from instruments.parameter_scan.reader import read_mscan", ("torch", "transformers", "matplotlib")),
 }
 
 

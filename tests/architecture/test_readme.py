@@ -149,6 +149,7 @@ def test_examples_of_instruments_run(page, code, tmp_path, monkeypatch, capsys):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     exec(code, {
         "model": model, "batch": batch, "batches": [batch, batch], "optimizer": optimizer, "nn": torch.nn,
+        "scaler": torch.amp.GradScaler("cpu"),
         "gradient": torch.ones(3, 5), "path": "scan.mscan",
     })  # fmt: skip
     assert page != Path("instruments/README.md") or len([line for line in code.splitlines() if line]) <= 5

@@ -51,4 +51,4 @@ def _step(bench: Workbench, watch: ModelWatch | None) -> None:
     loss = bench.forward_labels()
     torch.autograd.backward(loss)
     if watch is not None:
-        watch.step(loss)
+        watch.step(loss=loss)

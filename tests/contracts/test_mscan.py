@@ -15,14 +15,14 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from unit.instruments.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, P, record, sequences
+from unit.instruments.parameter_scan.recordings import ARRAYS, PARAMETERS, WIDTH, P, record, sequences
 
 from instruments.errors import ContractError
-from instruments.mscan import writer as segment_file
-from instruments.mscan.header import PREAMBLE
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.segments import HEADER
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan import writer as segment_file
+from instruments.parameter_scan.header import PREAMBLE
+from instruments.parameter_scan.reader import read_mscan
+from instruments.parameter_scan.segments import HEADER
+from instruments.parameter_scan.writer import MscanWriter
 
 REPOSITORY = Path(__file__).parents[2]
 SIZES = [3, 1, 5, 2]  # sequences a record
@@ -280,8 +280,8 @@ def test_appending_goes_on_as_if_there_had_been_no_pause(path, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from unit.instruments.mscan.recordings import PARAMETERS, WIDTH, record
-from instruments.mscan.writer import MscanWriter
+from unit.instruments.parameter_scan.recordings import PARAMETERS, WIDTH, record
+from instruments.parameter_scan.writer import MscanWriter
 
 path = Path(sys.argv[1])
 writer = MscanWriter(path, PARAMETERS, model="pico", block_width=WIDTH, segment_sequences=3, append=True)

@@ -8,13 +8,13 @@ from zlib import crc32
 import numpy as np
 import pytest
 from fuzz.mutants import Trials, mutate_bytes, mutate_json
-from unit.instruments.mscan.recordings import PARAMETERS, WIDTH, record
+from unit.instruments.parameter_scan.recordings import PARAMETERS, WIDTH, record
 
-from instruments.mscan.command import summarise
-from instruments.mscan.header import PREAMBLE
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.segments import HEADER
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.command import summarise
+from instruments.parameter_scan.header import PREAMBLE
+from instruments.parameter_scan.reader import read_mscan
+from instruments.parameter_scan.segments import HEADER
+from instruments.parameter_scan.writer import MscanWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on values that no scan produces
 COUNTS = [pytest.param(150, id="quick"), pytest.param(3_000, id="long", marks=pytest.mark.slow)]

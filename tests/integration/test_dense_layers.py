@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.artifacts.carve import Partition, Routers
-from stages.artifacts.experts import layer_file
+from stages.artifacts.tensor_file import layer_file
 
 
 def test_a_layer_that_stays_dense_is_only_copied(carves):

@@ -11,8 +11,8 @@ from integration.redis_server import running
 from pico import write_pico
 from safetensors.torch import load_file
 
-from instruments.mscan.header import unpack_header
-from instruments.mscan.reader import read_mscan
+from instruments.parameter_scan.header import unpack_header
+from instruments.parameter_scan.reader import read_mscan
 from instruments.safetensors_files import read_facts
 from pipeline.artifacts import Manifest, verify
 from pipeline.cli import run_command

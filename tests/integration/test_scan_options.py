@@ -12,7 +12,7 @@ from integration.redis_server import running
 from pico import write_pico
 from safetensors.torch import load_file, save_file
 
-from instruments.mscan.reader import read_mscan
+from instruments.parameter_scan.reader import read_mscan
 from pipeline.cli import run_command
 from stages.scan.passes import Scanner
 

@@ -14,13 +14,13 @@ def report_of(model):
     with watch_model(model) as watch:
         loss = model(torch.randn(7, 6, generator=torch.Generator().manual_seed(1))).square().mean()
         loss.backward()
-        return watch.step(loss)
+        return watch.step(loss=loss)
 
 
 def follow(model, wrapped, rank, log=None):
     """Train without `watch.step`; batches differ between processes, so the norm is that of the mean gradient."""
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with watch_model(model, log=log) as watch:
+    with watch_model(model, optimizer, log=log) as watch:
         for step in range(2):
             x = torch.randn(7, 6, generator=torch.Generator().manual_seed(10 * step + rank))
             wrapped(x).square().mean().backward()

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, Gemma2Config, GPT2Config, PhiConfig
 
 from instruments.errors import ConfigError, NumericsError
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.writer import MscanWriter
 
 B, T, V = 3, 7, 61
 SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}

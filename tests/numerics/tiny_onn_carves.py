@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.config import MoEShape
-from models.targets.config import MOE_TARGETS, emit_config
+from models.targets.config import MOE_TARGETS
+from models.targets.config_json import emit_config
 from models.targets.tiny_onn import copy_code
 
 LAYERS, HIDDEN = 3, 24

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.writer import MscanWriter
 from instruments.precision import watch_model
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.tensor_dump import TensorDump
@@ -58,7 +58,7 @@ def disturb(model):
 def test_a_watch(tmp_path):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with watch_model(model, log=tmp_path / "log.jsonl", dump=tmp_path / "dump") as watch:
+    with watch_model(model, optimizer, log=tmp_path / "log.jsonl", dump=tmp_path / "dump") as watch:
         run(model)
         disturb(model)
         optimizer.step()

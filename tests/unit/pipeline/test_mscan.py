@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyarrow.parquet import read_table
-from unit.instruments.mscan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P, record
+from unit.instruments.parameter_scan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P, record
 
-from instruments.mscan import command as mscan
-from instruments.mscan.command import main
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan import command as mscan
+from instruments.parameter_scan.command import main
+from instruments.parameter_scan.reader import read_mscan
+from instruments.parameter_scan.writer import MscanWriter
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -169,7 +169,7 @@ def test_the_file_itself_and_folders_are_no_output(file, run, tmp_path):
 
 
 def test_without_pyarrow(file, run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "instruments.mscan.parquet", None)
+    monkeypatch.setitem(sys.modules, "instruments.parameter_scan.parquet", None)
     code, _, err = run(file, "--parquet", tmp_path / "out.parquet")
     assert (code, err) == (
         2,
@@ -208,7 +208,7 @@ def test_words_that_are_no_settings(capsys, tmp_path):
 
 def test_it_starts_without_torch(file):
     code = (
-        "import sys; from instruments.mscan.command import main; code = main(sys.argv[1:]);"
+        "import sys; from instruments.parameter_scan.command import main; code = main(sys.argv[1:]);"
         "assert not {'torch', 'transformers', 'matplotlib', 'pyarrow'} & set(sys.modules); sys.exit(code)"
     )
     start = time.monotonic()

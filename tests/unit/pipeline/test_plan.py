@@ -172,7 +172,7 @@ def test_fresh_means_the_asked_stage(steps):
     "word",
     [
         *("store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"),
-        *("extract.verify=false", "data.path=elsewhere", "data.temperature=1", "scan.block_width=32"),
+        *("data.path=elsewhere", "data.temperature=1", "scan.block_width=32"),
         *("assemble.router_rate=0.5", "project.pool_tokens=9", "project.pool_sweeps=3"),
     ],
 )

@@ -9,7 +9,7 @@ from pico import write_pico
 
 from models.config import MoEShape
 from models.source import EMBEDDED, read_config
-from models.targets.config import count_carved, count_dense
+from models.targets.config_json import count_carved, count_dense
 from pipeline.settings import compose, register_schema
 from pipeline.shape import (
     ShapeRequest,

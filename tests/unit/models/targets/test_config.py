@@ -9,7 +9,8 @@ from transformers import AutoConfig
 
 from models.config import MoEShape
 from models.targets.base import expert_width, shared_width
-from models.targets.config import MOE_TARGETS, emit_config, source_dtype
+from models.targets.config import MOE_TARGETS
+from models.targets.config_json import emit_config, source_dtype
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
 SIZES = {

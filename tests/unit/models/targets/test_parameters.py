@@ -10,7 +10,8 @@ import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
 from models.source import EMBEDDED, read_config
-from models.targets.config import MOE_TARGETS, count_carved, count_dense, emit_config, select_target
+from models.targets.config import MOE_TARGETS, select_target
+from models.targets.config_json import count_carved, count_dense, emit_config
 from stages.evaluate.comparison import count_parameters
 
 SIZES = {

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from models.config import MoEShape
-from models.targets.config import MOE_TARGETS, emit_config
+from models.targets.config import MOE_TARGETS
+from models.targets.config_json import emit_config
 from models.targets.tiny_onn import CODE_FILES, copy_code
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 

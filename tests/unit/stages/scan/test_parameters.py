@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError, ContractError
-from instruments.mscan.header import WatchedParameter
-from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.header import WatchedParameter
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
+from instruments.parameter_scan.writer import MscanWriter
 from stages.artifacts.job import ALONE, Workers
 from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_common_folder, require_recorded
 

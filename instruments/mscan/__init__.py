@@ -1,1 +1,0 @@
-"""The .mscan file format: write, read, merge, show."""

@@ -1,0 +1,94 @@
+import pytest
+from torch import nn
+
+from instruments.errors import ConfigError
+from instruments.parameter_scan.header import WatchedParameter
+from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.targets import Selection
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(6, 12)
+        self.router = nn.Linear(6, 3)
+
+
+class Model(nn.Module):
+    def __init__(self, embedding=nn.Embedding):
+        super().__init__()
+        self.embed_tokens = embedding(11, 6)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(6, 11, bias=False)
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+
+def names(targets):
+    return [target.parameter.name for target in targets.targets]
+
+
+def test_every_linear_and_embedding_by_default():
+    found = Selection(Model(), None, 5)
+    layers = [f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("q_proj", "router")]
+    assert names(found) == ["embed_tokens.weight", *layers, "lm_head.weight"]
+    assert found.left_out == {}
+    targets = found.targets
+    assert targets[0].parameter == WatchedParameter("embed_tokens.weight", "embedding", 11, 6, 5)
+    assert targets[1].parameter == WatchedParameter("layers.0.q_proj.weight", "linear", 6, 12, 5)
+    assert targets[0].head is None
+
+
+def test_patterns_are_globs_on_module_names():
+    assert names(Selection(Model(), ["*.1.*", "lm_*"], 5)) == [
+        "layers.1.q_proj.weight", "layers.1.router.weight", "lm_head.weight",
+    ]  # fmt: skip
+
+
+def test_a_tied_output_embedding_belongs_to_the_embedding():
+    model = Model()
+    model.lm_head.weight = model.embed_tokens.weight
+    found = Selection(model, ["embed_tokens", "lm_head"], 5)
+    assert names(found) == ["embed_tokens.weight"]
+    assert found.targets[0].head is model.lm_head
+
+
+def test_nothing_matches():
+    with pytest.raises(ConfigError) as caught:
+        ParameterTensorScanner(Model(), patterns=["*.query"])
+    assert str(caught.value) == (
+        "no parameter of the model matches patterns=['*.query']; its Linear layers are called lm_head, q_proj, router\n"
+        "  where: ParameterTensorScanner\n"
+        "  do:    patterns=['*lm_head']"
+    )
+    with pytest.raises(ConfigError) as caught:
+        ParameterTensorScanner(nn.Sequential(nn.ReLU()))
+    assert str(caught.value) == (
+        "no parameter of the model matches the default; it has no Linear, Conv1D or embedding\n"
+        "  where: ParameterTensorScanner\n"
+        "  do:    scan a model with nn.Linear layers"
+    )
+
+
+def test_two_linears_with_one_weight():
+    model = Model()
+    model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    found = Selection(model, None, 5)
+    why = "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both"
+    assert found.left_out == dict.fromkeys(("layers.0.q_proj.weight", "layers.1.q_proj.weight"), why)
+    assert not {name for name in names(found) if "q_proj" in name}
+    with pytest.raises(ConfigError) as caught:
+        ParameterTensorScanner(model, patterns=["*.q_proj"])
+    assert str(caught.value) == (
+        "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both\n"
+        "  where: ParameterTensorScanner\n"
+        "  do:    leave one of them out: patterns=[...]"
+    )
+
+
+def test_settings_out_of_range():
+    with pytest.raises(ConfigError, match="block_width=0 is below 1"):
+        ParameterTensorScanner(Model(), block_width=0)
+    with pytest.raises(ConfigError, match="product='fast' is none of auto, gram, direct"):
+        ParameterTensorScanner(Model(), product="fast")

@@ -1,0 +1,402 @@
+"""watch_model in training loops: which steps it sees, by which hooks, and that nothing else changes."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import functional
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from unit.instruments.training_watch.watched_net import D, H, Net, batch, hooks_of, loss_of, norm_of, train
+
+from instruments.errors import ConfigError, ContractError
+from instruments.precision import watch_model
+from instruments.tensor_dump.reader import DumpReader
+from instruments.training_watch.step_log import describe, read_step_log
+
+
+@pytest.mark.parametrize("how", ["optimizer", "step", "step(optimizer)", "nothing given", "by hand"])
+def test_every_step_is_judged_before_clipping_and_training_does_not_change(how, tmp_path, caplog):
+    model, twin, norms = Net(), Net(), []
+    train(twin, 4, clip=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    watch = watch_model(model, optimizer if how == "optimizer" else None, log=tmp_path / "log.jsonl")
+    for step in range(4):
+        loss = loss_of(model, step)
+        loss.backward()
+        norms.append(norm_of(model))
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if how.startswith("step"):
+            report = watch.step(optimizer, loss=loss) if "(" in how else watch.step(loss=loss)
+            assert (report.step, report.loss) == (step, loss.item())
+        if how == "by hand":
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.05)
+                parameter.grad = None
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    watch.remove()
+    lines = read_step_log(tmp_path / "log.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["gradient_norm"] for line in lines] == pytest.approx(norms, rel=1e-6)
+    assert ["layers" in line for line in lines] == [True, False, False, False]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert caplog.messages == []
+    assert hooks_of(model) == list(optimizer._optimizer_step_pre_hooks) == []
+
+
+def test_norms_of_layers_and_ranges_of_outputs(tmp_path):
+    model = Net()
+    with watch_model(model) as watch:
+        loss_of(model).backward()
+        report = watch.step()
+    expected = {name: norm_of(part) for name, part in model.named_children()}
+    assert list(report.layers) == list(expected)
+    assert report.layers == pytest.approx(expected, rel=1e-6)
+    seen = model.first(batch()[0])
+    assert report.outputs["first"] == (seen.min().item(), seen.max().item())
+
+
+def test_nothing_grows_without_steps_and_a_forgotten_watch_dies_with_its_model():
+    model = Net()
+    watch = watch_model(model)
+    for step in range(150):
+        model(batch(step)[0])
+        model.first(batch(step)[0])  # does not pass through the model
+    assert len(watch.measurement.peaks) < 2 * 64 + 4
+    watch.remove()
+    other = Net()
+    watch = weakref.ref(watch_model(other, torch.optim.SGD(other.parameters(), 0.1)))
+    del other
+    gc.collect()
+    assert watch() is None
+
+
+def test_accumulated_batches_are_one_step_and_evaluation_none():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch = watch_model(model, optimizer)
+    for step in range(6):
+        loss_of(model, step).backward()
+        with torch.no_grad():
+            model(torch.full((3, D), torch.nan))
+        if step % 3 == 2:
+            norm = norm_of(model)
+            optimizer.step()
+            assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-6)
+            assert watch.last.anomalies == ()
+            optimizer.zero_grad()
+    assert watch.next_step == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["given", "step", "explicit unscale"])
+def test_a_scaler_that_searches_its_scale(fused, how):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+    watch = watch_model(model) if how == "step" else watch_model(model, optimizer, scaler)
+    reports = []
+    for step in range(40):
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(model, step)
+        scaler.scale(loss).backward()
+        if how == "explicit unscale":
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if how == "step":
+            watch.step(optimizer, scaler, loss=loss)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        reports.append(watch.last)
+    watch.remove()
+    assert watch.next_step == 40
+    seen = [report.loss_scale for report in reports if report]
+    if how == "step":  # else a skipped step is seen at the next forward pass
+        assert seen[:2] == [2.0**40, 2.0**39]
+        assert [one.kind for one in reports[0].anomalies] == ["skipped"]
+        rises, falls = (sum(sign * (b - a) > 0 for a, b in pairwise(seen)) for sign in (1, -1))
+        assert (watch.last.scale_rises, watch.last.scale_falls) == (rises, falls)
+        assert f"loss scale: {rises} rises, {falls} falls\n" in describe([watch.last.record(layers=False)])
+    assert {one.kind for report in reports if report for one in report.anomalies} <= {"skipped", "falling_scale"}
+    assert watch.last.scale_falls > 5
+    assert 1e-3 < watch.last.gradient_norm < 10
+
+
+def test_norms_with_a_scaler_are_those_of_float32():
+    model, twin = Net(), Net()
+    scaler = GradScaler("cpu", init_scale=4096.0)
+    with watch_model(model, scaler=scaler) as watch:
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(model)
+        scaler.scale(loss).backward()
+        watch.note_loss(loss)
+        report = watch.step()
+    loss_of(twin).backward()
+    assert (report.loss, report.loss_scale, report.anomalies) == (loss.item(), 4096.0, ())
+    assert report.gradient_norm == pytest.approx(norm_of(twin), rel=0.01)
+
+
+def test_two_watches_and_a_foreign_scaler_do_not_affect_each_other():
+    before = dict(vars(GradScaler)), dict(vars(torch.optim.SGD))
+    models = [Net(), Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in models]
+    scaler, foreign = GradScaler("cpu", init_scale=256.0), GradScaler("cpu", init_scale=2.0**20)
+    watches = [watch_model(models[0], optimizers[0], scaler), watch_model(models[1], optimizers[1])]
+    assert (dict(vars(GradScaler)), dict(vars(torch.optim.SGD))) == before
+    assert not _global_optimizer_pre_hooks
+    for step in range(4):
+        for model, optimizer, own in zip(models, optimizers, (scaler, None, foreign), strict=True):
+            (own.scale(loss_of(model, step)) if own else loss_of(model, step)).backward()
+            if own:
+                own.step(optimizer)
+                own.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            watches[1].remove()
+    assert [watch.next_step for watch in watches] == [4, 2]
+    assert [watch.last.loss_scale for watch in watches] == [256.0, None]
+    assert watches[0].last.anomalies == watches[1].last.anomalies == ()
+    assert hooks_of(models[1]) == hooks_of(models[2]) == []
+
+
+def test_two_optimizers_of_one_backward_pass_share_a_step(caplog):
+    model = Net()
+    for parameter in model.norm.parameters():
+        parameter.register_hook(lambda grad: grad * 1e-9)
+    body, head = nn.ModuleList([model.first, model.norm, model.middle]), model.head
+    optimizers = [torch.optim.SGD(body.parameters(), 0.01), torch.optim.AdamW(head.parameters(), 0.01)]
+    with watch_model(model, optimizers) as watch:
+        for step in range(4):
+            loss_of(model, step).backward()
+            norms = norm_of(body), norm_of(head)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            for optimizer, norm in zip(optimizers, norms, strict=True):
+                optimizer.step()
+                assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+                assert watch.last.step == step
+                assert "head" in watch.last.outputs
+            model.zero_grad()
+    (message,) = caplog.messages
+    assert message.startswith("step 2: no gradient to speak of in norm: ")
+
+
+def test_a_generator_is_compared_with_its_own_earlier_steps(caplog):
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(D, H), nn.Linear(H, 1)
+    both = nn.ModuleDict({"generator": generator, "critic": critic})  # is never called itself
+    optimizers = [torch.optim.SGD(part.parameters(), 1e-6) for part in (generator, critic)]
+    with watch_model(both, optimizers) as watch:
+        for step in range(4):
+            for scale, times, part, optimizer in ((0.1, 5, critic, optimizers[1]), (-1e3, 1, generator, optimizers[0])):
+                for _ in range(times):
+                    (scale * critic(generator(batch(step)[0])).mean()).backward()
+                    norm = norm_of(part)
+                    nn.utils.clip_grad_norm_(both.parameters(), 1e-3)
+                    optimizer.step()
+                    assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+                    both.zero_grad()
+            assert watch.next_step == 5 * step + 5
+    assert caplog.messages == []
+
+
+class Fields(dict):
+    """Outputs of a model; pytree does not look inside."""
+
+
+class Odd(Net):
+    def forward(self, x):
+        return Fields(scores=super().forward(x))
+
+    def training_step(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["after an error", "dict", "training_step"])
+def test_every_backward_pass_is_noticed(how):
+    model = Odd()
+    optimizer, broken = torch.optim.SGD(model.parameters(), 0.01), [True] * (how == "after an error")
+
+    def fail(_grad):
+        if broken:
+            broken.clear()
+            raise RuntimeError("out of memory")
+
+    model.middle.weight.register_hook(fail)
+    with watch_model(model, optimizer) as watch:
+        if broken:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model.training_step(batch(0)[0]).sum().backward()
+            optimizer.zero_grad()
+        for step in range(2):
+            scores = model(batch(step)[0])["scores"] if how == "dict" else model.training_step(batch(step)[0])
+            functional.cross_entropy(scores, batch(step)[1]).backward()
+            norm = norm_of(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+            optimizer.zero_grad()
+
+
+def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(caplog):
+    model = Net()
+    optimizers = {parameter: torch.optim.SGD([parameter], 0.01) for parameter in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with watch_model(model, [*optimizers.values()]):
+        for number in range(5):
+            loss_of(model, number).backward()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("given", ["argument", "keyword"])
+def test_the_gradient_is_that_of_the_closure_not_the_one_before_it(given, tmp_path):
+    """As in Lightning: a first micro-batch outside of the closure, the last one and the clipping in it."""
+    model, norms = Net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch_model(model, optimizer, log=tmp_path / "log.jsonl"):
+        for step in range(3):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+
+            def closure(x=x, y=y):
+                loss = functional.cross_entropy(model(2 * x), y)
+                loss.backward()
+                norms.append(norm_of(model))
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                return loss
+
+            loss = optimizer.step(closure) if given == "argument" else optimizer.step(closure=closure)
+            assert torch.is_tensor(loss)
+    logged = [line["gradient_norm"] for line in read_step_log(tmp_path / "log.jsonl")]
+    assert logged == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_step_with_several_evaluations_is_judged_by_the_first(tmp_path):
+    model, norms = Net(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4)
+    with watch_model(model, optimizer, log=tmp_path / "log.jsonl") as watch:
+        for step in range(2):
+            evaluations = []
+
+            def closure(step=step, evaluations=evaluations):
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                evaluations.append(norm_of(model))
+                return loss
+
+            optimizer.step(closure)
+            assert len(evaluations) > 1
+            norms.append(evaluations[0])
+    assert watch.next_step == 2
+    logged = [line["gradient_norm"] for line in read_step_log(tmp_path / "log.jsonl")]
+    assert logged == pytest.approx(norms, rel=1e-5)
+
+
+def test_parameters_are_watched_from_the_step_on_at_which_they_are_unfrozen():
+    model = Net()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with watch_model(model, optimizer) as watch:
+        for step in range(4):
+            model.first.requires_grad_(step >= 2)
+            loss_of(model, step).backward()
+            norm = norm_of(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            assert ("first" in watch.last.layers) == (step >= 2)
+            assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+            optimizer.zero_grad()
+
+
+def test_a_watch_that_cannot_start_leaves_nothing(tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch_model(model, optimizer, dump=tmp_path / "dump"):
+        train(model, 1, optimizer=optimizer)
+    with pytest.raises(ContractError):
+        watch_model(model, optimizer, dump=tmp_path / "dump")
+    assert hooks_of(model) == list(optimizer._optimizer_step_pre_hooks) == []
+
+
+def test_a_second_watch_of_a_model_ends_the_first(tmp_path, caplog):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        watch = watch_model(model, optimizer, log=tmp_path / "log.jsonl")
+    assert caplog.messages == ["the model is watched already: the earlier watch ends at step 0"]
+    train(model, 3, optimizer=optimizer)
+    assert [line["step"] for line in read_step_log(tmp_path / "log.jsonl")] == [0, 1, 2]
+    watch.remove()
+    assert hooks_of(model) == []
+
+
+def test_the_last_steps_before_a_severe_finding_are_dumped(tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with watch_model(model, optimizer, dump=tmp_path / "dump", dump_steps=2):
+        train(model, 3, optimizer=optimizer)
+        model.head.weight.data[0] = torch.nan
+        train(model, 1, optimizer=optimizer)
+    with DumpReader(tmp_path / "dump") as reader:
+        assert {record.source.step for record in reader.records} == {2, 3}
+
+
+def test_wrong_use_is_explained(caplog):
+    model = Net()
+    watch_model(model, torch.optim.SGD(Net().parameters(), 0.1)).remove()
+    assert "no parameter of the optimizer is one of the model's" in caplog.messages[0]
+    caplog.clear()
+    with watch_model(model.requires_grad_(False)) as watch:
+        with pytest.raises(ConfigError):
+            watch.note_loss(torch.zeros(2))
+        model(batch()[0])
+        report = watch.step(loss=1.5)
+    assert caplog.messages == ["no parameter requires a gradient: only outputs and the loss are watched"]
+    assert (report.loss, report.gradient_norm, report.layers, report.anomalies) == (1.5, 0.0, {}, ())
+
+
+ALONE = """
+import sys, time, torch
+started, before = time.perf_counter(), set(sys.modules)
+foreign = {"transformers", "jaxtyping", "safetensors", "matplotlib", "accelerate", "beartype", "tqdm", "pandas"}
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in foreign:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+from instruments.precision import watch_model
+seconds = time.perf_counter() - started
+assert "torch.distributed.tensor" not in set(sys.modules) - before
+model = torch.nn.Linear(3, 2)
+with watch_model(model, log=sys.argv[1]):
+    model(torch.ones(5, 3)).square().mean().backward()
+print(seconds)
+"""
+
+
+def test_it_needs_torch_alone(tmp_path):
+    words = [sys.executable, "-c", ALONE, str(tmp_path / "log.jsonl")]
+    done = subprocess.run(words, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.0  # 0.05 s on an idle core
+    assert len(read_step_log(tmp_path / "log.jsonl")) == 1

@@ -1,0 +1,111 @@
+"""The log of a watched training: its lines, and python -m pipeline.watch_log as text and picture."""
+
+import json
+import logging
+import math
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from unit.instruments.training_watch.watched_net import Net, loss_of
+
+from instruments.precision import watch_model
+from instruments.training_watch.step_log import Anomaly, StepReport, main
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with path.open("w") as file:
+        for step in range(6):
+            lost = (Anomaly("not_finite", "severe", "NaN first in head", ("head",)),) if step >= 4 else ()
+            report = StepReport(
+                step,
+                float("nan") if step >= 4 else 5.0 - step,
+                float("inf") if step >= 4 else 1.0,
+                2.0**step,
+                {},
+                None,
+                lost,
+            )
+            file.write(json.dumps(report.record(layers=False)) + "\n")
+        file.write('{"step": 6, "los')
+    return path
+
+
+def test_summary_and_pictures(log, tmp_path, capsys):
+    assert main([str(log), "--plot", str(tmp_path / "a.png")]) == 0
+    assert capsys.readouterr().out == (
+        f"6 steps, 0 to 5; 2 findings\nnot_finite (2 times), first at step 4: NaN first in head\n"
+        f"loss scale: 0 rises, 0 falls\n{tmp_path}/a.png\n"
+    )
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main([str(log), "--plot", str(tmp_path / "a.svg")]) == 0
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    axes = [node for node in drawn.iter() if node.get("id", "").startswith("axes_")]
+    assert len(axes) == 3
+    assert "not finite" in (tmp_path / "a.svg").read_text()
+
+
+def test_metrics_of_stage_train_can_be_read(tmp_path, capsys):
+    lines = [
+        {"step": 0, "heldout_loss": 3.0},
+        {"step": 2, "loss": 2.0, "gradient_norm": 0.5},
+        {"step": 3, "warnings": ["x"]},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(tmp_path / "metrics.jsonl"), "--plot", str(tmp_path / "a.png")]) == 0
+    assert "warning (1 times), first at step 3: x" in capsys.readouterr().out
+
+
+def test_files_that_are_no_log(tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "text").write_text("words\n")
+    assert main([str(tmp_path / "other.jsonl")]) == 1
+    assert main([str(tmp_path / "text")]) == 1
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert main([str(tmp_path / "text"), "--plot", str(tmp_path / "no/a.png")]) == 2
+    assert "holds neither losses nor gradient norms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ([], "line 2: it is not an object"),
+        ({"step": "x"}, "line 2: step missing or of another type"),
+        ({"step": 1, "loss": [1]}, "line 2: loss missing or of another type"),
+        ({"step": 1, "anomalies": 3}, "line 2: anomalies missing or of another type"),
+        ({"step": 1, "anomalies": [{}]}, "line 2: anomalies missing or of another type"),
+        ({"loss": 1.0}, "1 lines say no step"),
+    ],
+)
+def test_a_line_of_another_kind(tmp_path, capsys, line, words):
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({"step": 0, "loss": 1.0}) + "\n" + json.dumps(line) + "\n")
+    assert main([str(path), "--plot", str(tmp_path / "a.png")]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_findings_are_logged_by_severity(caplog):
+    caplog.set_level(logging.INFO, logger="instruments.training_watch")
+    model = Net()
+    model.head.weight.register_hook(lambda grad: grad * math.inf)
+    scaler = torch.amp.GradScaler("cpu")
+    with watch_model(model, scaler=scaler) as watch:
+        scaler.scale(loss_of(model)).backward()
+        watch.step()
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_the_log_is_strict_json(tmp_path):
+    model = Net()
+    model.head.weight.data[0] = math.nan
+    with watch_model(model, log=tmp_path / "a/log.jsonl", first_step=41) as watch:
+        loss = loss_of(model)
+        loss.backward()
+        watch.step(loss=loss)
+    (line,) = [
+        json.loads(text, parse_constant=pytest.fail) for text in (tmp_path / "a/log.jsonl").read_text().splitlines()
+    ]
+    assert (line["step"], line["loss"], line["largest_output"]["module"]) == (41, "nan", "head")
+    assert line["anomalies"][0]["where"][0] == "head"

@@ -1,0 +1,277 @@
+"""Findings of watch_model: planted faults are found and named, and their healthy twins report nothing."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import functional
+from unit.instruments.training_watch.watched_net import D, H, Net, V, batch, loss_of, train
+
+from instruments.precision import watch_model
+from instruments.static_check.check import static_check
+from instruments.training_watch.step_log import WatchConfig
+from instruments.training_watch.verdict import check_loss_scale
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "where", "words"),
+    [
+        ("nan weight", "not_finite", "middle", "NaN first in the output of middle (float32); finite until norm"),
+        ("inf input", "not_finite", "first", "NaN first in the output of first (float32); it ran first: look at the"),
+        ("vanishing", "vanishing", None, "the gradient vanishes: its norm is"),
+        ("gradient", "not_finite", "middle", "that of middle, of 3 layers, while all outputs of the model are finite"),
+    ],
+)
+def test_planted_faults_are_named(fault, kind, where, words, caplog):
+    model = Net()
+    x, y = batch()
+    factor = 1e-9 if fault == "vanishing" else 1.0
+    if fault == "nan weight":
+        model.middle.weight.data[2, 3] = math.nan
+    elif fault == "inf input":
+        x[1] = torch.tensor([math.inf, -math.inf, 0, 0, 0, 0])
+    elif fault == "gradient":
+        model.middle.register_full_backward_hook(lambda _m, grads, _o: (grads[0] * math.inf,))
+        model.middle.weight.register_hook(lambda grad: grad * math.inf)
+    with watch_model(model) as watch:
+        loss = functional.cross_entropy(model(x), y) * factor
+        loss.backward()
+        anomaly = watch.step(loss=None if fault == "inf input" else loss).anomalies[0]
+    assert anomaly.kind == kind
+    assert anomaly.where[:1] == ((where,) if where else ())
+    assert words in anomaly.message
+    assert caplog.messages[0] == f"step 0: {anomaly.message}"
+
+
+def test_a_loss_outside_autocast_that_overflows_is_caught_in_both_ways(tmp_path):
+    """The loss is computed in float16 after a correct forward pass."""
+    code = (
+        "import torch\n"
+        "from torch.nn import functional as F\n"
+        "with torch.autocast('cpu', dtype=torch.float16):\n"
+        "    logits = model(x)\n"
+        "odds = logits.exp()\n"
+        "loss = F.nll_loss(torch.log(odds / odds.sum(-1, keepdim=True)), y)\n"
+        "loss.backward()\n"
+    )
+    (tmp_path / "train.py").write_text(code)
+    found = [(found.line, found.code) for found in static_check(tmp_path / "train.py").findings]
+    assert found == [(5, "LP108"), (6, "LP102"), (6, "LP108"), (6, "LP105"), (7, "LP302")]
+    model = Net()
+    model.head.weight.data *= 50  # logits near 20: they fit well into float16, their exponentials do not
+    x, y = batch()
+    space = {"model": model, "x": x, "y": y}
+    with watch_model(model) as watch:
+        exec(compile(code, "train.py", "exec"), space)
+        (anomaly, *_rest) = watch.step(loss=space["loss"]).anomalies
+    assert (anomaly.kind, anomaly.severity, anomaly.where[0]) == ("not_finite", "severe", "head")
+    assert "in head, float16; last head, float16): compute it in float32, inside autocast" in anomaly.message
+
+
+def test_outputs_near_the_largest_number_of_float16():
+    model = Net()
+    model.head.bias.data[1] = 40_000.0
+    with watch_model(model) as watch, torch.autocast("cpu", torch.float16):
+        loss_of(model).backward()
+    (anomaly,) = watch.step().anomalies
+    assert (anomaly.kind, anomaly.where) == ("near_limit", ("head",))
+    assert "61% of the largest number of their format: head" in anomaly.message
+
+
+def test_a_scaler_that_finds_no_scale():
+    model, kinds = Net(), []
+    model.head.weight.register_hook(lambda grad: grad * math.inf)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**9)
+    with watch_model(model, optimizer, scaler) as watch:
+        for _ in range(11):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(model)
+            kinds.append({(one.kind, one.severity) for one in watch.last.anomalies} if watch.last else None)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert (watch.last.scale_rises, watch.last.scale_falls) == (0, 10)
+    assert kinds[:2] == [None, {("skipped", "note")}]
+    assert kinds[4] == {("skipped", "note"), ("loss_scale", "warning")}  # loss scale 64
+    assert ("falling_scale", "warning") in kinds[6]
+    assert ("loss_scale", "severe") in kinds[10]  # loss scale 1
+
+
+def test_check_loss_scale_alone():
+    scales = (65536.0, 128.0, 127.0, 1.0, math.nan)
+    severities = [[found.severity for found in check_loss_scale(scale)] for scale in scales]
+    assert severities == [[], [], ["warning"], ["severe"], ["severe"]]
+    assert check_loss_scale(2048.0, [2.0**power for power in (15, 14, 13, 12)]) == []
+    (falling,) = check_loss_scale(2048.0, [2.0**power for power in (16, 15, 14, 13, 12)])
+    assert falling.kind == "falling_scale"
+    assert check_loss_scale(2048.0, [2.0**power for power in (16, 15, 14, 14, 13, 12)]) == []
+    assert check_loss_scale(GradScaler("cpu", init_scale=64.0, enabled=False)) == []
+    assert [found.kind for found in check_loss_scale(GradScaler("cpu", init_scale=64.0))] == ["loss_scale"]
+
+
+def test_a_norm_that_overflows_is_not_taken_for_lost_gradients():
+    model = Net()
+    with watch_model(model) as watch:
+        (loss_of(model) * 1e25).backward()
+        report = watch.step()
+    assert {anomaly.kind for anomaly in report.anomalies} == {"exploding"}
+
+
+class Lora(Net):
+    def __init__(self, outer=0.0):
+        super().__init__()
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, H, bias=False)
+        nn.init.constant_(self.up.weight, outer)
+
+    def forward(self, x):
+        return self.head(self.middle(self.norm(self.first(x) + self.up(self.down(x)))).tanh())
+
+
+class ZeroResidual(Net):
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.middle.weight)
+        nn.init.zeros_(self.middle.bias)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head(h + self.middle(self.norm(h)))
+
+
+@pytest.mark.parametrize("rate", [0.05, "warm-up"])
+@pytest.mark.parametrize("make", [Lora, ZeroResidual])
+def test_weights_that_start_at_zero_are_not_dead(make, rate, caplog):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    factor = (lambda step: 1.0) if rate == 0.05 else (lambda step: step / 2000)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    with watch_model(model, optimizer):
+        for step in range(12):
+            loss_of(model, step).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert caplog.messages == []
+
+
+def test_a_dead_layer_is_named_after_some_steps(caplog):
+    model = Net()
+    for parameter in model.middle.parameters():
+        parameter.register_hook(lambda grad: grad * 1e-9)
+    with watch_model(model):
+        train(model, 6)
+    (message,) = caplog.messages
+    assert message.startswith("step 2: no gradient to speak of in middle: at most 1e-06 of the median layer's ")
+    caplog.clear()
+    stuck = Lora()
+    stuck.up.requires_grad_(False)  # its weights stay zero
+    with watch_model(stuck):
+        train(stuck, 6)
+    assert "the gradient vanishes" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("act", [nn.Sigmoid, nn.ReLU])
+def test_a_gradient_that_vanishes_on_its_way_back(act, caplog):
+    torch.manual_seed(0)
+    layers = [part for width in [D] + [H] * 11 for part in (nn.Linear(width, H), act())]
+    model = nn.Sequential(*layers, nn.Linear(H, V))
+    if act is nn.ReLU:
+        for layer in model[::2]:
+            nn.init.kaiming_normal_(layer.weight)
+    with watch_model(model):
+        train(model, 4)
+    assert [message.partition(" (")[0] for message in caplog.messages] == (
+        [] if act is nn.ReLU else ["step 2: gradient norms below 1e-06: 0"]
+    )
+
+
+def test_a_summed_loss_does_not_explode_but_growth_does(caplog):
+    def summed(scores, y):
+        return 1e4 * functional.cross_entropy(scores, y, reduction="sum")
+
+    model = Net()
+    with watch_model(model):
+        train(model, 12, lossy=summed, rate=1e-7)
+    assert caplog.messages == []
+    growing, factor = Net(), [0.1]
+
+    def times(scores, y):
+        factor[0] *= 2.5
+        return factor[0] * functional.cross_entropy(scores, y)
+
+    with watch_model(growing):
+        train(growing, 12, lossy=times, rate=1e-9)
+    assert "the gradient explodes: its norm is " in caplog.messages[0]
+    assert "times the usual" in caplog.messages[0]
+
+
+class Deaf(Net):
+    """Unless healthy: `lost` runs, but its outputs are detached; `never` is not called."""
+
+    def __init__(self, *, healthy=False):
+        super().__init__()
+        self.lost, self.never, self.healthy = nn.Linear(H, H), nn.Linear(2, 3), healthy
+
+    def forward(self, x):
+        h = self.first(x)
+        side = self.lost(h)
+        if self.healthy:
+            return self.head(h + side) + functional.pad(self.never(h[:, :2]), (0, V - 3))
+        return self.head(self.middle(self.norm(h)).tanh() + side.detach())
+
+
+def test_parameters_that_never_get_a_gradient_are_named_once(caplog):
+    model = Deaf()
+    with watch_model(model):
+        train(model, 8)
+    assert caplog.messages == [
+        "step 2: 4 parameters that should learn have never got a gradient: lost.weight, lost.bias, never.weight, "
+        "never.bias; lost.weight, lost.bias ran, but the loss does not depend on them"
+    ]
+    caplog.clear()
+    healthy = Deaf(healthy=True)
+    del healthy.norm, healthy.middle
+    short = Deaf()
+    for model, steps in ((healthy, 8), (short, 1)):
+        with watch_model(model):
+            train(model, steps)
+    assert [message[:7] for message in caplog.messages] == ["step 0:"]  # a shorter run is judged at its end
+
+
+class Experts(nn.Module):
+    """Each step uses one of two experts; the third is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts, self.head = nn.ModuleList(nn.Linear(D, H) for _ in range(3)), nn.Linear(H, V)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.head(self.parts[self.count // 2 % 2](x))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_experts_without_a_token_are_no_fault(caplog, to_none):
+    model = Experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = watch_model(model, optimizer)
+    for step in range(12):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    assert watch.next_step == 12
+    assert caplog.messages == []
+
+
+def test_what_lasts_is_logged_again_now_and_then(caplog):
+    model = Net()
+    with watch_model(model, config=WatchConfig(vanishing=1e6, exploding=1e9, repeat_steps=3)):
+        train(model, 7)
+    assert [message.split(":")[0] for message in caplog.messages] == ["step 0", "step 3", "step 6"]
