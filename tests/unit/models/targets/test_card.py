@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from models.card import CarveFacts, render_card, suitable_runtimes
+from models.card import render_card, suitable_runtimes
 from models.config import GLOBAL_POOL, MoEShape
 from models.targets.config import MOE_TARGETS
 
@@ -10,9 +10,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 
 def test_the_card_says_what_was_carved_from_what():
     shape = MoEShape(experts=16, n=64, top_k=4, always_on=256)
-    card = render_card(
-        CarveFacts("org/dense", MOE_TARGETS["glm4_moe"], shape, 1024, 4, 12, 3, "by hand", "ridge", "none")
-    )
+    card = render_card("org/dense", MOE_TARGETS["glm4_moe"], shape, 1024, 4, 12, 3, "by hand", "ridge", "none")
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert 'base_model: "org/dense"\n' in card
     for row in (
@@ -41,7 +39,7 @@ def test_the_card_says_what_was_carved_from_what():
 )
 def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
     shape = MoEShape(experts=16, n=64, top_k=4, always_on=256)
-    card = render_card(CarveFacts(source, MOE_TARGETS["glm4_moe"], shape, 1024, 4, 0, 1, "", "", ""))
+    card = render_card(source, MOE_TARGETS["glm4_moe"], shape, 1024, 4, 0, 1, "", "", "")
     front = yaml.safe_load(card.split("\n---\n")[0].removeprefix("---\n"))
     assert front == {
         "library_name": "transformers",
@@ -55,16 +53,14 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
 
 def test_the_active_share_of_a_card_is_that_of_its_widths():
     shape = MoEShape(experts=16, n=40, top_k=4, always_on=240, dense_layers=(0,))
-    card = render_card(CarveFacts("org/dense", MOE_TARGETS["qwen2_moe"], shape, 1000, 4, 0, 1, "", "", ""))
+    card = render_card("org/dense", MOE_TARGETS["qwen2_moe"], shape, 1000, 4, 0, 1, "", "", "")
     width = "| active FFN width | 400 of the dense model's 1000 (40%; on average over all layers 55%) |"
     assert width in card
 
 
 def test_the_card_of_a_pool_says_that_all_layers_share_it():
     shape = MoEShape(100, 256, 8, 0, "global_pool")
-    card = render_card(
-        CarveFacts("org/dense", MOE_TARGETS["tiny_onn"], shape, 4864, 24, 12, 1, "by hand", "error", "none")
-    )
+    card = render_card("org/dense", MOE_TARGETS["tiny_onn"], shape, 4864, 24, 12, 1, "by hand", "error", "none")
     assert (
         "| experts | 100 of 256 neurons in all, one pool shared by 24 layers; each layer's router sends a token to 8 |"
         in card
@@ -145,8 +141,8 @@ def test_padding_that_was_asked_for_is_said_and_judged():
 
 
 def test_the_card_of_the_own_class_shows_how_to_load_it():
-    facts = CarveFacts("org/dense", MOE_TARGETS["tiny_onn"], MoEShape(16, 64, 4, 0), 1024, 4, 0, 1, "", "", "")
-    assert 'from_pretrained("path/of/this/folder", trust_remote_code=True)' in render_card(facts)
+    card = render_card("org/dense", MOE_TARGETS["tiny_onn"], MoEShape(16, 64, 4, 0), 1024, 4, 0, 1, "", "", "")
+    assert 'from_pretrained("path/of/this/folder", trust_remote_code=True)' in card
 
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
