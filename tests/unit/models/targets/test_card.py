@@ -72,41 +72,16 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
     ("target", "shape", "expected"),
     [
         ("qwen3_moe", MoEShape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit the fused kernels."),
-        (
-            "qwen3_moe",
-            MoEShape(100, 256, 8, 0),
-            "E = 100, N = 256 take a slower path; the fast one needs E a power of two and N % 128 == 0.",
-        ),
-        (
-            "qwen3_moe",
-            MoEShape(64, 64, 8, 0),
-            "the fast one needs E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives",
-        ),
-        (  # padding alone would not give the fast one
-            "qwen3_moe",
-            MoEShape(58, 64, 8, 0),
-            "E = 58, N = 64 take a slower path; the fast one needs E a power of two and N % 128 == 0.",
-        ),
-        (
-            "qwen3_moe",
-            MoEShape(64, 64, 8, 0),
-            "`python -m pipeline.gguf` converts it; N = 64 suits Q8_0 and Q4_0; K-quants want",
-        ),
-        ("granitemoe", MoEShape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit"),
+        ("qwen3_moe", MoEShape(100, 256, 8, 0), "E = 100, N = 256 take a slower path; the fast one needs E a power of"),
+        ("qwen3_moe", MoEShape(64, 64, 8, 0), "two and N % 128 == 0 (`assemble.pad_to=128` gives that)."),
+        ("qwen3_moe", MoEShape(58, 64, 8, 0), "two and N % 128 == 0."),  # padding alone would not give it
+        ("qwen3_moe", MoEShape(64, 64, 8, 0), "converts it; N = 64 suits Q8_0 and Q4_0; K-quants want"),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "12 always-on neurons are padded with zero neurons to 16."),
-        ("granitemoeshared", MoEShape(64, 256, 8, 12), "vLLM: expert count and width suit"),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
         ("flex_olmo", MoEShape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
         ("tiny_onn", MoEShape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
-        ("tiny_onn", MoEShape(64, 256, 8, 0), "vLLM: expert count and width suit the fused kernels."),
-        ("tiny_onn", MoEShape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
         ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM: runs no pool of experts that layers share.\n"),
-        ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nSGLang, llama.cpp: do not know this architecture."),
-        (
-            "qwen2_moe",
-            MoEShape(64, 256, 8, 0, dense_layers=(0,)),
-            "\nllama.cpp: runs dense layers only in architectures that put them before all others.",
-        ),
+        ("qwen2_moe", MoEShape(64, 256, 8, 0, dense_layers=(0,)), "\nllama.cpp: runs dense layers only in"),
         ("qwen3_moe", MoEShape(64, 256, 8, 0), "with 5, train with `experts_implementation="),
         ("qwen3_moe", MoEShape(64, 100, 8, 0), "padded with zero neurons to 104"),
         ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
@@ -138,11 +113,6 @@ def test_padding_that_was_asked_for_is_said_and_judged():
     assert "20 always-on neurons are padded with zero neurons to 256." in text
     assert "suit the fused kernels" in text
     assert "N = 256 suits Q8_0, Q4_0 and the K-quants" in text
-
-
-def test_the_card_of_the_own_class_shows_how_to_load_it():
-    card = render_card("org/dense", MOE_TARGETS["tiny_onn"], MoEShape(16, 64, 4, 0), 1024, 4, 0, 1, "", "", "")
-    assert 'from_pretrained("path/of/this/folder", trust_remote_code=True)' in card
 
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
@@ -187,14 +157,3 @@ def test_keys_that_stay_rotated_for_short_texts_are_said():
     assert "within 4,096 tokens" in line
     assert said("tiny_onn", long) == said("mixtral", {"model_type": "phi3"}) == []
     assert said("mixtral", long | {"model_type": "llama"}) == []  # whose class keeps them, too
-
-
-@pytest.mark.parametrize("target", MOE_TARGETS)
-def test_every_target_has_its_runtimes(target):
-    assert suitable_runtimes(MOE_TARGETS[target], MoEShape(8, 128, 2, 0))[0].startswith("transformers 4.57 and 5: ")
-
-
-@pytest.mark.parametrize("target", ["qwen2_moe", "qwen3_moe"])
-def test_a_runtime_that_knows_the_architecture_is_not_said_to_know_it_not(target):
-    said = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0, dense_layers=(0,)))
-    assert not any("not know" in line for line in said)
