@@ -65,7 +65,7 @@ def _flush(server: RedisServer, number: int) -> tuple[float, float]:
     client.slowlog_reset()
     start = time.perf_counter()
     store.flush()
-    store._wait()
+    store._finish_adding()
     seconds = time.perf_counter() - start
     calls = client.info("commandstats")
     longest = max(call["duration"] for call in client.slowlog_get(1000)) / 1e6
