@@ -9,7 +9,7 @@ from torch import Tensor
 
 from instruments.errors import NumericsError, some
 from instruments.parameter_scan.call import CallFacts
-from instruments.parameter_scan.header import WatchedParameter
+from instruments.parameter_scan.parameters import WatchedParameter
 from instruments.parameter_scan.scan_pass import ScanPass, Squares
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from instruments.errors import ConfigError, some
 from instruments.hooks import EagerHook, in_transform
 from instruments.parameter_scan.call import bind_arguments, read_call, replace_argument
-from instruments.parameter_scan.header import WatchedParameter
 from instruments.parameter_scan.module_hooks import TargetHooks
+from instruments.parameter_scan.parameters import WatchedParameter
 from instruments.parameter_scan.record import to_record
 from instruments.parameter_scan.scan_pass import Passes, ScanPass
 from instruments.parameter_scan.targets import ScanRecord, Selection, Target, refusal, warn_left_out

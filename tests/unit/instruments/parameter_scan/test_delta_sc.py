@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from instruments.parameter_scan.command import delta_sc, grid_by_layer
-from instruments.parameter_scan.header import locate
+from instruments.parameter_scan.parameters import locate
 
 S, P = 3, 5
 

@@ -6,9 +6,8 @@ from unit.instruments.parameter_scan.recordings import ARRAYS, PARAMETERS, WIDTH
 
 from instruments.errors import ContractError
 from instruments.parameter_scan import writer as buffer
-from instruments.parameter_scan.merge import merge_mscan
 from instruments.parameter_scan.reader import read_mscan
-from instruments.parameter_scan.writer import MscanWriter
+from instruments.parameter_scan.writer import MscanWriter, merge_mscan
 
 CREATED = "2026-01-02"
 

@@ -2,9 +2,9 @@ import pytest
 from unit.instruments.parameter_scan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P
 
 from instruments.errors import ContractError
-from instruments.parameter_scan.header import ParameterTable
+from instruments.parameter_scan.parameters import ParameterTable
 
-TABLE = ParameterTable.of(PARAMETERS, WIDTH)
+TABLE = ParameterTable(tuple(PARAMETERS), WIDTH)
 
 
 def test_blocks_lie_one_weight_after_another():

@@ -3,7 +3,7 @@ import torch
 
 from instruments.errors import ConfigError, NumericsError
 from instruments.parameter_scan.call import CallFacts
-from instruments.parameter_scan.header import WatchedParameter
+from instruments.parameter_scan.parameters import WatchedParameter
 from instruments.parameter_scan.record import join_blocks, to_record
 from instruments.parameter_scan.scan_pass import ScanPass, Squares
 
