@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from accelerate.utils import align_module_device
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from instruments.ffn_probe import GatedFFN
-from models.quantization import dense_weight
+from models.quantization import import_bitsandbytes
 from models.targets.config import MOE_TARGETS
 
 
@@ -27,6 +30,25 @@ def ffn_weight_names(dense: PreTrainedModel) -> list[dict[str, str]]:
         {part: f"{names[id(getattr(mlp, f'{part}_proj'))]}.weight" for part in projections}
         for mlp in ffn_modules(dense)
     ]
+
+
+def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
+    """The weight of a Linear layer, dequantised if needed, on its device; it may be offloaded.
+
+    An unquantised weight is not copied. 4 bits are decoded to the compute dtype, 8 bits to fp32.
+
+    Numerics: the weight of bitsandbytes' backward pass; 4 bits exactly, int8 to 1 fp32 rounding.
+    """
+    layer: Any = module  # bitsandbytes' attributes are not typed
+    with align_module_device(module):
+        weight: Tensor = layer.weight.detach()
+        if getattr(layer.weight, "quant_state", None) is not None:
+            weight = import_bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        elif weight.dtype == torch.int8:
+            # The first forward pass moves the scales from the weight to the layer's state.
+            scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+            weight = import_bitsandbytes().functional.int8_vectorwise_dequant(layer.weight.data, scales)
+    return weight
 
 
 @dataclass(frozen=True)

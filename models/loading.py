@@ -18,15 +18,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from instruments.errors import CheckpointError, ConfigError, UserError
+from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint.folder import read_checkpoint
-from models.config import ModelConfig, stored_quantization
+from models.config import ModelConfig
 from models.experts import TinyONNExpert
-from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
+from models.quantization import import_bitsandbytes, stored_quantization
 from models.source import read_config
 from models.targets.config_json import source_dtype
 
@@ -166,14 +167,21 @@ def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
 
 @contextmanager
 def explained_loading(folder: Path) -> Iterator[None]:
-    """Turn transformers' errors about a damaged checkpoint into CheckpointError; errors about memory pass."""
+    """Turn transformers' errors into CheckpointError, and its refusal to offload quantised layers into ConfigError.
+
+    Errors about memory pass.
+    """
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the files are untrusted, and transformers' classes raise errors of any type
-        if any(text in str(error) for text in ("DefaultCPUAllocator", "dispatched on the CPU or the disk")):
+        if "DefaultCPUAllocator" in str(error):
             raise
+        if "dispatched on the CPU or the disk" in str(error):
+            what = "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices"
+            do = "model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
+            raise ConfigError(what, where="model.device_map", do=do) from error
         what = f"transformers cannot load this checkpoint: {first_line(error)}"
         raise CheckpointError(what, where=str(folder), do=_BELONGS) from error
 
@@ -199,20 +207,15 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
     if drawn:
         what = f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape"
-        where = f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else "")
-        raise CheckpointError(what, where=where, do=_BELONGS)
+        raise CheckpointError(what, where=f"{folder}: {some(drawn, 3, ', ')}", do=_BELONGS)
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
-
-
-# Weights that one stored number may hold, by its dtype; 1 for the others.
-_PACKED = {"U8": 2, "I8": 2, "I32": 8}
 
 
 def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
     """Refuse a config.json that describes more weights than are stored, before allocation. Raises CheckpointError."""
     entries = read_checkpoint(folder).values()
-    stored = sum(prod(entry.shape) * _PACKED.get(entry.dtype, 1) for entry in entries)
+    stored = sum(prod(entry.shape) for entry in entries)
     said = read_config(folder)
     counts = {key: value for key, value in said.items() if key.startswith("num_") and isinstance(value, int)}
     bounds = {key: len(entries) if key == "num_hidden_layers" else stored for key in counts}
@@ -243,12 +246,49 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
         require_bitsandbytes(quantization)
         compute_dtype = dtype or getattr(torch, source_dtype(config) or "bfloat16")
         if stored is None:
-            arguments["quantization_config"] = bitsandbytes_config(quantization, compute_dtype)
-        with explained_offload(model):
-            dense = load_whole(folder, **arguments)
+            # No double quantisation: it saves only 0.4 bits per weight, and rounds the scales, too.
+            four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": quantization}
+            kind = {"load_in_8bit": True} if quantization == "int8" else four_bits
+            arguments["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=compute_dtype)
+        dense = load_whole(folder, **arguments)
         prepare_quantised(dense, compute_dtype)
     separate_fused(dense)
     return dense
+
+
+def require_bitsandbytes(quantization: str) -> None:
+    """Raise ConfigError if bitsandbytes is missing, too old, or without code for the devices here."""
+    try:
+        import_bitsandbytes()
+        # Not at the top: it imports bitsandbytes.
+        from transformers.integrations import validate_bnb_backend_availability  # noqa: PLC0415
+
+        validate_bnb_backend_availability(raise_exception=True)
+    except (ImportError, OSError, RuntimeError) as error:
+        what = f"bitsandbytes cannot be used here: {str(error).splitlines()[0]}"
+        do = "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
+        raise ConfigError(what, where=f"weights in {quantization}", do=do) from error
+
+
+def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make a quantised model compute in `dtype`, with gradients on every CPU.
+
+    In a checkpoint stored in 4 or 8 bits, transformers leaves the unquantised weights in their format on disk, even if
+    `dtype` is requested. On a CPU with AVX512-BF16, bitsandbytes repacks a weight at its first use without gradients;
+    later products with it silently give no gradient.
+    """
+    # Every product of every int8 layer warns that inputs are cast to float16.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
+                parameter.data = parameter.data.to(dtype)
+        if isinstance(module, import_bitsandbytes().nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+            # A stored checkpoint names its own compute dtype, mostly float32. The forward pass decodes weights to the
+            # compute dtype, but the backward pass to the format before quantisation.
+            module.compute_dtype, module.compute_type_is_set = dtype, True
+            module.weight.quant_state.dtype = dtype
 
 
 def release_freed_memory() -> None:

@@ -1,72 +1,24 @@
-"""The dense source model: its folder, whether it can be carved, and its cache key. No weights are loaded."""
+"""The dense source model: its folder, its config.json, and its cache key. No weights are loaded."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from instruments.errors import CheckpointError, ConfigError, UserError
+from instruments.errors import CheckpointError, ConfigError
 from instruments.files import hash_file
 from models.checkpoint import folder as checkpoint
-from models.config import ModelConfig, check_kind, check_placement, check_quantization, stored_quantization
-from models.dense import check_features, check_tensors, check_values, dense_family
+from models.config import ModelConfig
+from models.hub import CONNECT, hub_answers, offline_by_choice
 
 # Not every *.safetensors: some repositories hold a second copy of the weights under another name.
 _FILES = ["model*.safetensors", "*.json", *checkpoint.TOKENIZER_PATTERNS, *checkpoint.LICENCES]
 
 # Files that affect the result, apart from the weights; generation_config.json is copied into the carved checkpoint.
 _RESULT_FILES = ["*.json", *checkpoint.TOKENIZER_PATTERNS]
-
-# Remedy when the hub does not answer.
-CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
-# Seconds to wait for the hub; its own client would retry for half a minute.
-HUB_TIMEOUT = 2.5
-_UNREACHABLE_HUBS: set[str] = set()  # hubs that did not answer
-
-
-def hub_answers() -> bool:
-    """Whether the hub answers: tried once per process, and never if HF_HUB_OFFLINE is set."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if not _answers(constants.ENDPOINT):
-        _UNREACHABLE_HUBS.add(constants.ENDPOINT)
-        constants.HF_HUB_OFFLINE = True  # otherwise its client would try again by itself and wait 5 s
-    return not constants.HF_HUB_OFFLINE
-
-
-@cache
-def _answers(address: str) -> bool:
-    answers: list[bool] = []
-    # In a thread, since socket timeouts do not end a DNS look-up.
-    thread = Thread(target=lambda: answers.append(_ask(address)), daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT)
-    return any(answers)
-
-
-def _ask(address: str) -> bool:
-    """Whether a server answers; an error of a gateway (5xx) is no answer."""
-    try:
-        urlopen(Request(address, method="HEAD"), timeout=HUB_TIMEOUT).close()
-    except HTTPError as answer:
-        answer.close()
-        return answer.code < 500
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def offline_by_choice() -> bool:
-    """Whether the user set offline mode, and not `hub_answers` because the hub did not answer."""
-    return bool(constants.HF_HUB_OFFLINE) and constants.ENDPOINT not in _UNREACHABLE_HUBS
 
 
 def _repository(model: ModelConfig) -> str:
@@ -105,7 +57,7 @@ EMBEDDED = Path(__file__).parent / "embedded"
 def resolve_folder(model: ModelConfig) -> Path:
     """The folder of the source; a hub model is downloaded: safetensors, configuration, tokenizer. Raises UserError."""
     if model.kind != "hub":
-        return _config_folder(model)
+        return config_folder(model)
     patterns = [*_FILES, "*.py"] if model.trust_remote_code else _FILES
     with _explained(model):
         cached = not hub_answers()
@@ -113,7 +65,7 @@ def resolve_folder(model: ModelConfig) -> Path:
         return Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns, local_files_only=cached))
 
 
-def _config_folder(model: ModelConfig) -> Path:
+def config_folder(model: ModelConfig) -> Path:
     """The source's folder; for a hub model that of its commit in the cache, with config.json. Raises UserError."""
     if model.kind == "embedded":
         return EMBEDDED
@@ -127,9 +79,21 @@ def _config_folder(model: ModelConfig) -> Path:
     return checkpoint.expand_user(model.path)
 
 
+def check_hub_weights(model: ModelConfig) -> list[CheckpointError]:
+    """Errors if a repository of the hub, or the cache without the hub, has no safetensors weights."""
+    weights = {checkpoint.SINGLE, checkpoint.INDEX}
+    if hub_answers():
+        with suppress(OSError):
+            files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
+            names = [file.filename for file in files]
+            return [] if weights & {*names} else [checkpoint.missing_weights(_repository(model), names)]
+    cached = any((config_folder(model) / name).exists() for name in weights)
+    return [] if cached else [_missing_from_cache(model, "the model's weights are")]
+
+
 def read_source_config(model: ModelConfig) -> dict[str, Any]:
     """config.json of the source; for a hub model only this file is downloaded. Raises UserError."""
-    return read_config(_config_folder(model))
+    return read_config(config_folder(model))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -147,61 +111,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_source(model: ModelConfig) -> list[UserError]:
-    """Errors for everything that prevents carving this source, found without reading a weight."""
-    if misplaced := [*check_kind(model)]:
-        return [*misplaced]
-    try:
-        config = read_source_config(model)
-    except UserError as error:
-        return [error]
-    entries, wrong_weights = _check_weights(model)
-    errors = [*check_placement(model), *_check_config(model, config), *wrong_weights]
-    if errors or entries is None:
-        return errors
-    packed = [name for name, entry in entries.items() if isinstance(entry, checkpoint.PackedEntry)]
-    if packed and not stored_quantization(config):
-        what = f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it"
-        where = ", ".join(packed[:3]) + (" ..." if len(packed) > 3 else "")
-        return [CheckpointError(what, where=where, do="copy quantization_config from the checkpoint's own config.json")]
-    return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, dense_family(config))]
-
-
-def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]:
-    try:
-        family = dense_family(config)
-    except CheckpointError as error:
-        return [error]
-    wrong: list[UserError] = [*check_values(config)]
-    if wrong:
-        return wrong
-    try:
-        json.dumps(config, allow_nan=False)  # refuses NaN and Infinity, which 1e999 becomes, too
-    except ValueError as error:
-        where = f"config.json of {model.path or model.name}"
-        return [CheckpointError(f"config.json is no JSON: {error}", where=where, do="download it again")]
-    return [*check_quantization(model, config), *check_features(config, family)]
-
-
-def _check_weights(model: ModelConfig) -> tuple[dict[str, checkpoint.Entry] | None, Sequence[UserError]]:
-    """The tensors of a local checkpoint, None for a hub model; and errors about the weights."""
-    if model.kind != "hub":
-        return checkpoint.check_shards(_config_folder(model))
-    names, weights = None, {checkpoint.SINGLE, checkpoint.INDEX}
-    if hub_answers():
-        with suppress(OSError):
-            files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
-            names = [file.filename for file in files]
-    if names is None:
-        # Without the hub, cached weights are checked when they are read.
-        cached = any((_config_folder(model) / name).exists() for name in weights)
-        return None, [] if cached else [_missing_from_cache(model, "the model's weights are")]
-    return None, [] if weights & {*names} else [checkpoint.missing_weights(_repository(model), names)]
-
-
 def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:
     """Name and commit of a hub model; else hashes of weights, configuration and tokenizer. Raises UserError."""
-    folder = _config_folder(model)
+    folder = config_folder(model)
     if model.kind == "hub":
         # The hub's cache keeps each revision in a folder named by its commit.
         return {"name": model.name, "commit": folder.name}

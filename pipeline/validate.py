@@ -16,9 +16,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
+from models.check import check_source
 from models.checkpoint.folder import expand_user
 from models.config import ModelConfig, MoEShape, setting_word
-from models.source import check_source, read_source_config
+from models.source import read_source_config
 from models.targets.base import ALIGNMENT, expert_width
 from models.targets.config import check_target
 from pipeline.consistency import balance_errors, contradictions, find_uses, involves, warn_of_unread

@@ -1,6 +1,5 @@
 """Number formats, the distance of a tensor from its low-precision version, and sums that lose small values."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,44 +11,7 @@ from torch import Tensor, nn
 
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
-from instruments.precision.verdict import Distance
 from instruments.tensors import Arguments, find_tensors, map_tensors
-
-
-@torch.no_grad()
-def measure_distance(
-    reference: Shaped[Tensor, "*shape"], low: Shaped[Tensor, "*shape"], rows: Bool[Tensor, "rows"] | None = None
-) -> Distance:
-    """Compare two floating-point tensors on the same device, with one transfer to the host.
-
-    `rows`: mask of the vectors along the last axis that count; all if it is None or its length does not match.
-    Numerics: differences and sums in float64, so that no square overflows.
-    """
-    if rows is not None and reference.ndim and reference.numel() == len(rows) * reference.shape[-1]:
-        reference, low = (tensor.reshape(len(rows), -1)[rows] for tensor in (reference, low))
-    exact, found = reference.double().flatten(), low.double().flatten()
-    finite = exact.isfinite()
-    both = finite & found.isfinite()
-    exact, found = torch.where(both, exact, 0), torch.where(both, found, 0)
-    error = (exact - found).abs()
-    scales = torch.stack([exact.norm(), found.norm(), error.norm(), exact @ found, both.sum(), finite.sum()])
-    largest = torch.stack([error.amax(), exact.abs().amax()]) if exact.numel() else exact.new_zeros(2)
-    norm, low_norm, error_norm, product, count, known, max_error, max_exact = torch.cat([scales, largest]).tolist()
-    return Distance(
-        normalised_l2=_ratio(error_norm, norm),
-        max_relative=_ratio(max_error, max_exact),
-        cosine=product / (norm * low_norm) if norm and low_norm else float(norm == low_norm),
-        nonfinite=int(known - count),
-        reference_nonfinite=reference.numel() - int(known),
-        largest=max_exact,
-        size=int(count),
-    )
-
-
-def _ratio(part: float, whole: float) -> float:
-    if whole:
-        return part / whole
-    return math.inf if part else 0.0
 
 
 def changed_rows(reference: Shaped[Tensor, "*rows K"], low: Shaped[Tensor, "*rows K"]) -> Bool[Tensor, "flat_rows"]:

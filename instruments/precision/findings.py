@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from instruments.distance import Distance
 from instruments.errors import some
 from instruments.hooks import Call
 from instruments.json_kinds import plain_json
 from instruments.precision.comparison import FORMATS, AxisRange
-from instruments.precision.verdict import DiffLimits, Distance, Verdict, worst
+from instruments.precision.verdict import DiffLimits, Verdict, worst
 
 
 @dataclass

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from instruments.distance import measure_distance
 from instruments.dtypes import dtype_name
 from instruments.errors import NumericsError
 from instruments.hooks import Call, ModuleEvents, ModuleTracer, trace_modules
-from instruments.precision.comparison import axis_ranges, find_swamping, measure_distance, rows_with_error, sums_up
+from instruments.precision.comparison import axis_ranges, find_swamping, rows_with_error, sums_up
 from instruments.precision.findings import ChoiceDiff, OutputDiff
 from instruments.precision.session import AUTOCAST, EqualChoiceRows, Key, Session, is_choice, kept_buffers, types_of
 from instruments.tensors import Arguments, copy_arguments, find_real_tensors

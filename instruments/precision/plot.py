@@ -7,10 +7,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from instruments.distance import Distance
 from instruments.precision.comparison import FORMATS
 from instruments.precision.findings import Diff
 from instruments.precision.tensor_analysis import FIRST_OCTAVE, TensorAnalysis
-from instruments.precision.verdict import Distance, Verdict
+from instruments.precision.verdict import Verdict
 
 _COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
 _NAMED = 8  # findings labelled with their module names

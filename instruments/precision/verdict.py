@@ -3,26 +3,10 @@
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-
-@dataclass(frozen=True)
-class Distance:
-    """Distance between a reference y and its low-precision ŷ, over the values that are finite in both."""
-
-    normalised_l2: float  # ‖y − ŷ‖ / ‖y‖; infinite if y is all zero and ŷ is not
-    max_relative: float  # max|y − ŷ| / max|y|
-    cosine: float
-    nonfinite: int  # values that are finite in y only
-    reference_nonfinite: int
-    largest: float  # max|y|
-    size: int  # values compared
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal to quantisation noise, −20·log10 of the normalised L2."""
-        if not self.normalised_l2:
-            return math.inf
-        return -20 * math.log10(self.normalised_l2) if math.isfinite(self.normalised_l2) else -math.inf
+if TYPE_CHECKING:
+    from instruments.distance import Distance
 
 
 class Verdict(StrEnum):
@@ -50,7 +34,7 @@ class DiffLimits:
     output_warning: float = field(default=0.01, metadata={"above": 0})
     output_severe: float = field(default=0.10, metadata={"above": 0})
 
-    def judge(self, distance: Distance, floor: float | None) -> Verdict:
+    def judge(self, distance: "Distance", floor: float | None) -> Verdict:
         """Judge one output. Values that are finite in FP32 only are severe; errors below `output_warning` never are.
 
         `floor`: normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of the low

@@ -13,8 +13,7 @@ from tabulate import tabulate
 
 from instruments.dtypes import SIZES
 from instruments.errors import ConfigError, check_output, exit_code, say, some
-from instruments.tensor_dump.index import Listing
-from instruments.tensor_dump.record import STORED, TensorRecord
+from instruments.tensor_dump.index import STORED, Listing, TensorRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

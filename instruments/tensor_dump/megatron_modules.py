@@ -6,18 +6,18 @@ tokens of a column-parallel layer's input and of a row-parallel layer's output a
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from instruments.tensor_dump.capture import Part, Watched, layer_of
 from instruments.tensor_dump.config import ATTENTION, EMBEDDING, LINEAR
 from instruments.tensor_dump.modules import hook_attention, hook_layer
-from instruments.tensor_dump.recorder import Recorder
+from instruments.tensor_dump.parts import Part, layer_of
+from instruments.tensor_dump.recorder import Watched
 
 _TOKENS, _HEADS = 0, 2
 # Coordinate → group name in the functions of parallel_state.
@@ -33,12 +33,14 @@ def find_megatron(root: nn.Module, prefix: str) -> Iterator[Watched]:
     for name, module in root.named_modules(prefix=prefix):
         if isinstance(number := getattr(module, "layer_number", None), int):
             numbers[name] = number - 1
+        layer = _layer(name, numbers)
         if isinstance(module, DotProductAttention):
-            yield Watched(name, module, ATTENTION, _layer(name, numbers), watch_attention)
+            yield Watched(name, module, ATTENTION, layer, hook_attention, partial(_part_of_heads, module))
         elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            yield Watched(name, module, LINEAR, _layer(name, numbers), watch_parallel_linear)
+            hook = partial(hook_layer, given_weight=_given_weight)
+            yield Watched(name, module, LINEAR, layer, hook, partial(_part_of_linear, module))
         elif isinstance(module, VocabParallelEmbedding):
-            yield Watched(name, module, EMBEDDING, None, watch_parallel_embedding)
+            yield Watched(name, module, EMBEDDING, None, hook_layer, partial(_part_of_embedding, module))
 
 
 def find_coordinates() -> dict[str, tuple[int, int]]:
@@ -52,60 +54,45 @@ def find_coordinates() -> dict[str, tuple[int, int]]:
     }
 
 
-def watch_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+def _part_of_heads(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401 - a module of Megatron
     """Heads are split over processes; with fewer groups than processes, several hold the same group."""
-    config: Any = watched.module.config
+    if name == "output":
+        return _cut(tensor, -1)
+    (rank, size), config = _group(), module.config
     groups = config.num_query_groups or config.num_attention_heads
-    heads = {"query": config.num_attention_heads, "key": groups, "value": groups}
-
-    def part_of(name: str, tensor: Tensor) -> Part:
-        rank, size = _group()
-        shape, offset = list(tensor.shape), [0] * tensor.ndim
-        shape[_HEADS], offset[_HEADS] = heads[name], rank * heads[name] // size
-        return Part(tuple(shape), tuple(offset), _TOKENS)
-
-    return hook_attention(watched, recorder, part_of, lambda output: _cut(output, -1))
+    heads = config.num_attention_heads if name == "query" else groups
+    shape, offset = list(tensor.shape), [0] * tensor.ndim
+    shape[_HEADS], offset[_HEADS] = heads, rank * heads // size
+    return Part(tuple(shape), tuple(offset), _TOKENS)
 
 
-def watch_parallel_embedding(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+def _part_of_embedding(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401
     """Each process holds some rows of the table; ids and output, (batch, tokens, features), are whole."""
+    if name == "weight":
+        return Part.of_axis(tensor, 0, *_group(), None)
     # Sequence parallelism: the output is (tokens, batch, features).
-    scattered = getattr(watched.module, "reduce_scatter_embeddings", False)
-    return hook_layer(
-        watched,
-        recorder,
-        input_part=lambda ids: Part.whole(ids, 1),
-        weight_part=lambda weight: Part.of_axis(weight, 0, *_group(), None),
-        output_part=lambda output: _cut(output, _TOKENS) if scattered else Part.whole(output, 1),
-    )
+    scattered = name == "output" and getattr(module, "reduce_scatter_embeddings", False)
+    return _cut(tensor, _TOKENS) if scattered else Part.whole(tensor, 1)
 
 
-def watch_parallel_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+def _part_of_linear(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401
     """A weight split along its outputs (column-parallel) or its inputs (row-parallel)."""
-    module: Any = watched.module
     by_column = isinstance(module, ColumnParallelLinear)
     # Gate and up may be one layer: each process holds its share of both.
     pieces = int(getattr(getattr(module, "weight", None), "partition_stride", 1))
+    if name == "weight":
+        return Part.of_axis(tensor, 0 if by_column else 1, *_group(), None, pieces)
+    if name == "input" and not by_column:
+        return _cut(tensor, -1, pieces) if module.input_is_parallel else Part.whole(tensor, _TOKENS)
+    # Column-parallel outputs may be gathered, by the layer or by the call.
+    if name == "output" and by_column and tensor.shape[-1] != module.output_size:
+        return _cut(tensor, -1, pieces)
+    tokens_are_split = module.sequence_parallel and by_column == (name == "input")
+    return _cut(tensor, _TOKENS) if tokens_are_split else Part.whole(tensor, _TOKENS)
 
-    def input_part(inputs: Tensor) -> Part:
-        if by_column:
-            return _cut(inputs, _TOKENS) if module.sequence_parallel else Part.whole(inputs, _TOKENS)
-        return _cut(inputs, -1, pieces) if module.input_is_parallel else Part.whole(inputs, _TOKENS)
 
-    def output_part(output: Tensor) -> Part:
-        if by_column and output.shape[-1] != module.output_size:  # not gathered, by the layer or by the call
-            return _cut(output, -1, pieces)
-        sequence_parallel = not by_column and module.sequence_parallel
-        return _cut(output, _TOKENS) if sequence_parallel else Part.whole(output, _TOKENS)
-
-    return hook_layer(
-        watched,
-        recorder,
-        input_part=input_part,
-        output_part=output_part,
-        weight_part=lambda weight: Part.of_axis(weight, 0 if by_column else 1, *_group(), None, pieces),
-        given_weight=lambda args, kwargs: args[1] if len(args) > 1 else kwargs.get("weight"),
-    )
+def _given_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return args[1] if len(args) > 1 else kwargs.get("weight")
 
 
 def _cut(tensor: Tensor, axis: int, pieces: int = 1) -> Part:

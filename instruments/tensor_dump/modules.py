@@ -1,4 +1,4 @@
-"""Hooks on layers with a weight, attention and its kernels, and fused experts."""
+"""Hooks on layers with a weight, attention and its kernels, and fused experts; also on TransformerEngine's modules."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from instruments.hooks import OwnHook, look_inside
-from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
-from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, TENSORS
-from instruments.tensor_dump.recorder import Call, Recorder
+from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR, TENSORS
+from instruments.tensor_dump.parts import Part, layer_of, part_of_weight
+from instruments.tensor_dump.recorder import Call, Recorder, Watched
 from instruments.tensors import is_sharded
 from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
 
@@ -23,23 +24,63 @@ TENSOR_PARALLEL = "tp"
 
 def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
     """Linear layers (also of bitsandbytes and PEFT), Conv1D, convolutions, embeddings, attention, fused experts."""
-    kinds = (
-        (nn.Linear, LINEAR),
-        (conv1d_kind(), LINEAR),
-        (_ConvNd, CONVOLUTION),
-        (nn.Embedding | nn.EmbeddingBag, EMBEDDING),
+    kinds: tuple[tuple[Any, str, Any], ...] = (
+        (nn.Linear, LINEAR, _part_of_linear),
+        (conv1d_kind(), LINEAR, _part_of_whole),
+        (_ConvNd, CONVOLUTION, lambda _module, name, tensor: _without_tokens(name, tensor)),
+        (nn.Embedding | nn.EmbeddingBag, EMBEDDING, _part_of_embedding),
     )
     for name, module in root.named_modules(prefix=prefix):
-        for kind, layer_type in kinds:
+        layer = layer_of(name)
+        for kind, layer_type, part_of in kinds:
             if isinstance(module, kind):
-                watch = watch_linear if kind is nn.Linear else watch_weighted
-                yield Watched(name, module, layer_type, layer_of(name), watch)
+                yield Watched(name, module, layer_type, layer, hook_layer, partial(part_of, module))
         forward = getattr(type(module), "forward", None)  # a ScriptModule has none
         code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
         if code is not None and _LOOK_UP in code.co_names:
-            yield Watched(name, module, ATTENTION, layer_of(name), watch_attention)
+            yield Watched(name, module, ATTENTION, layer, hook_kernel, partial(_part_of_heads, module))
         for own in fused_parameters(module):
-            yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), watch_experts, parameter=own)
+            yield Watched(f"{name}.{own}", module, EXPERTS, layer, hook_experts, _without_tokens, parameter=own)
+
+
+def _without_tokens(name: str, tensor: Tensor) -> Part:
+    return part_of_weight(tensor) if name == "weight" else Part.whole(tensor, None)
+
+
+def _part_of_whole(_module: nn.Module, name: str, tensor: Tensor) -> Part:
+    """Inputs and outputs are whole; the axis before the features, the second-last one, counts tokens."""
+    if name == "weight":
+        return part_of_weight(tensor)
+    return Part.whole(tensor, tensor.ndim - 2 if tensor.ndim >= 2 else None)
+
+
+def _part_of_embedding(_module: nn.Module, name: str, tensor: Tensor) -> Part:
+    """Ids have no feature axis."""
+    if name == "weight":
+        return part_of_weight(tensor)
+    axis = tensor.ndim - (1 if name == "input" else 2)
+    return Part.whole(tensor, axis if axis >= 0 else None)
+
+
+def _part_of_linear(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401 - a Linear
+    """The weight may be sharded, and with it the features of the input or the output."""
+    if name == "weight":
+        return part_of_weight(tensor)
+    width, axis = (module.in_features, 1) if name == "input" else (module.out_features, 0)
+    if is_parametrized(module, "weight") or not is_sharded(module.weight) or tensor.shape[-1] == width:
+        return _part_of_whole(module, name, tensor)
+    begin = part_of_weight(module.weight).offset[axis]
+    return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), tensor.ndim - 2)
+
+
+def _part_of_heads(module: nn.Module, name: str, tensor: Tensor) -> Part:
+    """Part of (batch, heads, tokens, head_dim); of the output (batch, tokens, heads, head_dim)."""
+    axis, config = 2 if name == "output" else 1, getattr(module, "config", None)
+    heads = getattr(config, "num_attention_heads" if name in {"query", "output"} else "num_key_value_heads", None)
+    place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
+    if place is None or heads is None or tensor.shape[axis] == heads:
+        return Part.whole(tensor, 3 - axis)
+    return Part.of_axis(tensor, axis, *place, 3 - axis)
 
 
 def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
@@ -57,15 +98,11 @@ def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, in
 def hook_layer(
     watched: Watched,
     recorder: Recorder,
-    *,
-    input_part: Callable[[Tensor], Part],
-    output_part: Callable[[Tensor], Part],
-    weight_part: Callable[[Tensor], Part] = lambda weight: take_local(weight)[1],
     given_weight: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] = lambda _args, _kwargs: None,
 ) -> list[RemovableHandle]:
     """Hooks that pass a layer's input (its first argument), weight, output and gradients to the recorder.
 
-    Each comes with the part that this process holds. The weight is the module's, unless a call has been given another.
+    The weight is the module's, unless a call has been given another.
     """
     module: Any = watched.module
 
@@ -76,22 +113,22 @@ def hook_layer(
             return None
         if (call := recorder.begin_call(watched, inputs)) is None:
             return None
-        recorder.take(call, "input", inputs, input_part(inputs))
+        recorder.take(call, "input", inputs)
         if is_parametrized(module, "weight"):
             recorder.leave_out(watched, ["weight", "grad_weight"], "a parametrization computes it at every reading")
         else:
             given = given_weight(args, kwargs)
             weight = module.weight if given is None else given
-            recorder.take_weight(call, weight, weight_part(weight))
+            recorder.take(call, "weight", weight)
+            recorder.take_weight_gradient(call, weight)
         return call
 
     def end(call: Call, output: Any) -> None:  # noqa: ANN401 - any output of a module
         if not _is_plain(output):
             recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(output)}")
             return
-        part = output_part(output)
-        recorder.take(call, "output", output, part)
-        recorder.take_gradient(call, "grad_output", output, part)
+        recorder.take(call, "output", output)
+        recorder.take_gradient(call, "grad_output", output)
 
     return _hook_calls(module, begin, end)
 
@@ -123,51 +160,15 @@ def _hook_calls(
     ]
 
 
-def watch_weighted(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """A Conv1D, whose weight is (inputs, outputs), a convolution or an embedding; inputs and outputs are whole."""
-
-    def part(tensor: Tensor, features: int) -> Part:
-        """Tokens are the last axis before the features; ids have no feature axis."""
-        axis = tensor.ndim - 1 - features
-        return Part.whole(tensor, axis if watched.layer_type != CONVOLUTION and axis >= 0 else None)
-
-    return hook_layer(
-        watched,
-        recorder,
-        input_part=lambda inputs: part(inputs, 0 if watched.layer_type == EMBEDDING else 1),
-        output_part=lambda output: part(output, 1),
-    )
-
-
-def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """A Linear, whose weight may be sharded."""
-    module: Any = watched.module
-
-    def part_of(tensor: Tensor, width: int, axis: int) -> Part:
-        """Part of an output (`axis` 0 of the weight) or an input (1), whose features may be sharded."""
-        # The second-last axis counts tokens in (batch, tokens, features) and in (tokens, features).
-        token_axis = tensor.ndim - 2 if tensor.ndim >= 2 else None
-        if is_parametrized(module, "weight") or not is_sharded(module.weight) or tensor.shape[-1] == width:
-            return Part.whole(tensor, token_axis)
-        begin = take_local(module.weight)[1].offset[axis]
-        return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), token_axis)
-
-    return hook_layer(
-        watched,
-        recorder,
-        input_part=lambda inputs: part_of(inputs, module.in_features, 1),
-        output_part=lambda output: part_of(output, module.out_features, 0),
-    )
-
-
 Kernel = Callable[..., Any]
+_HEADS = ("query", "key", "value")
 _LOOK_UP = "get_interface"
 
 _watchers: dict[nn.Module, tuple[Watched, Recorder]] = {}
 _original: list[Kernel] = []
 
 
-def watch_attention(watched: Watched, recorder: Recorder) -> list[Any]:
+def hook_kernel(watched: Watched, recorder: Recorder) -> list[Any]:
     """Capture the arguments of its kernel; AttentionInterface is restored when no module is watched."""
     return [_watching(watched, recorder)]
 
@@ -200,54 +201,34 @@ def _run_watched(
     call = None
     if module in _watchers:
         watched, recorder = _watchers[module]
-        tensors = {"query": query, "key": key, "value": value}
-        call = take_heads(watched, recorder, tensors, partial(_part_of_heads, module))
+        call = _take_heads(watched, recorder, query, key, value)
     result = kernel(module, query, key, value, *args, **kwargs)
     if call is not None:
-        recorder.take(call, "output", result[0], _part_of_heads(module, "query", result[0], axis=2))
+        recorder.take(call, "output", result[0])
     return result
 
 
-def take_heads(
-    watched: Watched, recorder: Recorder, tensors: dict[str, Tensor], part_of: Callable[[str, Tensor], Part]
-) -> Call | None:
-    """Keep query, key and value of a call, and their gradients; `part_of` says what this process holds of each."""
-    call = recorder.begin_call(watched, tensors["query"])
-    if call is None:
-        return None
-    for name, tensor in tensors.items():
-        part = part_of(name, tensor)
-        recorder.take(call, name, tensor, part)
-        recorder.take_gradient(call, f"grad_{name}", tensor, part)
+def _take_heads(watched: Watched, recorder: Recorder, *heads: Tensor) -> Call | None:
+    """Keep query, key and value of a call, and their gradients."""
+    call = recorder.begin_call(watched, heads[0])
+    if call is not None:
+        for name, tensor in zip(_HEADS, heads, strict=True):
+            recorder.take(call, name, tensor)
+            recorder.take_gradient(call, f"grad_{name}", tensor)
     return call
 
 
-def hook_attention(
-    watched: Watched, recorder: Recorder, part_of: Callable[[str, Tensor], Part], output_part: Callable[[Tensor], Part]
-) -> list[RemovableHandle]:
+def hook_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     """Hooks on a module whose first three arguments are query, key and value."""
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        named = [kwargs.get(name, kwargs.get(f"{name}_layer")) for name in ("query", "key", "value")]
-        given = [*args[:3], *named[len(args[:3]) :]]
-        return take_heads(watched, recorder, dict(zip(("query", "key", "value"), given, strict=True)), part_of)
+        named: list[Any] = [kwargs.get(name, kwargs.get(f"{name}_layer")) for name in _HEADS]
+        return _take_heads(watched, recorder, *args[:3], *named[len(args[:3]) :])
 
-    return _hook_calls(
-        watched.module, begin, lambda call, output: recorder.take(call, "output", output, output_part(output))
-    )
+    return _hook_calls(watched.module, begin, lambda call, output: recorder.take(call, "output", output))
 
 
-def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) -> Part:
-    """Part of (batch, heads, tokens, head_dim); of the output (batch, tokens, heads, head_dim) with `axis` 2."""
-    config = getattr(module, "config", None)
-    heads = getattr(config, "num_attention_heads" if name == "query" else "num_key_value_heads", None)
-    place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
-    if place is None or heads is None or tensor.shape[axis] == heads:
-        return Part.whole(tensor, 3 - axis)
-    return Part.of_axis(tensor, axis, *place, 3 - axis)
-
-
-def watch_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+def hook_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     """Hooks that find the products of one parameter during each call of its module."""
 
     def begin(*args: Any, **kwargs: Any) -> Kernel:  # noqa: ANN401 - the module's arguments
@@ -270,16 +251,58 @@ def _run_product(
     if call is None:
         return func(*args, **kwargs)
     for name, tensor in found.items():
-        recorder.take(call, name, tensor, Part.whole(tensor, None))
-    recorder.take_weight_gradient(call, finder.weight, Part.whole(finder.weight, None))
+        recorder.take(call, name, tensor)
+    recorder.take_weight_gradient(call, finder.weight)
     output = func(*args, **kwargs)
-    rows = output.flatten(1)
-    recorder.take(call, "output", rows, Part.whole(rows, None))
-
-    def take_gradient(gradient: Tensor) -> None:
-        rows = gradient.flatten(1)
-        recorder.take_found_gradient(call, "grad_output", rows, Part.whole(rows, None))
-
+    recorder.take(call, "output", output.flatten(1))
     if output.requires_grad:
-        output.register_hook(take_gradient)
+        output.register_hook(lambda gradient: recorder.take_found_gradient(call, "grad_output", gradient.flatten(1)))
     return output
+
+
+# TransformerEngine, also inside Megatron: its classes are found by name, without an import; Megatron's
+# TEColumnParallelLinear, TEDotProductAttention ... are subclasses. The input of a LayerNormLinear is that of its norm:
+# the kernel does not expose the norm's output.
+_ENGINE_KINDS = {"Linear": LINEAR, "LayerNormLinear": NORM_LINEAR, "DotProductAttention": ATTENTION}
+
+
+def find_transformer_engine(root: nn.Module, prefix: str) -> Iterator[Watched]:
+    """Every module of one of the three classes or a subclass."""
+    for name, module in root.named_modules(prefix=prefix):
+        own = (kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine."))
+        layer_type = next((_ENGINE_KINDS[kind.__name__] for kind in own if kind.__name__ in _ENGINE_KINDS), None)
+        if layer_type is not None:
+            number = getattr(module, "layer_number", None)  # Megatron's, counted over all pipeline stages
+            layer = number - 1 if isinstance(number, int) else layer_of(name)
+            attention = layer_type == ATTENTION
+            hook, part_of = (hook_attention, _engine_heads) if attention else (hook_layer, _engine_linear)
+            yield Watched(name, module, layer_type, layer, hook, partial(part_of, module))
+
+
+def _engine_linear(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401 - a module of TransformerEngine
+    """A layer split along its outputs (parallel_mode column) or inputs (row), or not split.
+
+    The features of the side that is split are parts; on the other side, the tokens may be.
+    """
+    mode, place = module.parallel_mode, _engine_group(module)
+    if name == "weight":
+        axis = {"column": 0, "row": 1}.get(mode)
+        return Part.whole(tensor, None) if axis is None else Part.of_axis(tensor, axis, *place, None)
+    tokens = 0 if tensor.ndim == 3 else None  # the axis in (tokens, batch, features)
+    if mode == ("row" if name == "input" else "column"):
+        return Part.of_axis(tensor, tensor.ndim - 1, *place, tokens)
+    if mode in {"column", "row"} and module.sequence_parallel:
+        return Part.of_axis(tensor, 0, *place, tokens)
+    return Part.whole(tensor, tokens)
+
+
+def _engine_heads(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401
+    """Heads are the second-last axis; tokens are the first axis in sbhd and thd, the second in bshd."""
+    tokens = 1 if getattr(module, "qkv_format", "sbhd") == "bshd" else 0
+    return Part.of_axis(tensor, tensor.ndim - (1 if name == "output" else 2), *_engine_group(module), tokens)
+
+
+def _engine_group(module: Any) -> tuple[int, int]:  # noqa: ANN401
+    """This process's rank in the tensor-parallel group, and the group's size."""
+    size = getattr(module, "tp_size", 1)
+    return (torch.distributed.get_rank(module.tp_group) if size > 1 else 0), size

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
+from instruments.distance import measure_distance
 from instruments.errors import CheckpointError, ConfigError, ContractError
 from instruments.safetensors_files import EntryReader, TensorEntry, checksum_of, read_header
-from instruments.tensor_dump.index import Listing
-from instruments.tensor_dump.record import STORED, Placement, Source, TensorRecord
+from instruments.tensor_dump.index import STORED, Listing, Placement, Source, TensorRecord
 
 
 class DumpReader(Listing):
@@ -127,29 +126,23 @@ def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice
         yield tuple(slice(begin, begin + size) for begin, size in zip(begins, piece.shape, strict=True)), piece
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One tensor whose bytes differ between two dumps; `b` is measured against `a`."""
-
-    source: Source
-    relative_l2: float  # ‖b − a‖ ÷ ‖a‖; NaN where shapes differ or a value is not finite
-    max_abs: float
-    cosine: float
+Difference = tuple[Source, float, float, float]
 
 
 def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
-    """How `b` differs from `a`; None if both have equal bytes or no values."""
+    """How `b` differs from `a`: relative L2, largest distance, cosine; None if both have equal bytes or no values.
+
+    NaN where shapes differ or a value is not finite.
+    """
     if a.shape != b.shape:
-        return Difference(source, math.nan, math.nan, math.nan)
+        return source, math.nan, math.nan, math.nan
     bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]  # NaN equals itself; 0 differs from −0
     if not a.numel() or (a.dtype == b.dtype and torch.equal(*bits)):
         return None
-    x, y = a.double(), b.double()
-    gap, size = float(torch.linalg.vector_norm(y - x)), float(torch.linalg.vector_norm(x))
-    scale = size * float(torch.linalg.vector_norm(y))
-    relative = gap / size if size else (math.inf if gap else 0.0)
-    cosine = float((x * y).sum()) / scale if scale else math.nan
-    return Difference(source, relative, float((y - x).abs().max()), cosine)
+    found = measure_distance(a, b)
+    if found.nonfinite or found.reference_nonfinite:
+        return source, math.nan, math.nan, math.nan
+    return source, found.normalised_l2, found.max_abs, found.cosine
 
 
 COLUMNS = ("module", "tensor", "step", "relative L2", "largest", "cosine")
@@ -174,14 +167,14 @@ def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, 
             raise ConfigError(what, where=f"{first}, {second}", do=do)
         bar = tqdm(common, desc="compare", leave=False, disable=None)
         found = [find_difference(key[1], ours.load(mine[key]), theirs.load(others[key])) for key in bar]
-    differences = [one for one in found if one and not (tolerance and one.relative_l2 <= tolerance)]
+    differences = [one for one in found if one and not (tolerance and one[1] <= tolerance)]
     text = f"{len(common):,} tensors compared, {len(differences):,} differ"
     text += f" by more than {tolerance:g}\n" if tolerance else "\n"
     only_first, only_second = len(mine) - len(common), len(others) - len(common)
     if only_first or only_second:
         text += f"only in {first}: {only_first:,}; only in {second}: {only_second:,}\n"
     if differences:
-        worst = sorted(differences, key=lambda one: -math.inf if math.isnan(one.relative_l2) else -one.relative_l2)
+        worst = sorted(differences, key=lambda one: -math.inf if math.isnan(one[1]) else -one[1])
         text += f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
         text += f"\nlargest relative distances\n{_table(worst[:_WORST])}\n"
     return not differences, text
@@ -189,10 +182,7 @@ def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, 
 
 def _table(differences: Sequence[Difference]) -> str:
     rows = [
-        (
-            found.source.module, found.source.tensor, str(found.source.step),
-            f"{found.relative_l2:.3g}", f"{found.max_abs:.3g}", f"{found.cosine:.9f}",
-        )
-        for found in differences
-    ]  # fmt: skip
+        (source.module, source.tensor, str(source.step), f"{relative:.3g}", f"{largest:.3g}", f"{cosine:.9f}")
+        for source, relative, largest, cosine in differences
+    ]
     return tabulate(rows, COLUMNS, disable_numparse=True)

@@ -1,25 +1,68 @@
 """Receives tensors from the hooks, tracks step, microbatch and call, and decides what is captured."""
 
+import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.dtypes import dtype_name
+from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
 from instruments.hooks import in_backward, in_transform
-from instruments.tensor_dump import capture
-from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
-from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
-from instruments.tensor_dump.record import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
+from instruments.tensor_dump.config import BACKWARD, FORWARD, TENSORS, DumpConfig
+from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
+from instruments.tensor_dump.parts import Part, RankInfo, keep_tokens
 from instruments.tensor_dump.statistics import exact_moments, measure
-from instruments.tensor_dump.writer import DumpWriter
+from instruments.tensor_dump.writer import Capture, DumpWriter, Held, HostRing, Slot
+from instruments.tensors import is_sharded
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """A module that is watched."""
+
+    name: str
+    module: nn.Module
+    layer_type: str  # a key of TENSORS
+    layer: int | None  # of the decoder, from 0
+    # Installs the hooks; leaving the returned contexts removes them.
+    hook: "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"
+    part_of: Callable[[str, Tensor], Part]  # name of a tensor (not of its gradient), and the tensor or its gradient
+    parameter: str = ""  # name within the module, where that holds several layers
+    chunk: int = 0  # index of the pipeline chunk, where a process has several
+
+    def expected(self, config: DumpConfig) -> list[str]:
+        """The configured tensors that this kind of module has."""
+        return [tensor for tensor in TENSORS[self.layer_type] if tensor in config.tensors]
+
+
+# fp32, bf16, fp8e4m3 ...
+_NAMES = {
+    torch_dtype(name): re.sub("^f", "fp", name.lower().replace("_", ""))
+    for name in SAFETENSORS
+    if torch_dtype(name).is_floating_point
+}
+
+
+def quant_type_of(tensor: Tensor) -> str:
+    """Number format: fp32, bf16 ...; for weights packed by bitsandbytes nf4, fp4 or int8."""
+    state = getattr(tensor, "quant_state", None)  # of a Params4bit
+    return str(state.quant_type) if state is not None else _NAMES.get(tensor.dtype, dtype_name(tensor.dtype))
+
+
+def autocast_type_of(tensor: Tensor) -> str | None:
+    """The format of its matrix products under autocast; None without autocast."""
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return _NAMES[torch.get_autocast_dtype(kind)]
 
 
 @dataclass(frozen=True)
@@ -129,8 +172,8 @@ class Recorder:
         if wanted := [tensor for tensor in tensors if tensor in watched.expected(self._config)]:
             self._writer.note_not_dumped(watched.name, wanted, why)
 
-    def take(self, call: Call, tensor_name: str, tensor: Tensor, part: Part, direction: str = FORWARD) -> None:
-        """Capture a tensor in its current state."""
+    def take(self, call: Call, tensor_name: str, tensor: Tensor, direction: str = FORWARD) -> None:
+        """Capture this process's part of a tensor in its current state."""
         if tensor_name not in self._config.tensors or not self._open or tensor.is_meta:
             return
         if call.recompute and direction == FORWARD and not self._config.recomputed:
@@ -143,8 +186,11 @@ class Recorder:
             call.step, call.microbatch, call.number, call.evaluation, direction, call.recompute,
             watched.name, watched.layer, watched.layer_type, tensor_name,
         )  # fmt: skip
+        part = watched.part_of(tensor_name.removeprefix("grad_"), tensor)
+        if is_sharded(tensor):
+            tensor = tensor.to_local()
         with self._lock, torch.no_grad():
-            kept, placement = capture.keep_tokens(tensor.detach(), part, self._config)
+            kept, placement = keep_tokens(tensor.detach(), part, self._config)
             held = self._recall(tensor, placement) or self._hold(kept)
             if held.status != DROPPED and (version := _version(tensor)) is not None:
                 self._seen[id(tensor)] = TensorWeakRef(tensor), version, placement, held
@@ -154,24 +200,19 @@ class Recorder:
             else:
                 self._kept[-1].append(captured)
 
-    def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor, part: Part) -> None:
+    def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor) -> None:
         """Capture a tensor's gradient when the backward pass computes it; nothing if it requires none."""
         wanted = self._config.tensors
         # The output's gradient also tells to which call the weight's gradient belongs.
         if tensor.requires_grad and (tensor_name in wanted or "grad_weight" in wanted):
-            tensor.register_hook(lambda gradient: self.take_found_gradient(call, tensor_name, gradient, part))
+            tensor.register_hook(lambda gradient: self.take_found_gradient(call, tensor_name, gradient))
 
-    def take_found_gradient(self, call: Call, tensor_name: str, gradient: Tensor, part: Part) -> None:
+    def take_found_gradient(self, call: Call, tensor_name: str, gradient: Tensor) -> None:
         """Capture a gradient that the backward pass has computed."""
         self._reached[call.watched] = call
-        self.take(call, tensor_name, gradient, part, BACKWARD)
+        self.take(call, tensor_name, gradient, BACKWARD)
 
-    def take_weight(self, call: Call, weight: Tensor, part: Part) -> None:
-        """Capture this process's part of a layer's weight, and its gradient."""
-        self.take(call, "weight", capture.take_local(weight)[0], part)
-        self.take_weight_gradient(call, weight, part)
-
-    def take_weight_gradient(self, call: Call, weight: Tensor, part: Part) -> None:
+    def take_weight_gradient(self, call: Call, weight: Tensor) -> None:
         """Capture what each backward pass adds to a weight's gradient, over all calls and all layers that share it."""
         if "grad_weight" not in self._config.tensors or not (weight.is_leaf and weight.requires_grad):
             return
@@ -179,7 +220,7 @@ class Recorder:
         if hooked is None or hooked() is not weight:
             if handle is not None:
                 handle.remove()
-            handle = weight.register_hook(partial(self._on_weight_gradient, call.watched, part))
+            handle = weight.register_hook(partial(self._on_weight_gradient, call.watched))
             self._weights[call.watched] = TensorWeakRef(weight), handle
 
     def end_step(self, *, finite: bool) -> None:
@@ -215,12 +256,11 @@ class Recorder:
         # id → tensor captured in this step (weak reference), its version, placement and content.
         self._seen: dict[int, tuple[TensorWeakRef, int, Placement, Held]] = {}
 
-    def _on_weight_gradient(self, watched: Watched, part: Part, gradient: Tensor) -> None:
+    def _on_weight_gradient(self, watched: Watched, gradient: Tensor) -> None:
         """Autograd has summed the gradients of all uses; recorded under the call reached last by the backward pass."""
         call = self._reached.get(watched)
         if call is not None and call.step == self._step:
-            dense = gradient.to_dense() if gradient.is_sparse else capture.take_local(gradient)[0]
-            self.take(call, "grad_weight", dense, part, BACKWARD)
+            self.take(call, "grad_weight", gradient.to_dense() if gradient.is_sparse else gradient, BACKWARD)
 
     def _recall(self, tensor: Tensor, placement: Placement) -> Held | None:
         """The content captured of the same tensor, if it has not changed since."""
@@ -233,14 +273,14 @@ class Recorder:
         self, source: Source, tensor: Tensor, kept: Tensor, placement: Placement, status: str
     ) -> TensorRecord:
         """The record, without the fields that the writer computes from the content."""
-        info, timestamp, quant_type = self._rank_info, now(), capture.quant_type_of(tensor)
+        info, timestamp, quant_type = self._rank_info, now(), quant_type_of(tensor)
         counter = self._captured * info.world + info.rank
         self._captured += 1
         return TensorRecord(
             name=make_name(timestamp, counter, source, quant_type), counter=counter, timestamp=timestamp,
             rank=info.rank, source=source, parallel=info.parallel, placement=placement, shape=tuple(kept.shape),
             dtype=dtype_name(tensor.dtype), device=str(tensor.device), requires_grad=tensor.requires_grad,
-            quant_type=quant_type, label=self._config.quant_type, autocast=capture.autocast_type_of(tensor),
+            quant_type=quant_type, label=self._config.quant_type, autocast=autocast_type_of(tensor),
             status=status, metadata=self._metadata,
         )  # fmt: skip
 

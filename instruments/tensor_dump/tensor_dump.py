@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from instruments.errors import ConfigError
 from instruments.hooks import WRAPPERS, OwnHook, plain_name
-from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, quant_type_of
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
-from instruments.tensor_dump.index import Manifest
-from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
-from instruments.tensor_dump.record import now
-from instruments.tensor_dump.recorder import Recorder
-from instruments.tensor_dump.transformer_engine_modules import find_transformer_engine
-from instruments.tensor_dump.writer import DumpWriter, IndexFile
+from instruments.tensor_dump.index import Manifest, now
+from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
+from instruments.tensor_dump.parts import RankInfo
+from instruments.tensor_dump.recorder import Recorder, Watched, quant_type_of
+from instruments.tensor_dump.writer import DumpWriter, HostRing, IndexFile
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +209,7 @@ class TensorDump:
             self._hooks.enter_context(root.register_forward_pre_hook(begin))
             self._hooks.enter_context(root.register_forward_hook(end, always_call=True))
         for one in self.watched:
-            for hook in one.watch(one, recorder):
+            for hook in one.hook(one, recorder):
                 self._hooks.enter_context(hook)
         if config.quant_type is not None:
             warn_of_label(config.quant_type, self.watched)

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from instruments.errors import ContractError
 from instruments.files import whole_file
 from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
+from instruments.tensor_dump.index import STORED, Statistics, is_bare
 from instruments.tensor_dump.reader import DumpReader
-from instruments.tensor_dump.record import STORED, Statistics, is_bare
 from instruments.tensor_dump.statistics import measure
 
 _SAVED = count()

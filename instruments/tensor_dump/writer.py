@@ -1,16 +1,18 @@
-"""The thread that computes statistics of captures and writes them to disk, bytes before index rows."""
+"""Captured tensors in host memory, and the thread that measures them and writes them: bytes before index rows."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Condition, Event, Thread
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,11 +21,110 @@ from instruments.dtypes import dtype_name
 from instruments.errors import ContractError, UserError
 from instruments.files import sync, whole_file
 from instruments.safetensors_files import checksum_of
-from instruments.tensor_dump.capture import Capture, Held, HostRing, Slot
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import FORMAT, VERSION, Manifest
-from instruments.tensor_dump.record import STORED, TensorRecord, make_name
-from instruments.tensor_dump.statistics import measure, read_moments, round_into
+from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord, make_name
+from instruments.tensor_dump.rounding import round_into
+from instruments.tensor_dump.statistics import measure, read_moments
+
+ALIGNMENT = 64
+
+
+@dataclass(eq=False)
+class Slot:
+    """A range of bytes of the ring; `data` is valid until release."""
+
+    begin: int
+    end: int
+    data: Tensor
+    free: bool = False
+
+
+class HostRing:
+    """One buffer of fixed size in host memory, pinned if a GPU copies into it."""
+
+    def __init__(self, capacity: int, *, pinned: bool) -> None:
+        """`capacity` in bytes."""
+        self.capacity = capacity
+        self.most_used = 0
+        self._buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        self._slots: deque[Slot] = deque()
+        self._changed = Condition()
+
+    def reserve(self, size: int, *, wait: bool = False) -> Slot | None:
+        """Reserve `size` bytes; if there is no room, None, or with `wait` block until there is (size ≤ capacity)."""
+        with self._changed:
+            while (begin := self._find_room(max(size, 1))) is None:
+                if not wait:
+                    return None
+                self._changed.wait()
+            slot = Slot(begin, begin + max(size, 1), self._buffer[begin : begin + size])
+            self._slots.append(slot)
+            self.most_used = max(self.most_used, self.used)
+            return slot
+
+    def release(self, slot: Slot) -> None:
+        """Release the slot; its room is reused once all older slots are released, too."""
+        with self._changed:
+            slot.free = True
+            while self._slots and self._slots[0].free:
+                self._slots.popleft()
+            self._changed.notify_all()
+
+    @property
+    def used(self) -> int:
+        """Bytes from the start of the oldest slot in use to the end of the newest."""
+        if not self._slots:
+            return 0
+        oldest, newest = self._slots[0].begin, self._slots[-1].end
+        return newest - oldest if newest > oldest else self.capacity - oldest + newest
+
+    def _find_room(self, size: int) -> int | None:
+        if not self._slots:
+            return 0 if size <= self.capacity else None
+        oldest, newest = self._slots[0].begin, self._slots[-1].end
+        begin = newest + -newest % ALIGNMENT
+        if newest > oldest:  # free: after the newest, and before the oldest
+            if begin + size <= self.capacity:
+                return begin
+            return 0 if size <= oldest else None
+        return begin if begin + size <= oldest else None
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@dataclass(eq=False)
+class Held:
+    """Content copied or measured once and shared by its records; the writer fills in `found` and `rounded`."""
+
+    status: str
+    data: Tensor | None = None  # on the CPU; with status statistics the moments, unless `found` has them
+    slot: Slot | None = None
+    wait: Callable[[], None] | None = None  # call before reading `data`; None where the copy is complete
+    found: dict[str, Any] = field(default_factory=dict)  # statistics, file, key, checksum for its records
+    rounded: dict[str, Any] = field(default_factory=dict)  # record fields of a rounded copy, if there is one
+
+    @classmethod
+    def copy(cls, status: str, tensor: Tensor, slot: Slot) -> "Held":
+        """Start to copy a tensor, row-major, into the slot; later changes of the tensor do not affect the copy."""
+        host = slot.data.view(tensor.dtype).view(tensor.shape)
+        if not tensor.is_cuda:
+            host.copy_(tensor)
+            return cls(status, host, slot)
+        # Clone in the current stream, so that the next kernel may overwrite it; copy to the host in another stream.
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            host.copy_(own, non_blocking=True)
+            done.record(stream)
+        own.record_stream(stream)
+        return cls(status, host, slot, done.synchronize)
+
+
+# One tensor of one call: its record, still incomplete, and its content.
+Capture = tuple[TensorRecord, Held]
 
 
 class IndexFile:

@@ -17,8 +17,8 @@ from instruments.errors import CheckpointError
 from instruments.files import sync
 from instruments.safetensors_files import EntryReader, read_header
 from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
-from models.config import import_bitsandbytes
 from models.dense import DenseFamily, dense_family, fused_name, keeps_tied
+from models.quantization import import_bitsandbytes
 from models.source import read_config
 
 

@@ -34,20 +34,18 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
         UserError: the server cannot be reached or denies access.
     """
     url = _find_url(store)
-    place = place_of(url)
+    place = _place_of(url)
     if find_spec("redis") is None:
         what = "store.kind=redis needs the package redis, which is not installed"
         raise ConfigError(what, where="setting store.kind", do="pip install -e '.[redis]', or store=local")
-
     try:
         with in_words(place):
             _check_server(url, place)
         return _client(url, RUNNING_TRIES), place
     except (TypeError, ValueError) as error:  # a query option of the URL
         what = f"store.url has an option that the package redis does not know: {error}"
-        raise ConfigError(
-            what, where="setting store.url", do="its options as redis.Redis.from_url describes them"
-        ) from error
+        do = "its options as redis.Redis.from_url describes them"
+        raise ConfigError(what, where="setting store.url", do=do) from error
 
 
 def check_store(store: StoreConfig) -> None:
@@ -56,7 +54,7 @@ def check_store(store: StoreConfig) -> None:
         connect(store)[0].close()
 
 
-def place_of(url: str) -> str:
+def _place_of(url: str) -> str:
     """The server's name for messages, without user and password."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
@@ -73,10 +71,8 @@ def _find_url(store: StoreConfig) -> str:
         raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
     if not _is_address(url):
         what = "store.url is no Redis address"  # not shown: it may contain a password
-        where = "setting store.url" if store.url else f"environment {URL}"
-        raise ConfigError(
-            what, where=where, do="store.url=redis://localhost:6379/0, or one that begins with rediss:// or unix://"
-        )
+        do = "store.url=redis://localhost:6379/0, or one that begins with rediss:// or unix://"
+        raise ConfigError(what, where="setting store.url" if store.url else f"environment {URL}", do=do)
     return url
 
 
@@ -94,19 +90,18 @@ def _is_address(url: str) -> bool:
 
 
 def _client(url: str, tries: int) -> "Redis":
-    from redis import Redis  # noqa: PLC0415 - an extra
-    from redis import exceptions as refusals  # noqa: PLC0415
+    import redis  # noqa: PLC0415 - an extra
     from redis.backoff import ExponentialBackoff  # noqa: PLC0415
     from redis.retry import Retry  # noqa: PLC0415
 
-    client = Redis.from_url(
+    client = redis.Redis.from_url(
         url,
         password=find_password(url) or os.environ.get(PASSWORD),  # a password in the URL has precedence
         socket_timeout=ANSWER_WITHIN,
         socket_connect_timeout=5,
         health_check_interval=30,
         retry=Retry(ExponentialBackoff(cap=LONGEST_WAIT, base=0.05), tries),
-        retry_on_error=[refusals.ConnectionError, refusals.TimeoutError, refusals.BusyLoadingError],
+        retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
     )
     # Answers hold packed numbers, which are no text, even if the URL asks for text.
     client.connection_pool.connection_kwargs["decode_responses"] = False
@@ -114,18 +109,22 @@ def _client(url: str, tries: int) -> "Redis":
 
 
 def _check_server(url: str, place: str) -> None:
-    from redis import exceptions as refusals  # noqa: PLC0415 - an extra
+    import redis  # noqa: PLC0415 - an extra
+
+    def ask(tries: int) -> dict[str, object]:
+        with _client(url, tries) as client:
+            return dict(client.info())
 
     # A wrong password fails at once; only errors that may be temporary are retried.
     try:
-        info = _info(url, 0)
-    except (refusals.AuthenticationError, refusals.AuthorizationError):
+        info = ask(0)
+    except (redis.AuthenticationError, redis.exceptions.AuthorizationError):
         raise
-    except refusals.BusyLoadingError:
+    except redis.BusyLoadingError:
         logger.info("%s is loading its data", place)
-        info = _info(url, RUNNING_TRIES)
-    except refusals.ConnectionError:
-        info = _info(url, OPENING_TRIES)
+        info = ask(RUNNING_TRIES)
+    except redis.ConnectionError:
+        info = ask(OPENING_TRIES)
     policy, limit = str(info.get("maxmemory_policy", "noeviction")), int(str(info.get("maxmemory", 0)))
     if limit and policy.startswith("allkeys"):
         what = f"the Redis server drops keys when its memory is full (maxmemory-policy {policy}): sums would vanish"
@@ -144,11 +143,6 @@ def _warn_of_loss(place: str) -> None:
     logger.warning(what, place, "To change that: redis-cli config set appendonly yes; redis-cli config rewrite")
 
 
-def _info(url: str, tries: int) -> dict[str, object]:
-    with _client(url, tries) as client:
-        return dict(client.info())
-
-
 @contextmanager
 def in_words(place: str) -> Iterator[None]:
     """Turn the client's exceptions into errors for the user; `place` is the server, without its password.
@@ -156,59 +150,50 @@ def in_words(place: str) -> Iterator[None]:
     Raises:
         UserError: the server cannot be reached or refuses.
     """
-    from redis import exceptions as refusals  # noqa: PLC0415 - an extra
+    from redis import RedisError  # noqa: PLC0415 - an extra
 
     try:
         yield
-    except refusals.RedisError as error:
+    except RedisError as error:
         raise _explain(error, place) from error
 
 
 def _explain(error: Exception, place: str) -> UserError:
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    code, _, rest = line.partition(" ")
-    names = {base.__name__ for base in type(error).__mro__}
-    kind = next((code for name, code in _KINDS.items() if name in names), code)
-    text = (rest if kind == code and code in _REFUSALS else line).partition(" script: ")[0]
-    if kind == "WRONGTYPE":  # errors of the scripts name the key
-        text = text.partition(" | key ")[2] or text
+    line = (str(error).splitlines() or [type(error).__name__])[0].partition(" script: ")[0].removeprefix("ERR ")
+    text, _, key = line.partition(" | key ")  # errors of the scripts name the key
+    # By class name, because the package is an extra; the server's own words where the class says nothing.
+    names = [*(base.__name__ for base in type(error).__mro__), text.partition(" ")[0], text]
+    kind = next((name for name in names if name in _REFUSALS), "")
     what, do = _REFUSALS.get(kind, _UNKNOWN)
-    make = ContractError if kind in {"GONE", "CHANGED"} else UserError  # somebody else changed the sums
-    return make(what.format(text.removeprefix("ERR ")), where=place, do=do)
+    make = ContractError if kind == _NO_NUMBER else UserError
+    return make(what.format(key or line.removeprefix(f"{kind} ")), where=place, do=do)
 
 
-# By class name, because the package is an extra; the first match counts, because authentication errors are subclasses
-# of connection errors.
-_KINDS = {
-    "AuthenticationError": "NOAUTH",
-    "AuthorizationError": "NOAUTH",
-    "NoPermissionError": "NOPERM",
-    "OutOfMemoryError": "OOM",
-    "ReadOnlyError": "READONLY",
-    "ConnectionError": "GONE AWAY",
-    "TimeoutError": "GONE AWAY",
-}
+_DENIED = (
+    "the Redis server denies access: {}",
+    "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url",
+)
+_UNREACHABLE = ("the Redis server cannot be reached: {}", f"start it (redis-server) or correct store.url, {GO_ON}")
+_UNKNOWN = ("the Redis server refuses: {}", f"see the server's log, {GO_ON}; or another store.namespace")
+_NO_NUMBER = "hash value is not a float"
 _REFUSALS = {
-    "NOAUTH": (
-        "the Redis server denies access: {}",
-        "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url",
-    ),
-    "NOPERM": (
+    "AuthenticationError": _DENIED,
+    "AuthorizationError": _DENIED,
+    "ConnectionError": _UNREACHABLE,
+    "TimeoutError": _UNREACHABLE,
+    "NoPermissionError": (
         "the Redis server's user may not do this: {}",
         "a user with +@read +@write +@scripting +info +ping on the keys of store.namespace (ACL SETUSER)",
     ),
-    "OOM": (
+    "OutOfMemoryError": (
         "the Redis server's memory is full (maxmemory)",
         f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
     ),
-    "READONLY": ("this Redis server is a read-only replica", "store.url= of the primary server"),
-    "GONE AWAY": ("the Redis server cannot be reached: {}", f"start it (redis-server) or correct store.url, {GO_ON}"),
+    "ReadOnlyError": ("this Redis server is a read-only replica", "store.url= of the primary server"),
     "MISCONF": ("the Redis server does not take writes: {}", f"see the server's log (its disk may be full), {GO_ON}"),
     "WRONGTYPE": (
         "a Redis key under the scan's namespace is of another type: {}",
         f"{START_OVER}; or another store.namespace",
     ),
-    "GONE": ("sums that wait in Redis were deleted by somebody else: {}", START_OVER),
-    "CHANGED": ("sums in Redis were changed by somebody else: {}", START_OVER),
+    _NO_NUMBER: ("sums in Redis were changed by somebody else: a field of {} is not a number", START_OVER),
 }
-_UNKNOWN = "the Redis server refuses: {}", f"see the server's log, {GO_ON}; or another store.namespace"

@@ -1,8 +1,22 @@
-"""One scan's keys in Redis and operations on them; each operation can be repeated after a lost connection."""
+"""One scan's sums in Redis: keys, fields, and operations that can be repeated after a lost connection.
+
+Each neuron has three hashes, one per projection, `{namespace}param:{weight name}:row:{neuron}`: for its row of
+gate_proj and up_proj and its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the number of
+tokens for which the neuron is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by `tokens` (the
+first two) and `samples` (the third) of `{namespace}scan:totals`, they are means and the frequency.
+
+`scan:totals` also holds the number of batches, and for every sum and layer the total over all neurons, with which
+readers verify the sums. `scan:identity` is JSON: the scan's settings, inputs and code. `scan:done` is the set of the
+committed batches, `scan:pending` a list of committed chunks that are not yet added to the hashes, `scan:bits:{layer}`
+the packed activation bits of the reservoir, the rows of all tokens concatenated.
+
+HINCRBYFLOAT keeps 17 decimals after the point: every increment is rounded by up to 5e-18.
+"""
 
 import json
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,36 +25,72 @@ import torch
 from redis import Redis
 from torch import Tensor
 
-from instruments.errors import ContractError
-from stages.accumulators import redis_layout
+from instruments.errors import ContractError, NumericsError
 from stages.accumulators.config import START_OVER
-from stages.accumulators.redis_layout import BITS, GREATEST, LAYOUT_VERSION, TOLERANCE, Keys, sum_marks
-from stages.accumulators.sums import ScanSums, empty_sums, list_differences
+from stages.accumulators.sums import ScanSums, Shapes, empty_sums, list_differences
 
-# Seconds until the server deletes staged chunks that were not committed.
-STAGED_FOR = 900
-BYTES_AT_ONCE = 2**23
-NEURONS_READ_AT_ONCE = 2048
-KEYS_DELETED_AT_ONCE, KEYS_LISTED_AT_ONCE = 1000, 5000
-MOST_BATCHES = 2**24
+LAYOUT_VERSION = 4
+PROJECTIONS = ("gate", "up", "down")
+# Sum of the scan → its fields. Readers take the first one; the others are copies for readers of single rows.
+FIELDS = {
+    "sum_abs": [(projection, "sum_act") for projection in PROJECTIONS],
+    "active_count": [(projection, "count_act") for projection in PROJECTIONS],
+    **{f"grad_norm_{projection}": [(projection, "sum_grad_norm")] for projection in PROJECTIONS},
+    "sum_sq": [("gate", "sum_sq")],
+    "sum_taylor": [("gate", "sum_taylor")],
+    "max_abs": [("gate", "max_abs")],  # a maximum, without a total
+}
+# For redis_apply.lua: projection, field and column, counted from 1.
+_PLACES = json.dumps(
+    [
+        [PROJECTIONS.index(projection) + 1, field, column]
+        for column, places in enumerate(FIELDS.values(), start=1)
+        for projection, field in places
+    ]
+)
+BITS = "bits_LRf"
+COUNTERS = ("tokens", "samples", "loss_sum")
+# Neurons per script; adding them blocks the server for 20 to 50 ms.
+NEURONS_AT_ONCE = 512
+KEYS_AT_ONCE = 5000
+# Relative tolerance between a total and its sums, and what one increment may lose.
+TOLERANCE, LAST_DECIMAL = 1e-9, 1e-17
+# Mean of a sum over a layer's neurons from which one batch keeps five digits.
+SMALLEST_MEAN = 1e-12
 MOST_ELEMENTS = 2**34
+
+# For each layer: gate, up, down → name of the weight.
+WeightNames = Sequence[Mapping[str, str]]
+
+
+def pack_identity(facts: Mapping[str, object], shapes: Shapes, weights: WeightNames) -> str:
+    """Identity of a scan as JSON: its facts, shapes and number formats of its sums, names of its weights."""
+    layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
+    sums = {name: [size, str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
+    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": sums, "weights": layers}
+    return json.dumps(content, sort_keys=True)
 
 
 class Namespace:
     """The sums of one scan on one server."""
 
-    def __init__(self, client: "Redis", namespace: str, identity: str, place: str) -> None:
-        """Sends nothing to the server. `identity` comes from `pack_cache_key`; `place` names the server in messages."""
-        self.client, self.identity, self.keys = client, identity, Keys(namespace)
-        self.place = f"{place}, namespace {namespace or '(empty)'}"
+    def __init__(self, client: "Redis", prefix: str, identity: str, place: str) -> None:
+        """Sends nothing to the server. `identity` comes from `pack_identity`; `place` names the server in messages."""
+        self.client, self.identity = client, identity
+        self.place = f"{place}, namespace {prefix or '(empty)'}"
         content = json.loads(identity)
         self.weights = content["weights"]
         self.shapes = {name: (tuple(size), getattr(torch, kind)) for name, (size, kind) in content["sums"].items()}
-        self.columns = redis_layout.columns_of(self.shapes)
-        self.width = int(self.shapes[self.columns[0]][0][1])
-        self._claim, self._commit, self._apply, self._read, self._done = (
+        self.width = int(self.shapes["sum_abs"][0][1])
+        # The prefixes of a layer's rows, in the order of PROJECTIONS.
+        self.rows = [[f"{prefix}param:{names[part]}:row:" for part in PROJECTIONS] for names in self.weights]
+        self.row_pattern = re.sub(r"[][*?\\^]", r"\\\g<0>", prefix) + "param:*:row:*"
+        self.bits = [f"{prefix}scan:bits:{layer}" for layer in range(len(self.weights))]
+        self.ledger = [f"{prefix}scan:{name}" for name in ("identity", "done", "totals", "pending")]
+        self.claimed, self.marks, self.totals, self.pending = self.ledger
+        self._commit, self._apply, self._read = (
             client.register_script(Path(__file__).with_name(f"redis_{name}.lua").read_text(encoding="utf-8"))
-            for name in ("claim", "commit", "apply", "read", "done")
+            for name in ("commit", "apply", "read")
         )
 
     def claim(self) -> None:
@@ -49,10 +99,13 @@ class Namespace:
         Raises:
             ContractError: the namespace holds another scan's sums, or keys that no scan wrote.
         """
-        firsts = [f"{prefix}0" for names in self.weights for prefix in self.keys.layer_rows(names)]
-        held = self._claim(keys=[*self.keys.ledger, *firsts], args=[self.identity])
-        if isinstance(held, list):
-            what = f"the Redis key {held[0].decode()} is there, but no scan has begun under this namespace"
+        sums = [*self.ledger[1:], *(f"{prefix}0" for layer in self.rows for prefix in layer)]
+        found = next(filter(self.client.exists, sums), None)
+        if found is None:
+            self.client.set(self.claimed, self.identity, nx=True)
+        held = self.client.get(self.claimed)  # another worker's claim, perhaps, whose sums were found
+        if held is None:
+            what = f"the Redis key {found} is there, but no scan has begun under this namespace"
             raise ContractError(what, where=self.place, do="another store.namespace, or delete all keys under this one")
         if _text(held) != self.identity:
             what = f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}"
@@ -60,145 +113,115 @@ class Namespace:
             raise ContractError(what, where=self.place, do=do)
 
     def done(self) -> set[int]:
-        """Numbers of the batches that are committed. Raises ContractError: the marks do not agree with the totals."""
-        batches, marks, bitmap = self._done(keys=[self.keys.done, self.keys.totals], args=[MOST_BATCHES // 8])
-        done = set(np.flatnonzero(np.unpackbits(np.frombuffer(bitmap or b"", np.uint8))).tolist())
-        if bitmap is None or (len(done), sum_marks(done)) != (_number(batches), _number(marks)):
-            raise self._tampered("the batches marked as done are not those that were flushed")
-        return done
+        """Numbers of the batches that are committed."""
+        return {int(batch) for batch in self.client.smembers(self.marks) if batch.isdigit()}
 
-    def stage(self, flush: str, part: ScanSums) -> list[str]:
-        """Send a part in chunks without adding it; returns the names of the chunks."""
-        names: list[str] = []
-        unsent, pipeline = 0, self.client.pipeline(transaction=False)
-        for chunk in redis_layout.pack_chunks(part, self.columns, self.keys, self.weights):
-            names.append(f"{flush}:{len(names)}")
-            pipeline.set(self.keys.chunk(names[-1]), chunk, ex=STAGED_FOR)
-            unsent += len(chunk)
-            if unsent >= BYTES_AT_ONCE:
-                pipeline.execute()
-                unsent = 0
-        pipeline.execute()
-        return names
+    def commit(self, part: ScanSums) -> str:
+        """Commit a part, whose sums count from then on; returns an answer of `redis_commit.lua`.
 
-    def commit(self, names: Sequence[str], part: ScanSums) -> str:
-        """Commit a staged part; returns an answer of `redis_commit.lua`."""
-        hashes = ((4, redis_layout.total_increments(part, self.columns)), (3, part.counters))  # repr gives all digits
-        counts = [word for key, by in hashes for name, count in by.items() for word in (key, name, repr(float(count)))]
-        answer = self._commit(
-            keys=[*self.keys.ledger, *map(self.keys.chunk, names)],
-            args=[self.identity, len(part.done), *sorted(part.done), *counts, *names],
-        )
-        return _text(answer)
+        Raises:
+            NumericsError: a sum is not finite, or too small for 17 decimals.
+        """
+        _check_sums(part)
+        # Activation bits are the same at each repetition; the script only counts them.
+        bits = list(self._send_bits(part.tensors[BITS]))
+        totals = {name: repr(value) for name, value in _totals(part).items()}  # repr gives all digits
+        flush = json.dumps({"batches": sorted(part.done), "bits": bits, "totals": totals})
+        return _text(self._commit(keys=self.ledger, args=[self.identity, flush, *self._chunks(part)]))
 
-    def pending(self) -> list[str]:
-        """Names of committed chunks that are not yet added."""
-        return sorted(_text(name) for name in self.client.smembers(self.keys.pending))
-
-    def apply(self, name: str) -> int:
-        """Add a committed chunk to the sums; returns the number of increments, 0 if it was already added."""
-        keys = [self.keys.chunk(name), self.keys.pending]
-        return int(self._apply(keys=keys, args=[name, *redis_layout.entries_to_add(self.columns)]))
+    def apply(self) -> int:
+        """Add the first pending chunk to the sums; returns the number of chunks that are left."""
+        return int(self._apply(keys=[self.pending], args=[_PLACES, len(FIELDS)]))
 
     def read(self) -> tuple[ScanSums, dict[str, float]]:
-        """All current sums and totals; they may include a part of a flush that is added during the read."""
+        """All current sums and totals. They may include a part of a flush; `done` are the batches at the end."""
         sums = empty_sums(self.shapes)
-        for layer, names in enumerate(self.weights):
-            for first in range(0, self.width, NEURONS_READ_AT_ONCE):
-                count = min(NEURONS_READ_AT_ONCE, self.width - first)
-                values_CF = self._read_columns(names, first, count)
-                for name, values_F in zip(self.columns, values_CF, strict=True):
-                    sums.tensors[name][layer, first : first + count] = values_F
-            if BITS in self.shapes:
-                bits = np.frombuffer(self.client.get(self.keys.bits(layer)) or b"", np.uint8)  # type: ignore[arg-type]
-                room = sums.tensors[BITS][layer].view(-1)
-                if len(bits) > len(room):
-                    raise self._tampered(f"the activation bits of layer {layer} are {len(bits)} bytes of {len(room)}")
-                room[: len(bits)] = torch.from_numpy(bits.copy())
-        sums.counters, totals = self._numbers(self.keys.counters), self._numbers(self.keys.totals)
+        firsts = [places[0] for places in FIELDS.values()]
+        for layer, rows in enumerate(self.rows):
+            words = [word for part, field in firsts for word in (rows[PROJECTIONS.index(part)], field)]
+            for first in range(0, self.width, NEURONS_AT_ONCE):
+                count = min(NEURONS_AT_ONCE, self.width - first)
+                values_FC = np.frombuffer(self._read(args=[first, count, *words]), "<f8").reshape(count, len(FIELDS))
+                for name, values_F in zip(FIELDS, values_FC.T, strict=True):
+                    sums.tensors[name][layer, first : first + count] = torch.from_numpy(values_F.copy())
+            room = sums.tensors[BITS][layer].view(-1).numpy()
+            bits = np.frombuffer(self.client.get(self.bits[layer]) or b"", np.uint8)[: len(room)]  # type: ignore[arg-type]
+            room[: len(bits)] = bits
+        totals = {_text(name): _number(value) for name, value in self.client.hgetall(self.totals).items()}
+        sums.counters = {name: totals[name] for name in COUNTERS if name in totals}
         sums.done = self.done()
         return sums, totals
 
-    def _read_columns(self, names: Mapping[str, str], first: int, count: int) -> Tensor:
-        """Sums of some neurons, (columns, neurons); NaN where a copy differs.
-
-        Raises:
-            ContractError: a row has a field that no scan writes.
-        """
-        wanted, copied = redis_layout.entries_to_read(self.columns), redis_layout.copied_columns(self.columns)
-        rows = self.keys.layer_rows(names)
-        answer = self._read(args=[*rows, first, count, *wanted])
-        values_FC = redis_layout.unpack_neurons(answer, len(self.columns) + len(copied) + 1)
-        if len(strange := values_FC[:, -1].nonzero()[:, 0]):
-            neuron = int(strange[0])
-            row = f"{rows[int(values_FC[neuron, -1]) - 1]}{first + neuron}"
-            raise self._tampered(f"{row} has a field that no scan writes")
-        for again, column in enumerate(copied, start=len(self.columns)):
-            # A copy may receive the workers' increments in another order, which changes the last digit.
-            tolerance = 0.0 if self.columns[column] in GREATEST else TOLERANCE
-            same_F = torch.isclose(values_FC[:, again], values_FC[:, column], rtol=tolerance, atol=0.0)
-            values_FC[~same_F, column] = torch.nan
-        return values_FC[:, : len(self.columns)].T
-
-    def _foreign_rows(self) -> Iterator[str]:
-        """Keys that look like rows but belong to no weight or neuron of this scan."""
-        begin = self.keys.rows("")[: -len(":row:")]
-        weights = {name for names in self.weights for name in names.values()}
-        pattern = re.sub(r"[][*?\\^]", r"\\\g<0>", begin) + "*:row:*"
-        for key in map(_text, self.client.scan_iter(pattern, count=KEYS_LISTED_AT_ONCE)):
-            weight, _, neuron = key.removeprefix(begin).rpartition(":row:")
-            belongs = neuron.isdecimal() and neuron == str(int(neuron)) and int(neuron) < self.width
-            if not (belongs and weight in weights):
-                yield key
-
     def require_intact(self, sums: ScanSums, totals: Mapping[str, float]) -> None:
-        """Verify that sums, read with no chunk pending, are those that the workers committed.
+        """Verify sums, read with no chunk pending, against the totals.
 
         Raises:
             ContractError: another program changed or deleted some of them.
         """
-        if what := redis_layout.find_tampering(sums, self.columns, totals):
-            raise self._tampered(what)
-        if foreign := next(self._foreign_rows(), None):
-            raise self._tampered(f"{foreign} is of no weight or neuron of this scan")
+        for name in FIELDS:
+            values_LF = sums.tensors[name].double()
+            bad_LF = ~(values_LF.isfinite() & (values_LF >= 0))
+            if bad_LF.any():
+                layer, neuron = bad_LF.nonzero()[0].tolist()
+                raise self._tampered(f"{name} of layer {layer}, neuron {neuron}, is no number of 0 or more")
+        wanted = _totals(sums)
+        if sums.done and (strange := sorted(totals.keys() ^ (wanted.keys() | set(COUNTERS)))):
+            raise self._tampered(f"the total {strange[0]} is missing, or no scan counts it")
+        lost = LAST_DECIMAL * self.width * len(sums.done)
+        for name, found in wanted.items():
+            total = totals.get(name, 0.0)
+            # Refuses NaN, too.
+            if not (total >= 0 and abs(found - total) <= TOLERANCE * total + lost):
+                what = f"{name.replace(':', ' of layer ')} adds up to {found:.10g}, and {total:.10g} was added"
+                raise self._tampered(what)
 
-    def _numbers(self, key: str) -> dict[str, float]:
-        """A hash of numbers; other values become NaN."""
-        return {_text(name): _number(count) for name, count in self.client.hgetall(key).items()}
+    def clear(self) -> int:
+        """Delete all keys of the scan; returns the number of batches it held.
+
+        The identity changes first and is deleted last, so that nobody accepts what an interrupted deletion leaves.
+        """
+        # Another program may have changed its type; deletion must still work, since it is the remedy.
+        batches = int(self.client.scard(self.marks)) if self.client.type(self.marks) == b"set" else 0
+        self.client.set(self.claimed, "deleted in part")
+        self.client.delete(*self.ledger[1:], *self.bits)
+        rows = list(self.client.scan_iter(self.row_pattern, count=KEYS_AT_ONCE))
+        for first in range(0, len(rows), KEYS_AT_ONCE):
+            self.client.unlink(*rows[first : first + KEYS_AT_ONCE])
+        self.client.delete(self.claimed)
+        return batches
+
+    def _chunks(self, part: ScanSums) -> Iterator[bytes]:
+        """The neurons layer by layer: number of the first neuron, zero-terminated key prefixes, rows of doubles."""
+        for layer, prefixes in enumerate(self.rows):
+            rows_FC = np.stack([part.tensors[name][layer].double().numpy() for name in FIELDS], axis=1, dtype="<f8")
+            names = b"".join(prefix.encode() + b"\0" for prefix in prefixes)
+            for first in range(0, self.width, NEURONS_AT_ONCE):
+                yield struct.pack("<I", first) + names + rows_FC[first : first + NEURONS_AT_ONCE].tobytes()
+
+    def _send_bits(self, bits_LRf: Tensor) -> Iterator[tuple[str, int, int, int]]:
+        """Write the bits of the tokens that a part has read: zeros for the others would overwrite other workers' bits.
+
+        Yields the key, first byte, last byte and number of ones of every range.
+        """
+        bytes_each = bits_LRf.shape[2]
+        edges = np.flatnonzero(np.diff(bits_LRf.any(2).any(0).numpy().astype(np.int8), prepend=0, append=0)).tolist()
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            for key, bits_Rf in zip(self.bits, bits_LRf.numpy(), strict=True):
+                content = bits_Rf[begin:end]
+                self.client.setrange(key, begin * bytes_each, content.tobytes())
+                yield key, begin * bytes_each, end * bytes_each - 1, int(np.bitwise_count(content).sum())
 
     def _tampered(self, what: str) -> ContractError:
         what = f"sums in Redis were changed by somebody else: {what}"
         return ContractError(what, where=self.place, do=START_OVER)
 
-    def clear(self) -> int:
-        """Delete all keys of the scan; returns the number of batches it held.
 
-        The ledger is deleted first and atomically, so that no reader accepts what an interrupted deletion leaves.
-        """
-        # Another program may have changed their types; deletion must still work, since it is the remedy.
-        kinds = {key: _text(self.client.type(key)) for key in (self.keys.done, self.keys.pending)}
-        batches = int(self.client.bitcount(self.keys.done)) if kinds[self.keys.done] == "string" else 0
-        pending = self.pending() if kinds[self.keys.pending] == "set" else []
-        bits = (self.keys.bits(layer) for layer in range(len(self.weights)))
-        self.client.delete(*self.keys.ledger, *map(self.keys.chunk, pending), *bits)
-        # Neuron 0 last: `claim` uses it to detect remaining rows.
-        prefixes = [prefix for names in self.weights for prefix in self.keys.layer_rows(names)]
-        neurons = range(self.width - 1, -1, -1)
-        for first in range(0, self.width, KEYS_DELETED_AT_ONCE):
-            pipeline = self.client.pipeline(transaction=False)
-            for prefix in prefixes:
-                pipeline.unlink(*(f"{prefix}{neuron}" for neuron in neurons[first : first + KEYS_DELETED_AT_ONCE]))
-            pipeline.execute()
-        for key in self._foreign_rows():
-            self.client.unlink(key)
-        return batches
-
-
-def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
+def find_namespace(client: "Redis", prefix: str, place: str) -> Namespace:
     """The scan in a namespace. Raises ContractError: the namespace holds no scan, or one of another layout."""
-    held = client.get(Keys(namespace).identity)
+    name = prefix or "(empty)"
+    held = client.get(f"{prefix}scan:identity")
     if held is None:
-        what = f"there is no scan under the namespace {namespace or '(empty)'}"
+        what = f"there is no scan under the namespace {name}"
         raise ContractError(what, where=place, do="store.namespace= as the scan was given it")
     layout = "unknown"
     try:
@@ -206,18 +229,39 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
         if content["layout"] != LAYOUT_VERSION:
             layout = content["layout"]
         elif all(0 < math.prod(size) < MOST_ELEMENTS for size, _kind in content["sums"].values()):
-            return Namespace(client, namespace, _text(held), place)
+            return Namespace(client, prefix, _text(held), place)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         pass
-    what = f"the scan under the namespace {namespace or '(empty)'} has layout {layout}; known is {LAYOUT_VERSION}"
+    what = f"the scan under the namespace {name} has layout {layout}; known is {LAYOUT_VERSION}"
     raise ContractError(what, where=place, do=f"{START_OVER}; or the release that wrote it")
+
+
+def _check_sums(part: ScanSums) -> None:
+    where = f"stage=scan, batches {min(part.done)} to {max(part.done)}"
+    if bad := [name for name in FIELDS if not part.tensors[name].isfinite().all()]:
+        what = f"sums that are not finite: {', '.join(bad)}"
+        raise NumericsError(what, where=where, do="model.dtype=float32 or bfloat16")
+    means = {name: part.tensors[name].double().mean(1) for name in FIELDS}
+    if bad := [name for name, mean_L in means.items() if ((mean_L > 0) & (mean_L < SMALLEST_MEAN)).any()]:
+        what = f"sums too small for Redis, which keeps 17 decimals: {', '.join(bad)}"
+        raise NumericsError(what, where=where, do="store=local")
+
+
+def _totals(sums: ScanSums) -> dict[str, float]:
+    """The fields of `scan:totals` that belong to these sums."""
+    totals = {"batches": float(len(sums.done))} | {name: float(count) for name, count in sums.counters.items()}
+    for name in FIELDS:
+        if name != "max_abs":
+            layers = sums.tensors[name].double().sum(1).tolist()
+            totals |= {f"{name}:{layer}": total for layer, total in enumerate(layers)}
+    return totals
 
 
 def _text(answer: bytes | str) -> str:
     return answer if isinstance(answer, str) else answer.decode(errors="replace")
 
 
-def _number(answer: bytes | str) -> float:
+def _number(answer: bytes) -> float:
     try:
         return float(answer)
     except ValueError:
@@ -229,13 +273,8 @@ def _differences(held: str, wanted: str) -> str:
     ours = json.loads(wanted)
     try:
         theirs = json.loads(held)
-    except (ValueError, RecursionError):
-        theirs = None
-    facts = theirs.get("facts", {}) if isinstance(theirs, dict) else None
-    if not isinstance(facts, dict):
+        words = list_differences(*({"layout": content["layout"], **content["facts"]} for content in (theirs, ours)))
+        words += [f"another {name}" for name in ("sums", "weights") if theirs[name] != ours[name]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "an identity that is no scan's"
-    words = list_differences(facts, ours["facts"])
-    if theirs.get("layout") != ours["layout"]:
-        words.append(f"layout {theirs.get('layout', 'unset')} of its fields (here {ours['layout']})")
-    words += [f"another {name}" for name in ("sums", "weights") if theirs.get(name) != ours[name]]
     return ", ".join(words)

@@ -1,9 +1,9 @@
 """Running sums in a Redis server that many workers write to; each batch counts once or not at all.
 
-A flush has three steps. (1) The worker stages its sums in chunks that do not count yet. (2) One small script commits
-them: it marks the batches as done and the chunks as pending and adds to the totals; it refuses if a batch is already
-done. (3) One script per chunk adds it to the hashes and deletes it. Workers also add pending chunks of dead workers. If
-the server loses its last second, it loses marks and sums together.
+A flush is one script that marks its batches as done and queues its sums in chunks, or refuses if a batch is done
+already. Then one script per chunk adds it to the hashes, in the background, because adding all chunks takes the server
+seconds; workers also add the chunks of dead workers. If the server loses its last second, it loses marks and sums
+together.
 
 Sums can be exported to a file and imported again. The file has the format of `store=local`: an unfinished scan resumes
 from it under the name `sums.0.safetensors`. It also holds the names of the weights, which are part of the Redis keys.
@@ -12,9 +12,8 @@ from it under the name `sums.0.safetensors`. It also holds the names of the weig
 import json
 import logging
 import time
-import uuid
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from threading import Event
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING
 from instruments.errors import ContractError, UserError
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import connect, in_words
-from stages.accumulators.redis_layout import PROJECTIONS, WeightNames, columns_of, default_namespace, pack_cache_key
-from stages.accumulators.redis_namespace import Namespace
+from stages.accumulators.redis_namespace import BITS, FIELDS, PROJECTIONS, Namespace, WeightNames, pack_identity
 from stages.accumulators.sums import ScanSums, Shapes, SumStore, empty_sums, load_sums, save_sums
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 
 COMMIT_TRIES = 5
 READ_TRIES = 5
-# Two threads, so that the server need not wait for the next chunk; a pipeline would block other clients.
-ADDERS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +43,10 @@ class RedisStore(SumStore):
         """Resume from the sums of a namespace that this scan has claimed; `every`: seconds between flushes."""
         super().__init__(empty_sums(namespace.shapes), every)
         self.namespace = namespace
-        # Adding takes the server seconds; threads do it while this process scans on.
-        self.adders = ThreadPoolExecutor(ADDERS, "redis")
-        self.adding: list[Future[None]] = []
         self.stop = Event()
-
-    def take_up(self) -> None:
-        """Start to add all pending chunks, those of dead workers included; each chunk is added once."""
-        with in_words(self.namespace.place):
-            self._start_adding(self.namespace.pending())
+        # Begins with what dead workers left.
+        self.adder = ThreadPoolExecutor(1, "redis")
+        self.adding = self.adder.submit(self._add_pending)
 
     def done(self) -> set[int]:
         """Batches that any worker has flushed."""
@@ -64,7 +55,7 @@ class RedisStore(SumStore):
 
     def due(self) -> bool:
         """Whether the last flush was `every` seconds ago, and the server has added it."""
-        return super().due() and all(part.done() for part in self.adding)
+        return super().due() and self.adding.done()
 
     def flush(self) -> None:
         """Commit what was added, or drop it where another worker has one of its batches.
@@ -72,11 +63,10 @@ class RedisStore(SumStore):
         Raises:
             UserError: the server cannot be reached or refuses; nothing is lost on it.
         """
-        self._wait()
+        self._finish_adding()
         if self.sums.done:
             with in_words(self.namespace.place):
-                names = self._commit(self.sums)
-            self._start_adding(names)
+                self._commit()
             self.sums = empty_sums(self.namespace.shapes)
         self.last = time.monotonic()
 
@@ -86,16 +76,13 @@ class RedisStore(SumStore):
         Raises:
             ContractError: other workers flush so often that no read is consistent, or another program changed the sums.
         """
-        self._wait()
         for _ in range(READ_TRIES):
-            self.take_up()
-            self._wait()
+            before = self.done()
+            self._finish_adding()
             with in_words(self.namespace.place):
-                before = self.namespace.done()
-                settled = not self.namespace.pending()
                 sums, totals = self.namespace.read()
-            # A flush committed during the read would be in the done batches, but not or only partly in the sums.
-            if settled and sums.done == before:
+            # A flush committed since then would be in the done batches, but not or only partly in the sums.
+            if sums.done == before:
                 self.namespace.require_intact(sums, totals)
                 return sums
         what = "other workers flush to these sums faster than they can be read"
@@ -105,40 +92,32 @@ class RedisStore(SumStore):
     def close(self) -> None:
         """Close the connection. Pending chunks are left to the next worker."""
         self.stop.set()
-        self.adders.shutdown(wait=True)
+        self.adder.shutdown(wait=True)
         self.namespace.client.close()
 
-    def _commit(self, part: ScanSums) -> list[str]:
-        """Stage and commit; returns the names of the chunks to add."""
-        flush = uuid.uuid4().hex
+    def _commit(self) -> None:
         for _ in range(COMMIT_TRIES):
-            names = self.namespace.stage(flush, part)
-            answer = self.namespace.commit(names, part)
-            if answer == "committed":
-                return names
+            answer = self.namespace.commit(self.sums)
             if answer == "refused":
-                logger.info("another worker has some of batches %d to %d", min(part.done), max(part.done))
-                return []
+                logger.info("some of batches %d to %d are counted already", min(self.sums.done), max(self.sums.done))
+            if answer != "lost":
+                self.adding = self.adder.submit(self._add_pending)
+                return
             # The server has restarted and lost its last seconds or all of its data.
             self.namespace.claim()
         what = f"the Redis server lost what it was sent, {COMMIT_TRIES} times in a row"
         do = "see its log and its maxmemory, then the same command again"
         raise UserError(what, where=self.namespace.place, do=do)
 
-    def _start_adding(self, names: Sequence[str]) -> None:
-        self.adding = [self.adders.submit(self._apply, names[first::ADDERS]) for first in range(ADDERS)]
+    def _add_pending(self) -> None:
+        while not self.stop.is_set() and self.namespace.apply():
+            pass
 
-    def _apply(self, names: Sequence[str]) -> None:
-        for name in names:
-            if self.stop.is_set():
-                return
-            self.namespace.apply(name)
-
-    def _wait(self) -> None:
-        adding, self.adding = self.adding, []
+    def _finish_adding(self) -> None:
+        """Add all pending chunks; repeats in this thread what the other one failed to do, for its error."""
+        wait([self.adding])
         with in_words(self.namespace.place):
-            for part in adding:
-                part.result()
+            self._add_pending()
 
 
 def open_redis_store(
@@ -160,15 +139,14 @@ def open_redis_store(
         UserError: the server cannot be reached or denies access.
     """
     client, place = connect(store)
-    prefix = default_namespace(label, identity["scan"]) if store.namespace is None else store.namespace
-    namespace = Namespace(client, prefix, pack_cache_key(identity, shapes, weights), place)
+    # Scans of other inputs have other fingerprints.
+    prefix = f"tiny_onn:{label}:{identity['scan']}:" if store.namespace is None else store.namespace
+    namespace = Namespace(client, prefix, pack_identity(identity, shapes, weights), place)
     with in_words(namespace.place):
         if fresh:
             namespace.clear()
         namespace.claim()
-    opened = RedisStore(namespace, every=store.checkpoint_every)
-    opened.take_up()
-    return opened
+    return RedisStore(namespace, every=store.checkpoint_every)
 
 
 def export_sums(namespace: Namespace, path: Path) -> ScanSums:
@@ -187,18 +165,16 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
     Raises ContractError: the file holds no sums, or the namespace holds another scan or a part of the file's batches.
     """
     sums, content = load_sums(path)
-    try:
-        columns_of(sums.tensors)
-        layers = range(len(sums.tensors["sum_abs"]))
-    except KeyError as error:
-        what = f"this file holds no sums of a scan: {error}"
-        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
+    if strange := sorted(sums.tensors.keys() ^ {*FIELDS, BITS}):
+        what = f"this file holds no sums of a scan: {strange[0]} is missing or unknown"
+        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote")
     # Default: the weight names of transformers' decoders.
     weights = content.get("weights") or [
-        {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS} for layer in layers
+        {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS}
+        for layer in range(len(sums.tensors[BITS]))
     ]
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
-    namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), shapes, weights), place)
+    namespace = Namespace(client, prefix, pack_identity(json.loads(content["identity"]), shapes, weights), place)
     with in_words(namespace.place):
         namespace.claim()
         there = namespace.done() & sums.done

@@ -12,8 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError, UserError
-from instruments.tensor_dump.index import Listing, Manifest
-from instruments.tensor_dump.record import STORED
+from instruments.tensor_dump.index import STORED, Listing, Manifest
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
 from models.loading import load_dense, load_tokenizer, padding_id

@@ -16,12 +16,12 @@ from instruments.dtypes import dtype_name
 from instruments.ffn_probe import GatedFFN
 from instruments.files import hash_code
 from models.config import ModelConfig
-from models.ffn import ffn_modules, ffn_weight_names
+from models.ffn import dense_weight, ffn_modules, ffn_weight_names
 from models.loading import input_device, load_dense, load_tokenizer, padding_id
-from models.quantization import dense_weight
 from models.source import resolve_folder
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.sums import ScanSums, open_store
+from stages.accumulators.store import open_store
+from stages.accumulators.sums import ScanSums
 from stages.artifacts.carve import NeuronStatistics
 from stages.artifacts.job import NOTHING, Job, Table, Workers
 from stages.losses import save_memory

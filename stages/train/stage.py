@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from models import loading, straight_through
+from models import loading
 from models.card import copy_card
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.routing import LinearRouter
 from models.source import resolve_folder
 from models.targets.base import MoETarget
-from models.training import AUTOCAST_IMPLEMENTATION, exempt_routers, find_routers, selection_bias
+from models.training import AUTOCAST_IMPLEMENTATION, STRAIGHT_THROUGH, exempt_routers, find_routers, selection_bias
 from stages.artifacts.carve import Routers
 from stages.artifacts.experts import CheckpointFormat, FormatSettings
 from stages.artifacts.job import NOTHING, Job, Table
@@ -111,7 +111,7 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
 
 def load_trainable(folder: Path, *, all_experts: bool = False) -> PreTrainedModel:
     """Load the MoE in float32, with kernels whose backward cost does not grow with the square of E."""
-    kernels = straight_through.IMPLEMENTATION if all_experts else AUTOCAST_IMPLEMENTATION
+    kernels = STRAIGHT_THROUGH if all_experts else AUTOCAST_IMPLEMENTATION
     model = loading.load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
     exempt_routers(model)
     return model

@@ -26,8 +26,7 @@ from transformers import (
 from instruments.errors import ConfigError, NumericsError
 from instruments.training_watch.model_watch import ModelWatch, watch_model
 from instruments.training_watch.step_log import NOTE
-from models.straight_through import show_scores
-from models.training import Part, RouterWatch, parameter_groups
+from models.training import Part, RouterWatch, parameter_groups, show_scores
 from stages.artifacts.job import Workers
 from stages.losses import supervised_tokens
 from stages.text.batches import TokenBatch, TokenSequence, batch_sequences

@@ -1,6 +1,7 @@
-"""The tensor dump: its cost per training step, and its files against raw bytes and one `.pt` per tensor."""
+"""The tensor dump: its cost per training step, and its files against one `.pt` per tensor."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row
     numbers, peaks = count(), list[float]()
     plain = Task(bench.train_step, bench.thaw, bench.freeze)
 
-    def dumping(config: DumpConfig, environment: dict[str, str], *, flush: bool = False) -> Task:
+    def dumping(config: DumpConfig, environment: dict[str, str]) -> Task:
         entered = ExitStack()
         dumps: list[TensorDump] = []
 
@@ -45,15 +46,13 @@ def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row
         def step() -> None:
             bench.train_step()
             dumps[-1].step()
-            if flush:
-                dumps[-1].flush()
 
         def leave() -> None:
             if dumps[-1].enabled:
                 peaks.append(dumps[-1]._ring.most_used / 2**20)
             entered.close()
             bench.freeze()
-            _remove(dumps.pop().folder)
+            shutil.rmtree(dumps.pop().folder, ignore_errors=True)
 
         return Task(step, enter, leave)
 
@@ -61,10 +60,8 @@ def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row
     tasks = {
         "plain": plain,
         "disabled": dumping(every, {"TENSOR_SAVE_ENABLED": "0"}),
-        "between two dumped steps": dumping(DumpConfig(first_step=1, memory_mib=1), {}),
         "statistics only": dumping(DumpConfig(keep="statistics", memory_mib=1), {}),
         "every tensor": dumping(every, {}),
-        "every tensor, until it is on the disk": dumping(every, {}, flush=True),
     }
     found = take_turns(tasks, repetitions, bench.device)
     bounds = {"disabled": 1.01, "statistics only": 1.05}
@@ -77,7 +74,7 @@ def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row
 
 
 def _measure_files(bench: Workbench, repetitions: int, folder: Path) -> list[Row]:
-    """The same tensors as a dump, as one file of raw bytes and as one `.pt` each, all synced to the disk."""
+    """The same tensors as a dump and as one `.pt` each, all synced to the disk."""
     tensors = _tensors_of(bench, folder / "tensors")
     size = sum(tensor.nbytes for tensor in tensors)
     model, numbers = _Consumer(len(tensors)), count()
@@ -89,21 +86,17 @@ def _measure_files(bench: Workbench, repetitions: int, folder: Path) -> list[Row
 
     write = {
         "dump": Task(dump),
-        "bytes": Task(lambda: _write_bytes(tensors, folder / "bytes")),
         "pt": Task(lambda: _write_pt(tensors, folder)),
     }
     written = take_turns(write, repetitions, torch.device("cpu"))
     read: dict[str, Callable[[], object]] = {
         "dump": lambda: _read_dump(folder / "dump0"),
-        "bytes": lambda: _read_bytes(folder / "bytes", size),
         "pt": lambda: [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))],  # noqa: TID251
     }
     loaded = take_turns({name: Task(run) for name, run in read.items()}, repetitions, torch.device("cpu"))
     note = f"{len(tensors)} tensors, {size / 2**20:.0f} MiB, {size / 2**20 / min(written['dump']):.0f} MiB/s at best"
     return [
-        Row("dump ÷ plain copying of the same bytes to the disk", divide(written["dump"], written["bytes"]), note=note),
-        Row("dump ÷ one .pt a tensor, written", divide(written["dump"], written["pt"])),
-        Row("dump ÷ plain bytes, read", divide(loaded["dump"], loaded["bytes"])),
+        Row("dump ÷ one .pt a tensor, written", divide(written["dump"], written["pt"]), note=note),
         Row("dump ÷ one .pt a tensor, read", divide(loaded["dump"], loaded["pt"])),
     ]
 
@@ -140,19 +133,6 @@ def _tensors_of(bench: Workbench, folder: Path) -> list[Tensor]:
         return [reader.load(record) for record in stored.values()]
 
 
-def _write_bytes(tensors: list[Tensor], path: Path) -> None:
-    with path.open("wb") as file:
-        for tensor in tensors:
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_bytes(path: Path, size: int) -> None:
-    with path.open("rb") as file:
-        assert file.readinto(torch.empty(size, dtype=torch.uint8).numpy().data) == size
-
-
 def _write_pt(tensors: list[Tensor], folder: Path) -> None:
     for number, tensor in enumerate(tensors):
         with (folder / f"{number}.pt").open("wb") as file:
@@ -165,8 +145,3 @@ def _read_dump(folder: Path) -> None:
     with DumpReader(folder) as reader:
         for record in reader.records:
             reader.load(record)
-
-
-def _remove(folder: Path) -> None:
-    for path in folder.glob("*"):
-        path.unlink()

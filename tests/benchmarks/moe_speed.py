@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.moe_checkpoint import shape_of, write_moe
-from benchmarks.moe_profile import profile_shares
 from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from models.checkpoint.shards import ShardReader
 from models.config import MoEShape
-from models.source import EMBEDDED
+from models.dense import dense_family
+from models.emit import emit_checkpoint
+from models.experts import slice_experts
+from models.source import EMBEDDED, read_config
+from models.targets.config import select_target
+from pipeline.shape import ShapeRequest, resolve_shape
 
 # batched_mm gathers the experts of each token: made for decoding, it would fill the memory in a prefill.
 PREFILL, DECODE = ("grouped_mm", "eager"), ("grouped_mm", "batched_mm", "eager")
@@ -85,9 +89,6 @@ def measure_moe(bench: Workbench, options: Namespace) -> list[Row]:
         }
         rows += compare_speed("prefill", bench, carved, shapes, options)
         rows += compare_speed("decode", bench, carved, shapes, options)
-        for share, model in carved.items():
-            model.set_experts_implementation("grouped_mm")
-            rows += profile_shares(share_name(share), Runner(model, ids_of(bench), options.steps), bench.device)
     return rows
 
 
@@ -149,3 +150,34 @@ def share_name(share: float) -> str:
 def describe(shape: MoEShape) -> str:
     """The shape in a row's note."""
     return f"{shape.top_k} of {shape.experts} × {shape.n} + {shape.always_on}"
+
+
+def shape_of(width: int, experts: int, active: float) -> MoEShape:
+    """E experts of F // E neurons; always-on neurons and experts per token are resolved as for a carve."""
+    return resolve_shape(ShapeRequest(experts, max(1, width // experts), None, None, active), width)
+
+
+def write_moe(dense: Path, out: Path, shape: MoEShape, dtype: str) -> Path:
+    """Emit the checkpoint.
+
+    The partition does not affect speed, so experts get the neurons in order, again from the first if E·n exceeds their
+    number. Random router rows load the experts about evenly.
+    """
+    config = read_config(dense)
+    family = dense_family(config)
+    neurons = torch.arange(int(config["intermediate_size"]))
+    always_S, routed = neurons[: shape.always_on], neurons[shape.always_on :]
+    slots = torch.arange(shape.experts * shape.n) % len(routed)
+    neurons_EN = routed[slots].view(shape.experts, shape.n)
+    generator = torch.Generator().manual_seed(0)
+    with ShardReader(dense) as reader:
+        emit_checkpoint(
+            dense,
+            out,
+            target=select_target(config, "auto", shape.always_on),
+            shape=shape,
+            routers=lambda _layer: torch.randn(shape.experts, int(config["hidden_size"]), generator=generator),
+            experts=lambda layer: slice_experts(reader, family, layer, neurons_EN, always_S),
+            dtype=dtype,
+        )
+    return out

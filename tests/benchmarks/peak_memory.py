@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks.options import read_options
 from benchmarks.rows import Row
 from benchmarks.scan_speed import scan_task
 from benchmarks.timing import Task
-from benchmarks.workbench import Workbench, make_workbench
+from benchmarks.workbench import Workbench, make_workbench, read_options
 from torch import Tensor
 
 REPOSITORY = Path(__file__).parents[2]

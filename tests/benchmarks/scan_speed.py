@@ -1,14 +1,13 @@
-"""The scan against a training step on the same batch, and the time of its parts."""
+"""The scan against a training step on the same batch, and the parts of its cost."""
 
 from functools import partial
 
 import torch
-from benchmarks.recorded import record_layer, record_tasks
 from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, subtract, take_turns
 from benchmarks.workbench import Workbench
 
-from instruments.ffn_probe import FFNGradients, probe_gradients
+from instruments.ffn_probe import FFNGradients, neuron_norms, probe_gradients
 from models.ffn import ffn_modules
 from stages.accumulators.sums import ScanSums, empty_sums
 from stages.losses import forward_losses
@@ -18,25 +17,40 @@ from stages.scan.passes import Scanner
 
 
 def measure_scan(bench: Workbench, repetitions: int) -> list[Row]:
-    """All gradient statistics ÷ a training step, and the parts of their cost above a frozen pass."""
+    """All gradient statistics ÷ a training step, and the parts of the scan's time."""
     layers = len(ffn_modules(bench.model))
+    record = record_layer(bench, layers // 2)
     tasks = {
         "training": Task(bench.train_step, bench.thaw, bench.freeze),
         "scan": scan_task(bench, gradients=True),
         "frozen": Task(bench.frozen_step),
-        "probed": Task(partial(_probed_step, bench)),
-        **record_tasks(record_layer(bench, layers // 2), layers, bench),
+        "norms": Task(torch.no_grad()(partial(neuron_norms, record, ScanConfig().norm_product))),
     }
     found = take_turns(tasks, repetitions, bench.device)
-    training = found["training"]
-    rows = [
-        Row("scan with all gradient statistics ÷ training step", divide(found["scan"], training), at_most=1.05),
-        Row("  of it: frozen forward + backward", divide(found["frozen"], training)),
+    norms = [layers * seconds for seconds in found["norms"]]
+    rest = subtract(subtract(found["scan"], found["frozen"]), norms)
+    whole = divide(found["scan"], found["training"])
+    parts = {
+        "frozen forward + backward": found["frozen"],
+        "gradient norms": norms,
+        "probes, sums, Taylor, transfer": rest,
+    }
+    return [
+        Row("scan with all gradient statistics ÷ training step", whole, at_most=1.05),
+        *(Row(f"  of it: {name}", divide(seconds, found["training"])) for name, seconds in parts.items()),
     ]
-    extra = subtract(found["scan"], found["frozen"])
-    parts = _parts(found, layers)
-    parts["not explained by these"] = subtract(extra, [sum(values) for values in zip(*parts.values(), strict=True)])
-    return [*rows, *(Row(f"  of it: {name}", divide(values, training)) for name, values in parts.items())]
+
+
+def record_layer(bench: Workbench, layer: int) -> FFNGradients:
+    """Copies of the tensors that the scan receives from one layer."""
+    kept: list[FFNGradients] = []
+
+    def keep(_layer: int, record: FFNGradients) -> None:
+        kept.append(FFNGradients(**{name: tensor.detach().clone() for name, tensor in vars(record).items()}))
+
+    with probe_gradients([ffn_modules(bench.model)[layer]], keep):
+        bench.frozen_step()
+    return kept[0]
 
 
 def measure_forward(bench: Workbench, repetitions: int) -> list[Row]:
@@ -65,37 +79,3 @@ def scan_task(bench: Workbench, *, gradients: bool) -> Task:
         before=lambda: fresh.append(empty_sums(shapes)),
         after=fresh.clear,
     )
-
-
-def _probed_step(bench: Workbench) -> None:
-    """A frozen pass with the scan's probes; their records are ignored."""
-    with probe_gradients(ffn_modules(bench.model), _ignore):
-        bench.frozen_step()
-
-
-def _ignore(_layer: int, _record: FFNGradients) -> None:
-    pass
-
-
-def _parts(found: dict[str, list[float]], layers: int) -> dict[str, list[float]]:
-    """Seconds of all layers, from one layer; each part is the difference of tasks that differ by it."""
-
-    def of_layers(first: str, *others: str) -> list[float]:
-        seconds = found[first]
-        for other in others:
-            seconds = subtract(seconds, found[other])
-        return [layers * value for value in seconds]
-
-    parts = {
-        "probes, h computed again": subtract(found["probed"], found["frozen"]),
-        "sums of |h| and h², largest |h|": of_layers("sums"),
-        "which neurons are active": of_layers("sums, active", "sums"),
-        "bits of active neurons": of_layers("sums, active, bits", "sums, active"),
-        "Taylor": of_layers("all", "sums, active, bits", "norms"),
-    }
-    if "gram" in found:
-        parts["norms: Gram matrices"] = of_layers("gram")
-        parts["norms: quadratic forms"] = of_layers("norms", "gram")
-    else:
-        parts["norms: direct products"] = of_layers("norms")
-    return parts | {"to the host, into the sums": found["to host"]}

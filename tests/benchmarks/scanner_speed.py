@@ -1,12 +1,15 @@
-"""The parameter-level scanner on frozen weights and in training, against training without it."""
+"""The parameter-level scanner against training without it, and writing its record."""
 
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 
 from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 
 from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.writer import MscanWriter
 
 
 def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
@@ -27,6 +30,38 @@ def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
         rows.append(Row(f"parameter scanner, weights frozen ÷ training step, {size}", frozen, at_most=bound))
         rows.append(Row(f"training with the parameter scanner ÷ without, {size}", training))
     return rows
+
+
+def measure_mscan(bench: Workbench, repetitions: int) -> list[Row]:
+    """Seconds to write a batch's record to the disk ÷ seconds to scan the batch."""
+    with ParameterTensorScanner(bench.model) as scanner:
+        bench.train_step()
+        record = scanner.collect()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        writers = {
+            encoding: MscanWriter(
+                Path(folder) / f"{encoding}.mscan",
+                scanner.parameters,
+                model=bench.name,
+                block_width=scanner.parameters[0].block_width,
+                encoding=encoding,
+            )
+            for encoding in ("f32", "log16")
+        }
+
+        def write(encoding: str) -> None:
+            writers[encoding].add(record)
+            writers[encoding].seal()
+
+        tasks = {encoding: Task(lambda encoding=encoding: write(encoding)) for encoding in writers}
+        found = take_turns({"scan": scanner_task(bench, training=False), **tasks}, repetitions, bench.device)
+        for writer in writers.values():
+            writer.close()
+    size = f"{len(record.sequences)} sequences a segment"
+    return [
+        Row(f".mscan write of a sequence, {encoding} ÷ its scan", divide(found[encoding], found["scan"]), note=size)
+        for encoding in writers
+    ]
 
 
 def scanner_task(bench: Workbench, *, training: bool) -> Task:

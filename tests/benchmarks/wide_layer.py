@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from benchmarks.cluster_speed import TOKENS, draw_bits
 from benchmarks.peak_memory import peak_of_process
 from tabulate import tabulate
 from torch import Tensor
@@ -37,6 +36,7 @@ from stages.routing.fit import RouterSettings
 from stages.routing.task import set_logit_std
 
 HIDDEN, WIDTH = 3584, 18944  # D, F
+TOKENS, TOPICS = 8192, 256  # of the activation bits
 BATCHES = 16  # calibration text has at least this many
 PENALTY = 1.0  # one of the penalties that stage=project tries
 
@@ -47,6 +47,17 @@ def draw_layer(width: int, tokens: int) -> tuple[DenseFFN, list[Tensor]]:
     gate_FD, up_FD, down_FD = torch.randn(3, width, HIDDEN, generator=generator) / math.sqrt(HIDDEN)
     inputs = torch.randn(tokens, HIDDEN, generator=generator).chunk(BATCHES)
     return DenseFFN(gate_FD, up_FD, down_FD.T.contiguous(), torch.nn.functional.silu), list(inputs)
+
+
+def draw_bits(width: int) -> Tensor:
+    """Packed activation bits: 80 % are set on tokens of the neuron's topic, 10 % on others."""
+    rng = np.random.default_rng(0)
+    topic_F, topic_R = rng.integers(TOPICS, size=width), rng.integers(TOPICS, size=TOKENS)
+    bits_Fr = np.empty((width, TOKENS // 8), dtype=np.uint8)
+    for neuron in range(width):
+        chance_R = np.where(topic_R == topic_F[neuron], 0.8, 0.1)
+        bits_Fr[neuron] = np.packbits(rng.random(TOKENS, dtype=np.float32) < chance_R)
+    return torch.from_numpy(bits_Fr)
 
 
 def shape_of(width: int) -> MoEShape:

@@ -10,11 +10,12 @@ from fuzz.mutants import Trials, mutate_bytes, mutate_json
 from pico import write_pico
 
 from instruments.errors import UserError
+from models.check import check_source
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer
-from models.source import check_source, read_source_config, source_cache_key
+from models.source import read_source_config, source_cache_key
 from models.stream import LayerStream
 from models.targets.config import check_target, select_target
 from models.targets.config_json import count_carved, count_dense, emit_config

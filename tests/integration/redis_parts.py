@@ -37,10 +37,10 @@ def make_part(*batches, tokens=TOKENS):
     return part
 
 
-def open_store(url, namespace="t:", *, identity=IDENTITY, shapes=SHAPES, **settings):
+def open_store(url, namespace="t:", *, identity=IDENTITY, shapes=SHAPES, every=0.0, fresh=False):
     """A store of these parts for which a flush is always due."""
-    config = StoreConfig("redis", 0.0, url, namespace)
-    return open_redis_store(config, shapes, label="pico", identity=identity, weights=WEIGHTS, **settings)
+    config = StoreConfig("redis", every, url, namespace)
+    return open_redis_store(config, shapes, label="pico", identity=identity, weights=WEIGHTS, fresh=fresh)
 
 
 def assert_equal(found, wanted):

@@ -13,8 +13,8 @@ from numerics.quantised_models import decoded_weights, plain_twin, store_quantis
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from models.check import check_source
 from models.config import ModelConfig
-from models.source import check_source
 from models.stream import LayerStream
 from pipeline.cli import run_command
 from pipeline.help import REPOSITORY

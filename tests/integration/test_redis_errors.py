@@ -7,13 +7,12 @@ import sys
 import time
 
 import pytest
-from integration.redis_parts import SHAPES, assert_equal, make_part, open_store
+from integration.redis_parts import assert_equal, make_part, open_store
 from integration.redis_server import RedisServer, free_port, running
 
 from instruments.errors import ConfigError, UserError
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import _warn_of_loss, check_store, connect
-from stages.accumulators.redis_store import open_redis_store
 
 GO_ON = "then the same command, without fresh=true: it goes on from the last flush"
 
@@ -54,26 +53,16 @@ def test_no_server_is_named(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "localhost:6379",
-        "http://me:s3same@host/0",
-        "redis://",
-        "redis://host:many/0",
-        "redis://host/one",
-        "unix://",
-        "redis://[::1",
-    ],
+NO_ADDRESSES = (
+    "localhost:6379 http://me:s3same@host/0 redis:// redis://host:many/0 redis://host/one unix:// redis://[::1"
 )
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES.split())
 def test_no_address(url):
     caught = refusal(url)
     assert caught.type is ConfigError
-    assert str(caught.value) == (
-        "store.url is no Redis address\n"
-        "  where: setting store.url\n"
-        "  do:    store.url=redis://localhost:6379/0, or one that begins with rediss:// or unix://"
-    )
+    assert (caught.value.what, caught.value.where) == ("store.url is no Redis address", "setting store.url")
 
 
 def test_a_url_that_asks_for_text_still_gives_numbers(server):
@@ -95,7 +84,6 @@ def test_a_database_that_an_option_names(server):
 def test_an_option_that_is_none(server, option):
     caught = refusal(f"{server.url}?{option}")
     assert caught.type is ConfigError
-    assert caught.value.what.startswith("store.url has an option that the package redis does not know: ")
     assert option.partition("=")[0] in caught.value.what
 
 
@@ -103,11 +91,7 @@ def test_the_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     caught = refusal("redis://localhost")
     assert caught.type is ConfigError
-    assert str(caught.value) == (
-        "store.kind=redis needs the package redis, which is not installed\n"
-        "  where: setting store.kind\n"
-        "  do:    pip install -e '.[redis]', or store=local"
-    )
+    assert caught.value.do == "pip install -e '.[redis]', or store=local"
 
 
 def test_nobody_answers():
@@ -132,19 +116,13 @@ def test_the_server_goes_away_for_good(server, monkeypatch):
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("login", "reason"),
-    [("", "Authentication required."), (":s3sama@", "invalid username-password pair or user is disabled.")],
-)
-def test_no_password_or_a_wrong_one(locked_server, login, reason, monkeypatch):
+@pytest.mark.parametrize("login", ["", ":s3sama@"])
+def test_no_password_or_a_wrong_one(locked_server, login, monkeypatch):
     monkeypatch.delenv("TINY_ONN_REDIS_PASSWORD", raising=False)
-    text = str(refusal(f"redis://{login}127.0.0.1:{locked_server.port}").value)
-    assert text == (
-        f"the Redis server denies access: {reason}\n"
-        f"  where: Redis at 127.0.0.1:{locked_server.port}, database 0\n"
-        "  do:    the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url"
-    )
-    assert "s3sam" not in text
+    error = refusal(f"redis://{login}127.0.0.1:{locked_server.port}").value
+    assert error.what.startswith("the Redis server denies access: ")
+    assert "TINY_ONN_REDIS_PASSWORD" in error.do
+    assert "s3sam" not in str(error)
 
 
 @pytest.mark.parametrize("place", ["url", "password alone in the environment", "url and password in the environment"])
@@ -178,11 +156,8 @@ def test_memory_is_full(server):
     store.sums.add(make_part(1))
     with pytest.raises(UserError) as caught:
         store.flush()
-    assert str(caught.value) == (
-        "the Redis server's memory is full (maxmemory)\n"
-        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, " + GO_ON
-    )
+    assert caught.value.what == "the Redis server's memory is full (maxmemory)"
+    assert caught.value.where == f"Redis at 127.0.0.1:{server.port}, database 0, namespace t:"
     follow(client, caught.value.do)
     store.flush()
     assert_equal(store.collect(), make_part(0, 1))
@@ -191,14 +166,12 @@ def test_memory_is_full(server):
 
 def test_memory_that_fills_up_between_commit_and_sums_loses_nothing(server):
     store = open_store(server.url)
-    part = make_part(0)
-    names = store.namespace.stage("flush", part)
-    store.namespace.commit(names, part)
+    store.namespace.commit(make_part(0))
     server.client().config_set("maxmemory", "1kb")
     with pytest.raises(UserError, match="memory is full"):
         store.collect()
     server.client().config_set("maxmemory", "0")
-    assert_equal(store.collect(), part)
+    assert_equal(store.collect(), make_part(0))
     store.close()
 
 
@@ -211,24 +184,18 @@ def test_a_server_that_drops_keys(server):
     client.config_set("maxmemory-policy", "allkeys-lfu")
     caught = refusal(server.url)
     assert caught.type is ConfigError
-    assert str(caught.value) == (
-        "the Redis server drops keys when its memory is full (maxmemory-policy allkeys-lfu): sums would vanish\n"
-        f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
-        "  do:    redis-cli config set maxmemory-policy noeviction"
-    )
+    assert "maxmemory-policy allkeys-lfu" in caught.value.what
     follow(client, caught.value.do)
     check_store(StoreConfig("redis", url=server.url))
 
 
-def test_a_server_that_keeps_nothing_is_used_with_a_warning(tmp_path, caplog):
+def test_a_server_that_keeps_nothing_is_used_with_one_warning(tmp_path, caplog):
     with running(tmp_path, append_only=False) as server:
         _warn_of_loss.cache_clear()
         for _ in range(2):
             check_store(StoreConfig("redis", url=server.url))
-    assert caplog.messages == [
-        f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: if it stops, batches since its "
-        "last snapshot are scanned again. To change that: redis-cli config set appendonly yes; redis-cli config rewrite"
-    ]
+    (message,) = caplog.messages
+    assert message.startswith(f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: ")
 
 
 def test_the_server_keeps_sums_after_the_advised_commands(tmp_path, caplog):
@@ -258,23 +225,14 @@ def test_the_server_keeps_sums_after_the_advised_commands(tmp_path, caplog):
 
 def test_a_replica(server):
     server.client().replicaof("127.0.0.1", 9)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="this Redis server is a read-only replica"):
         open_store(server.url)
-    assert str(caught.value) == (
-        "this Redis server is a read-only replica\n"
-        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    store.url= of the primary server"
-    )
 
 
 def test_a_user_without_rights(server):
     server.client().acl_setuser("guest", enabled=True, passwords=["+pw"], categories=["+@read"], commands=["+info"])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="the Redis server's user may not do this: "):
         open_store(server.url.replace("//", "//guest:pw@"))
-    assert caught.value.what.startswith("the Redis server's user may not do this: ")
-    assert caught.value.do == (
-        "a user with +@read +@write +@scripting +info +ping on the keys of store.namespace (ACL SETUSER)"
-    )
 
 
 def test_a_user_with_just_the_rights_that_the_message_names(server):
@@ -297,7 +255,7 @@ def test_a_cluster(tmp_path):
     with running(tmp_path, "--cluster-enabled", "yes") as server:
         caught = refusal(server.url)
         assert caught.type is ConfigError
-        assert caught.value.what == "the Redis server is a cluster: a flush must be one transaction on one server"
+        assert "is a cluster" in caught.value.what
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
@@ -307,25 +265,12 @@ def test_tls(tmp_path):
     )
     made = [*command.split(), "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
     subprocess.run(made, check=True, capture_output=True)
-    options = [
-        "--tls-cert-file",
-        tmp_path / "cert.pem",
-        "--tls-key-file",
-        tmp_path / "key.pem",
-        "--tls-auth-clients",
-        "no",
-    ]
-    with running(tmp_path, "--tls-port", "0", *map(str, options)) as server:
+    options = f"--tls-cert-file {tmp_path}/cert.pem --tls-key-file {tmp_path}/key.pem --tls-auth-clients no".split()
+    with running(tmp_path, "--tls-port", "0", *options) as server:
         port = free_port()
         server.client().config_set("tls-port", port)
         url = f"rediss://127.0.0.1:{port}/0"
-        store = open_redis_store(
-            StoreConfig("redis", 0.0, f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}"),
-            SHAPES,
-            label="pico",
-            identity={"scan": "f1"},
-            weights=[],
-        )
+        store = open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}")
         assert store.done() == set()
         store.close()
         text = str(refusal(url).value)

@@ -8,9 +8,15 @@ from pico_moes import make_moe
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from models import straight_through
-from models.straight_through import IMPLEMENTATION, show_scores
-from models.training import AUTOCAST_IMPLEMENTATION, RouterWatch, _CastExperts, exempt_routers, find_routers
+from models.training import (
+    AUTOCAST_IMPLEMENTATION,
+    STRAIGHT_THROUGH,
+    RouterWatch,
+    _CastExperts,
+    exempt_routers,
+    find_routers,
+    show_scores,
+)
 from stages.losses import enable_gradient_checkpointing
 from stages.train.stage import load_trainable
 
@@ -67,7 +73,7 @@ def test_weights_that_an_adapter_computes_are_cast_too():
     torch.testing.assert_close(cast.gate_up_proj, experts.gate_up_proj.bfloat16())
 
 
-@pytest.mark.parametrize("implementation", [AUTOCAST_IMPLEMENTATION, straight_through.IMPLEMENTATION])
+@pytest.mark.parametrize("implementation", [AUTOCAST_IMPLEMENTATION, STRAIGHT_THROUGH])
 def test_routers_compute_in_float32(moe, implementation):
     moe.set_experts_implementation(implementation)
     shown = show_scores(moe) if implementation != AUTOCAST_IMPLEMENTATION else []
@@ -116,12 +122,12 @@ def test_training_loads_the_model_this_way(tmp_path):
     torch.testing.assert_close(logits_TE, x_TD @ router.weight.T)
 
 
-@pytest.mark.parametrize("kernels", [IMPLEMENTATION, AUTOCAST_IMPLEMENTATION])
+@pytest.mark.parametrize("kernels", [STRAIGHT_THROUGH, AUTOCAST_IMPLEMENTATION])
 def test_replicas_of_data_parallel_route_with_their_own_weights(monkeypatch, kernels):
     """Trainer uses nn.DataParallel where one process sees several GPUs; here its replicas are copies on the CPU."""
     moe, module = make_moe("glm4_moe"), import_module("torch.nn.parallel.replicate")
     moe.set_experts_implementation(kernels)
-    if kernels == IMPLEMENTATION:
+    if kernels == STRAIGHT_THROUGH:
         show_scores(moe)
     exempt_routers(moe)
     monkeypatch.setattr(module, "_get_device_index", lambda device, _optional: device)

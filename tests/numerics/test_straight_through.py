@@ -11,9 +11,16 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from instruments.errors import ConfigError
 from models import tiny_onn
-from models.straight_through import IMPLEMENTATION, show_scores, soft_choice
 from models.tiny_onn.sparse_ffn import TinyONNRouter
-from models.training import RouterWatch, find_routers, part_of, selection_bias
+from models.training import (
+    STRAIGHT_THROUGH,
+    RouterWatch,
+    find_routers,
+    part_of,
+    selection_bias,
+    show_scores,
+    soft_choice,
+)
 from stages.losses import enable_gradient_checkpointing
 
 GATES = {"num_experts_per_tok": 2, "scoring": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.0}
@@ -32,7 +39,7 @@ def moe(moe):
 def pass_through(model, implementation, recompute=False):
     """Run both passes; return logits, gradients by name, and routings."""
     model.set_experts_implementation(implementation)
-    handles = show_scores(model) if implementation == IMPLEMENTATION else []
+    handles = show_scores(model) if implementation == STRAIGHT_THROUGH else []
     watch = RouterWatch(model)
     model.zero_grad()
     with watch.collect() as routings:
@@ -45,7 +52,7 @@ def pass_through(model, implementation, recompute=False):
 
 def test_values_and_the_experts_gradients_are_those_of_the_checkpoint(moe):
     wanted, plain, _ = pass_through(moe, "eager")
-    found, gradients, _ = pass_through(moe, IMPLEMENTATION)
+    found, gradients, _ = pass_through(moe, STRAIGHT_THROUGH)
     torch.testing.assert_close(found, wanted)
     # Only in the last layer: earlier experts also get gradients through the choices of later routers.
     last = [name for name in plain if ".layers.1." in name and part_of(name) == "experts"]
@@ -55,9 +62,9 @@ def test_values_and_the_experts_gradients_are_those_of_the_checkpoint(moe):
 
 
 def test_recomputation_changes_no_gradient(moe):
-    _, plain, _ = pass_through(moe, IMPLEMENTATION)
+    _, plain, _ = pass_through(moe, STRAIGHT_THROUGH)
     enable_gradient_checkpointing(moe)
-    _, recomputed, _ = pass_through(moe, IMPLEMENTATION)
+    _, recomputed, _ = pass_through(moe, STRAIGHT_THROUGH)
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient, msg=name)
 
@@ -65,7 +72,7 @@ def test_recomputation_changes_no_gradient(moe):
 def test_the_scores_are_those_that_choose(moe):
     show_scores(moe)
     with RouterWatch(moe).collect() as routings:
-        moe.set_experts_implementation(IMPLEMENTATION)
+        moe.set_experts_implementation(STRAIGHT_THROUGH)
         moe(IDS, use_cache=False)
     for layer, routing in zip(moe.model.layers, routings, strict=True):
         experts = next(module for module in layer.modules() if hasattr(module, "router_scores"))
@@ -77,7 +84,7 @@ def test_a_token_wants_the_expert_that_would_help_it():
     """Five experts, top-2, constant gates: the choice's gradient favours the expert whose output is the target."""
     torch.manual_seed(0)
     model = make_moe("glm4_moe").model.layers[1].mlp
-    model.experts.config._experts_implementation = IMPLEMENTATION
+    model.experts.config._experts_implementation = STRAIGHT_THROUGH
     x_TD = torch.randn(64, 24)
     scores_TE = torch.randn(64, 5, requires_grad=True)
     chosen_TK = scores_TE.topk(2, dim=1).indices

@@ -1,8 +1,7 @@
 import pytest
 import torch
-from benchmarks.options import read_options
 from benchmarks.peak_memory import layer_activations
-from benchmarks.workbench import SHAPES, make_workbench
+from benchmarks.workbench import SHAPES, make_workbench, read_options
 from pico import write_pico
 from transformers import AutoConfig, AutoModelForCausalLM
 

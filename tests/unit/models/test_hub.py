@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from instruments.errors import UserError
+from models.check import check_source
 from models.config import ModelConfig
-from models.source import check_source, hub_answers, resolve_folder, source_cache_key
+from models.hub import hub_answers
+from models.source import resolve_folder, source_cache_key
 
 UNREACHABLE = (
     "HF_HUB_OFFLINE is set and the model is not in the cache\n"

@@ -5,8 +5,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
-from models.straight_through import IMPLEMENTATION, show_scores
-from models.training import Part, RouterWatch, find_routers, parameter_groups, part_of
+from models.training import STRAIGHT_THROUGH, Part, RouterWatch, find_routers, parameter_groups, part_of, show_scores
 
 
 @pytest.fixture(params=MOES)
@@ -76,7 +75,7 @@ def test_the_adapters_of_a_router_are_its_part_and_its_choices_are_seen():
     for layer in moe.model.layers:
         layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, 5))
         layer.mlp.gate, layer.mlp.experts = Adapted(layer.mlp.gate), Adapted(layer.mlp.experts)
-    moe.set_experts_implementation(IMPLEMENTATION)
+    moe.set_experts_implementation(STRAIGHT_THROUGH)
     show_scores(moe)
     with RouterWatch(moe).collect() as routings:
         moe(torch.arange(14).view(2, 7), use_cache=False)

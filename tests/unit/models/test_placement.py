@@ -5,9 +5,8 @@ from torch import nn
 
 from models import loading as module
 from models.config import ModelConfig
-from models.ffn import ffn_modules
+from models.ffn import dense_weight, ffn_modules
 from models.loading import input_device, is_offloaded, load_dense, placement
-from models.quantization import dense_weight
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")

@@ -11,10 +11,11 @@ from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from models.check import check_source
 from models.config import ModelConfig, MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertWeights
-from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_cache_key
+from models.source import EMBEDDED, read_source_config, resolve_folder, source_cache_key
 from models.targets.config import MOE_TARGETS
 
 

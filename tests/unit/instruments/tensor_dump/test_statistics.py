@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from instruments.tensor_dump.record import Statistics
+from instruments.tensor_dump.index import Statistics
 from instruments.tensor_dump.statistics import exact_moments, measure, read_moments
 
-T, D = 211, 37
+T, D = 4211, 37  # more values than are read at a time
 
 
 def expected(tensor):
@@ -27,13 +27,6 @@ def test_they_are_those_of_numpy(dtype, shift):
     assert found.mean == pytest.approx(mean, abs=1e-5 * (abs(mean) + std))
     assert found.std == pytest.approx(std, rel=1e-3)
     assert (found.nonfinite, found.all_zero) == (0, False)
-
-
-def test_the_exact_way_agrees():
-    tensor = torch.randn(T, D)
-    quick, exact = measure(tensor), read_moments(exact_moments(tensor), tensor.numel())
-    assert quick.minimum == exact.minimum
-    assert quick.std == pytest.approx(exact.std, rel=1e-5)
 
 
 def test_values_that_are_not_finite_are_counted_and_left_out():
@@ -70,9 +63,6 @@ def test_zeros_are_told():
     assert measure(torch.zeros(3, 2)).all_zero
     assert not measure(torch.tensor([0.0, 1e-40])).all_zero
     assert not measure(torch.tensor([0.0, math.nan])).all_zero
-
-
-def test_packed_weights_are_numbers_too():
     assert measure(torch.arange(7, dtype=torch.uint8)).maximum == 6
 
 
@@ -82,11 +72,3 @@ def test_the_order_of_the_axes_does_not_matter():
     assert measure(tensor[:, ::3]).maximum == float(tensor[:, ::3].max())
     assert measure(tensor.expand(4, 5, 300, 7)).mean == pytest.approx(float(tensor.mean()), abs=1e-6)
     assert measure(torch.tensor(3.0)).std == 0
-
-
-def test_more_values_than_are_looked_at_at_once():
-    tensor = torch.randn(700, 1000, generator=torch.Generator().manual_seed(4))
-    low, high, mean, std = expected(tensor)
-    found = measure(tensor)
-    assert (found.minimum, found.maximum) == (low, high)
-    assert (found.mean, found.std) == pytest.approx((mean, std), abs=1e-5)

@@ -4,7 +4,8 @@ from safetensors import safe_open
 
 from instruments.errors import ContractError
 from instruments.safetensors_files import save_tensors
-from stages.accumulators.sums import LocalStore, ScanSums
+from stages.accumulators.store import LocalStore
+from stages.accumulators.sums import ScanSums
 
 SHAPES = {
     "sum": ((2, 3), torch.float64),

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from instruments.tensor_dump.capture import ALIGNMENT, HostRing
+from instruments.tensor_dump.writer import ALIGNMENT, HostRing
 
 
 @pytest.fixture

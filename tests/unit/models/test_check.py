@@ -1,7 +1,9 @@
 import pytest
 
-from models import config as model_config
-from models.config import ModelConfig, check_kind, check_placement, check_quantization, stored_quantization
+from models import check, quantization
+from models.check import check_kind, check_placement, check_quantization
+from models.config import ModelConfig
+from models.quantization import stored_quantization
 
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 INT8 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}}
@@ -88,9 +90,9 @@ def test_other_methods():
     ],
 )
 def test_without_bitsandbytes(monkeypatch, model, config, what):
-    monkeypatch.setattr(model_config, "find_spec", lambda _name: None)
-    monkeypatch.setattr(model_config, "machine", lambda: "x86_64")
-    monkeypatch.setattr(model_config.sys, "platform", "linux")
+    monkeypatch.setattr(check, "find_spec", lambda _name: None)
+    monkeypatch.setattr(quantization, "machine", lambda: "x86_64")
+    monkeypatch.setattr(quantization.sys, "platform", "linux")
     assert texts(model, config) == [
         f"{what} needs the package bitsandbytes\n  where: model.quantization\n  do:    pip install -e '.[quantization]'"
     ]
@@ -98,8 +100,8 @@ def test_without_bitsandbytes(monkeypatch, model, config, what):
 
 
 def test_a_platform_that_bitsandbytes_is_not_made_for(monkeypatch):
-    monkeypatch.setattr(model_config, "find_spec", lambda _name: None)
-    monkeypatch.setattr(model_config, "machine", lambda: "riscv64")
+    monkeypatch.setattr(check, "find_spec", lambda _name: None)
+    monkeypatch.setattr(quantization, "machine", lambda: "riscv64")
     assert texts(ModelConfig(quantization="nf4")) == [
         "model.quantization=nf4 needs the package bitsandbytes, which is not made for linux riscv64\n"
         "  where: model.quantization\n"

@@ -1,54 +1,41 @@
-"""Speed of flushes to Redis, against redis-benchmark with the same pipelined command on the same server.
-
-python tests/benchmarks/bench_redis.py
-"""
+"""Speed of flushes to Redis, against redis-benchmark with the same pipelined command on the same server."""
 
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from benchmarks.rows import Row
+from integration.redis_server import RedisServer, running
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
-
-from integration.redis_server import RedisServer, running  # noqa: E402
-
-from stages.accumulators.config import StoreConfig  # noqa: E402
-from stages.accumulators.redis_store import RedisStore, open_redis_store  # noqa: E402
-from stages.accumulators.sums import ScanSums, empty_sums  # noqa: E402
-from stages.scan.batch_sums import sum_shapes  # noqa: E402
+from stages.accumulators.config import StoreConfig
+from stages.accumulators.redis_store import RedisStore, open_redis_store
+from stages.accumulators.sums import ScanSums, empty_sums
+from stages.scan.batch_sums import sum_shapes
 
 LAYERS, WIDTH, RESERVOIR = 2, 4864, 256  # two layers of Qwen2.5-0.5B
-COMMAND = (
-    "HINCRBYFLOAT",
-    "b:param:model.layers.0.mlp.gate_proj.weight:row:__rand_int__",
-    "sum_grad_norm",
-    "0.0123456789",
-)
+ROW = "b:param:model.layers.0.mlp.gate_proj.weight:row:__rand_int__"
+COMMAND = ("HINCRBYFLOAT", ROW, "sum_grad_norm", "0.0123456789")
 SPREAD = {"sum_abs": 1e2, "sum_sq": 1e3, "max_abs": 5.0, "sum_taylor": 1e-3}
 
 
-def measure(rounds: int = 5) -> list[list[str]]:
-    """Rows of name, median and target; flushes and redis-benchmark alternate, so that both meet the same load."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = {}
-        for kept in (False, True):
-            with running(Path(folder) / str(kept), append_only=False) as server:
-                if kept:
-                    server.client().config_set("appendonly", "yes")  # with fsync once a second, the default
-                found[kept] = [_one_round(server, number) for number in range(rounds)]
+def measure_redis(rounds: int) -> list[Row]:
+    """Rows without and with an append-only file; flushes and redis-benchmark alternate, so both meet the same load."""
     rows = []
-    for kept, rates in found.items():
-        name = "with append-only file" if kept else "without"
-        ours, theirs, longest = (statistics.median(column) for column in zip(*rates, strict=True))
-        ratio = statistics.median(ours / theirs for ours, theirs, _ in rates)
-        text = f"{ratio:.2f} ({ours / 1e3:.0f} k/s against {theirs / 1e3:.0f} k/s)"
-        rows.append([f"Redis flush ÷ redis-benchmark HINCRBYFLOAT, {name}", text, "≥ 0.5"])
-        rows.append([f"longest script, {name}", f"{longest * 1e3:.0f} ms", "≤ 200 ms"])
+    for name in ("without", "with append-only file"):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            running(Path(folder) / "server", append_only=False) as server,
+        ):
+            server.client().config_set("appendonly", "no" if name == "without" else "yes")  # with fsync once a second
+            found = [_one_round(server, number) for number in range(rounds)]
+        ours, theirs, longest = (list(column) for column in zip(*found, strict=True))
+        ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+        note = f"{statistics.median(ours) / 1e3:.0f} k/s against {statistics.median(theirs) / 1e3:.0f} k/s"
+        rows.append(Row(f"Redis flush ÷ redis-benchmark HINCRBYFLOAT, {name}", ratios, at_least=0.5, note=note))
+        rows.append(Row(f"longest script, {name}", [1e3 * value for value in longest], at_most=200, unit="ms"))
     return rows
 
 
@@ -78,7 +65,7 @@ def _flush(server: RedisServer, number: int) -> tuple[float, float]:
     client.slowlog_reset()
     start = time.perf_counter()
     store.flush()
-    store._wait()
+    store._finish_adding()
     seconds = time.perf_counter() - start
     calls = client.info("commandstats")
     longest = max(call["duration"] for call in client.slowlog_get(1000)) / 1e6
@@ -89,19 +76,7 @@ def _flush(server: RedisServer, number: int) -> tuple[float, float]:
 
 
 def _reference(server: RedisServer, clients: int) -> float:
-    options = [
-        "-p",
-        str(server.port),
-        "-P",
-        "100",
-        "-c",
-        str(clients),
-        "-n",
-        "150000",
-        "-r",
-        str(3 * LAYERS * WIDTH),
-        "--csv",
-    ]
+    options = f"-p {server.port} -P 100 -c {clients} -n 150000 -r {3 * LAYERS * WIDTH} --csv".split()
     done = subprocess.run(["redis-benchmark", *options, *COMMAND], capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
 
@@ -116,8 +91,3 @@ def _random_part(shapes: dict, number: int) -> ScanSums:
             part.tensors[name] = torch.randint(1, 200, size, generator=generator).to(kind)
     part.counters, part.done = {"tokens": 2048.0, "samples": 4.0, "loss_sum": 9.25}, {number}
     return part
-
-
-if __name__ == "__main__":
-    for row in measure():
-        sys.stdout.write("  ".join(row) + "\n")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from instruments.tensor_dump.capture import Part, keep_tokens
 from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.parts import Part, keep_tokens
 
 B, T, D = 2, 12, 5
 
