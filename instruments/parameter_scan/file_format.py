@@ -124,7 +124,7 @@ def _read_content(content: Any) -> Header:  # noqa: ANN401 - any JSON
     return Header(table=table, **own)
 
 
-def _read_entry(entry: object, width: int) -> WatchedParameter:
+def _read_entry(entry: Any, width: int) -> WatchedParameter:  # noqa: ANN401 - any JSON
     match entry:
         case [name, "linear" | "embedding" as kind, inputs, outputs, in_head, out_head] if is_text(name):
             heads = [head for head in (in_head, out_head) if head is not None]
@@ -213,10 +213,10 @@ def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
     start = file[offset : offset + SEGMENT_HEADER.size]
     if len(start) < SEGMENT_HEADER.size:
         return None
-    magic, kind, _zero, *counts, checksum = SEGMENT_HEADER.unpack(start)
+    magic, kind, _zero, index, sequences, tokens, length, payload_checksum, checksum = SEGMENT_HEADER.unpack(start)
     if magic != SEGMENT_MAGIC or kind not in {NORMS, CLOSING} or crc32(start[:-4]) != checksum:
         return None
-    return SegmentHeader(offset, *counts, kind)
+    return SegmentHeader(offset, index, sequences, tokens, length, payload_checksum, kind)
 
 
 def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:

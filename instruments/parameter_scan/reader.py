@@ -185,9 +185,10 @@ class Mscan:
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
         """(columns,) largest relative error of an array's stored values; 0 for f32."""
-        quantised = self.segments if self.header.encoding == "log16" else ()
-        exact = np.zeros(self.header.widths[name])
-        return np.maximum.reduce([exact, *(error_bound(segment.scale(name)) for segment in quantised)])
+        bound = np.zeros(self.header.widths[name])
+        for segment in self.segments if self.header.encoding == "log16" else ():
+            np.maximum(bound, error_bound(segment.scale(name)), out=bound)
+        return bound
 
     def blocks_of_rows(self, size: int) -> Iterator[Rows]:
         """All sequences in file order, at most `size` at a time."""

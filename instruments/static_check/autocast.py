@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from operator import methodcaller
 from pathlib import Path
@@ -88,13 +88,17 @@ def probe_autocast(device: str) -> dict[str, str]:
         raise ConfigError(
             f"torch {torch.__version__} has no autocast for {device!r}", where="device", do="device=cuda, or device=cpu"
         )
+
+    def loss(run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return run(x, x, reduction="sum")
+
     # Each takes a (4, 4) tensor of values between 0 and 1.
-    pairs = {name: getattr(functional, name) for name in LOSSES - {"cross_entropy", "nll_loss"}}
+    losses = LOSSES - {"cross_entropy", "nll_loss"}
     operations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         **{name: methodcaller(name) for name in ("sum", "mean", "var", "std", "norm", "prod", "square", "exp", "log")},
         **{name: methodcaller(name) for name in ("rsqrt", "sigmoid")},
         **{name: methodcaller(name, -1) for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod")},
-        **{name: lambda x, run=run: run(x, x, reduction="sum") for name, run in pairs.items()},
+        **{name: partial(loss, getattr(functional, name)) for name in losses},
         "cross_entropy": lambda x: functional.cross_entropy(x, x.argmax(-1)),
         "nll_loss": lambda x: functional.nll_loss(x, x.argmax(-1)),
         "softmin": lambda x: functional.softmin(x, -1),
