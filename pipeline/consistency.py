@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from instruments.errors import ConfigError
@@ -13,7 +13,6 @@ from models.targets.base import MoETarget
 from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
-from stages.cluster.config import NOTHING_RANKED
 from stages.diagnose.config import CHECKS, DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
@@ -22,9 +21,6 @@ from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
-
-# Group → setting → the reason why it is not read, from `unread` of the group's config class.
-Unread = Mapping[str, Mapping[str, str]]
 
 
 def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Uses:
@@ -42,59 +38,22 @@ def involves(settings: Settings, stage: str) -> bool:
     return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
 
-def find_unread(settings: Settings, shape: MoEShape | None, width: int, target: MoETarget | None = None) -> Unread:
-    """Settings that are not read; without a shape (none is carved, or it is unknown) only of groups that need none."""
-    found = {
-        "scan": settings.scan.unread(),
-        "data": settings.data.unread(),
-        "store": settings.store.unread(),
-        "score": settings.score.unread(),
-        "train": settings.train.unread(biased=None if target is None else target.selection_bias is not None),
-    }
-    # Without the stage, `warn_of_other_stages` warns of all that is typed.
-    dumps = involves(settings, "dump")
-    found["dump"] = settings.dump.unread(offloaded=settings.model.device_map != "none") if dumps else {}
-    if shape is None:
-        return found
-    return found | {
-        "vocabulary": settings.vocabulary.unread(pooled=shape.pooled),
-        "cluster": settings.cluster.unread(shape, width),
-        "assemble": settings.assemble.unread(shape),
-        "project": settings.project.unread(shape, settings.assemble.router),
-    }
-
-
-def warn_of_unread(
-    settings: Settings, shape: MoEShape | None = None, width: int = 0, target: MoETarget | None = None
-) -> None:
-    """Log a warning for each setting without effect."""
-    found = dict(find_unread(settings, shape, width, target))
-    if involves(settings, "cluster") and shape is not None and not settings.cluster.reads_score(shape, width):
-        ranked = settings.cluster.ranks(shape, width)
-        reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
-        found["score"] = dict.fromkeys(vars(settings.score), reason)
-    if named := settings.data.named_heldout:
-        found["data"] = {**found["data"], "heldout_share": f"data.{named}={getattr(settings.data, named)}"}
-    if settings.stage == "diagnose":
-        found["model"] = dict.fromkeys(("dtype", "quantization"), "each check chooses the number formats")
+def warn_of_unneeded(settings: Settings, shape: MoEShape | None = None, target: MoETarget | None = None) -> None:
+    """Log a warning for each setting without effect that differs from its default."""
+    groups = {name for stage in with_ancestors(settings.stage, find_uses(settings)) for name in stage.nodes}
+    nodes = {group: node for group, node in vars(settings).items() if group in groups and is_dataclass(node)}
+    for group, node in (nodes | settings.data.mixed).items():
+        for name, reason in unneeded(node).items():
+            if (value := getattr(node, name)) != getattr(type(node)(), name):
+                logger.warning("%s.%s=%s is ignored: %s.%s", group, name, value, group, reason)
     _warn_of_sampling(settings)
     if shape is not None:
-        refits = settings.project.refits(shape, settings.assemble.router)  # no part of assemble's fingerprint
-        found["assemble"] = settings.assemble.unread(shape, refits=refits)
         _warn_of_active(settings)
         _warn_of_constant_gates(settings, shape, target)
-    pooled, baselines = shape is not None and shape.pooled, settings.evaluate.baselines
-    left_out = [name for name in baselines if name not in POOL_BASELINES]
-    if pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
-        logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
-    if pooled and not settings.vocabulary.tokens:
-        del found["vocabulary"]  # vocabulary=none agrees with a pool, which uses no random tokens
-    nodes = {group: getattr(settings, group) for group in found} | settings.data.mixed
-    found |= {group: source.unread(settings.data.heldout_path) for group, source in settings.data.mixed.items()}
-    for group, reasons in found.items():
-        for name, value in vars(nodes[group]).items():
-            if name in reasons and value != getattr(type(nodes[group])(), name):
-                logger.warning("%s.%s=%s is ignored: %s", group, name, value, reasons[name])
+        baselines = settings.evaluate.baselines
+        left_out = [name for name in baselines if name not in POOL_BASELINES]
+        if shape.pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
+            logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
 
 
 def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
@@ -106,13 +65,8 @@ def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
             logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
     others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
     typed = [word for word in words if word.startswith(others)]
-    if settings.stage != "diagnose":
-        return
-    if typed:
+    if typed and settings.stage == "diagnose":
         logger.warning("%s is ignored: check=%s", " ".join(typed), settings.check)
-    for name, reason in settings.diagnose.unread(settings.check).items():
-        for word in (word for word in words if word.partition("=")[0] == f"diagnose.{name}"):
-            logger.warning("%s is ignored: %s", word, reason)
 
 
 def _warn_of_sampling(settings: Settings) -> None:

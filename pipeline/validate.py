@@ -22,7 +22,7 @@ from models.config import ModelConfig, MoEShape, setting_word
 from models.source import read_source_config
 from models.targets.base import ALIGNMENT, expert_width
 from models.targets.config import check_target
-from pipeline.consistency import balance_errors, contradictions, find_uses, involves, warn_of_unread
+from pipeline.consistency import balance_errors, contradictions, find_uses, involves, warn_of_unneeded
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
@@ -177,7 +177,7 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
             errors.append(error)
     source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
     if "model" in unreadable_groups or source_faults:
-        warn_of_unread(settings)
+        warn_of_unneeded(settings)
         return errors + source_faults
     source = read_source_config(settings.model)
     if "data" not in unreadable_groups:
@@ -185,7 +185,7 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
     errors += map_errors(settings, source)
     if sound and carves(settings):
         return errors + _carve_errors(settings, request_shape(settings, source))
-    warn_of_unread(settings)
+    warn_of_unneeded(settings)
     return errors
 
 
@@ -204,7 +204,7 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
         errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
     except UserError as error:
         errors.append(error)
-    warn_of_unread(settings, shape, request.width, target)
+    warn_of_unneeded(settings, shape, target)
     _warn_of_dense_maps(settings, request)
     return errors
 
