@@ -14,11 +14,11 @@ from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
+from pipeline.check import Checked
 from pipeline.disk import expected_bytes, in_mib
 from pipeline.report.words import duration
 from pipeline.resources import estimate_seconds, peak_bytes, require_room, temporary_bytes
 from pipeline.settings import CHAIN, Stage, asked_stages, unneeded, with_ancestors
-from pipeline.validate import Checked
 from stages.artifacts.job import Table
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import calibration_cache_key, data_cache_key

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from instruments.errors import ConfigError
 from instruments.files import hash_code
 from pipeline import artifacts
-from pipeline.consistency import contradictions, warn_of_other_stages
+from pipeline.check import Checked, contradictions, validate, warn_of_other_stages
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
@@ -30,7 +30,6 @@ from pipeline.resources import memory_warnings, record_seconds
 from pipeline.run_folder import RunFolder, peak_bytes, render, replace_link, start_measuring
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import log_shape
-from pipeline.validate import Checked, validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 
 log = logging.getLogger(__name__)

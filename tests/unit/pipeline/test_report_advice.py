@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.check import validate
 from pipeline.report.sections import another_width
 from pipeline.settings import compose, register_schema
-from pipeline.validate import validate
 
 LAYERS = 4  # of the embedded model
 
