@@ -170,7 +170,8 @@ class Recorder:
     def leave_out(self, watched: Watched, tensors: Sequence[str], why: str) -> None:
         """Report tensors of a module, as far as they are requested, that cannot be dumped; `why` says what they are."""
         if wanted := [tensor for tensor in tensors if tensor in watched.expected(self._config)]:
-            self._writer.note_not_dumped(watched.name, wanted, why)
+            noted = self._writer.manifest.not_dumped.setdefault(watched.name, {})
+            noted.update(dict.fromkeys(wanted, why))
 
     def take(self, call: Call, tensor_name: str, tensor: Tensor, direction: str = FORWARD) -> None:
         """Capture this process's part of a tensor in its current state."""

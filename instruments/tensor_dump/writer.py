@@ -174,7 +174,7 @@ class DumpWriter:
         self.failure: BaseException | None = None  # of the thread; later captures count as lost
         self._told = False  # whether `check` has raised it
         self._folder, self._rank, self._index, self._ring = folder, rank, index, ring
-        self._config, self._manifest = config, manifest
+        self._config, self.manifest = config, manifest
         self._queue: SimpleQueue[Capture | Event | None] = SimpleQueue()
         # Of the next file: its tensors, their bytes, the rows that wait for it and the memory that it frees.
         self._tensors: dict[str, Tensor] = {}
@@ -188,10 +188,6 @@ class DumpWriter:
     def put(self, capture: Capture) -> None:
         """Queue a capture."""
         self._queue.put(capture)
-
-    def note_not_dumped(self, module: str, tensors: Sequence[str], why: str) -> None:
-        """Note tensors that cannot be dumped in the manifest."""
-        self._manifest.not_dumped.setdefault(module, {}).update(dict.fromkeys(tensors, why))
 
     def flush(self) -> Event:
         """Close the current file; the event is set when all captures so far are on the disk."""
@@ -214,7 +210,7 @@ class DumpWriter:
         if not isinstance(self.failure, OSError | SafetensorError):
             raise self.failure
         raise UserError(
-            f"the dump ended early, {self._manifest.lost} tensors are lost: {self.failure}",
+            f"the dump ended early, {self.manifest.lost} tensors are lost: {self.failure}",
             where=f"{self._folder}; tensors listed in its index are complete",
             do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
             "keep=statistics",
@@ -230,7 +226,7 @@ class DumpWriter:
                     self._seal()
             except BaseException as error:  # noqa: BLE001 - raised again by `check`
                 self.failure = error
-                self._manifest.lost += len(self._rows)
+                self.manifest.lost += len(self._rows)
                 self._release()  # or training would wait for memory
             if isinstance(item, Event):
                 item.set()
@@ -239,7 +235,7 @@ class DumpWriter:
         if held.slot is not None:
             self._slots.append(held.slot)
         if self.failure is not None:
-            self._manifest.lost += 1
+            self.manifest.lost += 1
             return
         if not held.found and held.data is not None:  # once for all records that share the content
             if held.wait is not None:
@@ -249,7 +245,7 @@ class DumpWriter:
             else:
                 held.found = {"statistics": read_moments(held.data, prod(record.shape))}
         record = replace(record, **held.found)
-        self._manifest.add(record, bytes_wanted=self._config.keep == "tensors")
+        self.manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
         if held.rounded:
             name = make_name(record.timestamp, record.counter, record.source, held.rounded["quant_type"])
