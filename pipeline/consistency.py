@@ -8,8 +8,7 @@ from pathlib import Path
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
 from instruments.tensor_dump.config import contradictions as of_dump
-from models.checkpoint.folder import read_json
-from models.config import GLOBAL_POOL, ModelConfig, MoEShape, is_on_host, setting_word
+from models.config import GLOBAL_POOL, MoEShape, setting_word
 from models.targets.base import MoETarget
 from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
@@ -162,7 +161,6 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
         yield from _training_contradictions(settings.train, workers)
-        yield from _shard_contradictions(settings.train, settings.model, workers)
         if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
             what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
             do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
@@ -245,7 +243,7 @@ def _missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
 
 
 def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
-    """Errors: shares that do not add up to 1, no loss, or an indivisible batch."""
+    """Errors: shares that do not add up to 1, no loss, shards of one process, or an indivisible batch."""
     shares = train.router_share + train.experts_share + train.all_share
     if abs(shares - 1) > 1e-6:
         what = f"the phases' shares add up to {shares:g}, not 1"
@@ -256,22 +254,11 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
         what = "nothing is minimised: the weights of both losses are 0"
         where = "settings train.language_model and train.logits"
         yield ConfigError(what, where=where, do="train.language_model=1")
-    yield from _batch_contradictions(train, workers)
-
-
-def _shard_contradictions(train: TrainConfig, model: ModelConfig, workers: int) -> Iterator[ConfigError]:
-    """Errors: FSDP without a GPU or with one process, or a bad file of its settings."""
-    if train.fsdp and is_on_host(model):
-        # accelerate would train without it: with a copy of the model in each process.
-        what = "train.fsdp=true shards the model over GPUs, and training would run on the CPU"
-        yield ConfigError(what, where="settings train.fsdp and model.device", do="train.fsdp=false")
-    elif train.fsdp and workers == 1:
+    if train.fsdp and workers == 1:
         what = "train.fsdp=true shards the model over processes, but there is only one"
         do = "train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
         yield ConfigError(what, where="setting train.fsdp", do=do)
-    if train.fsdp_config is not None and (fault := _json_fault(Path(train.fsdp_config))):
-        do = "train.fsdp_config=null for the defaults of transformers, or a file that holds one JSON object"
-        yield ConfigError(fault, where="setting train.fsdp_config", do=do)
+    yield from _batch_contradictions(train, workers)
 
 
 def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
@@ -285,14 +272,3 @@ def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigEr
         processes = f" x {workers} processes" if workers > 1 else ""
         what = f"train.batch={train.batch} is no multiple of train.micro_batch={train.micro_batch}{processes}"
         yield ConfigError(what, where=where, do=f"train.batch={at_once * max(1, round(train.batch / at_once))}")
-
-
-def _json_fault(path: Path) -> str | None:
-    """Why the file does not hold one JSON object; None if it does."""
-    try:
-        held = read_json(path)
-    except OSError as error:
-        return f"cannot read {path}: {error.strerror}"
-    except ValueError as error:
-        return f"{path} is not JSON: {error}"
-    return None if isinstance(held, dict) else f"{path} holds no JSON object"

@@ -1,24 +1,21 @@
 """`python -m pipeline.gguf CHECKPOINT OUT.gguf`: writes a carve as GGUF with llama.cpp's converter and quantiser."""
 
 import argparse
-import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, say
-from models.checkpoint.folder import list_shards, read_checkpoint
-from models.config import MoEShape, setting_word
+from models.checkpoint.folder import read_checkpoint
+from models.config import GLOBAL_POOL, MoEShape, setting_word
 from models.dense import rope_type_of
 from models.source import read_config
 from models.targets.config import MOE_TARGETS, check_target, targets_of
+from pipeline.clients import Clients, no_checkpoint, readable_copy, run_client
 from pipeline.disk import explain_os_error, free_bytes, in_mib
 
 # Types that the converter writes, with bytes per weight; the quantiser writes all others.
@@ -33,39 +30,6 @@ INSTALL = {
     "--llama-cpp llama_cpp_python-*/vendor/llama.cpp",
     "sentencepiece": "pip install sentencepiece",
 }
-
-
-@dataclass(frozen=True)
-class Clients:
-    """Paths of llama.cpp's source and of Python interpreters that may have client packages installed."""
-
-    llama_cpp: Path | None
-    pythons: tuple[Path, ...]
-
-    def holding(self, module: str) -> Path | None:
-        """The first interpreter that has the module."""
-        script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        held = (python for python in self.pythons if not subprocess.run([python, "-c", script], check=False).returncode)
-        return next(held, None)
-
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        """Add the options with the paths of clients."""
-        parser.add_argument(
-            "--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter (or LLAMA_CPP)"
-        )
-        parser.add_argument(
-            "--python", type=Path, action="append", default=[], metavar="PATH", help="another interpreter with clients"
-        )
-
-    @classmethod
-    def of(cls, wanted: argparse.Namespace) -> "Clients":
-        """This interpreter and those of --python. Raises ConfigError: a path is no interpreter."""
-        folder = wanted.llama_cpp or os.environ.get("LLAMA_CPP")
-        if missing := [str(path) for path in wanted.python if not os.access(path, os.X_OK) or path.is_dir()]:
-            do = "--python FOLDER_OF_ENVIRONMENT/bin/python"
-            raise ConfigError(f"no interpreter: {', '.join(missing)}", where="--python", do=do)
-        return cls(Path(folder) if folder else None, (Path(sys.executable), *wanted.python))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -99,19 +63,16 @@ def check_carve(folder: Path) -> None:
     """Raises CheckpointError: no checkpoint, or its architecture is none of the MoE targets."""
     if not (folder / "config.json").is_file():
         raise no_checkpoint(folder)
-    model_type = read_config(folder).get("model_type")
+    config = read_config(folder)
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MOE_TARGETS:
         do = f"python -m pipeline model=local {setting_word('model.path', str(folder))}"
         raise CheckpointError(f"{model_type} is no architecture that a carve becomes", where=str(folder), do=do)
-    list_shards(folder)
-
-
-def no_checkpoint(*folders: Path) -> CheckpointError:
-    """The error for folders without config.json."""
-    what, do = "no config.json, so no checkpoint", "python -m pipeline, which leaves one in outputs/latest/checkpoint"
-    if all((folder / "adapter_config.json").is_file() for folder in folders):
-        what, do = "an adapter of PEFT, no checkpoint", "model.merge_and_unload().save_pretrained(FOLDER), then FOLDER"
-    return CheckpointError(what, where=", ".join(map(str, folders)), do=do)
+    wanted = [MOE_TARGETS[model_type].architecture]
+    if (named := config.get("architectures", wanted)) != wanted:  # converters choose their code by it
+        do = f'"architectures": ["{wanted[0]}"] in config.json, as in the carve'
+        raise CheckpointError(f"{model_type} with architectures {named}", where=str(folder), do=do)
+    read_checkpoint(folder)
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -176,20 +137,28 @@ def _alternative(config: Mapping[str, Any]) -> str:
     """The remedy: another target of the same dense family that llama.cpp runs, or another runtime."""
     if config.get("mlp_only_layers"):
         return "carve with dense_layers=[]"
-    dense = config.get("dense") or {"flex_olmo": {"model_type": "olmo2"}, "dots1": {"model_type": "qwen3"}}.get(
-        config["model_type"], {}
-    )
-    if rope_type_of(config) == "llama3":
-        return "carve with assemble.target=mixtral always_on=0, or serve it by transformers or vLLM"
-    if config.get("topology") == "global_pool":
+    if config.get("topology") == GLOBAL_POOL:
         return "carve with topology=per_layer: in llama.cpp no experts are shared by layers"
-    shared = config.get("shared_intermediate_size") or config.get("n_shared_experts") or 0
-    shape, source = MoEShape(2, 1, 1, int(shared)), {**config, **dense}
-    for target in targets_of(dense.get("model_type", ""), shape.always_on):
-        fits = "hidden_size" not in dense or not check_target(dense, target, shape)
-        if "llama.cpp" in target.served_by(shape, source) and target.model_type != config["model_type"] and fits:
-            return f"carve with assemble.target={target.model_type}"
-    served = MOE_TARGETS[config["model_type"]].served_by(shape, source)
+    target, rope = MOE_TARGETS[config["model_type"]], rope_type_of(config)
+    runs = [other for other in MOE_TARGETS.values() if "llama.cpp" in other.runtimes]
+    if rope not in target.llama_cpp_ropes and (able := [other for other in runs if rope in other.llama_cpp_ropes]):
+        always_on = "" if able[0].has_shared else " always_on=0"
+        return f"carve with assemble.target={able[0].model_type}{always_on}, or serve it by transformers or vLLM"
+    # The dense model's config.json; that of a target for one dense family has the same keys.
+    source = config.get("dense") or config | {"model_type": next(iter(target.sources), "")}
+    shared = target.has_shared and any(
+        isinstance(value, int) and value for key, value in config.items() if "shared" in key
+    )
+    shape = MoEShape(2, 1, 1, int(shared))
+    served = target.served_by(shape, source)
+    if "dense" in config or len(target.sources) == 1:
+        for other in targets_of(source["model_type"], shape.always_on):
+            if (
+                other in runs
+                and "llama.cpp" in other.served_by(shape, source)
+                and not check_target(source, other, shape)
+            ):
+                return f"carve with assemble.target={other.model_type}"
     return "serve it by transformers" + (" or vLLM" if "vLLM" in served else "")
 
 
@@ -207,9 +176,11 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
     converter, python = _find_converter(clients)
     quantiser = None if outtype in CONVERTED else _find(clients, "llama_cpp")
     try:
-        with TemporaryDirectory(dir=out.parent, prefix=".gguf-") as scratch, TemporaryDirectory() as links:
-            readable, whole = Path(links) / checkpoint.resolve().name, Path(scratch) / "converted.gguf"
-            _respell(checkpoint, readable)
+        with (
+            readable_copy(checkpoint, respell=True) as readable,
+            TemporaryDirectory(dir=out.parent, prefix=".gguf-") as scratch,
+        ):
+            whole = Path(scratch) / "converted.gguf"
             request = {"llama_cpp": str(converter), "checkpoint": str(readable), "out": str(whole)}
             run_client(python, "convert", request | {"outtype": steps[0]})
             if quantiser:
@@ -230,19 +201,6 @@ def active_bytes(file: Path, clients: Clients) -> float:
     return bytes_read
 
 
-def _respell(checkpoint: Path, folder: Path) -> None:
-    """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
-    from models.emit import respell_tokenizer  # noqa: PLC0415 - imports torch, which is slow
-
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        if file.is_file() and file.name != "tokenizer_config.json":
-            (folder / file.name).symlink_to(file.resolve())
-    if (settings := checkpoint / "tokenizer_config.json").is_file():
-        text = json.dumps(respell_tokenizer(json.loads(settings.read_text(encoding="utf-8"))))
-        (folder / settings.name).write_text(text, encoding="utf-8")
-
-
 def _find_converter(clients: Clients) -> tuple[Path, Path]:
     folder = clients.llama_cpp
     if folder is None or not (folder / "convert_hf_to_gguf.py").is_file():
@@ -259,28 +217,6 @@ def _find(clients: Clients, module: str) -> Path:
         return python
     do = f"{INSTALL[module]}, or --python PATH of an interpreter that has it"
     raise ConfigError(f"no interpreter has {module}", where=", ".join(map(str, clients.pythons)), do=do)
-
-
-def run_client(python: Path, step: str, request: Mapping[str, Any], **environment: str) -> dict[str, Any]:
-    """Run a step of `client_process.py` in an interpreter. Raises UserError with the last line of its output."""
-    script = Path(__file__).with_name("client_process.py")
-    with TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        # The client must not import packages of this project's environment.
-        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        done = subprocess.run(
-            [python, script, step, asked, answered],
-            capture_output=True, text=True, check=False, env=inherited | {"HF_HUB_OFFLINE": "1"} | environment,
-        )  # fmt: skip
-        if done.returncode or not answered.exists():
-            if done.returncode == -signal.SIGKILL:
-                what = f"{step} was killed, most likely for lack of memory"
-                raise UserError(what, where=str(python), do="free some memory, or use a larger machine")
-            said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
-            raise UserError(f"{step} failed: {said[-1] if said else 'it printed nothing'}", where=str(python))
-        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-        return result
 
 
 if __name__ == "__main__":

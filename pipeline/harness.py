@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from instruments.errors import ConfigError, exit_code, positive
 from models.config import ModelConfig
-from pipeline.gguf import no_checkpoint
+from pipeline.clients import no_checkpoint, readable_copy
 from pipeline.help import REPOSITORY
 
 TASKS = REPOSITORY / "stages/evaluate/tasks"
@@ -71,8 +71,9 @@ def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, li
         place = resolve_device(ModelConfig(device=device))
     except ConfigError as error:
         raise ConfigError(error.what, where=f"--device {device}", do="--device cpu") from error
-    tokenizer = load_tokenizer(folder, trust_remote_code=False)
-    model = load_whole(folder, dtype=dtype, device_map={"": place})
+    with readable_copy(folder) as seen:
+        tokenizer = load_tokenizer(seen, trust_remote_code=False)
+        model = load_whole(seen, dtype=dtype, device_map={"": place})
     found = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=[TASK],

@@ -45,7 +45,7 @@ def command_line(overrides: Sequence[str], **changes: object) -> str:
 
     A change to another stage than train leaves out FSDP, which one process does not have and only train reads.
     """
-    dropped = {*changes} | ({"train.fsdp", "train.fsdp_config"} if changes.get("stage", "train") != "train" else set())
+    dropped = {*changes} | ({"train.fsdp"} if changes.get("stage", "train") != "train" else set())
     kept = [word for word in overrides if word.partition("=")[0] not in dropped]
     changed = [f"{key}={value}" for key, value in changes.items()]
     return redact(" ".join(["python -m pipeline", *map(shlex.quote, [*kept, *changed])]))

@@ -125,15 +125,10 @@ class Recorder:
     """Turns tensors from hooks into captures. Hooks may run in several threads of the autograd engine."""
 
     def __init__(
-        self,
-        config: DumpConfig,
-        writer: DumpWriter,
-        memory: HostMemory,
-        rank_info: RankInfo,
-        metadata: Mapping[str, Any],
+        self, config: DumpConfig, writer: DumpWriter, rank_info: RankInfo, metadata: Mapping[str, Any]
     ) -> None:
-        """`writer` receives the captures, `memory` holds their bytes; all records carry `metadata`."""
-        self._config, self._writer, self._memory = config, writer, memory
+        """`writer` receives the captures; all records carry `metadata`."""
+        self._config, self._writer, self._memory = config, writer, writer.memory
         self._rank_info, self._metadata = rank_info, metadata
         self._lock = Lock()
         self._captured = 0

@@ -35,7 +35,6 @@ class TrainConfig:
     precision: str = field(default="float32", metadata={"choices": ("float32", "bfloat16")})
     gradient_checkpointing: bool = field(default=False, metadata={"fingerprint": False})
     fsdp: bool = field(default=False, metadata={"fingerprint": False})
-    fsdp_config: str | None = field(default=None, metadata={"fingerprint": False})
     watch: bool = field(default=True, metadata={"fingerprint": False})
     log_steps: int = field(default=10, metadata={"minimum": 1, "fingerprint": False})
     heldout_steps: int = field(default=50, metadata={"minimum": 0, "fingerprint": False})
@@ -45,7 +44,7 @@ class TrainConfig:
 
     def unread(self, *, biased: bool | None = None) -> dict[str, str]:
         """Settings without effect → the reason; `biased`: the architecture has a selection bias, None if unknown."""
-        found = {} if self.fsdp else {"fsdp_config": "train.fsdp=false"}
+        found: dict[str, str] = {}
         if not self.all_share:
             found["rest_rate"] = "train.all_share=0"
             if not self.experts_share:

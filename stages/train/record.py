@@ -1,18 +1,16 @@
-"""Files for resuming after a kill: complete checkpoints, and metrics.jsonl with each step once."""
+"""Files for resuming after a kill: complete checkpoints, each with the record up to its step."""
 
 import json
 import logging
 import math
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from instruments.errors import ContractError
-from instruments.files import hash_files, json_text, sync, sync_tree, write_json, write_text
+from instruments.files import hash_files, json_text, sync_tree, write_json, write_text
 from stages.artifacts.job import Table
 from stages.train.phases import Phase
 
@@ -20,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 WHOLE = "whole"  # file that marks a complete checkpoint folder; holds the hashes of its files
 FILE = "metrics.jsonl"
-CHECKS = "metrics.crc"  # a CRC-32 for each line of FILE, written before the line
+FINAL = "final"  # folder of a phase's last checkpoint
 EVENTS = "tensorboard"
 HELDOUT = "heldout_hash"  # key of the first line
 
@@ -48,75 +46,76 @@ def drop_unfinished(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def find_latest(folder: Path) -> tuple[Path, int] | None:
-    """The last complete checkpoint of a phase, and its step within the phase; None if there is none."""
-    found = [(int(path.name.partition("-")[2]), path) for path in folder.glob("checkpoint-*") if is_whole(path)]
-    if not found:
-        return None
-    step, path = max(found)
-    return path, step
+def find_latest(folder: Path) -> Path | None:
+    """The last complete checkpoint of a phase within it; None if there is none."""
+    return max(filter(is_whole, folder.glob("checkpoint-*")), key=saved_step, default=None)
+
+
+def saved_step(checkpoint: Path) -> int:
+    """The step of a checkpoint within its phase."""
+    return int(checkpoint.name.partition("-")[2])
+
+
+def drop_older(folder: Path) -> None:
+    """Keep the checkpoint `folder` and the one before it; nothing else, if it is the last of its phase."""
+    older = sorted(folder.parent.glob("checkpoint-*"), key=saved_step)
+    for path in older if folder.name == FINAL else older[:-2]:
+        shutil.rmtree(path)
 
 
 @dataclass
 class Record:
-    """Writes metrics.jsonl and, on request, TensorBoard events."""
+    """The lines of metrics.jsonl and, on request, TensorBoard events.
+
+    The file can be read while the training runs; a killed training goes on from its copy in a checkpoint.
+    """
 
     folder: Path
+    lines: list[dict[str, Any]]
     events: Any  # a SummaryWriter, or None
-    tokens: int  # training tokens so far
 
     @classmethod
-    def open(cls, folder: Path, *, done: int, tensorboard: bool, heldout_hash: str = "") -> "Record":
-        """Open the record after `done` steps; removes lines of later steps, which are repeated after a kill.
+    def open(cls, folder: Path, saved: Path | None, *, tensorboard: bool, heldout_hash: str = "") -> "Record":
+        """Go on from the record in the checkpoint `saved`; None: an empty one.
 
         Raises:
-            ContractError: lines were changed or lost, or they are about another held-out text. The line of a step is
-                always written before its checkpoint.
+            ContractError: its losses are about another held-out text.
         """
-        kept = [line for line in read_record(folder) if line["step"] <= done] if done else []
-        if done and not any(line["step"] == done and "tokens" in line for line in kept):
-            raise _changed(folder, f"lost its lines up to step {done}, which was saved")
-        if kept and kept[0].get(HELDOUT, heldout_hash) != heldout_hash:
+        lines = read_record(saved) if saved else []
+        if lines and lines[0].get(HELDOUT, heldout_hash) != heldout_hash:
             what = "this unfinished training was measured on another held-out text: losses could not be compared"
             do = "the held-out text and train.heldout_sequences= as before, or stage=train fresh=true to start it over"
             raise ContractError(what, where=str(folder / FILE), do=do)
-        lines = [f"{json.dumps(line)}\n" for line in kept]
-        for name, texts in ((CHECKS, map(_check, lines)), (FILE, lines)):
-            write_text(folder / name, "".join(texts))
-        tokens = max((line["tokens"] for line in kept if "tokens" in line), default=0)
-        # Damaged events cannot be detected, so that all are written again from the lines.
-        shutil.rmtree(folder / EVENTS, ignore_errors=True)
-        record = cls(folder, open_events(folder / EVENTS) if tensorboard else None, tokens)
-        for line in kept:
-            record._show(line)
+        shutil.rmtree(folder / EVENTS, ignore_errors=True)  # written again from the lines
+        record = cls(folder, [], open_events(folder / EVENTS) if tensorboard else None)
+        write_text(folder / FILE, "")
+        for line in lines:
+            record._add(line)
         return record
+
+    def count(self, tokens: int) -> int:
+        """All training tokens, with those of a line to come."""
+        return tokens + max((int(line["tokens"]) for line in self.lines if "tokens" in line), default=0)
 
     def write(self, step: int, phase: str, figures: Mapping[str, float | str]) -> None:
         """Add a line of figures."""
-        line = {"step": step, "phase": phase, **figures}
-        self._append(line)
-        self._show(line)
+        self._add({"step": step, "phase": phase, **figures})
 
     def warn(self, step: int, phase: str, warnings: Sequence[str]) -> None:
         """Add a line with the warnings of a step."""
-        self._append({"step": step, "phase": phase, "warnings": list(warnings)})
+        self._add({"step": step, "phase": phase, "warnings": list(warnings)})
 
-    def _show(self, line: Mapping[str, Any]) -> None:
-        """Write the figures of a line to TensorBoard."""
+    def _add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with (self.folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(line)}\n")
         for name, value in line.items() if self.events is not None else ():
             if name not in {"step", "phase", "warnings", HELDOUT}:
                 self.events.add_scalar(name, value, line["step"])
 
-    def _append(self, line: Mapping[str, Any]) -> None:
-        text = f"{json.dumps(line)}\n"
-        for name, content in ((CHECKS, _check(text)), (FILE, text)):
-            with (self.folder / name).open("a", encoding="utf-8") as file:
-                file.write(content)
-
-    def sync(self) -> None:
-        """Sync the lines to the disk; needed before a checkpoint of their step is marked."""
-        for name in (CHECKS, FILE):
-            sync(self.folder / name)
+    def save(self, folder: Path) -> None:
+        """Write metrics.jsonl to a checkpoint's folder, or to a result's."""
+        write_text(folder / FILE, "".join(f"{json.dumps(line)}\n" for line in self.lines))
 
     def close(self) -> None:
         """Close the TensorBoard writer."""
@@ -124,33 +123,9 @@ class Record:
             self.events.close()
 
 
-def _check(line: str) -> str:
-    return f"{crc32(line.encode()):08x}\n"
-
-
 def read_record(folder: Path) -> list[dict[str, Any]]:
-    """All complete lines; a kill may leave incomplete last ones. Raises ContractError: lines were changed."""
-    lines, checks = _split(folder / FILE), _split(folder / CHECKS)
-    pairs = [*zip(lines, checks, strict=False)]
-    # An incomplete line is allowed, unless only its line break is missing: that is a change, not an interrupted write.
-    changed = any(
-        (line[-1] == "\n") != (check == _check(line)) or (line[-1] != "\n" and check == _check(f"{line[:-1]}\n"))
-        for line, check in pairs
-    )
-    if changed or (lines and not pairs):
-        raise _changed(folder, "was changed since it was written")
-    return [json.loads(line) for line, _check in pairs if line[-1] == "\n"]
-
-
-def _changed(folder: Path, how: str) -> ContractError:
-    do = "the same command with stage=train fresh=true, which starts it over"
-    return ContractError(f"the record of an unfinished training {how}", where=str(folder / FILE), do=do)
-
-
-def _split(path: Path) -> list[str]:
-    """Lines with their line breaks; str.splitlines would also split at other characters."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
+    """The lines of metrics.jsonl in a checkpoint, whose hashes are checked before."""
+    return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
 
 
 def open_events(folder: Path) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type

@@ -24,9 +24,9 @@ from stages.losses import enable_gradient_checkpointing
 from stages.text.config import DataConfig
 from stages.train import record
 from stages.train.config import TrainConfig
+from stages.train.loop import PhaseLoop, TrainContext, read_text
 from stages.train.objective import Balance, make_schedule
 from stages.train.phases import Phase, make_phases
-from stages.train.trainer import MoETrainer, TrainContext, read_text
 
 
 def run(
@@ -46,14 +46,12 @@ def run(
     tokenizer = loading.load_tokenizer(source, trust_remote_code=model.trust_remote_code)
     text = read_text(data, train, tokenizer, loading.padding_id(tokenizer))
     phases = make_phases(train, train.batch * (text.train.tokens / len(text.train.sequences)))
-    total, done = phases[-1].last, steps_done(job, phases)
+    total, (done, saved) = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
     dense = loading.load_dense(model, source) if train.logits or not done else None
     lines = None
     if job.workers.leads:
-        lines = record.Record.open(
-            job.scratch, done=done, tensorboard=train.tensorboard, heldout_hash=text.heldout_hash
-        )
+        lines = record.Record.open(job.scratch, saved, tensorboard=train.tensorboard, heldout_hash=text.heldout_hash)
     context = TrainContext(
         settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
@@ -66,18 +64,16 @@ def run(
     trained = run_phases(job, phases, context, done, dense_loss)
     if lines is not None:
         lines.close()
-        keep_result(job, trained, form, context.schedule.at(total))
+        keep_result(job, trained, form, context.schedule.at(total), lines)
     job.workers.broadcast(None)  # all wait until the result is written
-    if lines is None:
-        return NOTHING
-    return record.summarise(record.read_record(job.scratch), phases, text.train.tokens)
+    return NOTHING if lines is None else record.summarise(lines.lines, phases, text.train.tokens)
 
 
 def run_phases(job: Job, phases: list[Phase], context: TrainContext, done: int, dense_loss: float | None) -> Path:
     """Train phase by phase, going on after `done` steps; returns the last checkpoint."""
     checkpoint = job.parents["project"] / "checkpoint"
     for phase in phases:
-        start, checkpoint = checkpoint, job.scratch / phase.name / "final"
+        start, checkpoint = checkpoint, job.scratch / phase.name / record.FINAL
         # `<=`: the last step may be done before `final` is written. Later phases do not need `final` of this one.
         if done <= phase.last and not record.is_whole(checkpoint):
             run_phase(start, phase, context, job.scratch / phase.name, dense_loss)
@@ -85,20 +81,17 @@ def run_phases(job: Job, phases: list[Phase], context: TrainContext, done: int, 
     return checkpoint
 
 
-def steps_done(job: Job, phases: list[Phase]) -> int:
-    """Number of steps that a killed run has saved; removes incomplete checkpoints."""
-    done = 0
-    for phase in reversed(phases):
+def steps_done(job: Job, phases: list[Phase]) -> tuple[int, Path | None]:
+    """Number of steps that a killed run has saved, and its last checkpoint; removes incomplete ones."""
+    done, saved = 0, None
+    for phase in reversed(phases) if job.workers.leads else ():
         folder = job.scratch / phase.name
-        if job.workers.leads:
-            record.drop_unfinished(folder)
-        if record.is_whole(folder / "final"):
-            done = phase.last
-        elif found := record.find_latest(folder):
-            done = phase.first + found[1]
-        if done:
+        record.drop_unfinished(folder)
+        saved = folder / record.FINAL if record.is_whole(folder / record.FINAL) else record.find_latest(folder)
+        if saved is not None:
+            done = phase.last if saved.name == record.FINAL else phase.first + record.saved_step(saved)
             break
-    return int(job.workers.broadcast(done))
+    return int(job.workers.broadcast(done)), saved
 
 
 def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balance:
@@ -122,41 +115,33 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
 
     With a `dense_loss`, first write the record's first line: held-out losses of the dense model and of `start`.
     """
-    found, _ = record.find_latest(folder) or (None, 0)
-    # With FSDP Trainer loads the checkpoint, otherwise it is loaded here (see `MoETrainer._load_from_checkpoint`).
-    start = start if found is None or context.settings.fsdp else found
-    model = load_trainable(start, all_experts=context.settings.straight_through)
+    found = record.find_latest(folder)
+    model = load_trainable(found or start, all_experts=context.settings.straight_through)
     if context.settings.gradient_checkpointing:
         # Not reentrant: that would cut the routers' losses off from their gradients.
         enable_gradient_checkpointing(model)
-    trainer = MoETrainer(model, phase, context, folder)
+    loop = PhaseLoop(model, phase, context, folder)
     if dense_loss is not None:
-        losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(model.to(context.device))
+        losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(loop.model)
         if context.record is not None:
             context.record.write(0, "start", {**losses, record.HELDOUT: context.text.heldout_hash})
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
     with loading.explained_memory(f"stage=train, phase {phase.name}", remedy):
-        trainer.train(resume_from_checkpoint=str(found) if found else None)
-    trainer.save_model(str(folder / "final"))
-    trainer.mark_saved(folder / "final")
-    if context.workers.leads:
-        for path in folder.glob("checkpoint-*"):
-            shutil.rmtree(path)
-    # Trainer and callbacks refer to each other: without a collection, the next model would be loaded in addition.
-    del model, trainer
+        loop.run(found)
+    del model, loop
     loading.release_freed_memory()
 
 
-def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:
+def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float, lines: record.Record) -> None:
     """Publish the checkpoint `trained`, its routers with the scheduled `logit_std`, and the record."""
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
     write_native(model, start, job.out / "checkpoint", form.dtype)
-    copy_card(start, job.out / "checkpoint", record.describe(record.read_record(job.scratch)))
+    copy_card(start, job.out / "checkpoint", record.describe(lines.lines))
     found = [read_router(router, form.target.selection_bias_scale) for router in find_routers(model)]
     layers = len(Routers.load(job.parents["project"]).rows)
     carved = (layer for layer in range(layers) if layer not in form.shape.dense_layers)
     Routers.of(dict(zip(carved, found, strict=True)), layers, form.dtype, logit_std).save(job.out)
-    shutil.copyfile(job.scratch / record.FILE, job.out / record.FILE)
+    lines.save(job.out)
     if (job.scratch / record.EVENTS).exists():
         shutil.copytree(job.scratch / record.EVENTS, job.out / record.EVENTS)
 

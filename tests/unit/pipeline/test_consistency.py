@@ -499,38 +499,11 @@ def test_processes_share_a_batch(texts):
     ]
 
 
-@pytest.mark.parametrize(
-    ("held", "fault"), [(None, "cannot read {}: No such"), ("{", "{} is not JSON: "), ("[]", "{} holds no JSON object")]
-)
-def test_shards_are_set_up_by_a_file_that_can_be_read(texts, tmp_path, held, fault):
-    file = tmp_path / "fsdp.json"
-    if held is not None:
-        file.write_text(held)
-    (error,) = texts("stage=train", f"train.fsdp_config={file}")
-    assert error.startswith(fault.format(file))
-    file.write_text("{}")
-    assert texts("stage=train", f"train.fsdp_config={file}") == []
-
-
-CPU = (
-    "train.fsdp=true shards the model over GPUs, and training would run on the CPU\n"
-    "  where: settings train.fsdp and model.device\n"
-    "  do:    train.fsdp=false"
-)
 ALONE = (
     "train.fsdp=true shards the model over processes, but there is only one\n"
     "  where: setting train.fsdp\n"
     "  do:    train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
 )
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_shards_need_gpus(texts, torchrun, monkeypatch, gpu):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    words = "stage=train", "train.fsdp=true", "train.batch=24"
-    assert texts(*words, "model.device=auto") == ([] if gpu else [CPU])
-    assert texts(*words, "model.device=cpu") == [CPU]
-    assert texts(*words, "model.device=cuda") == []
 
 
 def test_routers_of_zeros_are_not_trained(texts):
@@ -546,12 +519,6 @@ def test_routers_of_zeros_are_not_trained(texts):
 
 def test_shards_need_several_processes(texts):
     assert texts("stage=train", "train.fsdp=true", "model.device=cuda") == [ALONE]
-
-
-def test_what_shards_are_set_up_by_is_ignored_without_any(texts, tmp_path, caplog):
-    (tmp_path / "fsdp.json").write_text("{}")
-    assert texts("stage=train", f"train.fsdp_config={tmp_path / 'fsdp.json'}") == []
-    assert caplog.messages == [f"train.fsdp_config={tmp_path / 'fsdp.json'} is ignored: train.fsdp=false"]
 
 
 def test_text_that_a_stage_alone_does_not_read_is_said(texts, caplog):

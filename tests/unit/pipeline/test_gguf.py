@@ -1,4 +1,4 @@
-"""`pipeline.gguf` with folders that are no carve or not complete, and the remedies that it names."""
+"""`pipeline.gguf`: refused inputs, remedies, and notes on differences between llama.cpp and the carve."""
 
 import json
 import shlex
@@ -6,9 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from unit.pipeline.test_serving import run_gguf, write_carve
+from unit.pipeline.served_carves import write_carve
 
+from instruments.errors import ConfigError
+from models.targets.config import MOE_TARGETS
 from pipeline import gguf
+
+HEADS = {"num_key_value_heads": 4, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")
@@ -16,17 +20,153 @@ def carve(tmp_path_factory):
     return write_carve(tmp_path_factory.mktemp("carve"), "qwen3_moe", "qwen3", 0)
 
 
-def test_an_adapter_is_not_taken_for_a_checkpoint(tmp_path, capsys):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    code, said = run_gguf(capsys, tmp_path, tmp_path / "x.gguf")
-    assert (code, said.splitlines()[0]) == (1, "an adapter of PEFT, no checkpoint")
-    assert "merge_and_unload" in said
+def run_gguf(capsys, *words):
+    code = gguf.main([str(word) for word in words])
+    return code, capsys.readouterr().err
 
 
-def test_an_architecture_that_is_no_name_is_refused(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": ["qwen3_moe"]}')
-    code, said = run_gguf(capsys, tmp_path, tmp_path / "x.gguf")
-    assert (code, said.splitlines()[0]) == (1, "['qwen3_moe'] is no architecture that a carve becomes")
+def test_an_existing_file_is_kept(tmp_path, capsys, carve):
+    (tmp_path / "x.gguf").write_text("precious")
+    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")
+    assert (code, said.splitlines()[0]) == (2, f"{tmp_path}/x.gguf exists already")
+    assert (tmp_path / "x.gguf").read_text() == "precious"
+
+
+def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, capsys, carve, monkeypatch):
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    old = tmp_path / "llama.cpp"
+    old.mkdir()
+    (old / "convert_hf_to_gguf.py").touch()
+    for words, said in (
+        ([], "converter is in no package"),
+        (["--llama-cpp", old], "this llama.cpp is too old"),
+        (["--python", tmp_path / "none"], f"no interpreter: {tmp_path}/none\n"),
+    ):
+        code, found = run_gguf(capsys, carve, tmp_path / "x.gguf", *words)
+        assert code == 2
+        assert said in found
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path, capsys, carve, monkeypatch):
+    monkeypatch.setattr(gguf, "free_bytes", lambda _folder: 2**10)
+    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")
+    assert code == 1
+    assert said.startswith("no room for the file: about ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "do"),
+    [
+        ({"model_type": "flex_olmo"}, "llama.cpp knows no FlexOlmoForCausalLM", "serve it by transformers or vLLM"),
+        (
+            {"model_type": "dots1", "num_key_value_heads": 2, "num_attention_heads": 4, "n_shared_experts": 1},
+            "llama.cpp gives Dots1ForCausalLM as many key heads as query heads, this model has fewer",
+            "carve with assemble.target=glm4_moe",
+        ),
+        (
+            {"model_type": "qwen2_moe", "mlp_only_layers": [0, 23]},
+            "llama.cpp wants experts in every layer of Qwen2MoeForCausalLM, and layers [0, 23] have none",
+            "carve with dense_layers=[]",
+        ),
+        (
+            {"model_type": "glm4_moe", "rope_parameters": {"rope_type": "llama3"}, "n_shared_experts": 1},
+            "llama.cpp has no llama3 position encoding for this architecture",
+            "carve with assemble.target=mixtral always_on=0, or serve it by transformers or vLLM",
+        ),
+        (
+            {"model_type": "mixtral", "rope_parameters": {"rope_type": "longrope"}},
+            "llama.cpp has no longrope position encoding for this architecture",
+            "serve it by transformers or vLLM",
+        ),
+        (  # vLLM refuses it
+            {"model_type": "tiny_onn", "dense": {"model_type": "gemma2"}},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "serve it by transformers",
+        ),
+        (  # no other target of Llama has this activation in llama.cpp
+            {"model_type": "tiny_onn", "dense": {"model_type": "llama", "hidden_act": "gelu"}},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "serve it by transformers",
+        ),
+        (
+            {"model_type": "mixtral", "hidden_act": "gelu"},
+            "llama.cpp has only SiLU for these experts, not gelu",
+            "serve it by transformers",
+        ),
+        (
+            {"model_type": "tiny_onn", "topology": "global_pool"},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "carve with topology=per_layer: in llama.cpp no experts are shared by layers",
+        ),
+        (
+            {"model_type": "tiny_onn", "dense": {"model_type": "qwen3"}, "shared_intermediate_size": 8},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "carve with assemble.target=glm4_moe",
+        ),
+        (
+            {"model_type": "tiny_onn", "dense": {"model_type": "granite"}},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "carve with assemble.target=granitemoe",
+        ),
+    ],
+)
+def test_targets_that_do_not_convert_name_the_one_to_choose(config, what, do):
+    with pytest.raises(ConfigError) as caught:
+        gguf.check_convertible(config)
+    assert (caught.value.what, caught.value.do) == (what, do)
+
+
+def test_targets_that_convert_pass():
+    for target in MOE_TARGETS.values():
+        if "llama.cpp" in target.runtimes:
+            assert gguf.check_convertible({"model_type": target.model_type} | HEADS) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"model_type": "mixtral", "sliding_window": 4096}, "Mixtral no sliding window: texts of up to 4,096"),
+        ({"model_type": "dots1", "sliding_window": 2048, **HEADS}, "Dots1 no sliding window: texts of up to 2,048"),
+        (
+            {"model_type": "glm4_moe", "rope_scaling": {"type": "dynamic"}},
+            "Glm4Moe no dynamic position encoding: texts of up to 32,768",
+        ),
+    ],
+)
+def test_texts_that_are_too_long_for_llama_cpp_are_said(config, what):
+    (note,) = gguf.check_convertible(config | {"max_position_embeddings": 32768})
+    assert note.startswith(f"llama.cpp gives {what} tokens are right (-c ")
+
+
+@pytest.mark.parametrize(
+    ("outtype", "note"),
+    [
+        ("q4_0", None),
+        ("f16", None),
+        ("q4_k_m", "q4_k_m wants rows of multiples of 256: 100% of the weights have rows of 32, 64 and are written as "
+         "q5_0 or q8_0, which is larger and may be slower; --type q8_0"),
+    ],
+)  # fmt: skip
+def test_types_that_fall_back_are_said(carve, outtype, note):
+    assert gguf.describe_fallbacks(carve, outtype) == ([note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("nothing", "", "no config.json, so no checkpoint"),
+        ("adapter_config.json", "{}", "an adapter of PEFT, no checkpoint"),
+        ("config.json", '{"model_type": ["qwen3_moe"]}', "['qwen3_moe'] is no architecture that a carve becomes"),
+        ("config.json", '{"model_type": "qwen2"}', "qwen2 is no architecture that a carve becomes"),
+        ("config.json", '{"model_type": "qwen3_moe"}', "no model.safetensors or model.safetensors.index.json"),
+    ],
+)
+def test_what_is_no_carve_is_refused(tmp_path, capsys, name, content, said):
+    (tmp_path / name).write_text(content)
+    code, found = run_gguf(capsys, tmp_path, tmp_path / "x.gguf")
+    assert (code, found.splitlines()[0]) == (1, said)
 
 
 def test_remedies_can_be_pasted_where_names_have_spaces(tmp_path, capsys, carve):

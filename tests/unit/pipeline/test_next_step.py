@@ -39,12 +39,12 @@ def test_after_assemble_the_way_to_the_checkpoint_to_use_is_said():
 
 
 def test_shards_of_several_processes_are_left_to_the_stage_that_trains():
-    typed = ["stage=train", "train.fsdp=true", "train.fsdp_config=f.json", "train.tokens=9"]
+    typed = ["stage=train", "train.fsdp=true", "train.tokens=9"]
     assert next_commands("train", typed, Settings())[1] == [
         "python -m pipeline train.tokens=9 stage=evaluate evaluate.checkpoint=train"
     ]
     assert command_line(typed, fresh="true") == (
-        "python -m pipeline stage=train train.fsdp=true train.fsdp_config=f.json train.tokens=9 fresh=true"
+        "python -m pipeline stage=train train.fsdp=true train.tokens=9 fresh=true"
     )
 
 

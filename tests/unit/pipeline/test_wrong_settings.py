@@ -1,6 +1,5 @@
 """Wrong settings are refused before anything is loaded; each remedy, added to the same command, removes its error."""
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -40,7 +39,7 @@ WRONG = [
     *("dump.fake_quant=true", "dump.fake_quant=true dump.quant_type=mxfp8 dump.keep=statistics", "dump.quant_type=mx"),
     "stage=train assemble.mode=parity assemble.parity_logit_std=0",
     *("model.path=/x", "model=qwen2_5_0_5b model.path='/my model'", "model.revision=v2"),
-    *("train.router_share=0.9", "train.language_model=0", "train.fsdp_config=/nowhere", "train.batch=5"),
+    *("train.router_share=0.9", "train.language_model=0", "train.batch=5"),
     *("train.straight_through=true topology=global_pool", "assemble.router=residual_ridge topology=global_pool"),
     *("score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0", "score=taylor scan=forward_only"),
     *("diagnose.analyze_tensor.file=/nowhere", "dense_layers=[99]", "dense_layers=[0] topology=global_pool"),
@@ -171,23 +170,6 @@ def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypa
 def test_a_home_folder_that_the_shell_left_is_named_in_full():
     (error,) = override_errors(["output_dir=~/x"], sweep=False).popitem()[1]
     assert shlex.split(error.do) == [f"output_dir={Path.home() / 'x'}"]
-
-
-@pytest.mark.parametrize(
-    ("make", "fault"),
-    [
-        (lambda path: path.write_text("[" * 100_000), "is not JSON: it is nested too deeply"),
-        (lambda path: path.write_text("[1]"), "holds no JSON object"),
-        (os.mkfifo, "cannot read .*: it is no regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "cannot read .*: it is no regular file"),
-    ],
-)
-def test_a_file_of_settings_that_is_none(tmp_path, monkeypatch, make, fault):
-    monkeypatch.chdir(tmp_path)
-    make(tmp_path / "odd.json")
-    found = find_faults(["stage=train", "train.fsdp_config=odd.json", "output_dir=outputs"])
-    assert [error.do.partition(" ")[0] for error in found] == ["train.fsdp_config=null"]
-    assert re.search(fault, found[0].what)
 
 
 @pytest.mark.parametrize("flag", ["--config-dir", "--config-d=mine", "-cd", "-cnother", "--config-path"])

@@ -1,12 +1,8 @@
-from unittest.mock import Mock
-
 import pytest
-import torch
 
 from models.training import Part
-from stages.train import phases
 from stages.train.config import TrainConfig
-from stages.train.phases import Phase, PhaseCallback, make_phases, rate_factor, rates_of
+from stages.train.phases import make_phases, rate_factor, rates_of
 
 
 def test_phases_follow_each_other_and_have_their_share():
@@ -55,28 +51,3 @@ def test_rates_stay_at_their_peak_until_the_last_share_of_a_phase():
     assert factors[-1] == pytest.approx(0.1)
     constant = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, decay_share=0.0)
     assert rate_factor(99, phase, constant) == 1.0
-
-
-def test_the_speed_counts_neither_heldout_text_nor_saving(monkeypatch):
-    clock, context = [0.0], Mock(settings=TrainConfig(log_steps=1, heldout_steps=1), total=9, dtype=torch.float32)
-    monkeypatch.setattr(phases, "time", Mock(perf_counter=lambda: clock[0]))
-
-    def spend(seconds):
-        clock[0] += seconds
-        return {"heldout_loss": 1.0}
-
-    context.heldout_figures.side_effect = lambda _model: spend(70)
-    context.record.tokens = 0
-    trainer = Mock(phase=Phase("all", 0, 9, frozenset(Part)), context=context, model=torch.nn.Identity())
-    trainer.mark_saved.side_effect = lambda _folder: spend(700)
-    callback, arguments = PhaseCallback(trainer), Mock(output_dir="somewhere")
-    callback.on_train_begin(arguments, Mock(global_step=0, max_steps=9))
-    for step in (1, 2):
-        spend(5)
-        callback.on_step_end(arguments, Mock(global_step=step), Mock(should_log=True))
-        logs = {"tokens": 30, "language_model": 1.0, "loss": 1.0, "load_max_over_mean": 1.0}
-        callback.on_log(arguments, Mock(global_step=step), None, logs)
-        callback.on_save(arguments, Mock(global_step=step))
-    callback.bar.close()
-    figures = [call.args[2] for call in context.record.write.call_args_list]
-    assert [line["tokens_per_second"] for line in figures if "tokens" in line] == [6.0, 6.0]

@@ -5,75 +5,59 @@ import pytest
 
 from instruments.errors import ContractError
 from stages.train.phases import Phase
-from stages.train.record import Record, describe, drop_unfinished, find_latest, mark_whole, read_record, summarise
+from stages.train.record import (
+    Record,
+    describe,
+    drop_older,
+    drop_unfinished,
+    find_latest,
+    mark_whole,
+    read_record,
+    summarise,
+)
 
 
-def test_lines_after_the_step_that_is_gone_on_from_are_forgotten(tmp_path):
-    record = Record.open(tmp_path, done=0, tensorboard=False)
+def save(record, name):
+    folder = record.folder / name
+    folder.mkdir(parents=True)
+    record.save(folder)
+    mark_whole(folder)
+    return folder
+
+
+def test_a_record_goes_on_from_a_checkpoint(tmp_path):
+    record = Record.open(tmp_path, None, tensorboard=False)
     for step in (2, 4, 6):
-        record.write(step, "router", {"tokens": 10 * step})
+        record.write(step, "router", {"tokens": record.count(10)})
+        if step == 4:
+            saved = save(record, "checkpoint-4")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "pha')  # a kill cut the line off
-    record = Record.open(tmp_path, done=4, tensorboard=False)
-    assert record.tokens == 40
-    record.write(6, "experts", {"tokens": 61})
-    assert [(line["step"], line["tokens"]) for line in read_record(tmp_path)] == [(2, 20), (4, 40), (6, 61)]
-
-
-@pytest.mark.parametrize("file", ["metrics.jsonl", "metrics.crc"])
-def test_a_record_with_any_bit_flipped_is_refused(tmp_path, file):
-    record = Record.open(tmp_path, done=0, tensorboard=False)
-    record.write(1, "router", {"tokens": 12})
-    record.write(2, "router", {"heldout_loss": 2.5})
-    content, lines, refused = (tmp_path / file).read_bytes(), read_record(tmp_path), 0
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        (tmp_path / file).write_bytes(flipped)
-        try:
-            assert read_record(tmp_path) == lines, bit
-        except ContractError:
-            refused += 1
-    assert refused > 7 * len(content)
-    (tmp_path / file).write_bytes(content)
-    assert read_record(tmp_path) == lines
-
-
-@pytest.mark.parametrize("file", ["metrics.jsonl", "metrics.crc"])
-@pytest.mark.parametrize("left", [0, 1, 2, None])
-def test_lines_that_were_lost_up_to_what_was_saved_are_missed(tmp_path, file, left):
-    record = Record.open(tmp_path, done=0, tensorboard=False)
-    for step in (2, 4, 6):
-        record.write(step, "router", {"tokens": 10 * step})
-    lines = (tmp_path / file).read_text().splitlines(keepends=True)
-    (tmp_path / file).unlink() if left is None else (tmp_path / file).write_text("".join(lines[:left]))
-    if left == 2:
-        assert Record.open(tmp_path, done=4, tensorboard=False).tokens == 40
-        return
-    with pytest.raises(ContractError, match=r"the record of an unfinished training (lost its lines|was changed)"):
-        Record.open(tmp_path, done=4, tensorboard=False)
-
-
-def test_lines_before_the_first_checkpoint_are_written_again(tmp_path):
-    for _ in range(2):
-        record = Record.open(tmp_path, done=0, tensorboard=False)
-        record.write(0, "start", {"heldout_loss": 2.5})
-    assert len(read_record(tmp_path)) == 1
+    record = Record.open(tmp_path, saved, tensorboard=False)
+    record.write(6, "experts", {"tokens": record.count(11)})
+    assert [(line["step"], line["tokens"]) for line in read_record(tmp_path)] == [(2, 10), (4, 20), (6, 31)]
+    assert read_record(tmp_path) == record.lines
+    assert Record.open(tmp_path, None, tensorboard=False).lines == []
 
 
 def test_losses_on_another_heldout_text_are_not_added(tmp_path):
-    record = Record.open(tmp_path, done=0, tensorboard=False, heldout_hash="a")
+    record = Record.open(tmp_path, None, tensorboard=False, heldout_hash="a")
     record.write(0, "start", {"heldout_loss": 2.5, "heldout_hash": "a"})
-    record.write(2, "router", {"tokens": 20})
-    with pytest.raises(ContractError) as caught:
-        Record.open(tmp_path, done=2, tensorboard=False, heldout_hash="b")
-    assert str(caught.value) == (
-        "this unfinished training was measured on another held-out text: losses could not be compared\n"
-        f"  where: {tmp_path / 'metrics.jsonl'}\n"
-        "  do:    the held-out text and train.heldout_sequences= as before, or stage=train fresh=true to start it over"
-    )
-    assert Record.open(tmp_path, done=2, tensorboard=False, heldout_hash="a").tokens == 20
-    assert Record.open(tmp_path, done=0, tensorboard=False, heldout_hash="b").tokens == 0
+    saved = save(record, "checkpoint-2")
+    with pytest.raises(ContractError, match="another held-out text"):
+        Record.open(tmp_path, saved, tensorboard=False, heldout_hash="b")
+    assert len(Record.open(tmp_path, saved, tensorboard=False, heldout_hash="a").lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "left"), [("checkpoint-30", ["checkpoint-20", "checkpoint-30"]), ("final", ["final"])]
+)
+def test_two_checkpoints_are_kept_until_the_phase_is_complete(tmp_path, name, left):
+    for step in (9, 20, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / name).mkdir(exist_ok=True)
+    drop_older(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_a_mark_of_a_whole_checkpoint_that_is_no_text_is_none(tmp_path):
@@ -92,7 +76,7 @@ def test_only_whole_checkpoints_are_gone_on_from(tmp_path):
     assert find_latest(tmp_path) is None
     mark_whole(tmp_path / "checkpoint-9")
     mark_whole(tmp_path / "checkpoint-10")
-    assert find_latest(tmp_path) == (tmp_path / "checkpoint-10", 10)
+    assert find_latest(tmp_path) == tmp_path / "checkpoint-10"
     drop_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]
 
@@ -104,7 +88,7 @@ def test_a_checkpoint_that_has_changed_is_removed_and_the_one_before_it_taken(tm
         mark_whole(tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-4" / "parts" / "weights").write_text("v")
     drop_unfinished(tmp_path)
-    assert find_latest(tmp_path) == (tmp_path / "checkpoint-2", 2)
+    assert find_latest(tmp_path) == tmp_path / "checkpoint-2"
     assert caplog.messages == [
         f"a checkpoint of an unfinished training is damaged and will be removed: {tmp_path / 'checkpoint-4'}"
     ]
@@ -155,13 +139,15 @@ def test_card_says_what_training_did():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's own warnings
 def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    record = Record.open(tmp_path, done=0, tensorboard=True)
+    record = Record.open(tmp_path, None, tensorboard=True)
     for step in (2, 4, 6):
         record.write(step, "router", {"loss": step / 2, "tokens": step})
+        if step == 4:
+            saved = save(record, "checkpoint-4")
     record.close()
     for path in (tmp_path / "tensorboard").iterdir():
         path.write_bytes(path.read_bytes()[:-7])
-    record = Record.open(tmp_path, done=4, tensorboard=True)
+    record = Record.open(tmp_path, saved, tensorboard=True)
     record.write(6, "router", {"loss": 7.0})
     record.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -172,8 +158,8 @@ def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
 def test_what_is_not_installed_is_asked_for_until_told_otherwise(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with caplog.at_level(logging.INFO):
-        Record.open(tmp_path, done=0, tensorboard=True)
+        Record.open(tmp_path, None, tensorboard=True)
         assert caplog.messages == ["no TensorBoard events: pip install tensorboard, or train.tensorboard=false"]
         caplog.clear()
-        Record.open(tmp_path, done=0, tensorboard=False)
+        Record.open(tmp_path, None, tensorboard=False)
     assert caplog.messages == []

@@ -1,4 +1,4 @@
-"""What the phases share, the arguments that a phase passes to Trainer, and what it leaves in memory."""
+"""What the phases share, when a phase logs and saves, and what it leaves in memory."""
 
 import gc
 import shutil
@@ -20,12 +20,12 @@ from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import LoadedText
-from stages.train import stage, trainer
+from stages.train import loop, stage
 from stages.train.config import TrainConfig
+from stages.train.loop import PhaseLoop, TrainContext, TrainingText, collate, is_due, order_sequences
 from stages.train.objective import Balance, LogitSchedule
 from stages.train.phases import Phase
 from stages.train.record import Record, mark_whole, read_record
-from stages.train.trainer import MoETrainer, TrainContext, TrainingText, collate, order_sequences, training_arguments
 
 
 def make_context(settings, heldout=(), workers=None):
@@ -46,21 +46,13 @@ def make_context(settings, heldout=(), workers=None):
 def test_the_heldout_text_is_known_by_its_tokens_however_it_is_batched(monkeypatch):
     texts = [TokenSequence(str(n), list(range(n, n + 5)), list(range(n, n + 5))) for n in range(7)]
     tokenizer = Mock(PreTrainedTokenizerBase)
-    monkeypatch.setattr(trainer, "load_text", lambda *_: LoadedText(texts, {}))
+    monkeypatch.setattr(loop, "load_text", lambda *_: LoadedText(texts, {}))
 
     def found(count, micro_batch):
         settings = TrainConfig(heldout_sequences=count, micro_batch=micro_batch)
-        return trainer.read_text(DataConfig(max_length=6), settings, tokenizer, 0).heldout_hash
+        return loop.read_text(DataConfig(max_length=6), settings, tokenizer, 0).heldout_hash
 
     assert found(6, 2) == found(6, 3) != found(4, 2)
-
-
-def test_shards_are_set_up_as_the_file_says(tmp_path):
-    (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false}')
-    context = make_context(TrainConfig(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json")))
-    arguments = training_arguments(context, Phase("all", 0, 1, frozenset()), tmp_path)
-    assert arguments.fsdp
-    assert arguments.fsdp_config["reshard_after_forward"] is False
 
 
 @pytest.mark.parametrize(("batches", "passes"), [(4, 2), (6, 2), (7, 3)])
@@ -103,12 +95,12 @@ def test_the_heldout_loss_of_a_model_whose_weights_are_offloaded():
     assert make_context(TrainConfig(), heldout).heldout_figures(model) == {"heldout_loss": pytest.approx(loss)}
 
 
-def train_in(folder, phase, done=0, **context):
-    """Run a phase with a record in `folder`; returns the held-out batches."""
+def train_in(folder, phase, saved=None, **context):
+    """Run a phase with a record in `folder`, from that of the checkpoint `saved`; returns the held-out batches."""
     if not (folder / "start").exists():
         make_moe("qwen3_moe").save_pretrained(folder / "start")
     sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(4)]
-    heldout, record = batch_sequences(sequences, 8, 0), Record.open(folder, done=done, tensorboard=False)
+    heldout, record = batch_sequences(sequences, 8, 0), Record.open(folder, saved, tensorboard=False)
     base = make_context(TrainConfig(), heldout)
     base = replace(base, text=replace(base.text, train=LoadedText(sequences, {})), record=record)
     stage.run_phase(folder / "start", phase, replace(base, **context), folder / "all")
@@ -124,11 +116,12 @@ def test_a_resumed_phase_logs_and_saves_as_often_as_the_new_command_says(tmp_pat
             raise KeyboardInterrupt
         mark_whole(folder)
 
-    monkeypatch.setattr(trainer, "mark_whole", mark)
+    monkeypatch.setattr(loop, "mark_whole", mark)
     with pytest.raises(KeyboardInterrupt):
         train_in(tmp_path, phase, settings=TrainConfig(batch=2, micro_batch=2, log_steps=2, save_steps=2))
-    train_in(tmp_path, phase, done=2, settings=TrainConfig(batch=2, micro_batch=1, log_steps=1, save_steps=3))
-    assert saved == ["checkpoint-2", "checkpoint-4", "checkpoint-3", "checkpoint-6", "final"]
+    settings = TrainConfig(batch=2, micro_batch=1, log_steps=1, save_steps=3)
+    train_in(tmp_path, phase, tmp_path / "all/checkpoint-2", settings=settings)
+    assert saved == ["checkpoint-2", "checkpoint-4", "checkpoint-3", "final"]
     assert [line["step"] for line in read_record(tmp_path) if "tokens" in line] == [2, 3, 4, 5, 6]
 
 
@@ -155,16 +148,15 @@ def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
     sequences = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(4)]
     settings = TrainConfig(batch=2, micro_batch=2, log_steps=1, save_steps=100)
     context = make_context(settings, batch_sequences(sequences, 8, 0))
-    context = replace(context, text=TrainingText(LoadedText(sequences, {}), context.text.heldout, 0))
-    alive = []
+    record, text = Record.open(tmp_path, None, tensorboard=False), LoadedText(sequences, {})
+    context, alive = replace(context, text=TrainingText(text, context.text.heldout, 0), record=record), []
 
-    class Watched(MoETrainer):
-        def train(self, **how):
-            result = super().train(**how)
-            alive.extend(map(weakref.ref, (self, self.model, self.optimizer.optimizer)))
-            return result
+    class Watched(PhaseLoop):
+        def run(self, resumed):
+            super().run(resumed)
+            alive.extend(map(weakref.ref, (self, self.model, self.optimizer)))
 
-    monkeypatch.setattr(stage, "MoETrainer", Watched)
+    monkeypatch.setattr(stage, "PhaseLoop", Watched)
     gc.disable()
     try:
         stage.run_phase(tmp_path / "start", Phase("all", 0, 1, frozenset(Part)), context, tmp_path / "all")
@@ -212,7 +204,36 @@ def test_a_phase_may_be_shorter_than_a_pass():
 
 
 def test_batches_are_padded_on_the_right():
-    batch = collate(make(2), pad_id=9)
+    batch = collate(make(2), 9, torch.device("cpu"))
     assert torch.equal(batch["input_ids"], torch.tensor([[0, 0, 9], [1, 1, 1]]))
     assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 0], [1, 1, 1]]))
     assert torch.equal(batch["labels"], torch.tensor([[0, 0, -100], [1, 1, 1]]))
+
+
+def test_figures_are_saved_with_whole_log_lines():
+    settings = TrainConfig(log_steps=4)
+    assert [step for step in range(1, 25) if is_due(step, 6, settings)] == [8, 16, 24]
+    assert not any(is_due(step, 0, settings) for step in range(1, 9))
+
+
+def test_the_speed_counts_neither_heldout_text_nor_saving(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(loop, "time", Mock(perf_counter=lambda: clock[0]))
+
+    def slow(method, seconds):
+        def slowed(self, *arguments):
+            clock[0] += seconds
+            return method(self, *arguments)
+
+        return slowed
+
+    for owner, name, seconds in (
+        (PhaseLoop, "run_step", 5),
+        (TrainContext, "heldout_figures", 70),
+        (Record, "save", 700),
+    ):
+        monkeypatch.setattr(owner, name, slow(getattr(owner, name), seconds))
+    settings = TrainConfig(batch=2, micro_batch=2, log_steps=1, heldout_steps=1, save_steps=1)
+    train_in(tmp_path, Phase("all", 0, 3, frozenset(Part)), settings=settings, total=3)
+    speeds = [line["tokens_per_second"] for line in read_record(tmp_path) if "tokens" in line]
+    assert speeds == [16 / 5] * 3

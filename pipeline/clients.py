@@ -1,0 +1,162 @@
+"""Programs that serve or judge a model: their interpreters, the files that they may see, and steps run in them."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from instruments.errors import CheckpointError, ConfigError, UserError
+from models.checkpoint.folder import INDEX, SINGLE, list_shards, read_json
+from models.source import read_config
+from models.targets.config import MOE_TARGETS
+from models.targets.tiny_onn import AUTO_CLASSES, copy_code
+
+# Files that clients read in addition to config.json and the weights; none of them is code.
+SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+OTHERS = (
+    "tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "*.model", "chat_template.jinja", "README.md",
+)  # fmt: skip
+# Keys with which transformers finds code: in the folder, in other repositories, or in kernels of the hub.
+CODE_KEYS = {"auto_map", "attn_implementation", "_attn_implementation"}
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Paths of llama.cpp's source and of Python interpreters that may have client packages installed."""
+
+    llama_cpp: Path | None
+    pythons: tuple[Path, ...]
+
+    def holding(self, module: str) -> Path | None:
+        """The first interpreter that has the module."""
+        script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        held = (python for python in self.pythons if not subprocess.run([python, "-c", script], check=False).returncode)
+        return next(held, None)
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Add the options with the paths of clients."""
+        parser.add_argument(
+            "--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter (or LLAMA_CPP)"
+        )
+        parser.add_argument(
+            "--python", type=Path, action="append", default=[], metavar="PATH", help="another interpreter with clients"
+        )
+
+    @classmethod
+    def of(cls, wanted: argparse.Namespace) -> "Clients":
+        """This interpreter and those of --python. Raises ConfigError: a path is no interpreter."""
+        folder = wanted.llama_cpp or os.environ.get("LLAMA_CPP")
+        if missing := [str(path) for path in wanted.python if not os.access(path, os.X_OK) or path.is_dir()]:
+            do = "--python FOLDER_OF_ENVIRONMENT/bin/python"
+            raise ConfigError(f"no interpreter: {', '.join(missing)}", where="--python", do=do)
+        return cls(Path(folder) if folder else None, (Path(sys.executable), *wanted.python))
+
+
+def no_checkpoint(*folders: Path) -> CheckpointError:
+    """The error for folders without config.json."""
+    what, do = "no config.json, so no checkpoint", "python -m pipeline, which leaves one in outputs/latest/checkpoint"
+    if all((folder / "adapter_config.json").is_file() for folder in folders):
+        what, do = "an adapter of PEFT, no checkpoint", "model.merge_and_unload().save_pretrained(FOLDER), then FOLDER"
+    return CheckpointError(what, where=", ".join(map(str, folders)), do=do)
+
+
+@contextmanager
+def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
+    """A temporary folder of the same name, with links to weights and tokenizer, and settings that name no code.
+
+    It is all that a client sees of a checkpoint: some run Python that is in its folder, or that its settings name. The
+    only Python in it is the project's own, for TinyONN. `respell`: transformers 4.57 can read the tokenizer settings.
+    Raises CheckpointError: it cannot be read, or transformers has no class for it. Errors name the checkpoint.
+    """
+    with TemporaryDirectory() as place:
+        folder = Path(place) / checkpoint.resolve().name
+        folder.mkdir()
+        _copy_settings(checkpoint, folder, respell=respell)
+        files = [path for path in list_shards(checkpoint) if path.suffix == ".safetensors"]
+        files += [] if (checkpoint / SINGLE).is_file() else [checkpoint / INDEX]
+        files += [path for pattern in OTHERS for path in checkpoint.glob(pattern) if path.is_file()]
+        for path in files:
+            (folder / path.name).symlink_to(path.resolve())
+        try:
+            yield folder
+        except UserError as error:
+            parts = (part.replace(str(folder), str(checkpoint)) for part in (error.what, error.where, error.do))
+            what, where, do = parts
+            raise type(error)(what, where=where, do=do) from error
+
+
+def _copy_settings(checkpoint: Path, folder: Path, *, respell: bool) -> None:
+    stored = read_config(checkpoint)
+    found = {name: read_settings(checkpoint / name) for name in SETTINGS if (checkpoint / name).is_file()}
+    found["config.json"] = read_settings(checkpoint / "config.json")
+    found["config.json"]["architectures"] = [architecture_of(stored, checkpoint)]
+    if stored["model_type"] == "tiny_onn":
+        copy_code(folder)
+        named = stored.get("auto_map")
+        kept = named if isinstance(named, dict) else {}
+        found["config.json"]["auto_map"] = {name: place for name, place in AUTO_CLASSES.items() if name in kept}
+    if respell and "tokenizer_config.json" in found:
+        from models.emit import respell_tokenizer  # noqa: PLC0415 - imports torch, which is slow
+
+        found["tokenizer_config.json"] = respell_tokenizer(found["tokenizer_config.json"])
+    for name, values in found.items():
+        (folder / name).write_text(json.dumps(values), encoding="utf-8")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint without the keys that name code. Raises CheckpointError: it holds no object."""
+    try:
+        stored = json.dumps(read_json(path))
+        values = json.loads(
+            stored, object_hook=lambda found: {key: value for key, value in found.items() if key not in CODE_KEYS}
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is no JSON: {error}", where=str(path), do="download it again") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path.name} holds no object", where=str(path), do="download it again")
+    return values
+
+
+def architecture_of(config: Mapping[str, Any], checkpoint: Path) -> str:
+    """The class that clients must use: a MoE target, or one of transformers. Raises CheckpointError: there is none."""
+    model_type = str(config.get("model_type"))
+    if model_type in MOE_TARGETS:
+        return MOE_TARGETS[model_type].architecture
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - takes seconds
+
+    known: Mapping[str, str] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type not in known:
+        what = f"transformers has no language model of type {model_type[:100]!r}"
+        raise CheckpointError(what, where=str(checkpoint), do="a checkpoint that loads without trust_remote_code")
+    return known[model_type]
+
+
+def run_client(python: Path, step: str, request: Mapping[str, Any], **environment: str) -> dict[str, Any]:
+    """Run a step of `client_process.py` in an interpreter. Raises UserError with the last line of its output."""
+    script = Path(__file__).with_name("client_process.py")
+    with TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        # The client must not import packages of this project's environment.
+        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(
+            [python, script, step, asked, answered],
+            capture_output=True, text=True, check=False, env=inherited | {"HF_HUB_OFFLINE": "1"} | environment,
+        )  # fmt: skip
+        if done.returncode or not answered.exists():
+            if done.returncode == -signal.SIGKILL:
+                what = f"{step} was killed, most likely for lack of memory"
+                raise UserError(what, where=str(python), do="free some memory, or use a larger machine")
+            said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
+            raise UserError(f"{step} failed: {said[-1] if said else 'it printed nothing'}", where=str(python))
+        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
+        return result

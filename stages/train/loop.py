@@ -1,0 +1,361 @@
+"""The training loop of one phase: micro-batches, gradients of all processes, clipping, figures and checkpoints."""
+
+import hashlib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from instruments.errors import ConfigError, NumericsError
+from instruments.training_watch.model_watch import ModelWatch, watch_model
+from instruments.training_watch.step_log import NOTE
+from models.training import Part, RouterWatch, parameter_groups, rounded_weights, show_scores
+from stages.artifacts.job import Workers
+from stages.losses import supervised_tokens
+from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
+from stages.text.config import DataConfig
+from stages.text.sequences import LoadedText, load_text
+from stages.train.config import TrainConfig
+from stages.train.objective import (
+    Balance,
+    LogitSchedule,
+    Objective,
+    add_up,
+    autocast,
+    heldout_sums,
+    move_biases,
+    stretch,
+)
+from stages.train.phases import Phase, rate_factor, rates_of
+from stages.train.record import Record, drop_older, find_latest, mark_whole, saved_step
+
+logger = logging.getLogger(__name__)
+
+# Usual for language models: second moments average over about twenty steps.
+BETAS = (0.9, 0.95)
+OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Training sequences, and held-out batches."""
+
+    train: LoadedText
+    heldout: list[TokenBatch]
+    pad_id: int
+    heldout_hash: str = ""  # does not depend on how the sequences are batched
+
+
+def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> TrainingText:
+    """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
+    text = load_text(replace(data, tokens=train.tokens), tokenizer, "calibration")
+    heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
+    content = hashlib.sha256(json.dumps([[sequence.ids, sequence.labels] for sequence in heldout]).encode())
+    batches = batch_sequences(heldout, train.micro_batch * data.max_length, pad_id)
+    return TrainingText(text, batches, pad_id, content.hexdigest()[:16])
+
+
+def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:
+    """`length` sequences, starting at number `first`, of an endless order: repeated passes, each shuffled differently.
+
+    The order depends on the seed only, so that a run can be resumed at any step.
+    """
+    ordered: list[TokenSequence] = []
+    for number in range(first // len(sequences), -(-(first + length) // len(sequences))):
+        shuffle = torch.Generator().manual_seed(seed + number)
+        ordered += [sequences[place] for place in torch.randperm(len(sequences), generator=shuffle).tolist()]
+    start = first % len(sequences)
+    return ordered[start : start + length]
+
+
+def collate(sequences: Sequence[TokenSequence], pad_id: int, device: torch.device) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `labels` of ``(B, T)``, padded on the right to the longest sequence."""
+    (batch,) = batch_sequences(sequences, sys.maxsize, pad_id)
+    return {**batch.inputs(device), "labels": batch.labels.to(device)}
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """State that all phases share."""
+
+    settings: TrainConfig
+    text: TrainingText
+    schedule: LogitSchedule
+    total: int  # optimizer steps of all phases
+    balance: Balance
+    teacher: PreTrainedModel | None
+    record: Record | None  # None except in the leading process
+    seed: int
+    workers: Workers
+    device: torch.device
+    dtype: torch.dtype = torch.float32  # of the written checkpoint
+
+    def heldout_figures(self, model: PreTrainedModel) -> dict[str, float]:
+        """Means over the supervised tokens of the held-out text, in nats; the processes share its batches.
+
+        `heldout_loss` is the next-token loss; with a teacher, `heldout_divergence` is KL(teacher ‖ `model`).
+        """
+        batches, device, world = self.text.heldout, self.device, self.workers.world
+        mine = range(self.workers.rank, len(batches), world)
+        teacher = None if self.teacher is model else self.teacher
+        was_training = model.training
+        model.eval()
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        with torch.no_grad(), autocast(self.settings, device):
+            for number in mine:
+                totals += heldout_sums(model, teacher, batches[number], device)
+            if self.settings.fsdp and len(mine) < -(-len(batches) // world):
+                # FSDP gathers weights in every forward pass: each process must run as many. This one does not count.
+                heldout_sums(model, None, batches[0], device)
+        model.train(was_training)
+        loss, divergence, tokens = add_up(totals).tolist()
+        found = {"heldout_loss": loss / tokens}
+        return found if teacher is None else found | {"heldout_divergence": divergence / tokens}
+
+
+class PhaseLoop:
+    """Trains one phase; `model` is in float32 and on no particular device."""
+
+    def __init__(self, model: PreTrainedModel, phase: Phase, context: TrainContext, folder: Path) -> None:
+        """Freezes parameters that do not learn here, attaches hooks, and distributes the model over the processes."""
+        self.model, self.phase, self.context, self.folder = model, phase, context, folder
+        settings = self.settings = context.settings
+        rates = {**rates_of(phase, settings), "weight_decay": settings.weight_decay}
+        self.shown = show_scores(model) if settings.straight_through else []
+        self.objective = Objective(settings, RouterWatch(model), context.teacher, context.balance)
+        model.to(context.device)
+        groups = parameter_groups(model, **rates)  # before: DistributedDataParallel reads `requires_grad` only once
+        self.wrapped = distribute(model, context)
+        if settings.fsdp:
+            groups = parameter_groups(model, **rates)  # its parameters are new
+        self.peaks = [group["lr"] for group in groups]
+        self.optimizer = AdamW(groups, betas=BETAS, fused=True)
+        self.step = 0  # optimizer steps of this phase that are done
+        self.losses = torch.zeros((), device=context.device)  # sum since the last log line
+        self.logged = 0.0  # start of the training time that no line covers, in seconds
+        self.monitor: ModelWatch | None = None
+
+    def run(self, resumed: Path | None) -> None:
+        """Train to the end of the phase, from the optimizer's state in the checkpoint `resumed`; write `final`."""
+        settings, phase = self.settings, self.phase
+        if resumed is not None:
+            self.step = saved_step(resumed)
+            load_optimizer(self.model, self.optimizer, resumed / OPTIMIZER)
+        sequences = order_sequences(
+            self.context.text.train.sequences, phase.first * settings.batch, phase.steps * settings.batch,
+            self.context.seed,
+        )  # fmt: skip
+        self.start_monitor()
+        bar = tqdm(
+            total=self.context.total, initial=phase.first + self.step, desc=f"train {phase.name}", unit="step",
+            disable=self.context.record is None,
+        )  # fmt: skip
+        self.logged, logged = time.perf_counter(), self.step
+        with bar:
+            while self.step < phase.steps:
+                start = self.step * settings.batch
+                norm = self.run_step(sequences[start : start + settings.batch])
+                bar.update()
+                over = self.step == phase.steps
+                if over or is_due(self.step, settings.heldout_steps, settings):
+                    self.evaluate()
+                if over or self.step % settings.log_steps == 0:
+                    figures = self.log(float(norm), self.step - logged)
+                    logged = self.step
+                    bar.set_postfix_str(
+                        f"loss {figures['loss']:.4f}, load {figures['load_max_over_mean']:.2f}, "
+                        f"{figures['tokens_per_second']:,.0f} tok/s"
+                    )
+                if not over and is_due(self.step, settings.save_steps, settings):
+                    self.save(self.folder / f"checkpoint-{self.step}", optimizer_tensors(self.model, self.optimizer))
+        self.save(self.folder / "final")
+        self.stop_watching()
+
+    def run_step(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """One optimizer step on all processes' `sequences`; returns the norm of the gradient before clipping."""
+        context, settings, workers = self.context, self.settings, self.context.workers
+        step = self.phase.first + self.step
+        torch.manual_seed((context.seed << 32) + step * workers.world + workers.rank)  # of dropout
+        size = settings.micro_batch
+        mine = range(workers.rank * size, len(sequences), workers.world * size)
+        batches = [collate(sequences[place : place + size], context.text.pad_id, context.device) for place in mine]
+        items = add_up(torch.stack([supervised_tokens(batch["labels"]).sum() for batch in batches]).sum())
+        self.wrapped.train()
+        for number, batch in enumerate(batches):
+            with nullcontext() if number == len(batches) - 1 else without_exchange(self.wrapped):
+                loss = self.objective.loss(self.wrapped, batch, items, len(batches), workers.world)
+                loss.backward()
+            self.losses += loss.detach()
+        norm = self.clip(step + 1)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * self.factor(self.step, router=group["name"] == Part.ROUTER)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.balance_and_stretch()
+        return norm
+
+    def factor(self, step: int, *, router: bool) -> float:
+        """Share of the peak rate; the routers' rate is proportional to the scheduled logit_std."""
+        factor = rate_factor(step, self.phase, self.settings)
+        return factor * self.context.schedule.at(self.phase.first + step) if router else factor
+
+    def clip(self, step: int) -> Tensor:
+        """Clip the gradients, and return their norm before. Raises NumericsError: it is not finite."""
+        found: list[str] = []
+        if self.monitor is not None:
+            self.monitor.next_step = step
+            found = [anomaly.message for anomaly in self.monitor.step().anomalies if anomaly.severity != NOTE]
+            if found and self.context.record is not None:
+                self.context.record.warn(step, self.phase.name, found)
+        norm = whole_tensor(nn.utils.clip_grad_norm_(self.wrapped.parameters(), self.settings.gradient_norm))
+        if not norm.isfinite():
+            raise explain_not_finite(self.wrapped, found, step, self.folder)
+        return norm
+
+    def balance_and_stretch(self) -> None:
+        """Move selection biases and stretch the routers after a step."""
+        step, schedule, balance = self.phase.first + self.step, self.context.schedule, self.context.balance
+        load_LE, routers = self.objective.take_load(), self.objective.watch.routers
+        if balance.kind == "selection_bias":
+            move_biases(routers, load_LE, balance.bias_step * schedule.at(step - 1), pooled=balance.pooled)
+        stretch(routers, schedule.factor(step))
+
+    def evaluate(self) -> None:
+        """Measure held-out text with all processes; the last time with the weights as they are written."""
+        step, context, start = self.phase.first + self.step, self.context, time.perf_counter()
+        with rounded_weights(self.model, context.dtype if step == context.total else torch.float32):
+            figures = context.heldout_figures(self.model)
+        self.logged += time.perf_counter() - start  # not a part of the training speed
+        if context.record is not None:
+            context.record.write(step, self.phase.name, figures)
+
+    def log(self, norm: float, steps: int) -> dict[str, float]:
+        """Write and return the figures of the last `steps` steps; `norm` is that of the last gradient."""
+        loss = float(add_up(self.losses)) / (steps * self.context.workers.world)
+        self.losses.zero_()
+        metrics = self.objective.metrics.collect()
+        step, now = self.phase.first + self.step, time.perf_counter()
+        figures = {
+            "loss": loss,
+            "gradient_norm": norm,
+            **metrics,
+            "perplexity": math.exp(min(700.0, metrics["language_model"])),
+            "tokens_per_second": metrics["tokens"] / (now - self.logged),
+            "logit_std": self.context.schedule.at(step),
+        }
+        self.logged = now
+        if self.context.record is not None:
+            figures["tokens"] = self.context.record.count(int(metrics["tokens"]))
+            self.context.record.write(step, self.phase.name, figures)
+        return figures
+
+    def save(self, folder: Path, moments: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Write a checkpoint with these tensors of the optimizer and the record so far; then remove older ones."""
+        start = time.perf_counter()
+        weights = {name: whole_tensor(tensor) for name, tensor in self.model.state_dict().items()}
+        if self.context.record is not None:
+            self.model.save_pretrained(folder, state_dict=weights)
+            save_file(dict(moments), folder / OPTIMIZER)
+            self.context.record.save(folder)
+            mark_whole(folder)
+            drop_older(folder)
+        self.context.workers.broadcast(None)  # all wait until the checkpoint is written
+        self.logged += time.perf_counter() - start
+
+    def start_monitor(self) -> None:
+        """Watch the distributed model."""
+        if self.settings.watch:
+            try:
+                self.monitor = watch_model(self.wrapped)
+            except ConfigError as error:
+                logger.warning("training goes on unwatched: %s; train.watch=false says so", error.what)
+
+    def stop_watching(self) -> None:
+        """Remove all hooks from the model."""
+        self.objective.watch.remove()
+        for handle in self.shown:
+            handle.remove()
+        if self.monitor is not None:
+            self.monitor.remove()
+
+
+def is_due(step: int, every: int, settings: TrainConfig) -> bool:
+    """Whether `every` steps have passed, rounded up to log lines: a kill must not split the sums of one. 0: never."""
+    return every > 0 and step % (math.ceil(every / settings.log_steps) * settings.log_steps) == 0
+
+
+def distribute(model: PreTrainedModel, context: TrainContext) -> nn.Module:
+    """The model for one of several processes: a copy in each, or with `train.fsdp` a share of every decoder layer."""
+    if context.workers.world == 1:
+        return model
+    if context.settings.fsdp:
+        layers: nn.ModuleList = model.get_decoder().layers
+        for module in (*layers, model):
+            fully_shard(
+                module, reshard_after_forward=True
+            )  # after held-out text, too: names and values stay those of shards
+        return model
+    return DistributedDataParallel(model, None if context.device.type == "cpu" else [context.device])
+
+
+def without_exchange(model: nn.Module) -> AbstractContextManager[Any]:
+    """A micro-batch whose gradients stay in this process until the last one of the step."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, in host memory; all processes take part. Other tensors as they are."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    """Moments and step counts by parameter; those of shards are put together."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}/{kind}": whole_tensor(tensor)
+        for parameter, state in optimizer.state.items()
+        for kind, tensor in state.items()
+    }
+
+
+def load_optimizer(model: nn.Module, optimizer: AdamW, path: Path) -> None:
+    """Load what `optimizer_tensors` returned, with any number of processes."""
+    parameters = dict(model.named_parameters())
+    for key, value in load_file(path).items():
+        name, _, kind = key.partition("/")
+        parameter = parameters[name]
+        tensor = value.to(parameter.device)
+        if isinstance(parameter, DTensor) and kind != "step":
+            tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+        optimizer.state[parameter][kind] = tensor
+
+
+def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Path) -> NumericsError:
+    """The error for a step whose gradients, in `model`, are not finite; `found` are the monitor's messages."""
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    # The backward pass starts at the last layer.
+    place = f"first seen in the gradient of {bad[-1]}" if bad else "in gradients of another process, or their sum"
+    last = find_latest(folder)
+    return NumericsError(
+        f"training step {step} gave no finite gradient and was not applied",
+        where=f"{found[0] if found else place}; last good checkpoint: {last or 'that before training'}",
+        do="lower train.router_rate= and train.expert_rate=, or raise train.warmup_share=",
+    )

@@ -1,0 +1,54 @@
+"""Carves of dense pico models for the tests of clients, and a folder with Python that nobody may run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from pico import write_pico
+
+from models.checkpoint.shards import ShardReader
+from models.config import MoEShape
+from models.dense import DENSE_FAMILIES
+from models.emit import emit_checkpoint
+from models.experts import slice_experts
+from models.targets.config import MOE_TARGETS
+
+
+def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: int = 64) -> Path:
+    """Carve a dense pico model with four heads and a tokenizer; its routers are random. Returns the MoE's folder."""
+    width = {} if source in {"qwen2", "granite"} else {"head_dim": hidden // 4}
+    dense = write_pico(
+        folder / "dense", source, hidden=hidden, intermediate=5 * 32 + always_on, tokenizer=True, **width
+    )
+    order = torch.randperm(5 * 32 + always_on, generator=torch.Generator().manual_seed(0)).int()
+    with ShardReader(dense) as reader:
+        emit_checkpoint(
+            dense,
+            folder / "moe",
+            target=MOE_TARGETS[target],
+            shape=MoEShape(5, 32, 2, always_on),
+            routers=lambda layer: 0.3 * torch.randn(5, hidden, generator=torch.Generator().manual_seed(layer)),
+            experts=lambda layer: slice_experts(
+                reader, DENSE_FAMILIES[source], layer, order[always_on:].view(5, 32), order[:always_on]
+            ),
+        )
+    return folder / "moe"
+
+
+def make_hostile(checkpoint: Path, folder: Path, marker: Path) -> Path:
+    """Copy a checkpoint; all its settings name Python beside it that writes `marker` when it is run."""
+    shutil.copytree(checkpoint, folder)
+    for name in ("evil.py", "tokenization_evil.py", "sub/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n")
+    change_settings(folder, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    tokenizer = {"AutoTokenizer": ["tokenization_evil.Evil", "tokenization_evil.Evil"]}
+    change_settings(folder, "tokenizer_config.json", auto_map=tokenizer, nested={"auto_map": tokenizer})
+    return folder
+
+
+def change_settings(folder: Path, name: str, **values) -> None:
+    """Change values of a JSON file in a folder."""
+    stored = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(stored | values))

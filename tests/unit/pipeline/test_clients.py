@@ -1,0 +1,200 @@
+"""What clients see of a checkpoint: no Python, no settings that name any, and the class of its architecture."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from unit.pipeline.served_carves import change_settings, make_hostile, write_carve
+
+from instruments.errors import CheckpointError, UserError
+from models.targets.tiny_onn import AUTO_CLASSES, CODE_FILES
+from pipeline import clients, gguf, harness, serve_check
+
+# A converter that runs all Python of a folder, as llama.cpp's does for classes with `trust_remote_code=True`.
+CONVERTER = """
+import json, runpy, sys
+from pathlib import Path
+def main():
+    folder, out = Path(sys.argv[1]), Path(sys.argv[3])
+    for file in folder.rglob("*.py"):
+        runpy.run_path(str(file))
+    settings = {path.name: json.loads(path.read_text()) for path in folder.glob("*config.json")}
+    out.write_text(json.dumps(settings))
+    with open(Path(__file__).parent / "converted", "a") as log:
+        log.write(f"{settings['config.json']['architectures'][0]} {sorted(path.name for path in folder.iterdir())}\\n")
+"""
+BASE = "class TextModel:\n    get_vocab_base_pre = _set_vocab_glm = None\n"
+SEEN = {
+    "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def carve(tmp_path_factory):
+    return write_carve(tmp_path_factory.mktemp("carve"), "qwen2_moe", "qwen2", 64)
+
+
+@pytest.fixture
+def llama_cpp(tmp_path):
+    """Folders of llama.cpp and of Python packages that clients need."""
+    folder = tmp_path / "llama.cpp"
+    (folder / "conversion").mkdir(parents=True)
+    (folder / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    (folder / "conversion" / "base.py").write_text(BASE)
+    packages = tmp_path / "packages"
+    (packages / "llama_cpp_python-0.3.30.dist-info").mkdir(parents=True)
+    (packages / "llama_cpp_python-0.3.30.dist-info" / "METADATA").write_text("Name: llama_cpp_python\nVersion: 0.3.30")
+    (packages / "llama_cpp_python-0.3.30.dist-info" / "top_level.txt").write_text("llama_cpp")
+    (packages / "llama_cpp.py").write_text("")
+    (packages / "sentencepiece.py").write_text("")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return ["--llama-cpp", str(folder), "--python", str(python)]
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "the Python of the checkpoint was run"
+
+
+def test_the_converter_runs_no_python_of_a_checkpoint(tmp_path, carve, llama_cpp, marker):
+    hostile = make_hostile(carve, tmp_path / "moe", marker)
+    assert gguf.main([str(hostile), str(tmp_path / "x.gguf"), "--type", "f16", *llama_cpp]) == 0
+    assert not marker.exists()
+    assert "auto_map" not in (tmp_path / "x.gguf").read_text()
+    (log,) = (tmp_path / "llama.cpp" / "converted").read_text().splitlines()
+    assert log.startswith("Qwen2MoeForCausalLM")
+    assert ".py" not in log
+
+
+def test_serve_check_runs_no_python_of_the_carve_or_the_dense_model(tmp_path, carve, llama_cpp, marker, monkeypatch):
+    hostile = make_hostile(carve, tmp_path / "moe", marker)
+    dense = make_hostile(carve.parent / "dense", tmp_path / "dense", marker)
+    change_settings(dense, "config.json", architectures=["XverseForCausalLM"])
+    answer = {"log_probabilities": [-1.5], "best": [3], "prompt_seconds": [], "decode_seconds": []}
+    monkeypatch.setattr(serve_check._Check, "_transformers", lambda *_: answer)
+    serve_check.main([str(hostile), "--dense", str(dense), "--types", "f16", "--rounds", "1", *llama_cpp])
+    assert not marker.exists()
+    moe, first = (tmp_path / "llama.cpp" / "converted").read_text().splitlines()
+    assert moe.startswith("Qwen2MoeForCausalLM")
+    assert first.startswith("Qwen2ForCausalLM")
+
+
+@pytest.mark.slow
+def test_serve_check_loads_hostile_folders_in_transformers(tmp_path, carve, marker):
+    hostile = make_hostile(carve, tmp_path / "moe", marker)
+    dense = make_hostile(carve.parent / "dense", tmp_path / "dense", marker)
+    assert serve_check.main([str(hostile), "--dense", str(dense), "--rounds", "1", "--sizes", "3", "4"]) == 0
+    assert not marker.exists()
+
+
+def test_the_harness_runs_no_python_of_a_checkpoint(tmp_path, carve, marker, monkeypatch):
+    def evaluate(model, **_):
+        assert "auto_map" not in model.pretrained.config.to_dict()
+        return {"samples": {harness.TASK: []}}
+
+    for name, part in {
+        "lm_eval": SimpleNamespace(simple_evaluate=evaluate),
+        "lm_eval.models": SimpleNamespace(),
+        "lm_eval.models.huggingface": SimpleNamespace(HFLM=SimpleNamespace),
+        "lm_eval.tasks": SimpleNamespace(TaskManager=lambda **_: None),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, part)
+    for checkpoint, name in ((carve, "moe"), (carve.parent / "dense", "dense")):
+        hostile = make_hostile(checkpoint, tmp_path / name, marker)
+        harness.answer_choices(hostile, device="cpu", dtype="float32", batch_size=1)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("program", [gguf, serve_check])
+def test_architectures_of_another_class_are_refused(program, tmp_path, carve, capsys):
+    hostile = shutil.copytree(carve, tmp_path / "moe")
+    change_settings(hostile, "config.json", architectures=["XverseForCausalLM"])
+    assert program.main([str(hostile), *([str(tmp_path / "x.gguf")] if program is gguf else [])]) == 1
+    assert "XverseForCausalLM" in capsys.readouterr().err
+
+
+def test_clients_see_what_a_carve_holds_and_no_other_file(tmp_path, carve):
+    moe = shutil.copytree(carve, tmp_path / "moe")
+    change_settings(moe, "generation_config.json", do_sample=False)
+    (moe / "README.md").write_text("# a card")
+    change_settings(moe, "config.json", attn_implementation="someone/kernel", nested={"auto_map": {}, "kept": 1})
+    for name in ("adapter.bin", "custom.jinja", "requirements.txt", "notes.json"):
+        (moe / name).write_text("{}")
+    with clients.readable_copy(moe) as seen:
+        assert {path.name for path in seen.iterdir()} == SEEN
+        assert (seen.name, (seen / "model.safetensors").resolve()) == ("moe", moe / "model.safetensors")
+        config = json.loads((seen / "config.json").read_text())
+    assert config == json.loads((carve / "config.json").read_text()) | {"nested": {"kept": 1}}
+    assert not seen.exists()
+
+
+def test_tiny_onn_is_seen_with_the_projects_own_code(tmp_path):
+    moe = write_carve(tmp_path, "tiny_onn", "qwen3", 64)
+    (moe / CODE_FILES[0]).write_text("raise SystemExit('changed')")
+    change_settings(moe, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoTokenizer": "evil.Evil"})
+    with clients.readable_copy(moe) as seen:
+        code = Path(clients.__file__).parents[1] / "models" / "tiny_onn"
+        assert all((seen / name).read_text() == (code / name).read_text() for name in CODE_FILES)
+        assert json.loads((seen / "config.json").read_text())["auto_map"] == {"AutoConfig": AUTO_CLASSES["AutoConfig"]}
+
+
+def test_errors_name_the_checkpoint_and_not_the_copy(tmp_path, carve):
+    moe = shutil.copytree(carve, tmp_path / "moe")
+
+    def fail():
+        with clients.readable_copy(moe) as seen:
+            raise CheckpointError(f"cannot read {seen / 'x'}", where=str(seen), do=f"look into {seen}")
+
+    with pytest.raises(CheckpointError) as caught:
+        fail()
+    found = caught.value
+    assert (found.what, found.where, found.do) == (f"cannot read {moe / 'x'}", str(moe), f"look into {moe}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", '{"model_type": "no_such_model"}'),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "{"),
+        ("special_tokens_map.json", "[" * 100_000),
+        ("special_tokens_map.json", '{"a": ' * 400 + "1" + "}" * 400),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(tmp_path, carve, name, content):
+    moe = shutil.copytree(carve, tmp_path / "moe")
+    (moe / name).write_text(content)
+
+    def look():
+        with clients.readable_copy(moe):
+            pass
+
+    if content.startswith('{"a"'):  # deep, but within what JSON parsers take
+        look()
+        return
+    with pytest.raises(CheckpointError):
+        look()
+
+
+def test_a_client_that_the_system_kills_has_no_last_line(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'Loading weights: 100%' >&2\nkill -9 $$\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"^transformers was killed, most likely for lack of memory"):
+        clients.run_client(python, "transformers", {})
+
+
+def test_the_clients_own_packages_are_not_this_projects(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "path=$PYTHONPATH offline=$HF_HUB_OFFLINE" >&2\nexit 3\n')
+    python.chmod(0o755)
+    monkeypatch.setitem(os.environ, "PYTHONPATH", "here")
+    with pytest.raises(UserError, match=r"^probe failed: path= offline=1"):
+        clients.run_client(python, "probe", {})
