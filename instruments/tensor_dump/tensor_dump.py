@@ -24,7 +24,7 @@ from instruments.hooks import WRAPPERS, OwnHook, plain_name
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
-from instruments.tensor_dump.parts import RankInfo
+from instruments.tensor_dump.parts import RankInfo, rank_and_world
 from instruments.tensor_dump.recorder import Recorder, Watched, quant_type_of
 from instruments.tensor_dump.writer import DumpWriter, HostMemory, IndexFile
 
@@ -97,9 +97,7 @@ def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
 
 def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
     """Rank and world size in torch.distributed, and coordinates in the parallel groups."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return RankInfo(0, 1, {})
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world = rank_and_world()
     if "megatron.core" in sys.modules:
         from instruments.tensor_dump.megatron_modules import find_coordinates  # noqa: PLC0415
 
