@@ -14,7 +14,7 @@ from instruments.errors import CheckpointError, ContractError, DataError
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
-from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete, tensors_hash
+from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, in_mib
 from pipeline.report.words import duration
@@ -153,7 +153,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     if shape is not None and shape.pooled:
         nodes["vocabulary"] = without_random_tokens()
     output_dir = Path(settings.output_dir).absolute()
-    hash_of = FileHashes(hashes_file(output_dir))
+    hash_of = FileHashes(output_dir)
     named = absolute_paths(settings.data)
     source_key = source_cache_key(settings.model, hash_of)
     text_key = data_cache_key(named, hash_of)  # once: a dataset of the hub is asked for its commit

@@ -91,7 +91,7 @@ class Runner:
     wait: bool = False  # for results that another run is computing
 
     def __post_init__(self) -> None:
-        self.hash_of = artifacts.FileHashes(artifacts.hashes_file(self.run_folder.output_dir))
+        self.hash_of = artifacts.FileHashes(self.run_folder.output_dir)
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
         """Run the due steps and verify the others; `alone`: a single stage was requested, so log the next commands.
