@@ -15,14 +15,15 @@ from models.config import is_on_host
 from models.targets.config_json import count_dense
 from pipeline.artifacts import UNREADABLE, artifact_folder
 from pipeline.check import Checked
-from pipeline.disk import BYTES, expected_bytes, free_bytes, in_mib, scratch_bytes, unfinished_bytes
+from pipeline.disk import BYTES, expected_bytes, free_bytes, scratch_bytes, unfinished_bytes
 from pipeline.settings import STAGES
 from stages.artifacts.job import find_workers
+from stages.artifacts.rendering import in_mib
 from stages.calibration.token_memory import KEPT, free_memory, memory_limit
 from stages.text.config import sampled
 
 PASSES = {"cluster", "assemble", "project", "evaluate"}  # go through the dense model one layer at a time
-PROGRAM = 560 * 2**20  # bytes of host memory of a process with torch and transformers
+PROGRAM = 750 * 2**20  # bytes of host memory of a process with its libraries
 # Until a stage was run here: seconds for libraries and files, and tokens × weights per second of two CPU cores.
 START, GPU_SPEEDUP = 3.0, 30
 DEFAULT_SPEED = {"score": 1e9, "extract": 3e8, "assemble": 2e11, "project": 2e10, "train": 3e10}
@@ -101,10 +102,10 @@ def peak_bytes(stage: str, checked: Checked) -> int:
 
 
 def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
-    """A warning for each due stage that needs more memory than is free, with settings that need less."""
-    settings, on_host = checked.settings, is_on_host(checked.settings.model)
+    """A warning for each due stage with the model that needs more memory than is free, and settings that need less."""
+    settings, due = checked.settings, [stage for stage in due if "model" in STAGES[stage].nodes]
     free, memory = free_memory(), "memory"
-    if due and not on_host:
+    if due and not is_on_host(settings.model):
         import torch  # noqa: PLC0415 - slow to import
 
         from models.loading import resolve_device  # noqa: PLC0415

@@ -42,23 +42,21 @@ def _run(wanted: argparse.Namespace) -> str:
     if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
         what = f"there is no folder {wanted.file.absolute().parent}"
         raise ConfigError(what, where="command line", do="a FILE in a folder that exists")
-    from stages.accumulators.redis_connection import connect, in_words  # noqa: PLC0415 - without torch
+    from stages.accumulators.redis_connection import connect  # noqa: PLC0415 - without torch
 
     client, place = connect(StoreConfig("redis", url=wanted.url))
     # The rest loads torch.
-    from stages.accumulators.redis_namespace import find_namespace  # noqa: PLC0415
-    from stages.accumulators.redis_store import export_sums, import_sums  # noqa: PLC0415
+    from stages.accumulators.redis_transfer import export_sums, find_scan, import_sums  # noqa: PLC0415
 
     with client:
         if wanted.command == "import":
             sums = import_sums(client, place, wanted.namespace, wanted.file)
             return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {place}\n"
-        with in_words(place):
-            namespace = find_namespace(client, wanted.namespace, place)
-            if wanted.command == "drop":
-                return f"{namespace.clear()} batches deleted\n"
+        store = find_scan(client, place, wanted.namespace)
+        if wanted.command == "drop":
+            return f"{store.clear()} batches deleted\n"
         try:
-            sums = export_sums(namespace, wanted.file)
+            sums = export_sums(store, wanted.file)
         except (OSError, SafetensorError) as error:
             folder, do = wanted.file.absolute().parent, "name another FILE"
             explained = explain_os_error(error, where="export", folder=folder, do=do)

@@ -69,24 +69,19 @@ def _find_url(store: StoreConfig) -> str:
     if not url:
         what = "store.kind=redis names no server"
         raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
-    if not _is_address(url):
+    try:
+        # An open bracket raises ValueError, and so does a port that is no number.
+        parts = urlsplit(url)
+        database = parts.path.strip("/")
+        named = bool(parts.port is not None or parts.hostname) and (not database or database.isdecimal())
+        usable = bool(parts.path) if parts.scheme == "unix" else named and parts.scheme in {"redis", "rediss"}
+    except ValueError:
+        usable = False
+    if not usable:
         what = "store.url is no Redis address"  # not shown: it may contain a password
         do = "store.url=redis://localhost:6379/0, or one that begins with rediss:// or unix://"
         raise ConfigError(what, where="setting store.url" if store.url else f"environment {URL}", do=do)
     return url
-
-
-def _is_address(url: str) -> bool:
-    try:
-        # An open bracket raises ValueError, and so does a port that is no number.
-        parts = urlsplit(url)
-        if parts.scheme == "unix":
-            return bool(parts.path)
-        database = parts.path.strip("/")
-        named = parts.port is not None or bool(parts.hostname)
-        return parts.scheme in {"redis", "rediss"} and named and (not database or database.isdecimal())
-    except ValueError:
-        return False
 
 
 def _client(url: str, tries: int) -> "Redis":

@@ -1,37 +1,87 @@
 """Running sums in a Redis server that many workers write to; each batch counts once or not at all.
 
-A flush is one script that marks its batches as done and queues its sums in chunks, or refuses if a batch is done
-already. Then one script per chunk adds it to the hashes, in the background, because adding all chunks takes the server
-seconds; workers also add the chunks of dead workers. If the server loses its last second, it loses marks and sums
-together.
+Each neuron has three hashes, one per projection, `{namespace}param:{weight name}:row:{neuron}`: for its row of
+gate_proj and up_proj and its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the number of
+tokens for which the neuron is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by `tokens` (the
+first two) and `samples` (the third) of `{namespace}scan:totals`, they are means and the frequency. HINCRBYFLOAT keeps
+17 decimals after the point: every increment is rounded by up to 5e-18.
 
-Sums can be exported to a file and imported again. The file has the format of `store=local`: an unfinished scan resumes
-from it under the name `sums.0.safetensors`. It also holds the names of the weights, which are part of the Redis keys.
+A flush is one script that marks its batches in `scan:done`, adds to `scan:totals` and queues its sums in chunks in
+`scan:pending`, or refuses if a batch is done already. Then one script per chunk adds it to the hashes, in the
+background, because adding all chunks takes the server seconds; workers also add the chunks of dead workers. If the
+server loses its last second, it loses marks and sums together.
+
+`scan:totals` also holds the number of batches, and for every sum and layer the total over all neurons, with which
+readers verify the sums. `scan:identity` is JSON: the scan's settings, inputs and code. `scan:bits:{layer}` are the
+packed activation bits of the reservoir, the rows of all tokens concatenated.
 """
 
 import json
 import logging
+import re
+import struct
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
 
-from instruments.errors import ContractError, UserError
-from stages.accumulators.config import StoreConfig
+import numpy as np
+import torch
+from redis import Redis
+from torch import Tensor
+
+from instruments.errors import ContractError, NumericsError, UserError
+from stages.accumulators.config import START_OVER, StoreConfig
 from stages.accumulators.redis_connection import connect, in_words
-from stages.accumulators.redis_namespace import BITS, FIELDS, PROJECTIONS, Namespace, WeightNames, pack_identity
-from stages.accumulators.sums import ScanSums, Shapes, SumStore, empty_sums, load_sums, save_sums
+from stages.accumulators.sums import ScanSums, Shapes, SumStore, empty_sums, list_differences
 
-if TYPE_CHECKING:
-    from redis import Redis
+LAYOUT_VERSION = 4
+PROJECTIONS = ("gate", "up", "down")
+# Sum of the scan → its fields. Readers take the first one; the others are copies for readers of single rows.
+FIELDS = {
+    "sum_abs": [(projection, "sum_act") for projection in PROJECTIONS],
+    "active_count": [(projection, "count_act") for projection in PROJECTIONS],
+    **{f"grad_norm_{projection}": [(projection, "sum_grad_norm")] for projection in PROJECTIONS},
+    "sum_sq": [("gate", "sum_sq")],
+    "sum_taylor": [("gate", "sum_taylor")],
+    "max_abs": [("gate", "max_abs")],  # a maximum, without a total
+}
+# For redis_apply.lua: projection, field and column, counted from 1.
+_PLACES = json.dumps(
+    [
+        [PROJECTIONS.index(projection) + 1, field, column]
+        for column, places in enumerate(FIELDS.values(), start=1)
+        for projection, field in places
+    ]
+)
+BITS = "bits_LRf"
+COUNTERS = ("tokens", "samples", "loss_sum")
+# Neurons per script; adding them blocks the server for about 10 ms.
+NEURONS_AT_ONCE = 512
+KEYS_AT_ONCE = 5000
+# Relative tolerance between a total and its sums, and what one increment may lose.
+TOLERANCE, LAST_DECIMAL = 1e-9, 1e-17
+# Mean of a sum over a layer's neurons from which one batch keeps five digits.
+SMALLEST_MEAN = 1e-12
+COMMIT_TRIES = READ_TRIES = 5
 
-COMMIT_TRIES = 5
-READ_TRIES = 5
+# For each layer: gate, up, down → name of the weight.
+WeightNames = Sequence[Mapping[str, str]]
 
 logger = logging.getLogger(__name__)
+
+
+def pack_identity(facts: Mapping[str, object], shapes: Shapes, weights: WeightNames) -> str:
+    """Identity of a scan as JSON: its facts, shapes and number formats of its sums, names of its weights."""
+    sums = {name: [size, str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
+    content = {
+        "layout": LAYOUT_VERSION,
+        "facts": dict(facts),
+        "sums": sums,
+        "weights": [dict(names) for names in weights],
+    }
+    return json.dumps(content, sort_keys=True)
 
 
 class RedisStore(SumStore):
@@ -39,35 +89,62 @@ class RedisStore(SumStore):
 
     shared = True
 
-    def __init__(self, namespace: Namespace, *, every: float) -> None:
-        """Resume from the sums of a namespace that this scan has claimed; `every`: seconds between flushes."""
-        super().__init__(empty_sums(namespace.shapes), every)
-        self.namespace = namespace
-        self.stop = Event()
-        # Begins with what dead workers left.
-        self.adder = ThreadPoolExecutor(1, "redis")
+    def __init__(self, client: Redis, place: str, prefix: str, identity: str, *, every: float = 0) -> None:
+        """Sends nothing to the server.
+
+        `place` names the server in messages, `identity` comes from `pack_identity`; `every`: seconds between flushes.
+        """
+        content = json.loads(identity)
+        self.shapes = {name: (tuple(size), getattr(torch, kind)) for name, (size, kind) in content["sums"].items()}
+        super().__init__(empty_sums(self.shapes), every)
+        self.client, self.identity = client, identity
+        self.place = f"{place}, namespace {prefix or '(empty)'}"
+        self.width = int(self.shapes["sum_abs"][0][1])
+        # The prefixes of a layer's rows, in the order of PROJECTIONS.
+        self.rows = [[f"{prefix}param:{names[part]}:row:" for part in PROJECTIONS] for names in content["weights"]]
+        self.row_pattern = re.sub(r"[][*?\\^]", r"\\\g<0>", prefix) + "param:*:row:*"
+        self.bits = [f"{prefix}scan:bits:{layer}" for layer in range(len(self.rows))]
+        self.ledger = [f"{prefix}scan:{name}" for name in ("identity", "done", "totals", "pending")]
+        self.claimed, self.marks, self.totals, self.pending = self.ledger
+        self.run_commit, self.run_apply, self.run_read = (
+            client.register_script(Path(__file__).with_name(f"redis_{name}.lua").read_text(encoding="utf-8"))
+            for name in ("commit", "apply", "read")
+        )
+        self.adder, self.stop = ThreadPoolExecutor(1, "redis"), Event()
+        self.adding: Future[None] | None = None
+
+    def claim(self) -> None:
+        """Claim the namespace for this scan, if it is not claimed yet, and begin to add what dead workers left.
+
+        Raises:
+            ContractError: the namespace holds another scan's sums, or keys that no scan wrote.
+        """
+        with in_words(self.place):
+            self._claim()
         self.adding = self.adder.submit(self._add_pending)
 
     def done(self) -> set[int]:
         """Batches that any worker has flushed."""
-        with in_words(self.namespace.place):
-            return self.namespace.done()
+        with in_words(self.place):
+            return {int(batch) for batch in self.client.smembers(self.marks) if batch.isdigit()}
 
     def due(self) -> bool:
         """Whether the last flush was `every` seconds ago, and the server has added it."""
-        return super().due() and self.adding.done()
+        return super().due() and (self.adding is None or self.adding.done())
 
     def flush(self) -> None:
         """Commit what was added, or drop it where another worker has one of its batches.
 
         Raises:
+            NumericsError: a sum is not finite, or too small for 17 decimals.
             UserError: the server cannot be reached or refuses; nothing is lost on it.
         """
-        self._finish_adding()
-        if self.sums.done:
-            with in_words(self.namespace.place):
+        with in_words(self.place):
+            self._finish_adding()
+            if self.sums.done:
                 self._commit()
-            self.sums = empty_sums(self.namespace.shapes)
+                self.sums = empty_sums(self.shapes)
+                self.adding = self.adder.submit(self._add_pending)
         self.last = time.monotonic()
 
     def collect(self) -> ScanSums:
@@ -78,46 +155,153 @@ class RedisStore(SumStore):
         """
         for _ in range(READ_TRIES):
             before = self.done()
-            self._finish_adding()
-            with in_words(self.namespace.place):
-                sums, totals = self.namespace.read()
+            with in_words(self.place):
+                self._finish_adding()
+                sums, totals = self.read()
             # A flush committed since then would be in the done batches, but not or only partly in the sums.
             if sums.done == before:
-                self.namespace.require_intact(sums, totals)
+                self._require_intact(sums, totals)
                 return sums
         what = "other workers flush to these sums faster than they can be read"
         do = "the same command again once their scan has ended, or with a larger store.checkpoint_every"
-        raise ContractError(what, where=self.namespace.place, do=do)
+        raise ContractError(what, where=self.place, do=do)
 
     def close(self) -> None:
         """Close the connection. Pending chunks are left to the next worker."""
         self.stop.set()
         self.adder.shutdown(wait=True)
-        self.namespace.client.close()
+        self.client.close()
+
+    def clear(self) -> int:
+        """Delete all keys of the scan; returns the number of batches it held.
+
+        The identity changes first and is deleted last, so that nobody accepts what an interrupted deletion leaves.
+        """
+        with in_words(self.place):
+            # Another program may have changed its type; deletion must still work, since it is the remedy.
+            batches = int(self.client.scard(self.marks)) if self.client.type(self.marks) == b"set" else 0
+            self.client.set(self.claimed, "deleted in part")
+            self.client.delete(*self.ledger[1:], *self.bits)
+            rows = list(self.client.scan_iter(self.row_pattern, count=KEYS_AT_ONCE))
+            for first in range(0, len(rows), KEYS_AT_ONCE):
+                self.client.unlink(*rows[first : first + KEYS_AT_ONCE])
+            self.client.delete(self.claimed)
+            return batches
+
+    def commit(self, part: ScanSums) -> str:
+        """Commit a part, whose sums count from then on; returns an answer of `redis_commit.lua`."""
+        # Activation bits are the same at each repetition; the script only counts them.
+        bits = list(self._send_bits(part.tensors[BITS]))
+        totals = {name: repr(value) for name, value in _totals(part).items()}  # repr gives all digits
+        flush = json.dumps({"batches": sorted(part.done), "bits": bits, "totals": totals})
+        return _text(self.run_commit(keys=self.ledger, args=[self.identity, flush, *self._chunks(part)]))
+
+    def apply(self) -> int:
+        """Add the first pending chunk to the sums; returns the number of chunks that are left."""
+        return int(self.run_apply(keys=[self.pending], args=[_PLACES, len(FIELDS)]))
+
+    def read(self) -> tuple[ScanSums, dict[str, float]]:
+        """All current sums and totals. They may include a part of a flush; `done` are the batches at the end."""
+        sums = empty_sums(self.shapes)
+        firsts = [places[0] for places in FIELDS.values()]
+        for layer, rows in enumerate(self.rows):
+            words = [word for part, field in firsts for word in (rows[PROJECTIONS.index(part)], field)]
+            for first in range(0, self.width, NEURONS_AT_ONCE):
+                count = min(NEURONS_AT_ONCE, self.width - first)
+                values_FC = np.frombuffer(self.run_read(args=[first, count, *words]), "<f8").reshape(count, len(FIELDS))
+                for name, values_F in zip(FIELDS, values_FC.T, strict=True):
+                    sums.tensors[name][layer, first : first + count] = torch.from_numpy(values_F.copy())
+            room = sums.tensors[BITS][layer].view(-1).numpy()
+            bits = np.frombuffer(self.client.get(self.bits[layer]) or b"", np.uint8)[: len(room)]  # type: ignore[arg-type]
+            room[: len(bits)] = bits
+        totals = {_text(name): _number(value) for name, value in self.client.hgetall(self.totals).items()}
+        sums.counters = {name: totals[name] for name in COUNTERS if name in totals}
+        sums.done = self.done()
+        return sums, totals
+
+    def _require_intact(self, sums: ScanSums, totals: Mapping[str, float]) -> None:
+        """Verify sums, read with no chunk pending, against the totals.
+
+        Raises:
+            ContractError: another program changed or deleted some of them.
+        """
+        for name in FIELDS:
+            values_LF = sums.tensors[name].double()
+            bad_LF = ~(values_LF.isfinite() & (values_LF >= 0))
+            if bad_LF.any():
+                layer, neuron = bad_LF.nonzero()[0].tolist()
+                raise self._tampered(f"{name} of layer {layer}, neuron {neuron}, is no number of 0 or more")
+        wanted = _totals(sums)
+        if sums.done and (strange := sorted(totals.keys() ^ (wanted.keys() | set(COUNTERS)))):
+            raise self._tampered(f"the total {strange[0]} is missing, or no scan counts it")
+        lost = LAST_DECIMAL * self.width * len(sums.done)
+        for name, found in wanted.items():
+            total = totals.get(name, 0.0)
+            # Refuses NaN, too.
+            if not (total >= 0 and abs(found - total) <= TOLERANCE * total + lost):
+                what = f"{name.replace(':', ' of layer ')} adds up to {found:.10g}, and {total:.10g} was added"
+                raise self._tampered(what)
+
+    def _claim(self) -> None:
+        keys = [*self.ledger[1:], *(f"{prefix}0" for layer in self.rows for prefix in layer)]
+        found = next(filter(self.client.exists, keys), None)
+        if found is None:
+            self.client.set(self.claimed, self.identity, nx=True)
+        held = self.client.get(self.claimed)  # another worker's claim, perhaps, whose sums were found
+        if held is None:
+            what = f"the Redis key {found} is there, but no scan has begun under this namespace"
+            raise ContractError(what, where=self.place, do="another store.namespace, or delete all keys under this one")
+        if _text(held) != self.identity:
+            what = f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}"
+            do = f"{START_OVER}; another store.namespace; or the code that began this scan"
+            raise ContractError(what, where=self.place, do=do)
 
     def _commit(self) -> None:
+        _check_sums(self.sums)
         for _ in range(COMMIT_TRIES):
-            answer = self.namespace.commit(self.sums)
+            answer = self.commit(self.sums)
             if answer == "refused":
                 logger.info("some of batches %d to %d are counted already", min(self.sums.done), max(self.sums.done))
             if answer != "lost":
-                self.adding = self.adder.submit(self._add_pending)
                 return
             # The server has restarted and lost its last seconds or all of its data.
-            self.namespace.claim()
+            self._claim()
         what = f"the Redis server lost what it was sent, {COMMIT_TRIES} times in a row"
-        do = "see its log and its maxmemory, then the same command again"
-        raise UserError(what, where=self.namespace.place, do=do)
+        raise UserError(what, where=self.place, do="see its log and its maxmemory, then the same command again")
 
     def _add_pending(self) -> None:
-        while not self.stop.is_set() and self.namespace.apply():
+        while not self.stop.is_set() and self.apply():
             pass
 
     def _finish_adding(self) -> None:
         """Add all pending chunks; repeats in this thread what the other one failed to do, for its error."""
-        wait([self.adding])
-        with in_words(self.namespace.place):
-            self._add_pending()
+        wait([self.adding] if self.adding else [])
+        self._add_pending()
+
+    def _chunks(self, part: ScanSums) -> Iterator[bytes]:
+        """The neurons layer by layer: number of the first neuron, zero-terminated key prefixes, rows of doubles."""
+        for layer, prefixes in enumerate(self.rows):
+            rows_FC = np.stack([part.tensors[name][layer].double().numpy() for name in FIELDS], axis=1, dtype="<f8")
+            names = b"".join(prefix.encode() + b"\0" for prefix in prefixes)
+            for first in range(0, self.width, NEURONS_AT_ONCE):
+                yield struct.pack("<I", first) + names + rows_FC[first : first + NEURONS_AT_ONCE].tobytes()
+
+    def _send_bits(self, bits_LRf: Tensor) -> Iterator[tuple[str, int, int, int]]:
+        """Write the bits of the tokens that a part has read: zeros for the others would overwrite other workers' bits.
+
+        Yields the key, first byte, last byte and number of ones of every range.
+        """
+        bytes_each = bits_LRf.shape[2]
+        edges = np.flatnonzero(np.diff(bits_LRf.any(2).any(0).numpy().astype(np.int8), prepend=0, append=0)).tolist()
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            for key, bits_Rf in zip(self.bits, bits_LRf.numpy(), strict=True):
+                content = bits_Rf[begin:end]
+                self.client.setrange(key, begin * bytes_each, content.tobytes())
+                yield key, begin * bytes_each, end * bytes_each - 1, int(np.bitwise_count(content).sum())
+
+    def _tampered(self, what: str) -> ContractError:
+        what = f"sums in Redis were changed by somebody else: {what}"
+        return ContractError(what, where=self.place, do=START_OVER)
 
 
 def open_redis_store(
@@ -141,50 +325,52 @@ def open_redis_store(
     client, place = connect(store)
     # Scans of other inputs have other fingerprints.
     prefix = f"tiny_onn:{label}:{identity['scan']}:" if store.namespace is None else store.namespace
-    namespace = Namespace(client, prefix, pack_identity(identity, shapes, weights), place)
-    with in_words(namespace.place):
-        if fresh:
-            namespace.clear()
-        namespace.claim()
-    return RedisStore(namespace, every=store.checkpoint_every)
+    opened = RedisStore(client, place, prefix, pack_identity(identity, shapes, weights), every=store.checkpoint_every)
+    if fresh:
+        opened.clear()
+    opened.claim()
+    return opened
 
 
-def export_sums(namespace: Namespace, path: Path) -> ScanSums:
-    """Write all sums of a namespace to a file, atomically; adds pending chunks first."""
-    with closing(RedisStore(namespace, every=0)) as store:
-        sums = store.collect()
-    facts = json.loads(namespace.identity)["facts"]
-    save_sums(path, sums, {"identity": json.dumps(facts, sort_keys=True), "weights": namespace.weights})
-    return sums
+def _check_sums(part: ScanSums) -> None:
+    where = f"stage=scan, batches {min(part.done)} to {max(part.done)}"
+    if bad := [name for name in FIELDS if not part.tensors[name].isfinite().all()]:
+        what = f"sums that are not finite: {', '.join(bad)}"
+        raise NumericsError(what, where=where, do="model.dtype=float32 or bfloat16")
+    means = {name: part.tensors[name].double().mean(1) for name in FIELDS}
+    if bad := [name for name, mean_L in means.items() if ((mean_L > 0) & (mean_L < SMALLEST_MEAN)).any()]:
+        what = f"sums too small for Redis, which keeps 17 decimals: {', '.join(bad)}"
+        raise NumericsError(what, where=where, do="store=local")
 
 
-def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSums:
-    """Add the sums of a file, from `export_sums` or `store=local`, to a namespace; a repetition changes nothing.
+def _totals(sums: ScanSums) -> dict[str, float]:
+    """The fields of `scan:totals` that belong to these sums."""
+    totals = {"batches": float(len(sums.done))} | {name: float(count) for name, count in sums.counters.items()}
+    for name in FIELDS:
+        if name != "max_abs":
+            layers = sums.tensors[name].double().sum(1).tolist()
+            totals |= {f"{name}:{layer}": total for layer, total in enumerate(layers)}
+    return totals
 
-    The namespace `prefix` must be new, or of the same scan with other batches. Returns the sums it then holds.
-    Raises ContractError: the file holds no sums, or the namespace holds another scan or a part of the file's batches.
-    """
-    sums, content = load_sums(path)
-    if strange := sorted(sums.tensors.keys() ^ {*FIELDS, BITS}):
-        what = f"this file holds no sums of a scan: {strange[0]} is missing or unknown"
-        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote")
-    # Default: the weight names of transformers' decoders.
-    weights = content.get("weights") or [
-        {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS}
-        for layer in range(len(sums.tensors[BITS]))
-    ]
-    shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
-    namespace = Namespace(client, prefix, pack_identity(json.loads(content["identity"]), shapes, weights), place)
-    with in_words(namespace.place):
-        namespace.claim()
-        there = namespace.done() & sums.done
-    if there and there != sums.done:
-        what = (
-            f"{len(there)} of the file's {len(sums.done)} batches are in Redis already: the rest cannot be told apart"
-        )
-        raise ContractError(what, where=f"{path}, {namespace.place}", do="a new namespace")
-    with closing(RedisStore(namespace, every=0)) as store:
-        if not there:
-            store.sums.add(sums)
-            store.flush()
-        return store.collect()
+
+def _text(answer: bytes | str) -> str:
+    return answer if isinstance(answer, str) else answer.decode(errors="replace")
+
+
+def _number(answer: bytes | str) -> float:
+    try:
+        return float(answer)
+    except ValueError:
+        return float("nan")
+
+
+def _differences(held: str, wanted: str) -> str:
+    """The differences between two identities, in words."""
+    ours = json.loads(wanted)
+    try:
+        theirs = json.loads(held)
+        words = list_differences(*({"layout": content["layout"], **content["facts"]} for content in (theirs, ours)))
+        words += [f"another {name}" for name in ("sums", "weights") if theirs[name] != ours[name]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "an identity that is no scan's"
+    return ", ".join(words)

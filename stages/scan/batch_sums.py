@@ -2,18 +2,16 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from inspect import unwrap
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from instruments.ffn_probe import FFNGradients, neuron_norms
-from instruments.parameter_scan.record import to_host
+from instruments.tensors import to_host
 from stages.accumulators.sums import ScanSums
 from stages.scan.config import ScanConfig
 
@@ -68,108 +66,45 @@ def pack_bits(active_RF: Bool[Tensor, "R F"]) -> UInt8[Tensor, "R f"]:
 
 # Tokens per partial sum. Fixed, so that results do not depend on the number of threads.
 _SPAN = 128
-# Mask without the sign bit: as integers, masked floats have the order of their magnitudes. The smallest normal float.
-_MAGNITUDE, _SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
-# First step of the search, a sixteenth of an octave: limits of neighbouring tokens often differ by less.
-_STEP = np.int32(1 << 19)
 
 
-def sum_tokens_compiled(
+def sum_tokens_numpy(
     h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
 ) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
-    """`sum_tokens` on the CPU. Its limits may be other numbers, but they select the same neurons.
+    """`sum_tokens` on the CPU, where numpy selects the largest values faster than torch.
 
     Numerics: float64 over spans of 128 tokens, added in order.
     """
-    h, rows, count = _as_numpy(h_MF), rows_T.numpy(), np.int32(scan.active_count(h_MF.shape[1]))
-    grad = h[:0] if grad_MF is None else _as_numpy(grad_MF)
-    fixed = np.int32(0)
-    if scan.active_threshold is not None:
-        above = np.nextafter(np.float32(scan.active_threshold), np.float32(np.inf))
-        fixed = max(above.view(np.int32), _SMALLEST)
-    spans = [rows[first : first + _SPAN] for first in range(0, len(rows), _SPAN)]
+    h, grad = h_MF.detach().float().numpy(), None if grad_MF is None else grad_MF.detach().float().numpy()
+    spans = np.split(rows_T.numpy(), range(_SPAN, len(rows_T), _SPAN))
     with ThreadPoolExecutor(min(torch.get_num_threads(), len(spans))) as threads:
-        parts = list(threads.map(lambda span: _sum_span(h, grad, span, count, fixed), spans))
-    total = parts[0][0]
-    for part, _ in parts[1:]:
-        np.maximum(total[2], part[2], out=part[2])
-        total += part
-        total[2] = part[2]
-    limits = np.concatenate([bits for _, bits in parts]).view(np.float32)
-    return torch.from_numpy(total), torch.from_numpy(limits)
+        parts = list(threads.map(lambda rows: _sum_span(h[rows], None if grad is None else grad[rows], scan), spans))
+    sums_P5F = np.stack([sums_5F for sums_5F, _ in parts])
+    total_5F = sums_P5F.sum(0)
+    total_5F[2] = sums_P5F[:, 2].max(0)
+    return torch.from_numpy(total_5F), torch.from_numpy(np.concatenate([limits for _, limits in parts]))
 
 
-def _as_numpy(values_MF: Tensor) -> NDArray[np.float32]:
-    return values_MF.detach().float().contiguous().numpy()
-
-
-def _count_from(bits: NDArray[np.int32], limit: np.int32) -> np.int32:
-    count = np.int32(0)
-    for neuron in range(len(bits)):
-        count += np.int32(bits[neuron] >= limit)
-    return count
-
-
-def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: np.int32) -> np.int32:
-    """A value that exactly `count` of the bits reach, or the largest one that more of them reach.
-
-    Starts at `guess` and moves in growing steps until it brackets the value; then alternates interpolation (regula
-    falsi) and bisection.
-    """
-    low, high = np.int32(0), top + np.int32(1)  # at least `count` bits reach low, fewer reach high
-    reach_low, reach_high = np.int32(len(bits)), np.int32(0)
-    limit, step, halfway = guess, _STEP, False
-    while high - low > 1:
-        if not low < limit < high:
-            limit = low + (high - low) // np.int32(2)
-        reached = _count_from(bits, limit)
-        if reached == count:
-            return limit
-        if reached > count:
-            low, reach_low = limit, reached
-        else:
-            high, reach_high = limit, reached
-        if low == 0 or reach_high == 0:
-            limit += step if reached > count else -step
-            step *= np.int32(2)
-        else:
-            share = 0.5 if halfway else (reach_low - count + 0.5) / (reach_low - reach_high)
-            limit, halfway = low + np.int32((high - low) * share), not halfway
-    return low
-
-
-def _sum_rows(
-    h: NDArray[np.float32], grad: NDArray[np.float32], rows: NDArray[np.int64], count: np.int32, fixed: np.int32
-) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Sums (5, F) over some tokens, and their limits as bits; `fixed` above 0 is the limit of all tokens."""
-    width = h.shape[1]
-    h_bits, bits = h.view(np.int32), np.empty(width, np.int32)
-    sums, limits = np.zeros((5, width)), np.empty(len(rows), np.int32)
-    limit = np.int32(0)
-    for place in range(len(rows)):
-        token, top = rows[place], np.int32(0)
-        for neuron in range(width):
-            bits[neuron] = h_bits[token, neuron] & _MAGNITUDE
-            top = max(top, bits[neuron])
-        limit = fixed if fixed > 0 else max(_find_limit(bits, count, top, limit), _SMALLEST)
-        limits[place] = limit
-        for neuron in range(width):
-            magnitude = np.float64(abs(h[token, neuron]))
-            sums[0, neuron] += magnitude
-            sums[1, neuron] += magnitude * magnitude
-            sums[2, neuron] = max(sums[2, neuron], magnitude)
-            sums[3, neuron] += np.float64(bits[neuron] >= limit)
-        if len(grad):
-            for neuron in range(width):
-                sums[4, neuron] += np.float64(abs(h[token, neuron] * grad[token, neuron]))
-    return sums, limits
-
-
-# nogil: threads run in parallel. Tests wrap functions for type checks, so that they are unwrapped first.
-_compiled = njit(nogil=True, cache=True)
-_count_from = _compiled(unwrap(_count_from))
-_find_limit = _compiled(unwrap(_find_limit))
-_sum_span = _compiled(unwrap(_sum_rows))
+def _sum_span(
+    h_TF: NDArray[np.float32], grad_TF: NDArray[np.float32] | None, scan: ScanConfig
+) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+    magnitude_TF = np.abs(h_TF)
+    if scan.active_threshold is None:
+        lowest = h_TF.shape[1] - scan.active_count(h_TF.shape[1])
+        limits = np.partition(magnitude_TF, lowest, axis=1)[:, lowest]
+    else:
+        limits = np.full(len(h_TF), np.nextafter(np.float32(scan.active_threshold), np.float32(np.inf)))
+    limits = np.maximum(limits, np.finfo(np.float32).tiny)
+    sums_5F = np.zeros((5, h_TF.shape[1]))
+    sums_5F[2] = magnitude_TF.max(0)
+    sums_5F[3] = np.count_nonzero(magnitude_TF >= limits[:, None], axis=0)
+    # Over its first axis, numpy adds row by row.
+    exact_TF = magnitude_TF.astype(np.float64)
+    sums_5F[0] = exact_TF.sum(0)
+    sums_5F[1] = np.square(exact_TF, out=exact_TF).sum(0)
+    if grad_TF is not None:
+        sums_5F[4] = np.abs(h_TF * grad_TF).sum(0, dtype=np.float64)
+    return sums_5F, limits
 
 
 # Sums of the forward pass and of the backward pass; each is one row of a layer's buffer.
@@ -223,7 +158,7 @@ class BatchSums:
             sums.totals_B.add_(norms_BF.sum(1))
 
     def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
-        sum_up = sum_tokens_compiled if h_BTF.device.type == "cpu" else sum_tokens
+        sum_up = sum_tokens_numpy if h_BTF.device.type == "cpu" else sum_tokens
         h_MF, grad_MF = h_BTF.flatten(0, 1), None if grad_BTF is None else grad_BTF.flatten(0, 1)
         found_5F, limits_T = sum_up(h_MF, grad_MF, self._rows_on(h_BTF.device), self.scan)
         rows_8F = torch.zeros(len(ROWS), h_MF.shape[1], dtype=torch.float64, device=h_MF.device)

@@ -75,8 +75,8 @@ def test_a_url_that_asks_for_text_still_gives_numbers(server):
 
 def test_a_database_that_an_option_names(server):
     store = open_store(f"{server.url}?db=3")
-    assert store.namespace.place.startswith(f"Redis at 127.0.0.1:{server.port}, database 3, ")
-    assert store.namespace.client.info("keyspace").keys() == {"db3"}
+    assert store.place.startswith(f"Redis at 127.0.0.1:{server.port}, database 3, ")
+    assert store.client.info("keyspace").keys() == {"db3"}
     store.close()
 
 
@@ -166,7 +166,7 @@ def test_memory_is_full(server):
 
 def test_memory_that_fills_up_between_commit_and_sums_loses_nothing(server):
     store = open_store(server.url)
-    store.namespace.commit(make_part(0))
+    store.commit(make_part(0))
     server.client().config_set("maxmemory", "1kb")
     with pytest.raises(UserError, match="memory is full"):
         store.collect()

@@ -112,8 +112,8 @@ def test_a_flush_that_somebody_else_made_is_dropped(server):
 
 def test_what_a_dead_worker_committed_is_added_by_the_next(server):
     dying = open_store(server.url)
-    assert dying.namespace.commit(make_part(0, 1)) == "committed"
-    assert dying.namespace.apply() == LAYERS - 1
+    assert dying.commit(make_part(0, 1)) == "committed"
+    assert dying.apply() == LAYERS - 1
     assert server.client().llen("t:scan:pending") == LAYERS - 1
     other = open_store(server.url)
     flush(other, 2)
@@ -125,9 +125,9 @@ def test_what_a_dead_worker_committed_is_added_by_the_next(server):
 
 def test_a_commit_may_be_repeated(server):
     store = open_store(server.url)
-    assert [store.namespace.commit(make_part(0)) for _ in range(2)] == ["committed", "refused"]
+    assert [store.commit(make_part(0)) for _ in range(2)] == ["committed", "refused"]
     assert_equal(store.collect(), make_part(0))
-    assert [store.namespace.apply(), store.namespace.commit(make_part(0))] == [0, "refused"]
+    assert [store.apply(), store.commit(make_part(0))] == [0, "refused"]
     assert_equal(store.collect(), make_part(0))
     store.close()
 
@@ -135,7 +135,7 @@ def test_a_commit_may_be_repeated(server):
 @pytest.mark.parametrize("lost", ["t:scan:bits:0", "t:scan:identity"])
 def test_what_the_server_lost_before_a_commit_is_sent_again(server, monkeypatch, lost):
     store = open_store(server.url)
-    send, sent = store.namespace._send_bits, []
+    send, sent = store._send_bits, []
 
     def send_and_lose(bits_LRf):
         sent.append(list(send(bits_LRf)))
@@ -143,7 +143,7 @@ def test_what_the_server_lost_before_a_commit_is_sent_again(server, monkeypatch,
             server.client().delete(lost)
         return sent[-1]
 
-    monkeypatch.setattr(store.namespace, "_send_bits", send_and_lose)
+    monkeypatch.setattr(store, "_send_bits", send_and_lose)
     flush(store, 0)
     assert len(sent) == 2
     assert_equal(store.collect(), make_part(0))

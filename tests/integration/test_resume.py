@@ -110,8 +110,8 @@ def test_the_chain_leaves_a_checkpoint_and_a_report(finished):
     latest = finished / "latest"
     assert (latest / "checkpoint" / "config.json").is_file()
     assert (latest / "checkpoint").resolve() == result(finished, "project") / "checkpoint"
-    report = (latest / "report.md").read_text()
-    assert [line[3:] for line in report.splitlines() if line.startswith("## ")] == WHOLE
+    assert [stage["stage"] for stage in json.loads((latest / "stages.json").read_text())["stages"]] == WHOLE
+    assert "<h2>Quality</h2>" in (latest / "report.html").read_text()
     assert (latest / "config.yaml").is_file()
     assert "evaluate  done in" in (latest / "run.log").read_text()
 
@@ -125,26 +125,22 @@ def test_a_rerun_does_nothing_and_says_so(outputs, words, capsys, monkeypatch):
     assert f"checkpoint {result(outputs, 'project') / 'checkpoint'}" in said
 
 
-def test_another_shape_uses_scan_and_score_again(outputs, words, capsys):
+def test_only_what_is_missing_or_asked_for_again_is_run(outputs, words, capsys):
+    def stages_of(word):
+        """Stages that were kept, and that ran."""
+        said = capsys.readouterr().out.splitlines()
+        return [line.split()[0] for line in said if line.split()[1:2] == [word]]
+
+    before, folder = hashes(outputs, "scan"), result(outputs, "score").stat().st_ino
     assert in_process(outputs, words, "stage=cluster", "experts=2") == 0
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines() if "kept from" in line] == ["scan", "score"]
-    assert "cluster   done in" in said
-
-
-def test_a_missing_parent_is_run_first(outputs, words, capsys):
-    before = hashes(outputs, "scan")
+    assert stages_of("kept") == ["scan", "score"]
+    assert in_process(outputs, words, "stage=score", "fresh=true") == 0
+    assert stages_of("running") == ["score"]
+    assert result(outputs, "score").stat().st_ino != folder
     forget(outputs, "scan", "score")
     assert in_process(outputs, words, "stage=score") == 0
-    assert "scan      running" in capsys.readouterr().out
+    assert stages_of("running") == ["scan", "score"]
     assert hashes(outputs, "scan") == before
-
-
-def test_fresh_computes_only_the_asked_stage_again(outputs, words, capsys):
-    before = result(outputs, "score").stat().st_ino
-    assert in_process(outputs, words, "stage=score", "fresh=true") == 0
-    assert "scan      kept" in capsys.readouterr().out
-    assert result(outputs, "score").stat().st_ino != before
 
 
 def test_a_tampered_parent_is_named_and_the_remedy_works(outputs, words, capsys):
@@ -165,8 +161,12 @@ def test_a_tampered_parent_is_named_and_the_remedy_works(outputs, words, capsys)
     assert in_process(outputs, words, "stage=score") == 0
 
 
-@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped", "of equal size and time", "manifest", "renamed"])
-def test_a_damaged_result_is_not_handed_over(outputs, words, capsys, damage):
+DAMAGES = ["deleted", "truncated", "flipped", "of equal size and time", "manifest", "renamed"]
+
+
+@pytest.mark.parametrize(("stage", "damage"), [*(("project", damage) for damage in DAMAGES), ("evaluate", "flipped")])
+def test_a_damaged_checkpoint_is_not_handed_over(outputs, words, capsys, stage, damage):
+    """Nor by an evaluation that is kept, which has read it."""
     folder = result(outputs, "project")
     weights, manifest = folder / "checkpoint" / "model.safetensors", folder / "manifest.json"
     times, content = (weights.stat().st_atime_ns, weights.stat().st_mtime_ns), weights.read_bytes()
@@ -183,11 +183,12 @@ def test_a_damaged_result_is_not_handed_over(outputs, words, capsys, damage):
         weights.with_name("other.safetensors").write_bytes(content)
     if damage == "of equal size and time":
         os.utime(weights, ns=times)
-    assert in_process(outputs, words, "stage=project") == 1
+    assert in_process(outputs, words, f"stage={stage}") == 1
     said = capsys.readouterr()
     assert str(damaged) in said.err
     assert said.err.endswith(f"output_dir={outputs} stage=project fresh=true\n")
     assert "\ncheckpoint" not in said.out
+    assert not (outputs / "latest").exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "model.safetensors"])
@@ -205,18 +206,6 @@ def test_what_decides_a_result_is_looked_at_and_its_time_is_not(words, capsys, t
     os.utime(changed / name, ns=(status.st_atime_ns, status.st_mtime_ns))
     in_process(tmp_path, words, "stage=scan")
     assert "kept from an earlier run" not in capsys.readouterr().out
-
-
-def test_a_damaged_checkpoint_is_not_handed_over_by_an_evaluation_that_is_kept(outputs, words, capsys):
-    weights = result(outputs, "project") / "checkpoint" / "model.safetensors"
-    content = weights.read_bytes()
-    weights.unlink()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert in_process(outputs, words, "stage=evaluate") == 1
-    said = capsys.readouterr()
-    assert str(weights) in said.err
-    assert said.err.endswith(f"output_dir={outputs} stage=project fresh=true\n")
-    assert not (outputs / "latest").exists()
 
 
 def test_what_depends_on_a_lost_result_is_computed_again_if_its_tensors_differ_now(outputs, words, monkeypatch):
@@ -251,23 +240,38 @@ def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(output
     assert hidden(outputs, "scan") == []
 
 
+def count_calls(monkeypatch, module, name):
+    """A list that grows with every call of a function."""
+    calls, original = [], getattr(import_module(module), name)
+    monkeypatch.setattr(f"{module}.{name}", lambda *given, **named: calls.append(1) or original(*given, **named))
+    return calls
+
+
+GRADIENTS = "stages.project.carved_model:CarvedModel.gradients"
+
+
 @pytest.mark.parametrize(
-    ("stage", "place", "work"),
+    ("stage", "place", "work", "at", "left"),
     [
-        ("project", "layer_pass", "project_layer"),
-        pytest.param("cluster", "stage", "partition_layer", marks=pytest.mark.slow),
-        pytest.param("assemble", "stage", "measure_router", marks=pytest.mark.slow),
+        ("project", "layer_pass", "project_layer", "stages.project.layer_pass:project_layer", LAYERS - 1),
+        ("project", "layer_pass", "project_layer", GRADIENTS, 0),
+        pytest.param(
+            *("cluster", "stage", "partition_layer", "stages.cluster.stage:partition_layer", LAYERS - 1),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("assemble", "stage", "measure_router", "stages.assemble.stage:measure_router", LAYERS - 1),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_kill_between_layers_costs_no_layer_that_is_done(outputs, words, stage, place, work, monkeypatch):
+def test_a_kill_costs_no_layer_that_is_done(outputs, words, stage, place, work, at, left, monkeypatch):
     before = hashes(outputs, stage)
     forget(outputs, stage)
-    run_killed(outputs, words, f"stage={stage}", at=f"stages.{stage}.{place}:{work}", calls=2)
-    module, done = import_module(f"stages.{stage}.{place}"), []
-    original = getattr(module, work)
-    monkeypatch.setattr(module, work, lambda *args, **kwargs: done.append(1) or original(*args, **kwargs))
+    run_killed(outputs, words, f"stage={stage}", at=at, calls=2)
+    done = count_calls(monkeypatch, f"stages.{stage}.{place}", work)
     assert in_process(outputs, words, f"stage={stage}") == 0
-    assert len(done) == LAYERS - 1
+    assert len(done) == left
     assert hashes(outputs, stage) == before
 
 
@@ -277,9 +281,7 @@ def test_layers_of_an_unfinished_run_are_computed_again_if_its_parents_hold_othe
     """As after `stage=cluster fresh=true` with another version of torch between the kill and the next run."""
     forget(outputs, "project")
     run_killed(outputs, words, "stage=project", at="stages.project.layer_pass:project_layer", calls=2)
-    module, done = import_module("stages.project.layer_pass"), []
-    original = module.project_layer
-    monkeypatch.setattr(module, "project_layer", lambda *args, **kwargs: done.append(1) or original(*args, **kwargs))
+    done = count_calls(monkeypatch, "stages.project.layer_pass", "project_layer")
     read = import_module("pipeline.run").published_recipe
     monkeypatch.setattr("pipeline.run.published_recipe", lambda step: {**read(step), "read": {"cluster": "changed"}})
     assert in_process(outputs, words, "stage=project") == 0
@@ -289,7 +291,7 @@ def test_layers_of_an_unfinished_run_are_computed_again_if_its_parents_hold_othe
 def test_a_finished_layer_that_was_damaged_is_computed_again(outputs, words, capsys):
     before = hashes(outputs, "project")
     forget(outputs, "project")
-    run_killed(outputs, words, "stage=project", at="stages.project.carved_model:CarvedModel.gradients", calls=2)
+    run_killed(outputs, words, "stage=project", at=GRADIENTS, calls=2)
     damaged = sorted(stage_folder(outputs, "project").glob(".*/scratch/layer-*.safetensors"))
     assert len(damaged) == LAYERS
     for path, position in zip(damaged, (-1, 3), strict=True):
@@ -299,17 +301,6 @@ def test_a_finished_layer_that_was_damaged_is_computed_again(outputs, words, cap
     assert in_process(outputs, words, "stage=project") == 0
     said = capsys.readouterr().out
     assert all(f"layer {index} of an unfinished run is damaged" in said for index in range(LAYERS))
-    assert hashes(outputs, "project") == before
-
-
-def test_a_kill_within_gradient_projection_costs_no_layer_and_changes_nothing(outputs, words, monkeypatch):
-    before = hashes(outputs, "project")
-    forget(outputs, "project")
-    run_killed(outputs, words, "stage=project", at="stages.project.carved_model:CarvedModel.gradients", calls=2)
-    module, done = import_module("stages.project.layer_pass"), []
-    monkeypatch.setattr(module, "project_layer", lambda *_args, **_kwargs: done.append(1))
-    assert in_process(outputs, words, "stage=project") == 0
-    assert done == []
     assert hashes(outputs, "project") == before
 
 

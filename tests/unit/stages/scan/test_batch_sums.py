@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages.scan.batch_sums import pack_bits, sum_tokens, sum_tokens_compiled
+from stages.scan.batch_sums import pack_bits, sum_tokens, sum_tokens_numpy
 from stages.scan.config import ScanConfig
 
-FUNCTIONS = [sum_tokens, sum_tokens_compiled]
+FUNCTIONS = [sum_tokens, sum_tokens_numpy]
 
 
 def draw(tokens=300, width=53, seed=0):
@@ -70,7 +70,7 @@ def test_limits_are_found_at_any_size(scale):
     h, _ = draw(tokens=40)
     h *= torch.logspace(-3, 3, 40)[:, None] * scale
     rows, rule = torch.arange(40), ScanConfig(active_share=0.2)
-    assert torch.equal(sum_tokens_compiled(h, None, rows, rule)[0][3], sum_tokens(h, None, rows, rule)[0][3])
+    assert torch.equal(sum_tokens_numpy(h, None, rows, rule)[0][3], sum_tokens(h, None, rows, rule)[0][3])
 
 
 def test_threads_change_nothing():
@@ -80,7 +80,7 @@ def test_threads_change_nothing():
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(sum_tokens_compiled(h, grad, rows, ScanConfig(active_share=0.1))[0])
+            found.append(sum_tokens_numpy(h, grad, rows, ScanConfig(active_share=0.1))[0])
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
