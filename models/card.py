@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,30 +12,6 @@ from models.dense import rope_type_of
 from models.targets.base import BLOCK, RUNTIMES, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 _PLAIN = MappingProxyType({"model_type": "llama"})  # the config.json of a dense model that every runtime knows
-
-
-@dataclass(frozen=True)
-class CarveFacts:
-    """The facts on a card."""
-
-    source: str
-    target: MoETarget
-    shape: MoEShape
-    width: int  # F of the dense FFN
-    layers: int
-    dropped: int  # neurons in no expert, summed over layers
-    most_copies: int  # most copies of one neuron
-    partition: str  # how neurons were grouped
-    router: str
-    projection: str  # result of stage=project, or a note that it has not run
-    pad_to: int | None = None
-    dense: Mapping[str, Any] = field(default_factory=lambda: _PLAIN)  # its config.json
-
-    @property
-    def name(self) -> str:
-        """A repository's name or the last part of a folder's path, without characters of markup."""
-        source = self.source if _REPOSITORY.fullmatch(self.source) else Path(self.source).name
-        return re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
 
 
 # owner/name on the hub; any other source is a folder.
@@ -52,14 +27,43 @@ def copy_card(source: Path, folder: Path, training: str) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def render_card(facts: CarveFacts) -> str:
-    """The card as Markdown, with the front matter that hubs read."""
-    shape, name = facts.shape, facts.name
-    share = f"{shape.active_width / facts.width:.0%}"
+def render_card(
+    source: str,
+    target: MoETarget,
+    shape: MoEShape,
+    width: int,
+    layers: int,
+    dropped: int,
+    most_copies: int,
+    partition: str,
+    router: str,
+    projection: str,
+    pad_to: int | None = None,
+    dense: Mapping[str, Any] = _PLAIN,
+) -> str:
+    """The card as Markdown, with the front matter that hubs read.
+
+    Args:
+        source: the dense model's repository or folder; of a folder's path only the last part is shown.
+        target: the architecture.
+        shape: shape of the experts.
+        width: F of the dense FFN.
+        layers: L.
+        dropped: neurons in no expert, summed over layers.
+        most_copies: most copies of one neuron.
+        partition: how neurons were grouped.
+        router: how routers were fitted.
+        projection: result of stage=project, or a note that it has not run.
+        pad_to: see `expert_width`.
+        dense: config.json of the dense model.
+    """
+    # Without characters of markup.
+    name = re.sub(r"[^\w .+/-]", "_", source if _REPOSITORY.fullmatch(source) else Path(source).name).strip() or "dense"
+    share = f"{shape.active_width / width:.0%}"
     if shape.dense_layers:
-        share += f"; on average over all layers {shape.active_share(facts.width, facts.layers):.0%}"
-    remote_code = ", trust_remote_code=True" if facts.target.is_tiny_onn else ""
-    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to, facts.dense))
+        share += f"; on average over all layers {shape.active_share(width, layers):.0%}"
+    remote_code = ", trust_remote_code=True" if target.is_tiny_onn else ""
+    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(target, shape, pad_to, dense))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -72,15 +76,15 @@ A Mixture-of-Experts cut out of the dense model `{name}` with Tiny-ONN.
 
 | | |
 |---|---|
-| architecture | `{facts.target.architecture}` |
-| experts | {_experts(facts)} |
+| architecture | `{target.architecture}` |
+| experts | {_experts(shape, layers)} |
 | always-on neurons | {shape.always_on} |
-| active FFN width | {shape.active_width} of the dense model's {facts.width} ({share}) |
-| neurons left out | {facts.dropped} in all layers together |
-| most copies of one neuron | {facts.most_copies} |
-| partition | {facts.partition} |
-| router | {facts.router} |
-| projection | {facts.projection} |
+| active FFN width | {shape.active_width} of the dense model's {width} ({share}) |
+| neurons left out | {dropped} in all layers together |
+| most copies of one neuron | {most_copies} |
+| partition | {partition} |
+| router | {router} |
+| projection | {projection} |
 {_TRAINING.format(NO_TRAINING)}
 
 ```python
@@ -96,16 +100,15 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder"{remote_code})
 """
 
 
-def _experts(facts: CarveFacts) -> str:
-    shape = facts.shape
+def _experts(shape: MoEShape, layers: int) -> str:
     if shape.pooled:
         return (
-            f"{shape.experts} of {shape.n} neurons in all, one pool shared by {facts.layers} layers; each layer's "
+            f"{shape.experts} of {shape.n} neurons in all, one pool shared by {layers} layers; each layer's "
             f"router sends a token to {shape.top_k}"
         )
     kept = f"; layers {', '.join(map(str, shape.dense_layers))} stay dense" if shape.dense_layers else ""
     return (
-        f"{shape.experts} of {shape.n} neurons in each of {facts.layers - len(shape.dense_layers)} layers, "
+        f"{shape.experts} of {shape.n} neurons in each of {layers - len(shape.dense_layers)} layers, "
         f"{shape.top_k} per token{kept}"
     )
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from instruments.errors import ContractError, UserError
-from instruments.files import hash_file, sync, sync_tree, whole_file, write_json
+from instruments.errors import ContractError, UserError, some
+from instruments.files import hash_file, sync, sync_tree, write_json
 from stages.artifacts.job import Table
 
 log = logging.getLogger(__name__)
@@ -40,11 +40,6 @@ SETTLED = 2 * 10**9
 def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
     """Folder of a published result: `artifacts/<model>/<stage>/<fingerprint>`."""
     return output_dir / "artifacts" / label / stage / fingerprint[:SHORT]
-
-
-def hashes_file(output_dir: Path) -> Path:
-    """File that holds the hashes of large files."""
-    return output_dir / "artifacts" / "hashes.json"
 
 
 @dataclass(frozen=True)
@@ -115,9 +110,9 @@ def tensors_hash(folder: Path) -> str:
 class FileHashes:
     """Hashes of large files and slow answers, in a JSON file. Every write changes a file's ctime, for good."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the JSON file at `path`; if it is missing or damaged, files are hashed again."""
-        self._path = path
+    def __init__(self, output_dir: Path) -> None:
+        """Read `artifacts/hashes.json`; if it is missing or damaged, files are hashed again."""
+        self._path = path = output_dir / "artifacts" / "hashes.json"
         self._known: dict[str, list[object]] = {}
         with suppress(*UNREADABLE):
             self._known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
@@ -154,8 +149,7 @@ class FileHashes:
         present = {key: value for key, value in self._known.items() if key.startswith(ANSWER) or Path(key).exists()}
         with suppress(OSError):  # a full disk, or another process writes too: it is found again next time
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._path) as unfinished:
-                unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
+            write_json(self._path, present)
 
 
 def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
@@ -182,7 +176,7 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
     unknown = present.keys() - {MANIFEST, *manifest.files}
     if added := sorted(present[name] for name in unknown if _is_loadable(folder, name)):
         what = f"files were added to the result of {folder.parent.name} after it was published"
-        where = ", ".join(map(str, added[:MOST_FILES])) + (" ..." if len(added) > MOST_FILES else "")
+        where = some(map(str, added), MOST_FILES, ", ")
         do = f"{shlex.join(['mv', *map(str, added), '.'])}, or {remedy}" if len(added) <= MOST_FILES else remedy
         raise ContractError(what, where=where, do=do)
 

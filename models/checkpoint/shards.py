@@ -26,10 +26,10 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
     """An open checkpoint: its configuration, and its tensors by transformers' names."""
 
     def __init__(self, source: Path) -> None:
-        """Read and check all headers of a checkpoint folder, or of one safetensors file. Raises CheckpointError."""
+        """Read and check all headers of a checkpoint folder. Raises CheckpointError."""
         super().__init__()
         self._source = source
-        self._entries: dict[str, Entry] = dict(read_header(source)) if source.is_file() else read_checkpoint(source)
+        self._entries: dict[str, Entry] = read_checkpoint(source)
 
     def __exit__(self, *_error: object) -> None:
         self.close()

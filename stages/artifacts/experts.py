@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from models.card import CarveFacts, render_card
+from models.card import render_card
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
@@ -153,10 +153,10 @@ class CheckpointFormat:
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
         )
-        facts = CarveFacts(
+        card = render_card(
             source=self.model.source_name, target=self.target, shape=self.shape, width=partition.width,
             layers=partition.layers, dropped=partition.dropped, most_copies=int(partition.multiplicity.max()),
             partition=partition.description, router=self.settings.router, projection=projection,
             pad_to=self.settings.pad_to, dense=read_config(self.source),
         )  # fmt: skip
-        (out / "checkpoint/README.md").write_text(render_card(facts), encoding="utf-8")
+        (out / "checkpoint/README.md").write_text(card, encoding="utf-8")

@@ -1,7 +1,6 @@
 """Checkpoints that cannot be carved: refused by their headers if these show it, else before anything is published."""
 
 import json
-import shutil
 from operator import methodcaller
 
 import pytest
@@ -12,48 +11,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.cli import run_command
 
 SHARD = "model-0000{}-of-00003.safetensors"
-FAMILIES = (
-    "choose a dense model of one of these: "
-    "gemma2, gemma3_text, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3"
-)
-GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the file again"
-
-
-def set_model_type(folder, model_type):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
-
-
-def make_pickle(folder):
-    for path in folder.glob("model*"):
-        path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"never opened")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "what"),
-    [("gpt2", "architecture 'gpt2' has no gated FFN"), ("mamba", "architecture 'mamba' is not supported")],
-)
-def test_architectures_that_cannot_be_carved(refused, source, model_type, what):
-    set_model_type(source, model_type)
-    assert refused(*words_for(source)) == message(what, "model_type in config.json", FAMILIES)
-
-
-@pytest.mark.parametrize(
-    ("damage", "what", "where"),
-    [
-        (shutil.rmtree, "no checkpoint: {} does not exist", "model.path"),
-        (
-            lambda folder: (folder / "config.json").unlink(),
-            "no checkpoint: cannot read config.json (No such file or directory)",
-            "{}",
-        ),
-    ],
-)
-def test_paths_that_are_no_checkpoint(refused, source, damage, what, where):
-    damage(source)
-    assert refused(*words_for(source)) == message(what.format(source), where.format(source), GIVE_FOLDER)
 
 
 def test_damaged_shards_are_all_named(refused, source):
@@ -69,16 +27,6 @@ def test_damaged_shards_are_all_named(refused, source):
             message(f"{cut.name} is damaged: truncated: {whole - 10} bytes, the header says {whole}", cut, RESTORE),
             message(f"{lost.name} is missing", lost, RESTORE),
         ]
-    )
-
-
-def test_pickles_are_refused(refused, source):
-    make_pickle(source)
-    assert refused(*words_for(source)) == message(
-        "pickle checkpoint refused: pytorch_model.bin can run any code when opened",
-        source,
-        "give a safetensors checkpoint, or convert one you trust: "
-        "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
     )
 
 
@@ -103,26 +51,29 @@ def test_weights_that_are_not_finite(failed, source, text, option):
     )
 
 
-def test_gradients_that_are_all_zero(failed, source, text):
+def zero_ffns(source):
     for layer in (0, 1):
         change_ffn(source, "down", torch.Tensor.zero_, layer)
         change_ffn(source, "up", torch.Tensor.zero_, layer)
-    assert failed(*words_for(source, text)) == message(
-        "all gradients are zero in 2 of 2 samples",
-        f"0: {text}:1, 1: {text}:1",
-        "check that the checkpoint's FFN weights are not all zero",
-    )
 
 
-def test_gradients_that_are_not_finite(failed, source, text):
-    """Up scaled by 1e-25 and down by 1e25: the same function, with gradients beyond float32."""
+def scale_ffns(source):
+    """The same function, with gradients beyond float32."""
     change_ffn(source, "up", methodcaller("mul_", 1e-25))
     change_ffn(source, "down", methodcaller("mul_", 1e25))
-    assert failed(*words_for(source, text)) == message(
-        "the gradients are not finite in 2 of 2 samples",
-        f"0: {text}:1, 1: {text}:1",
-        "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range",
-    )
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (zero_ffns, "all gradients are zero in 2 of 2 samples"),
+        (scale_ffns, "the gradients are not finite in 2 of 2 samples"),
+    ],
+)
+def test_gradients_that_say_nothing(failed, source, text, change, what):
+    change(source)
+    said = failed(*words_for(source, text))
+    assert said.startswith(f"{what}\n  where: 0: {text}:1, 1: {text}:1\n  do:    ")
 
 
 def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_path):

@@ -26,13 +26,13 @@ def read(monkeypatch):
 
 def test_a_large_file_is_read_once_by_any_process(file, read, tmp_path):
     for _process in range(2):
-        assert FileHashes(tmp_path / "memory" / "hashes.json")(file) == hash_file(file)
+        assert FileHashes(tmp_path / "memory")(file) == hash_file(file)
     assert read == ["weights"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory", "weights"]
 
 
 def test_other_bytes_of_the_same_size_and_time_are_read_again(file, tmp_path):
-    hash_of = FileHashes(tmp_path / "hashes.json")
+    hash_of = FileHashes(tmp_path)
     before, status = hash_of(file), file.stat()
     with file.open("r+b") as open_file:
         open_file.write(b"\1")
@@ -42,7 +42,7 @@ def test_other_bytes_of_the_same_size_and_time_are_read_again(file, tmp_path):
 
 
 def test_a_touch_changes_no_hash(file, tmp_path):
-    hash_of = FileHashes(tmp_path / "hashes.json")
+    hash_of = FileHashes(tmp_path)
     before = hash_of(file)
     os.utime(file, ns=(1, 1))
     assert hash_of(file) == before
@@ -50,28 +50,30 @@ def test_a_touch_changes_no_hash(file, tmp_path):
 
 def test_what_changed_just_now_is_not_remembered(file, read, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.artifacts.SETTLED", 10**12)
-    hash_of = FileHashes(tmp_path / "hashes.json")
+    hash_of = FileHashes(tmp_path)
     assert hash_of(file) == hash_of(file)
     assert read == ["weights", "weights"]
 
 
 @pytest.mark.parametrize("memory", ["", "[1]", "{", '{"a": 3}', "[[]]", "[" * 100_000])
 def test_a_damaged_memory_only_costs_time(file, tmp_path, memory):
-    (tmp_path / "hashes.json").write_text(memory)
-    assert FileHashes(tmp_path / "hashes.json")(file) == hash_file(file)
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts/hashes.json").write_text(memory)
+    assert FileHashes(tmp_path)(file) == hash_file(file)
 
 
 def test_a_memory_that_is_no_file_is_not_waited_for(file, tmp_path):
-    os.mkfifo(tmp_path / "hashes.json")
-    assert FileHashes(tmp_path / "hashes.json")(file) == hash_file(file)
+    (tmp_path / "artifacts").mkdir()
+    os.mkfifo(tmp_path / "artifacts/hashes.json")
+    assert FileHashes(tmp_path)(file) == hash_file(file)
 
 
 def test_an_answer_is_found_once_by_any_process(file, tmp_path):
     found = []
     for question in ("a", "b", "a"):
-        memory = FileHashes(tmp_path / "hashes.json")
+        memory = FileHashes(tmp_path)
         memory(file)
         assert memory.recall(question, lambda question=question: found.append(question) or question * 2) == question * 2
     assert found == ["a", "b"]
     file.unlink()
-    assert FileHashes(tmp_path / "hashes.json").recall("a", list) == "aa"
+    assert FileHashes(tmp_path).recall("a", list) == "aa"

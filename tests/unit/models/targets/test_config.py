@@ -1,291 +1,180 @@
-"""Configuration keys for transformers 4 and 5; tests/numerics compares the logits."""
-
-import json
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
 
+from instruments.errors import ConfigError
 from models.config import MoEShape
-from models.targets.base import expert_width, shared_width
-from models.targets.config import MOE_TARGETS
-from models.targets.config_json import emit_config, source_dtype
+from models.dense import DENSE_FAMILIES
+from models.targets.base import GateScale, gate_kind, gate_scale_of
+from models.targets.config import MOE_TARGETS, check_target, select_target, targets_of
 
-SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
-SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 116,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
-    "hidden_act": "gelu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 2e-5,
-    "eos_token_id": [3, 4],
-    "tie_word_embeddings": True,
-}
-
-
-def emitted(source: str, target: str, **more: Any) -> dict[str, Any]:
-    return emit_config({"model_type": source, **SIZES, **more}, MOE_TARGETS[target], SHAPE, "bfloat16")
-
-
-def read_by_transformers(folder: Path, config: dict[str, Any]) -> Any:
-    (folder / "config.json").write_text(json.dumps(config))
-    return AutoConfig.from_pretrained(folder)
-
-
-PAIRS = [
-    ("qwen3", "qwen3_moe"),
-    ("qwen2", "qwen2_moe"),
-    ("llama", "mixtral"),
-    ("mistral", "mixtral"),
-    ("llama", "glm4_moe"),
-    ("olmo2", "flex_olmo"),
-    ("qwen3", "dots1"),
-    ("granite", "granitemoe"),
-    ("granite", "granitemoeshared"),
-    ("phi3", "mixtral"),
-]
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_common_keys(tmp_path: Path, source: str, target: str) -> None:
-    config = emitted(source, target)
-    assert config["architectures"] == [MOE_TARGETS[target].architecture]
-    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
-    assert config["tie_word_embeddings"] is False
-    for key in SIZES.keys() - {"intermediate_size", "tie_word_embeddings"}:
-        assert config[key] == SIZES[key]
-    read = read_by_transformers(tmp_path, config)
-    assert read.num_experts_per_tok == 2
-    assert getattr(read, "num_local_experts", None) or read.num_experts == 6
-    assert read.eos_token_id == [3, 4]
-
-
-def test_each_architecture_counts_experts_under_its_own_name() -> None:
-    assert emitted("qwen3", "qwen3_moe")["num_experts"] == 6
-    assert emitted("qwen2", "qwen2_moe")["num_experts"] == 6
-    assert emitted("llama", "mixtral")["num_local_experts"] == 6
-    assert emitted("llama", "glm4_moe")["n_routed_experts"] == 6
-
-
-OLD_STYLE = {"rope_theta": 7e3, "rope_scaling": {"type": "linear", "factor": 2.0}}
-NEW_STYLE = {"rope_parameters": {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0}}
-
-
-@pytest.mark.parametrize("source", [OLD_STYLE, NEW_STYLE], ids=["transformers 4", "transformers 5"])
-@pytest.mark.parametrize("target", ["mixtral", "glm4_moe"])
-def test_position_encoding_in_both_spellings(tmp_path: Path, source: dict[str, Any], target: str) -> None:
-    config = emitted("llama", target, **source)
-    assert config["rope_theta"] == 7e3
-    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    whole_heads = {"partial_rotary_factor": 1.0} if target == "glm4_moe" else {}
-    expected = {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0} | whole_heads
-    assert config["rope_parameters"] == expected
-    assert read_by_transformers(tmp_path, config).rope_parameters == expected
-
-
-@pytest.mark.parametrize("theta", [{}, {"rope_theta": 7e3}])
-def test_a_scaling_added_to_the_config_of_transformers_5_replaces_what_is_there(
-    tmp_path: Path, theta: dict[str, float]
-) -> None:
-    added = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, **theta}
-    dense = {**SIZES, "model_type": "llama", "rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}, **added}
-    expected = read_by_transformers(tmp_path, dense).rope_parameters
-    assert expected == {"rope_type": "linear", "factor": 2.0, "rope_theta": theta.get("rope_theta", 1e4)}
-    assert emitted("llama", "mixtral", **dense)["rope_parameters"] == expected
-
-
-def test_plain_position_encoding_has_no_scaling() -> None:
-    for source in ({"rope_theta": 7e3, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 7e3}}):
-        config = emitted("qwen3", "qwen3_moe", **source)
-        assert config["rope_scaling"] is None
-        assert config["rope_parameters"] == {"rope_theta": 7e3, "rope_type": "default"}
-
-
-def test_keys_that_a_source_leaves_out_mean_its_own_defaults() -> None:
-    bare = {
-        key: SIZES[key] for key in SIZES.keys() - {"rms_norm_eps", "num_key_value_heads", "hidden_act", "eos_token_id"}
-    }
-    config = emit_config({"model_type": "llama", **bare}, MOE_TARGETS["mixtral"], SHAPE, "float32")
-    assert config["rms_norm_eps"] == 1e-6
-    assert config["num_key_value_heads"] == 4
-    assert config["head_dim"] == 6
-    assert config["hidden_act"] == "silu"
-    assert config["eos_token_id"] == 2
-    assert config["rope_theta"] == 1e4
-    qwen3 = emit_config({"model_type": "qwen3", **bare}, MOE_TARGETS["qwen3_moe"], SHAPE, "float32")
-    assert qwen3["head_dim"] == 128
-    assert qwen3["eos_token_id"] is None
-
-
-def test_qwen2_moe_never_renormalises() -> None:
-    """llama.cpp never renormalises gates of qwen2_moe, for any config.json."""
-    source = {"model_type": "qwen2", **SIZES}
-    for experts in (6, 8, 100):
-        config = emit_config(source, MOE_TARGETS["qwen2_moe"], MoEShape(experts, 16, 2, 20), "float32")
-        assert config["norm_topk_prob"] is False
-
-
-def test_shared_experts_are_wide_enough_for_the_always_on_neurons() -> None:
-    assert emitted("qwen2", "qwen2_moe")["shared_expert_intermediate_size"] == 24
-    # 20 always-on neurons need two shared experts of 16 neurons.
-    assert emitted("qwen2", "glm4_moe")["n_shared_experts"] == 2
-    none = MoEShape(experts=6, n=16, top_k=2, always_on=0)
-    source = {"model_type": "qwen2", **SIZES}
-    assert emit_config(source, MOE_TARGETS["qwen2_moe"], none, "float32")["shared_expert_intermediate_size"] == 8
-    assert emit_config(source, MOE_TARGETS["glm4_moe"], none, "float32")["n_shared_experts"] == 1
-
-
-def test_experts_are_rounded_up_to_what_grouped_kernels_take() -> None:
-    source = {"model_type": "llama", **SIZES}
-    config = emit_config(source, MOE_TARGETS["mixtral"], MoEShape(6, 17, 2, 0), "float32")
-    assert config["intermediate_size"] == 24
+SIZES = {"hidden_size": 24, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize(
-    ("target", "source", "expected"),
+    ("source", "always_on", "target"),
     [
-        ("mixtral", "llama", {"intermediate_size": 128}),
-        ("qwen2_moe", "qwen2", {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}),
-        ("glm4_moe", "qwen2", {"moe_intermediate_size": 128, "n_shared_experts": 2}),
-        ("granitemoeshared", "granite", {"intermediate_size": 128, "shared_intermediate_size": 256}),
-        ("flex_olmo", "olmo2", {"intermediate_size": 128}),
+        *(("qwen3", 0, "qwen3_moe"), ("qwen3", 5, "glm4_moe"), ("qwen2", 0, "qwen2_moe"), ("qwen2", 5, "qwen2_moe")),
+        *(("llama", 0, "mixtral"), ("llama", 5, "glm4_moe"), ("mistral", 0, "mixtral")),
+        ("mistral", 5, "tiny_onn"),  # its window is 4,096 tokens if config.json names none
+        *(("phi3", 0, "mixtral"), ("phi3", 5, "glm4_moe"), ("olmo2", 0, "flex_olmo"), ("olmo2", 5, "tiny_onn")),
+        *(("granite", 0, "granitemoe"), ("granite", 5, "granitemoeshared"), ("gemma2", 0, "tiny_onn")),
+        *(("gemma3_text", 5, "tiny_onn"), ("smollm3", 5, "tiny_onn")),
+        ({"model_type": "mistral", "sliding_window": None}, 5, "glm4_moe"),
+        ({"model_type": "phi3", "sliding_window": 2047}, 0, "mixtral"),
+        ({"model_type": "phi3", "sliding_window": 2047}, 5, "tiny_onn"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, 0, "tiny_onn"),
+        ({"model_type": "llama", "attention_bias": True}, 0, "tiny_onn"),
+        ({"model_type": "qwen3", "attention_bias": True}, 5, "dots1"),
+        ({"model_type": "qwen2", "head_dim": 8}, 5, "glm4_moe"),
     ],
 )
-def test_experts_and_always_on_neurons_are_rounded_up_as_asked(
-    target: str, source: str, expected: dict[str, int]
+def test_auto_takes_the_first_target_that_can_hold_the_attention(
+    source: str | dict[str, Any], always_on: int, target: str
 ) -> None:
-    dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 17, 2, 130)
-    assert emit_config(dense, MOE_TARGETS[target], shape, "float32", 128).items() >= expected.items()
-    own = emit_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
-    assert (own["moe_intermediate_size"], own["shared_intermediate_size"]) == (128, 256)
+    config = SIZES | ({"model_type": source} if isinstance(source, str) else source)
+    assert select_target(config, "auto", always_on).model_type == target
+    assert select_target(config, target, always_on).model_type == target
 
 
-def test_granite_keeps_its_multipliers() -> None:
-    given = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.1}
-    config = emitted("granite", "granitemoe", **given)
-    assert config.items() >= (given | {"residual_multiplier": 1.0}).items()
+@pytest.mark.parametrize("source", DENSE_FAMILIES)
+def test_no_two_targets_of_a_source_have_one_rank(source: str) -> None:
+    ranks = [target.sources[source] for target in targets_of(source, 0)]
+    assert ranks == sorted(set(ranks))
 
 
-def test_longrope_is_said_for_both_generations() -> None:
-    scaling = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
-    config = emitted("phi3", "mixtral", rope_scaling=scaling, original_max_position_embeddings=128)
-    expected = {
-        "factor": 4.0, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
-        "original_max_position_embeddings": 128,
-    }  # fmt: skip
-    assert config["rope_scaling"] == expected
-    assert config["rope_parameters"] == {"rope_theta": 1e4} | expected
-    assert config["original_max_position_embeddings"] == 128
-
-
-def test_the_length_of_longrope_outside_of_the_scaling_counts(tmp_path: Path) -> None:
-    factors = [1.0, 2.0, 3.0]
-    scaling = {"type": "longrope", "short_factor": factors, "long_factor": factors}
-    scaling["original_max_position_embeddings"] = 64
-    dense = {**SIZES, "model_type": "phi3", "rope_scaling": scaling, "original_max_position_embeddings": 128}
-    expected = read_by_transformers(tmp_path, dense).rope_parameters["original_max_position_embeddings"]
-    assert expected == emitted("phi3", "mixtral", **dense)["rope_parameters"]["original_max_position_embeddings"] == 128
-
-
-_FACTORS = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0]}
-
-
-@pytest.mark.parametrize("outside", [{}, {"original_max_position_embeddings": 64}])
 @pytest.mark.parametrize(
-    "scaling",
+    ("source", "requested", "always_on", "what", "others"),
     [
-        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        {"rope_type": "longrope", "factor": 3.0, **_FACTORS},
-    ],
-    ids=lambda scaling: scaling["rope_type"],
-)
-def test_the_length_of_any_scaling_is_the_one_that_transformers_reads(
-    tmp_path: Path, scaling: dict[str, Any], outside: dict[str, int]
-) -> None:
-    if scaling["rope_type"] == "llama3" and not outside:
-        scaling = scaling | {"original_max_position_embeddings": 128}
-    dense = {**SIZES, "model_type": "llama", "rope_theta": 7e3, "rope_scaling": scaling, **outside}
-    wanted, found = (read_by_transformers(tmp_path, one) for one in (dense, emitted("llama", "mixtral", **dense)))
-    for config in (wanted, found):
-        config.standardize_rope_params()  # as the model does before it reads them
-    assert found.rope_parameters == wanted.rope_parameters
-
-
-def test_phi3_keeps_its_window() -> None:
-    assert emitted("phi3", "mixtral", sliding_window=2047)["sliding_window"] == 2047
-    assert emitted("phi3", "mixtral")["sliding_window"] is None
-
-
-@pytest.mark.parametrize(
-    ("source", "stored", "tied"),
-    [("gemma2", {}, True), ("gemma2", {"tie_word_embeddings": False}, False), ("olmo2", {}, False)],
-)
-def test_the_own_class_ties_what_its_source_ties(source: str, stored: dict[str, bool], tied: bool) -> None:
-    dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
-    config = emit_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
-    assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
-    assert config["model_type"] == "tiny_onn"
-    assert config["dense"]["model_type"] == source
-    assert config["routed_scaling_factor"] == 2.0
-
-
-def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tmp_path: Path) -> None:
-    config = emitted("qwen3", "glm4_moe")
-    assert read_by_transformers(tmp_path, config).num_mtp_layers == 0
-    assert config["routed_scaling_factor"] == 2.0
-    assert config["partial_rotary_factor"] == 1.0
-    assert config["use_qk_norm"] is True
-    assert config["first_k_dense_replace"] == config["num_nextn_predict_layers"] == 0
-
-
-def test_dots1_keeps_the_windows_that_qwen3_reads() -> None:
-    windows = {"sliding_window": 77, "use_sliding_window": True}
-    last = emitted("qwen3", "dots1", **windows, max_window_layers=1)
-    assert (last["sliding_window"], last["layer_types"]) == (77, ["full_attention", "sliding_attention"])
-    named = emitted("qwen3", "dots1", **windows, layer_types=["sliding_attention", "full_attention"])
-    assert named["layer_types"] == ["sliding_attention", "full_attention"]
-    unused = emitted("qwen3", "dots1", sliding_window=77, max_window_layers=0)
-    assert (unused["sliding_window"], unused["layer_types"]) == (None, ["full_attention"] * 2)
-    assert last["routed_scaling_factor"] == 1.0
-
-
-def test_mistral_keeps_its_window() -> None:
-    assert emitted("mistral", "mixtral", sliding_window=77)["sliding_window"] == 77
-    assert emitted("mistral", "mixtral", sliding_window=None)["sliding_window"] is None
-    # transformers defaults to 4096 if config.json has no key.
-    assert emitted("mistral", "mixtral")["sliding_window"] == 4096
-    assert emitted("llama", "mixtral")["sliding_window"] is None
-
-
-def test_writer_of_the_tokenizer_is_remembered() -> None:
-    assert emitted("llama", "mixtral", transformers_version="4.41.0")["transformers_version"] == "4.41.0"
-    assert "transformers_version" not in emitted("llama", "mixtral")
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ({"dtype": "bfloat16"}, "bfloat16"),
-        ({"torch_dtype": "float16"}, "float16"),
-        ({"torch_dtype": "torch.float32"}, "float32"),
-        ({}, None),
+        ("llama", "mixtrel", 0, "unknown target 'mixtrel'", "mixtral, glm4_moe, qwen2_moe, tiny_onn"),
+        ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2", "qwen2_moe, glm4_moe, tiny_onn"),
+        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted", "glm4_moe, dots1, tiny_onn"),
+        ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2", "tiny_onn"),
+        ("granite", "granitemoe", 3, "granitemoe has no always-on neurons, 3 are wanted", "granitemoeshared, tiny_onn"),
     ],
 )
-def test_number_format_of_either_generation(source: dict[str, Any], name: str | None) -> None:
-    assert source_dtype(source) == name
+def test_targets_that_cannot_hold_it(source: str, requested: str, always_on: int, what: str, others: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select_target({"model_type": source}, requested, always_on)
+    error = caught.value
+    assert (error.what, error.where, error.do) == (
+        what,
+        "assemble.target",
+        f"assemble.target=auto, or one of {others}",
+    )
+
+
+SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
+WINDOWS = {"use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
-    ("n", "pad_to", "width"),
-    [(304, None, 320), (64, None, 64), (48, None, 48), (100, None, 104), (7, None, 8), (304, 8, 304), (304, 256, 512)],
+    ("config", "target", "where", "other"),
+    [
+        ({"model_type": "llama"}, "mixtral", None, None),
+        ({"model_type": "qwen3", "attention_bias": True}, "qwen3_moe", None, None),
+        ({"model_type": "qwen2"}, "glm4_moe", None, None),
+        ({"model_type": "mistral"}, "mixtral", None, None),
+        ({"model_type": "llama", "attention_bias": True}, "mixtral", "attention_bias", "tiny_onn"),
+        ({"model_type": "mistral"}, "glm4_moe", "sliding_window", "mixtral"),
+        ({"model_type": "llama", "head_dim": 8}, "qwen2_moe", "head_dim", "mixtral"),
+        ({"model_type": "granite", "head_dim": 8}, "granitemoe", "head_dim", "tiny_onn"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"], **WINDOWS},
+            *("qwen3_moe", "use_sliding_window", "dots1"),
+        ),
+        (
+            {"model_type": "qwen2", "max_window_layers": 1, "num_hidden_layers": 2, **WINDOWS},
+            *("qwen2_moe", "use_sliding_window", "tiny_onn"),
+        ),
+        (
+            {"model_type": "qwen2", "max_window_layers": 0, "num_hidden_layers": 2, "sliding_window": None, **WINDOWS},
+            *("qwen2_moe", None, None),
+        ),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+            *("mixtral", "layer_types", "tiny_onn"),
+        ),
+        *(
+            (
+                {"model_type": "phi3", key: {"partial_rotary_factor": 0.75}},
+                *("mixtral", "partial_rotary_factor", "tiny_onn"),
+            )
+            for key in ("rope_parameters", "rope_scaling")
+        ),
+    ],
 )
-def test_experts_are_filled_up_to_whole_blocks_where_that_is_cheap(n, pad_to, width):
-    shape = MoEShape(16, n, 4, 4 * n)
-    assert expert_width(shape, pad_to) == width
-    assert shared_width(MOE_TARGETS["glm4_moe"], shape, pad_to) == -(-4 * n // width) * width
+def test_attention_that_a_target_cannot_hold(
+    config: dict[str, Any], target: str, where: str | None, other: str | None
+) -> None:
+    found = [(error.where, error.do) for error in check_target(SIZES | config, MOE_TARGETS[target], SHAPE)]
+    assert found == ([(f"{where} in config.json", f"assemble.target={other}")] if where else [])
+
+
+def test_a_fault_is_one_whole_message() -> None:
+    (error,) = check_target(SIZES | {"model_type": "llama", "head_dim": 8}, MOE_TARGETS["qwen2_moe"], SHAPE)
+    assert str(error) == (
+        "qwen2_moe cannot have head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral"
+    )
+
+
+def test_shapes_that_a_target_cannot_hold() -> None:
+    llama, one = SIZES | {"model_type": "llama"}, MoEShape(experts=1, n=16, top_k=1, always_on=0)
+    (error,) = check_target(llama, MOE_TARGETS["glm4_moe"], one)
+    assert (error.where, error.do) == ("experts=1", "assemble.target=mixtral")
+    assert check_target(llama, MOE_TARGETS["mixtral"], one) == []
+    windowed = SIZES | {"model_type": "mistral"}
+    (error,) = check_target(windowed, MOE_TARGETS["glm4_moe"], replace(SHAPE, always_on=8))
+    assert error.do == "assemble.target=tiny_onn"
+    assert len(check_target(windowed | {"head_dim": 8}, MOE_TARGETS["qwen2_moe"], SHAPE)) == 2
+
+
+@pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
+def test_only_the_own_class_says_a_pool(source: str) -> None:
+    assert select_target(SIZES | {"model_type": source}, "auto", 0, pooled=True).model_type == "tiny_onn"
+    assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
+
+
+@pytest.mark.parametrize(
+    ("target", "experts", "gate_scale"),
+    [
+        ("qwen3_moe", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("mixtral", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("qwen2_moe", 6, GateScale(6.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("qwen2_moe", 16, GateScale(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("glm4_moe", 6, GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+        ("dots1", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("tiny_onn", 6, GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+        ("flex_olmo", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("flex_olmo", 16, GateScale(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("granitemoe", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("granitemoeshared", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+    ],
+)
+def test_who_carries_the_scale(target: str, experts: int, gate_scale: GateScale) -> None:
+    assert gate_scale_of(MOE_TARGETS[target], MoEShape(experts, 16, 4, 0)) == gate_scale
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "down_scale", "routed_scaling_factor"),
+    [
+        ("qwen2_moe", "softmax_of_all", 100.0, None),
+        ("flex_olmo", "softmax_of_all", 100.0, None),
+        ("tiny_onn", "sigmoid", 1.0, 2.0),
+        ("glm4_moe", "sigmoid", 1.0, 2.0),
+        ("dots1", "sigmoid", 2.0, None),
+        ("qwen3_moe", "softmax_of_chosen", 1.0, None),
+        ("mixtral", "softmax_of_chosen", 1.0, None),
+        ("granitemoe", "softmax_of_chosen", 1.0, None),
+        ("granitemoeshared", "softmax_of_chosen", 1.0, None),
+    ],
+)
+def test_the_gate_of_one_expert_depends_on_its_logit_where_it_can(
+    target: str, kind: str, down_scale: float, routed_scaling_factor: float | None
+) -> None:
+    shape = MoEShape(experts=100, n=16, top_k=1, always_on=8)
+    gate_scale = gate_scale_of(MOE_TARGETS[target], shape)
+    assert (gate_scale.down_scale, gate_scale.routed_scaling_factor) == (down_scale, routed_scaling_factor)
+    assert (gate_scale.norm_topk_prob is False) is (kind in {"softmax_of_all", "sigmoid"})
+    assert gate_kind(MOE_TARGETS[target], shape) == kind

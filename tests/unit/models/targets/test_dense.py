@@ -30,13 +30,9 @@ def test_a_fused_projection_of_another_shape(tmp_path: Path) -> None:
     config = read_config(folder)
     shapes = shapes_of(folder) | {"model.layers.0.mlp.gate_up_proj.weight": (78, 24)}
     del shapes["model.layers.0.self_attn.qkv_proj.weight"]
-    assert [str(error) for error in check_tensors(shapes, config, DENSE_FAMILIES["phi3"])] == [
-        "1 tensors are missing\n"
-        "  where: model.layers.0.self_attn.qkv_proj.weight\n"
-        "  do:    check that config.json belongs to these weights",
-        "1 tensors do not have the shape that config.json says\n"
-        "  where: model.layers.0.mlp.gate_up_proj.weight is (78, 24), not (80, 24)\n"
-        "  do:    check that config.json belongs to these weights",
+    assert [error.where for error in check_tensors(shapes, config, DENSE_FAMILIES["phi3"])] == [
+        "model.layers.0.self_attn.qkv_proj.weight",
+        "model.layers.0.mlp.gate_up_proj.weight is (78, 24), not (80, 24)",
     ]
 
 

@@ -154,42 +154,35 @@ def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: P
     assert not torch.equal(written, half["down_EDN"][0].to(expected) * 3) or expected == torch.float32
 
 
-def test_experts_of_another_shape(dense: Path, tmp_path: Path) -> None:
+def test_experts_and_routers_of_another_shape(dense: Path, tmp_path: Path) -> None:
     narrow = replace(
         random_experts(0), gate_END=torch.ones(3, 7, 24), up_END=torch.ones(3, 7, 24), down_EDN=torch.ones(3, 24, 7)
     )
     with pytest.raises(ContractError) as caught:
-        emit(dense, tmp_path, experts=lambda _layer: narrow)
+        emit(dense, tmp_path / "narrow", experts=lambda _layer: narrow)
     assert str(caught.value) == (
         "3 experts of 7 neurons and 5 always-on neurons, not 3 experts of 8 neurons and 5 always-on neurons\n"
         "  where: layer 0\n"
         "  do:    stage=extract fresh=true"
     )
+    with pytest.raises(ContractError, match=r"router of shape \(4, 24\) for 3 experts"):
+        emit(dense, tmp_path / "router", router=torch.ones(4, 24))
 
 
-def test_router_of_another_shape(dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(ContractError) as caught:
-        emit(dense, tmp_path, router=torch.ones(4, 24))
-    assert str(caught.value) == "router of shape (4, 24) for 3 experts\n  where: layer 0"
-
-
-def test_a_fold_that_overflows(dense: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "target", "name", "other"),
+    [
+        ("qwen2", "qwen2_moe", "model.layers.0.mlp.experts.0.down_proj.weight", "glm4_moe"),
+        ("granite", "granitemoeshared", "model.layers.0.block_sparse_moe.output_linear.weight", "tiny_onn"),
+    ],
+)
+def test_a_gate_scale_that_overflows(tmp_path: Path, source: str, target: str, name: str, other: str) -> None:
+    dense = write_pico(tmp_path / "dense", source, layers=1)
     large = replace(random_experts(0), down_EDN=torch.full((3, 24, 8), 40_000.0))
-    with pytest.raises(NumericsError) as caught:
-        emit(dense, tmp_path, experts=lambda _layer: large, dtype="float16")
-    assert str(caught.value) == (
-        "weights times 3 are not finite in float16\n"
-        "  where: model.layers.0.mlp.experts.0.down_proj.weight\n"
-        "  do:    assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
-    )
-
-
-def test_a_fold_that_overflows_where_glm4_cannot_hold_the_source(tmp_path: Path) -> None:
-    dense = write_pico(tmp_path / "dense", "granite", layers=1)
-    large = replace(random_experts(0), down_EDN=torch.full((3, 24, 8), 40_000.0))
-    with pytest.raises(NumericsError) as caught:
-        emit(dense, tmp_path / "moe", "granitemoeshared", experts=lambda _layer: large, dtype="float16")
-    assert caught.value.do == "assemble.dtype=float32, or assemble.target=tiny_onn, which scales no weights"
+    with pytest.raises(NumericsError, match="are not finite in float16") as caught:
+        emit(dense, tmp_path / "moe", target, experts=lambda _layer: large, dtype="float16")
+    assert caught.value.where == name
+    assert caught.value.do == f"assemble.dtype=float32, or assemble.target={other}, which scales no weights"
 
 
 @pytest.mark.parametrize("part", ["gate_END", "shared_down_DS"])
@@ -224,17 +217,16 @@ def test_the_source_is_never_overwritten(dense: Path) -> None:
         (
             "granite",
             "granitemoeshared",
-            (
-                "block_sparse_moe.input_linear.weight",
-                "block_sparse_moe.output_linear.weight",
-                "shared_mlp.input_linear.weight",
-                "shared_mlp.output_linear.weight",
-            ),
+            [
+                f"{part}.{side}_linear.weight"
+                for part in ("block_sparse_moe", "shared_mlp")
+                for side in ("input", "output")
+            ],
         ),
-        ("smollm3", "tiny_onn", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", None, None)),
+        ("smollm3", "tiny_onn", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     ],
 )
-def test_packed_layouts(source: str, target: str, names: tuple[str | None, ...], tmp_path: Path) -> None:
+def test_packed_layouts(source: str, target: str, names: list[str], tmp_path: Path) -> None:
     """Gate rows before up rows, each padded with zero neurons: always-on neurons 5 → 16, experts 8 → 16."""
     dense = write_pico(tmp_path / "dense", source, layers=1)
     given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
@@ -248,10 +240,7 @@ def test_packed_layouts(source: str, target: str, names: tuple[str | None, ...],
         pad_to=16,
     )
     with ShardReader(tmp_path / "moe") as reader:
-        packed = [reader.tensor(f"model.layers.0.{name}") if name else None for name in names]
-    gate_up, down, shared_gate_up, shared_down = packed
-    assert gate_up is not None
-    assert down is not None
+        gate_up, down, *shared = [reader.tensor(f"model.layers.0.{name}") for name in names]
     assert gate_up.shape == (3, 32, 24)
     assert torch.equal(gate_up[:, :8], given.gate_END)
     assert torch.equal(gate_up[:, 16:24], given.up_END)
@@ -259,7 +248,8 @@ def test_packed_layouts(source: str, target: str, names: tuple[str | None, ...],
     assert not gate_up[:, 8:16].any()
     assert not gate_up[:, 24:].any()
     assert not down[:, :, 8:].any()
-    if shared_gate_up is not None and shared_down is not None:
+    if shared:
+        shared_gate_up, shared_down = shared
         assert torch.equal(shared_gate_up[:5], given.shared_gate_SD)
         assert torch.equal(shared_gate_up[16:21], given.shared_up_SD)
         assert torch.equal(shared_down[:, :5], given.shared_down_DS)

@@ -1,6 +1,7 @@
-"""Each weight stored in 4 or 8 bits is read as one tensor."""
+"""Headers of a folder: weights stored in 4 or 8 bits are one tensor each; no file is larger than any model's."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
-from models.checkpoint.folder import PackedEntry, read_checkpoint
+from models.checkpoint.folder import PackedEntry, read_checkpoint, require_folder
 from models.checkpoint.shards import ShardReader
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -164,3 +165,26 @@ def test_int8_in_the_layout_of_old_gpus(plain, tmp_path):
         f"  where: {folder / 'model.safetensors'}, {UP}\n"
         "  do:    load and save the model with bitsandbytes 0.45 or later, or give the unquantised checkpoint"
     )
+
+
+@pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 41)])
+def test_json_larger_than_any_model_has(tmp_path: Path, name: str, size: int) -> None:
+    """Too large files are not read at all: parsed JSON takes forty times the file's size in memory."""
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(size * 2**20)
+    with pytest.raises(CheckpointError) as caught:
+        require_folder(tmp_path)
+    assert str(caught.value).startswith(f"{name} has {size * 2**20:,} bytes, more than the ")
+
+
+def test_json_that_nobody_reads_may_be_large(tmp_path: Path) -> None:
+    """Trainer's log of a long training has a line for each step."""
+    with (tmp_path / "trainer_state.json").open("wb") as file:
+        file.truncate(17 * 2**20)
+    assert require_folder(tmp_path) == tmp_path
+
+
+def test_json_of_more_values_than_any_model_has(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(f"[{','.join(['0'] * (2**21 + 2))}]")
+    with pytest.raises(CheckpointError, match="2,097,154 values, more than the 2,097,152 that it may have"):
+        require_folder(tmp_path)

@@ -1,0 +1,269 @@
+"""Configuration keys for transformers 4 and 5; tests/numerics compares the logits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from models.config import MoEShape
+from models.targets.base import expert_width, shared_width
+from models.targets.config import MOE_TARGETS
+from models.targets.config_json import emit_config, source_dtype
+
+SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 116,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 2e-5,
+    "eos_token_id": [3, 4],
+    "tie_word_embeddings": True,
+}
+
+
+def emitted(source: str, target: str, **more: Any) -> dict[str, Any]:
+    return emit_config({"model_type": source, **SIZES, **more}, MOE_TARGETS[target], SHAPE, "bfloat16")
+
+
+def read_by_transformers(folder: Path, config: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoConfig.from_pretrained(folder)
+
+
+PAIRS = [
+    ("qwen3", "qwen3_moe"),
+    ("qwen2", "qwen2_moe"),
+    ("llama", "mixtral"),
+    ("mistral", "mixtral"),
+    ("llama", "glm4_moe"),
+    ("olmo2", "flex_olmo"),
+    ("qwen3", "dots1"),
+    ("granite", "granitemoe"),
+    ("granite", "granitemoeshared"),
+    ("phi3", "mixtral"),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_common_keys(tmp_path: Path, source: str, target: str) -> None:
+    config = emitted(source, target)
+    assert config["architectures"] == [MOE_TARGETS[target].architecture]
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["tie_word_embeddings"] is False
+    for key in SIZES.keys() - {"intermediate_size", "tie_word_embeddings"}:
+        assert config[key] == SIZES[key]
+    read = read_by_transformers(tmp_path, config)
+    assert read.num_experts_per_tok == 2
+    assert getattr(read, "num_local_experts", None) or read.num_experts == 6
+    assert read.eos_token_id == [3, 4]
+
+
+OLD_STYLE = {"rope_theta": 7e3, "rope_scaling": {"type": "linear", "factor": 2.0}}
+NEW_STYLE = {"rope_parameters": {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize("source", [OLD_STYLE, NEW_STYLE], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("target", ["mixtral", "glm4_moe"])
+def test_position_encoding_in_both_spellings(tmp_path: Path, source: dict[str, Any], target: str) -> None:
+    config = emitted("llama", target, **source)
+    assert config["rope_theta"] == 7e3
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    whole_heads = {"partial_rotary_factor": 1.0} if target == "glm4_moe" else {}
+    expected = {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0} | whole_heads
+    assert config["rope_parameters"] == expected
+    assert read_by_transformers(tmp_path, config).rope_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "theta", "scaling"),
+    [
+        ({"rope_theta": 7e3, "rope_scaling": None}, 7e3, {}),
+        ({"rope_parameters": {"rope_theta": 7e3}}, 7e3, {}),
+        # A scaling added to the config.json of transformers 5 replaces what is there.
+        ({"rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}, "rope_scaling": {"factor": 2.0}}, 1e4, None),
+        ({"rope_parameters": {"rope_theta": 5e4}, "rope_scaling": {"factor": 2.0}, "rope_theta": 7e3}, 7e3, None),
+    ],
+)
+def test_position_encodings_with_and_without_scaling(
+    tmp_path: Path, source: dict[str, Any], theta: float, scaling: dict[str, Any] | None
+) -> None:
+    if scaling is None:
+        scaling = {"rope_type": "linear", "factor": 2.0}
+        source = source | {"rope_scaling": scaling}
+        read = read_by_transformers(tmp_path, {**SIZES, "model_type": "llama", **source}).rope_parameters
+        assert read == {"rope_theta": theta, **scaling}
+    config = emitted("llama", "mixtral", **source)
+    assert config["rope_scaling"] == (scaling or None)
+    assert config["rope_parameters"] == {"rope_theta": theta, "rope_type": "default", **scaling}
+
+
+def test_keys_that_a_source_leaves_out_mean_its_own_defaults() -> None:
+    bare = {
+        key: SIZES[key] for key in SIZES.keys() - {"rms_norm_eps", "num_key_value_heads", "hidden_act", "eos_token_id"}
+    }
+    config = emit_config({"model_type": "llama", **bare}, MOE_TARGETS["mixtral"], SHAPE, "float32")
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["num_key_value_heads"] == 4
+    assert config["head_dim"] == 6
+    assert config["hidden_act"] == "silu"
+    assert config["eos_token_id"] == 2
+    assert config["rope_theta"] == 1e4
+    qwen3 = emit_config({"model_type": "qwen3", **bare}, MOE_TARGETS["qwen3_moe"], SHAPE, "float32")
+    assert qwen3["head_dim"] == 128
+    assert qwen3["eos_token_id"] is None
+
+
+def test_qwen2_moe_never_renormalises() -> None:
+    """llama.cpp never renormalises gates of qwen2_moe, for any config.json."""
+    source = {"model_type": "qwen2", **SIZES}
+    for experts in (6, 8, 100):
+        config = emit_config(source, MOE_TARGETS["qwen2_moe"], MoEShape(experts, 16, 2, 20), "float32")
+        assert config["norm_topk_prob"] is False
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "always_on", "pad_to", "expected"),
+    [
+        ("qwen2_moe", "qwen2", 20, None, {"shared_expert_intermediate_size": 24}),
+        ("glm4_moe", "qwen2", 20, None, {"n_shared_experts": 2}),  # of 16 neurons
+        ("qwen2_moe", "qwen2", 0, None, {"shared_expert_intermediate_size": 8}),
+        ("glm4_moe", "qwen2", 0, None, {"n_shared_experts": 1}),
+        ("mixtral", "llama", 0, 128, {"intermediate_size": 128}),
+        ("qwen2_moe", "qwen2", 130, 128, {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}),
+        ("glm4_moe", "qwen2", 130, 128, {"moe_intermediate_size": 128, "n_shared_experts": 2}),
+        ("granitemoeshared", "granite", 130, 128, {"intermediate_size": 128, "shared_intermediate_size": 256}),
+        ("flex_olmo", "olmo2", 0, 128, {"intermediate_size": 128}),
+        ("tiny_onn", "olmo2", 130, 128, {"moe_intermediate_size": 128, "shared_intermediate_size": 256}),
+    ],
+)
+def test_widths_of_experts_and_always_on_neurons(
+    target: str, source: str, always_on: int, pad_to: int | None, expected: dict[str, int]
+) -> None:
+    dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 16, 2, always_on)
+    assert emit_config(dense, MOE_TARGETS[target], shape, "float32", pad_to).items() >= expected.items()
+
+
+def test_granite_keeps_its_multipliers() -> None:
+    given = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.1}
+    config = emitted("granite", "granitemoe", **given)
+    assert config.items() >= (given | {"residual_multiplier": 1.0}).items()
+
+
+def test_longrope_is_said_for_both_generations() -> None:
+    scaling = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
+    config = emitted("phi3", "mixtral", rope_scaling=scaling, original_max_position_embeddings=128)
+    expected = {
+        "factor": 4.0, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    assert config["rope_scaling"] == expected
+    assert config["rope_parameters"] == {"rope_theta": 1e4} | expected
+    assert config["original_max_position_embeddings"] == 128
+
+
+_FACTORS = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0]}
+
+
+@pytest.mark.parametrize("outside", [{}, {"original_max_position_embeddings": 64}])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "longrope", "factor": 3.0, **_FACTORS},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_the_length_of_any_scaling_is_the_one_that_transformers_reads(
+    tmp_path: Path, scaling: dict[str, Any], outside: dict[str, int]
+) -> None:
+    if scaling["rope_type"] == "llama3" and not outside:
+        scaling = scaling | {"original_max_position_embeddings": 128}
+    dense = {**SIZES, "model_type": "llama", "rope_theta": 7e3, "rope_scaling": scaling, **outside}
+    wanted, found = (read_by_transformers(tmp_path, one) for one in (dense, emitted("llama", "mixtral", **dense)))
+    for config in (wanted, found):
+        config.standardize_rope_params()  # as the model does before it reads them
+    assert found.rope_parameters == wanted.rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("source", "stored", "tied"),
+    [("gemma2", {}, True), ("gemma2", {"tie_word_embeddings": False}, False), ("olmo2", {}, False)],
+)
+def test_the_own_class_ties_what_its_source_ties(source: str, stored: dict[str, bool], tied: bool) -> None:
+    dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
+    config = emit_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
+    assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
+    assert config["model_type"] == "tiny_onn"
+    assert config["dense"]["model_type"] == source
+    assert config["routed_scaling_factor"] == 2.0
+
+
+def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tmp_path: Path) -> None:
+    config = emitted("qwen3", "glm4_moe")
+    assert read_by_transformers(tmp_path, config).num_mtp_layers == 0
+    assert config["routed_scaling_factor"] == 2.0
+    assert config["partial_rotary_factor"] == 1.0
+    assert config["use_qk_norm"] is True
+    assert config["first_k_dense_replace"] == config["num_nextn_predict_layers"] == 0
+
+
+def test_dots1_keeps_the_windows_that_qwen3_reads() -> None:
+    windows = {"sliding_window": 77, "use_sliding_window": True}
+    last = emitted("qwen3", "dots1", **windows, max_window_layers=1)
+    assert (last["sliding_window"], last["layer_types"]) == (77, ["full_attention", "sliding_attention"])
+    named = emitted("qwen3", "dots1", **windows, layer_types=["sliding_attention", "full_attention"])
+    assert named["layer_types"] == ["sliding_attention", "full_attention"]
+    unused = emitted("qwen3", "dots1", sliding_window=77, max_window_layers=0)
+    assert (unused["sliding_window"], unused["layer_types"]) == (None, ["full_attention"] * 2)
+    assert last["routed_scaling_factor"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "window"),
+    [
+        ("mistral", {"sliding_window": 77}, 77),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {}, 4096),  # transformers' default
+        ("phi3", {"sliding_window": 2047}, 2047),
+        ("phi3", {}, None),
+        ("llama", {}, None),
+    ],
+)
+def test_mixtral_keeps_the_window_of_its_source(source: str, given: dict[str, Any], window: int | None) -> None:
+    assert emitted(source, "mixtral", **given)["sliding_window"] == window
+
+
+def test_writer_of_the_tokenizer_is_remembered() -> None:
+    assert emitted("llama", "mixtral", transformers_version="4.41.0")["transformers_version"] == "4.41.0"
+    assert "transformers_version" not in emitted("llama", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({}, None),
+    ],
+)
+def test_number_format_of_either_generation(source: dict[str, Any], name: str | None) -> None:
+    assert source_dtype(source) == name
+
+
+@pytest.mark.parametrize(
+    ("n", "pad_to", "width"),
+    [(304, None, 320), (64, None, 64), (48, None, 48), (100, None, 104), (7, None, 8), (304, 8, 304), (304, 256, 512)],
+)
+def test_experts_are_filled_up_to_whole_blocks_where_that_is_cheap(n, pad_to, width):
+    shape = MoEShape(16, n, 4, 4 * n)
+    assert expert_width(shape, pad_to) == width
+    assert shared_width(MOE_TARGETS["glm4_moe"], shape, pad_to) == -(-4 * n // width) * width
