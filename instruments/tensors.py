@@ -1,7 +1,8 @@
 """The tensors in arguments and outputs of modules: find, change and copy them."""
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -91,3 +92,18 @@ def _copy_leaf(leaf: Any) -> Any:  # noqa: ANN401
 def _is_record(leaf: object) -> "TypeGuard[DataclassInstance]":
     """Whether it is a dataclass instance, which pytree treats as a leaf."""
     return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors to the CPU in their own number formats, with one transfer per device."""
+    places: dict[torch.device, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        places[tensor.device].append(place)
+    found = list(tensors)
+    for group in places.values():
+        moved = torch.cat([tensors[place].detach().contiguous().view(-1).view(torch.uint8) for place in group]).cpu()
+        sizes = [tensors[place].numel() * tensors[place].element_size() for place in group]
+        for place, data in zip(group, moved.split(sizes), strict=True):
+            # Cloned for the alignment that the number format needs.
+            found[place] = data.clone().view(tensors[place].dtype).view(tensors[place].shape)
+    return found

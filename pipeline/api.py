@@ -12,8 +12,8 @@ from pipeline.artifacts import Manifest, is_complete
 from pipeline.cli import start
 from pipeline.help import groups
 from pipeline.plan import find_checkpoint
-from pipeline.run_folder import render
 from stages.artifacts.job import NOTHING, Table
+from stages.artifacts.rendering import render
 
 # Group → its option for a path.
 LOCAL = {"model": "local", "data": "text"}

@@ -71,7 +71,7 @@ def refuse_flags(flags: Set[str]) -> None:
     """
     if any(flag.startswith("--e") for flag in flags):
         what = "--experimental-rerun opens a pickle, which can run any code"
-        raise ConfigError(what, where="command line", do="the command at the head of the run's report.md")
+        raise ConfigError(what, where="command line", do="the command in the run's report.html")
     if any(flag.startswith("--res") for flag in flags) and not flags & {"--cfg", "-c", "--help", "-h"}:
         what = "--resolve goes with settings that are shown"
         raise ConfigError(what, where="command line", do="python -m pipeline --cfg job --resolve")

@@ -15,6 +15,7 @@ from models.config import MoEShape
 from models.targets.config import select_target
 from models.targets.config_json import count_carved, source_dtype
 from pipeline.settings import Settings
+from stages.artifacts.rendering import in_mib
 from stages.assemble.config import AssembleConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -99,8 +100,3 @@ def explain_os_error(
         remedy = "check who may read and write there, or choose another output_dir="
         return UserError(f"access denied: {error}", where=f"{where}, {folder}", do=do or remedy)
     return None
-
-
-def in_mib(size: int) -> str:
-    """A size as text."""
-    return f"{size / 2**20:,.1f} MiB"

@@ -16,7 +16,8 @@ from models.dense import rope_type_of
 from models.source import read_config
 from models.targets.config import MOE_TARGETS, check_target, targets_of
 from pipeline.clients import Clients, no_checkpoint, readable_copy, run_client
-from pipeline.disk import explain_os_error, free_bytes, in_mib
+from pipeline.disk import explain_os_error, free_bytes
+from stages.artifacts.rendering import in_mib
 
 # Types that the converter writes, with bytes per weight; the quantiser writes all others.
 CONVERTED = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.07}
@@ -145,7 +146,7 @@ def _alternative(config: Mapping[str, Any]) -> str:
         always_on = "" if able[0].has_shared else " always_on=0"
         return f"carve with assemble.target={able[0].model_type}{always_on}, or serve it by transformers or vLLM"
     # The dense model's config.json; that of a target for one dense family has the same keys.
-    source = config.get("dense") or config | {"model_type": next(iter(target.sources), "")}
+    source = config.get("dense") or {**config, "model_type": next(iter(target.sources), "")}
     shared = target.has_shared and any(
         isinstance(value, int) and value for key, value in config.items() if "shared" in key
     )

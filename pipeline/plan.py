@@ -16,12 +16,12 @@ from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, is_complete, tensors_hash
 from pipeline.consistency import Unread, find_unread
-from pipeline.disk import expected_bytes, in_mib
-from pipeline.report.words import duration
+from pipeline.disk import expected_bytes
 from pipeline.resources import estimate_seconds, peak_bytes, require_room, temporary_bytes
 from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from stages.artifacts.job import Table
+from stages.artifacts.rendering import in_mib, in_time
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import calibration_cache_key, data_cache_key
 from stages.text.config import DataConfig, calibration_only, sampled
@@ -137,10 +137,10 @@ def describe_plan(checked: Checked, steps: Sequence[Step]) -> Table:
             seconds = estimate_seconds(name, checked)
             total += seconds
             sizes = peak_bytes(name, checked), step.expected_bytes, temporary_bytes(name, checked)
-            needs = [*map(in_mib, sizes), duration(seconds)]
+            needs = [*map(in_mib, sizes), in_time(seconds)]
         rows.append([name, what, *needs])
     notes = [
-        f"all stages {duration(total)}; times by the last runs in output_dir, before the first by a coarse default",
+        f"all stages {in_time(total)}; times by the last runs in output_dir, before the first by a coarse default",
         "memory per process; temporary files are on the disk of output_dir while the stage runs",
     ]
     return Table("plan", ("stage", "plan", "memory", "result", "temporary", "time"), rows, notes)

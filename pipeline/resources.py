@@ -14,10 +14,11 @@ from instruments.files import write_json
 from models.config import is_on_host
 from models.targets.config_json import count_dense
 from pipeline.artifacts import UNREADABLE, artifact_folder
-from pipeline.disk import BYTES, expected_bytes, free_bytes, in_mib, scratch_bytes, unfinished_bytes
+from pipeline.disk import BYTES, expected_bytes, free_bytes, scratch_bytes, unfinished_bytes
 from pipeline.settings import STAGES
 from pipeline.validate import Checked
 from stages.artifacts.job import find_workers
+from stages.artifacts.rendering import in_mib
 from stages.calibration.token_memory import KEPT, free_memory, memory_limit
 from stages.text.config import sampled
 

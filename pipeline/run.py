@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, UserError
 from instruments.files import hash_code
 from pipeline import artifacts
 from pipeline.consistency import contradictions, warn_of_other_stages
-from pipeline.disk import explain_os_error, in_mib
+from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
+from pipeline.peak_memory import peak_bytes, start_measuring
 from pipeline.plan import (
     READ,
     Step,
@@ -27,11 +28,13 @@ from pipeline.plan import (
     published_recipe,
 )
 from pipeline.resources import memory_warnings, record_seconds
-from pipeline.run_folder import RunFolder, peak_bytes, render, replace_link, start_measuring
+from pipeline.run_folder import RunFolder, replace_link
+from pipeline.run_log import logging_to
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import log_shape
 from pipeline.validate import Checked, validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
+from stages.artifacts.rendering import in_mib, render
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +118,7 @@ class Runner:
                         again = "the same command starts over; without fresh=true it keeps all published results"
                     log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
                 if done:
-                    self.run_folder.write_page(done[-1].folder)
+                    self.write_page(done[-1].folder)
                 where, folder = f"stage={step.stage.name}", step.folder.parent
                 if explained := explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes):
                     raise explained from error
@@ -174,12 +177,24 @@ class Runner:
         artifacts.verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
     def report_stage(self, step: Step, table: Table, seconds: float) -> None:
-        """Log the table of a stage and add it to the report."""
+        """Log the table of a stage and add it to the record."""
         peak = peak_bytes()
         headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
         log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
-        self.run_folder.append_stage(step.stage.name, headline, table)
         self.run_folder.record_stage(step.stage.name, step.fingerprint, seconds, peak)
+
+    def write_page(self, last: Path) -> Path | None:
+        """Write report.html about the published result `last`; a failure only warns."""
+        from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads matplotlib
+
+        folder = self.run_folder.folder
+        try:
+            config = (folder / "config.yaml").read_text(encoding="utf-8")
+            source = Source(self.run_folder.record, self.checked.settings.model.label, config, last)
+            return write_page(source, folder / FILE)
+        except (UserError, OSError) as error:
+            log.warning("no report.html: %s", error)
+            return None
 
     def close(self, steps: Sequence[Step], *, alone: bool) -> None:
         """Log the last stage's table if it was kept, then files, checkpoint, report and the next commands."""
@@ -188,7 +203,6 @@ class Runner:
         manifest = artifacts.Manifest.read(last.folder, remedy=remedy)
         if not last.due:
             log.info("\n%s\n", render(manifest.table, "simple"))
-            self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", manifest.table)
         for step in steps:
             if folder := getattr(step.inputs.get("dump"), "folder", None):
                 Path(folder).parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +213,8 @@ class Runner:
         latest = self.run_folder.link_latest(checkpoint)
         if checkpoint is not None:
             log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
-        log.info("report     %s", shown(self.run_folder.write_page(last.folder) or self.run_folder.report))
+        if page := self.write_page(last.folder):
+            log.info("report     %s", shown(page))
         words, commands = next_commands(last.stage.name, self.overrides, self.checked.settings) if alone else ("", [])
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
@@ -257,7 +272,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
             return steps
         try:
             run_folder = RunFolder(folder, settings, overrides)
-            with run_folder.logging():
+            with logging_to(folder / "run.log"):
                 log_shape(checked.request, checked.shape, settings.model.label)
                 for warning in memory_warnings(checked, due):
                     log.warning("%s\n", warning)

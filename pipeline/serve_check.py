@@ -324,7 +324,8 @@ def ceilings(checkpoint: Path, dense: Path) -> dict[str, float]:
 def _active(folder: Path) -> dict[str, float]:
     config = read_config(folder)
     target, entries = MOE_TARGETS.get(config["model_type"]), read_checkpoint(folder)
-    routed, share = (), 1.0
+    routed: tuple[str, ...] = ()
+    share = 1.0
     if target is not None:
         routers = [entry.shape[0] for name, entry in entries.items() if _is_named(name, target.router)]
         share = int(config["num_experts_per_tok"]) / routers[0]

@@ -12,7 +12,8 @@ from models.dense import keeps_tied
 from models.targets.base import RUNTIMES, MoETarget
 from models.targets.config import check_target, select_target
 from models.targets.config_json import ParameterCount, count_carved, count_dense
-from pipeline.disk import expected_bytes, in_mib
+from pipeline.disk import expected_bytes
+from stages.artifacts.rendering import in_mib, in_millions
 from stages.assemble.config import AssembleConfig
 
 # Default share of always-on neurons: the smaller of this share of the FFN and this share of its active neurons.
@@ -291,8 +292,3 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
     serving = f"{target.architecture}: {', '.join(['transformers', *served])}"
     serving += f"; not {', '.join(not_served)}" if not_served else ""
     return [*lines, f"checkpoint  about {in_mib(size)} on disk", f"serving     {serving}"]
-
-
-def in_millions(count: int) -> str:
-    """A number of parameters as text."""
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
-from instruments.parameter_scan.header import VERSION, Rows, locate, module_of
+from instruments.parameter_scan.file_format import VERSION, Rows
+from instruments.parameter_scan.parameters import locate, module_of
 from instruments.parameter_scan.reader import Mscan, read_mscan
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Contributions of inputs to the squared norms of Linear layers, embeddings and fused experts."""
+"""Squared norms of inputs, and of the gradients of embeddings, which may be tied to the output embedding."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -8,9 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from instruments.gradients import column_squares, prefer_gram, split_blocks, sum_blocks, symmetric_gram, weight_squares
-from instruments.parameter_scan.call import CallFacts
-from instruments.parameter_scan.targets import Target
+from instruments.gradients import column_squares, split_blocks, symmetric_gram
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
@@ -20,15 +18,11 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
     return squares
 
 
-class InputNorms(NamedTuple):
-    """Squared norms of one input."""
-
-    block_squares_Bi: Tensor
-    token_squares_BT: Tensor | None  # None: not requested, or the input does not belong to tokens
-
-
 class InputSquares:
-    """Squared norms and Gram matrix of one input (B, T, I)."""
+    """Squared norms and Gram matrix of one input (B, T, I).
+
+    `token_squares_BT` is None if values per token are not requested, or the input does not belong to tokens.
+    """
 
     def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int, *, per_token: bool) -> None:
         """Sum the tokens' squares by blocks of `width`; `source` is the module's input, `x_BTI` the same by samples."""
@@ -36,10 +30,10 @@ class InputSquares:
         # The source is kept so that its memory is not reused.
         self._source, self._version, self._width = source, _version(source), width
         squares_BTi = token_block_squares(x_BTI, width)
-        token_squares_BT = squares_BTi.sum(2) if per_token else None
+        self.token_squares_BT = squares_BTi.sum(2) if per_token else None
         if mask_BT is not None:
             squares_BTi = squares_BTi.masked_fill(~mask_BT.unsqueeze(2), 0)
-        self.norms = InputNorms(squares_BTi.sum(1), token_squares_BT)
+        self.block_squares_Bi = squares_BTi.sum(1)
 
     @cached_property
     def gram_BTT(self) -> Tensor:
@@ -69,11 +63,6 @@ class HeadPart(NamedTuple):
     at_inputs_BTS: Tensor  # G[s, id_t]: gradient of the logits at the looked-up tokens
     columns_BD: Tensor  # ‖B[:, d]‖²
     token_squares_BS: Tensor | None  # ‖g_s‖²·‖x_s‖²
-
-    def to(self, device: torch.device) -> "HeadPart":
-        """The same on another device: the two embeddings may be on different ones."""
-        tokens = None if self.token_squares_BS is None else self.token_squares_BS.to(device)
-        return HeadPart(self.x_BSD.to(device), self.at_inputs_BTS.to(device), self.columns_BD.to(device), tokens)
 
 
 def head_part(
@@ -144,44 +133,3 @@ def row_norms(x_BTN: Tensor) -> Tensor:
 def narrow(tensor: Tensor) -> Tensor:
     """float64 as float32, in which all norms are computed; other formats as they are."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-def expert_squares(
-    facts: CallFacts,
-    token_R: Int[Tensor, "R"],
-    expert_R: Int[Tensor, "R"],
-    x_RI: Float[Tensor, "R I"],
-    grad_RO: Float[Tensor, "R O"] | None,
-    target: Target,
-    *,
-    product: str,
-    per_token: bool,
-) -> dict[str, Tensor]:
-    """Squares of every expert from the rows of a product, (B, E, blocks) or, per token, (B, E, T).
-
-    `token_R` counts over all samples; a token has at most one row per expert.
-    """
-    experts, parameter = len(target.parameters), target.parameter
-    group_R = (token_R // facts.length * experts + expert_R).to(x_RI.device)
-    squares_Ri = token_block_squares(x_RI.unsqueeze(0), parameter.in_width).squeeze(0)
-    zeros_Gi = squares_Ri.new_zeros(facts.samples * experts, parameter.in_blocks)
-    mask_R = None if facts.mask_BT is None else facts.mask_BT.to(x_RI.device).flatten()[token_R]
-    seen_Ri = squares_Ri if mask_R is None else squares_Ri * mask_R.unsqueeze(1)
-    found = {"activation": zeros_Gi.index_add(0, group_R, seen_Ri)}
-    by_token = {"token_activation": squares_Ri.sum(1)}
-    if grad_RO is not None:
-        found |= {"in_gradient": zeros_Gi, "out_gradient": zeros_Gi.new_zeros(len(zeros_Gi), parameter.out_blocks)}
-        for group in group_R.unique().tolist():
-            rows = group_R == group
-            x, grad = x_RI[rows].unsqueeze(0), grad_RO[rows].unsqueeze(0)
-            gram = prefer_gram(product, x.shape[1], x.shape[2], grad.shape[2])
-            columns_1I, rows_1O = weight_squares(x, grad, gram=gram)
-            found["in_gradient"][group] = sum_blocks(columns_1I, parameter.in_width)[0]
-            found["out_gradient"][group] = sum_blocks(rows_1O, parameter.out_width)[0]
-        by_token["token_gradient"] = by_token["token_activation"] * row_norms(grad_RO).square()
-    if per_token:
-        position_R = (token_R % facts.length).to(x_RI.device)
-        for name, squares_R in by_token.items():
-            found[name] = squares_R.new_zeros(len(zeros_Gi), facts.length)
-            found[name][group_R, position_R] = squares_R
-    return {name: squares_Gn.unflatten(0, (facts.samples, experts)) for name, squares_Gn in found.items()}

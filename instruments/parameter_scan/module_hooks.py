@@ -1,6 +1,6 @@
-"""Forward hooks on the watched modules: norms are computed when the gradient of a module's output arrives."""
+"""Hooks on watched modules, which compute norms once an output's gradient arrives, and on other uses of a weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
-from instruments.gradients import block_squares, prefer_gram, sum_blocks, watch
+from instruments.gradients import block_squares, prefer_gram, sum_blocks, watch, weight_squares
 from instruments.hooks import EagerHook, look_inside
 from instruments.parameter_scan import inputs
-from instruments.parameter_scan.scan_pass import Passes, ScanPass
+from instruments.parameter_scan.passes import Passes, ScanPass
 from instruments.parameter_scan.targets import Target
 from instruments.transformers_layers import ProductFinder, conv1d_kind
 
@@ -108,8 +109,9 @@ class TargetHooks:
         width = self.target.parameter.in_width
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, width):
             scan_pass.last_input = scan_pass.read_input(self._name, x, width, device)
-        scan_pass.record_input(self.target.column, scan_pass.last_input.norms)
-        return scan_pass.last_input
+        seen = scan_pass.last_input
+        scan_pass.record_input(self.target.column, seen.block_squares_Bi, seen.token_squares_BT)
+        return seen
 
     def _record_linear(self, scan_pass: ScanPass, grad: Tensor, x: Tensor) -> None:
         """‖X‖² and ‖∇W‖² of a Linear, per block and token."""
@@ -120,8 +122,8 @@ class TargetHooks:
             seen.x_BTI, grad_BTO, (parameter.in_width, parameter.out_width), product=self.product,
             gram=lambda: seen.gram_BTT,
         )  # fmt: skip
-        if seen.norms.token_squares_BT is not None:
-            squares.token_gradient[column] = seen.norms.token_squares_BT * inputs.row_norms(grad_BTO).square_()
+        if seen.token_squares_BT is not None:
+            squares.token_gradient[column] = seen.token_squares_BT * inputs.row_norms(grad_BTO).square_()
 
     def _run_lookup(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the function's result
         output = func(*args, **kwargs)
@@ -139,9 +141,10 @@ class TargetHooks:
         scan_pass.ids[self.target.column] = ids_BT
         rows_BTD = output.detach()
         # Measured now: the model may scale the rows in place.
-        norms = scan_pass.read_input(self._name, rows_BTD, rows_BTD.shape[-1], rows_BTD.device).norms
+        seen = scan_pass.read_input(self._name, rows_BTD, rows_BTD.shape[-1], rows_BTD.device)
+        norms = seen.block_squares_Bi, seen.token_squares_BT
         if not self.passes.gradients:
-            scan_pass.record_input(self.target.column, norms)
+            scan_pass.record_input(self.target.column, *norms)
             return None
         if not torch.is_grad_enabled():
             return None
@@ -149,10 +152,10 @@ class TargetHooks:
             output = rows_BTD.requires_grad_()
         return self._watch(scan_pass, partial(self._record_embedding, norms), output)
 
-    def _record_embedding(self, norms: inputs.InputNorms, scan_pass: ScanPass, delta_BTD: Tensor) -> None:
+    def _record_embedding(self, norms: tuple[Tensor, Tensor | None], scan_pass: ScanPass, delta_BTD: Tensor) -> None:
         """‖rows looked up‖² and ‖∇W‖² of an embedding; the backward pass reaches the look-up after the head."""
         target, column = self.target, self.target.column
-        scan_pass.record_input(column, norms)
+        scan_pass.record_input(column, *norms)
         # A loss fused with the output embedding bypasses the module; without its part the gradient would be wrong.
         if target.head is not None and self._head_name not in scan_pass.used:
             return
@@ -162,10 +165,10 @@ class TargetHooks:
             # nn.Embedding never trains this row, also where the token occurs inside the text.
             delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
         if head is not None:
-            head = head.to(delta_BTD.device)
+            head = inputs.HeadPart(*(part if part is None else part.to(delta_BTD.device) for part in head))
         columns_BD = inputs.embedding_columns(ids_BT, delta_BTD, head)
         scan_pass.squares.out_gradient[column] = sum_blocks(columns_BD, target.parameter.out_width)
-        if norms.token_squares_BT is not None:
+        if norms[1] is not None:
             scan_pass.squares.token_gradient[column] = inputs.embedding_token_squares(delta_BTD, head)
 
     def _on_head(self, x: Tensor, output: Tensor) -> Tensor | None:
@@ -220,16 +223,39 @@ class TargetHooks:
         return self._watch(scan_pass, record, output, x_RI) if output.requires_grad else output
 
     def _record_experts(
-        self, token_R: Tensor, expert_R: Tensor, scan_pass: ScanPass, grad: Tensor | None, x_RI: Tensor
+        self, token_R: Tensor, expert_R: Tensor, scan_pass: ScanPass, grad_RO: Tensor | None, x_RI: Tensor
     ) -> None:
-        """‖X‖² and ‖∇W‖² of every expert over its rows; zero for experts that were not chosen."""
-        grad_RO = None if grad is None else grad.flatten(1)
-        found = inputs.expert_squares(
-            scan_pass.facts, token_R, expert_R, x_RI, grad_RO, self.target,
-            product=self.product, per_token=scan_pass.per_token,
-        )  # fmt: skip
-        for name, squares_BEn in found.items():
+        """‖X‖² and ‖∇W‖² of every expert over its rows; zero for experts that were not chosen.
+
+        `token_R` counts over all samples; a token has at most one row per expert.
+        """
+        facts, parameter, experts = scan_pass.facts, self.target.parameter, len(self.target.parameters)
+        group_R = (token_R // facts.length * experts + expert_R).to(x_RI.device)
+        squares_Ri = inputs.token_block_squares(x_RI.unsqueeze(0), parameter.in_width).squeeze(0)
+        zeros_Gi = squares_Ri.new_zeros(facts.samples * experts, parameter.in_blocks)
+        mask_R = None if facts.mask_BT is None else facts.mask_BT.to(x_RI.device).flatten()[token_R]
+        seen_Ri = squares_Ri if mask_R is None else squares_Ri * mask_R.unsqueeze(1)
+        found = {"activation": zeros_Gi.index_add(0, group_R, seen_Ri)}
+        by_token = {"token_activation": squares_Ri.sum(1)}
+        if grad_RO is not None:
+            grad_RO = grad_RO.flatten(1)
+            found |= {"in_gradient": zeros_Gi, "out_gradient": zeros_Gi.new_zeros(len(zeros_Gi), parameter.out_blocks)}
+            for group in group_R.unique().tolist():
+                rows = group_R == group
+                x, grad = x_RI[rows].unsqueeze(0), grad_RO[rows].unsqueeze(0)
+                gram = prefer_gram(self.product, x.shape[1], x.shape[2], grad.shape[2])
+                columns_1I, rows_1O = weight_squares(x, grad, gram=gram)
+                found["in_gradient"][group] = sum_blocks(columns_1I, parameter.in_width)[0]
+                found["out_gradient"][group] = sum_blocks(rows_1O, parameter.out_width)[0]
+            by_token["token_gradient"] = by_token["token_activation"] * inputs.row_norms(grad_RO).square()
+        if scan_pass.per_token:
+            position_R = (token_R % facts.length).to(x_RI.device)
+            for name, squares_R in by_token.items():
+                found[name] = squares_R.new_zeros(len(zeros_Gi), facts.length)
+                found[name][group_R, position_R] = squares_R
+        for name, squares_Gn in found.items():
             pieces: dict[int, Tensor] = getattr(scan_pass.squares, name)
+            squares_BEn = squares_Gn.unflatten(0, (facts.samples, experts))
             # Eager kernels run one expert per call.
             for column, squares_Bn in zip(self.target.columns, squares_BEn.unbind(1), strict=True):
                 pieces[column] = pieces.get(column, 0) + squares_Bn
@@ -263,3 +289,67 @@ def computes_linear(module: Any, x: Tensor, output: Tensor) -> bool:  # noqa: AN
     coarse = min(expected.dtype.itemsize, output.dtype.itemsize) < torch.float32.itemsize
     error = torch.linalg.vector_norm(output.float() - expected.float())
     return bool(error <= (1e-2 if coarse else 1e-4) * torch.linalg.vector_norm(expected.float()))
+
+
+# Results that carry no gradient to the weight.
+_WITHOUT_GRADIENT = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # type: ignore[attr-defined, union-attr]
+
+
+class WeightUses(TorchFunctionMode):
+    """While entered, notes every function that uses a watched weight outside its module, such as a tie by F.linear."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        """Watch the weights of Linear layers, Conv1D and embeddings."""
+        super().__init__()
+        self.found: dict[Target, str] = {}  # target → function
+        self._targets = [target for target in targets if not target.fused]
+        self._weights: dict[int, tuple[Tensor, Target]] = {}  # by id: the weight, kept alive, and its target
+        self._running: set[Target] = set()  # those whose module runs
+        self._entered = False
+
+    def install(self) -> Iterator[RemovableHandle]:
+        """Hooks on the modules, whose own use of the weight is not noted."""
+        for target in self._targets:
+            for module in filter(None, (target.module, target.head)):
+                begin = EagerHook(lambda *_, own=target: self._running.add(own))
+                end = EagerHook(lambda *_, own=target: self._running.discard(own))
+                yield module.register_forward_pre_hook(begin)
+                yield module.register_forward_hook(end, always_call=True)
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.found, self._running = {}, set()
+        weights = ((target.module._parameters.get("weight"), target) for target in self._targets)
+        self._weights = {id(weight): (weight, target) for weight, target in weights if weight is not None}
+        if self._targets and not self._entered:  # a pass may have been interrupted
+            self.__enter__()
+            self._entered = True
+
+    def end(self) -> Mapping[Target, str]:
+        """The pass ends: the functions that used each target's weight outside its module."""
+        if self._entered:
+            self.__exit__(None, None, None)
+            self._entered, self._weights = False, {}
+        return self.found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - any result of the function
+        result = func(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling():
+            for value in _flat((*args, *(kwargs or {}).values())):
+                weight, target = self._weights.get(id(value), (None, None))
+                if target is None or value is not weight or target in self._running or func in _WITHOUT_GRADIENT:
+                    continue
+                tensors = (one for one in _flat([result]) if isinstance(one, Tensor))
+                if any(one is not weight and one.is_floating_point() for one in tensors):
+                    self.found[target] = getattr(func, "__name__", str(func))
+        return result
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value

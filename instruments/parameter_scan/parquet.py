@@ -12,7 +12,8 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
 from instruments.files import whole_file
-from instruments.parameter_scan.header import ParameterTable, Rows, locate, refused
+from instruments.parameter_scan.file_format import Rows, refused
+from instruments.parameter_scan.parameters import ParameterTable, locate
 from instruments.parameter_scan.reader import Mscan
 
 ROWS_AT_ONCE = 1 << 20

@@ -2,9 +2,10 @@
 
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,20 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
-from instruments.parameter_scan import segments
-from instruments.parameter_scan.header import (
+from instruments.parameter_scan.file_format import (
+    ALIGNMENT,
+    CLOSING,
+    SEGMENT_HEADER,
+    SEGMENT_MAGIC,
     TOKEN_ARRAYS,
     Header,
-    ParameterTable,
     Rows,
+    SegmentHeader,
     StoredSequence,
-    array_widths,
     damaged,
-    first_tokens,
+    read_segment_header,
     refused,
     unpack_header,
+    unpack_table,
 )
-from instruments.parameter_scan.segments import SegmentHeader, read_segment_header
+from instruments.parameter_scan.log16 import decode_log16, error_bound
+from instruments.parameter_scan.parameters import ParameterTable
 
 
 def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:
@@ -37,39 +42,35 @@ def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[Segmen
     counts.
     """
     found: list[SegmentHeader] = []
-    position = start
+    position, follower = start, 1  # least index by which a later segment shows that this place is damaged
     while position < len(file):
         segment = read_segment_header(file, position)
         if segment is None or segment.index != len(found) or segment.end > len(file):
-            _check_nothing_follows(path, file, position, len(found))
             break
-        if segment.kind == segments.CLOSING:
+        position = segment.end
+        if segment.kind == CLOSING:
             _check_counts(path, segment, found)
             if segment.end == len(file):
                 return found, True
-            _check_nothing_follows(path, file, segment.end, len(found) - 1)
+            follower -= 1
             break
         found.append(segment)
-        position = segment.end
+        follower += 1
+    for match in re.finditer(re.escape(SEGMENT_MAGIC), file[position:]):
+        later = read_segment_header(file, position + match.start())
+        if later is not None and later.index >= follower and later.end <= len(file):
+            place = f"its header, bytes {position} to {position + SEGMENT_HEADER.size}"
+            raise _damaged_segment(path, follower - 1, place)
     return found, False
 
 
 def _check_counts(path: Path, closing: SegmentHeader, found: list[SegmentHeader]) -> None:
     """Raise ContractError if the closing header's counts differ."""
-    counted = (sum(one.sequences for one in found), sum(one.tokens for one in found))
-    if (closing.sequences, closing.tokens) != counted:
-        there = f"{counted[0]:,} sequences of {counted[1]:,} tokens are there"
+    sequences, tokens = sum(one.sequences for one in found), sum(one.tokens for one in found)
+    if (closing.sequences, closing.tokens) != (sequences, tokens):
+        there = f"{sequences:,} sequences of {tokens:,} tokens are there"
         said = f"its closing header says {closing.sequences:,} of {closing.tokens:,}"
         raise damaged(path, f"{there}, {said}", f"bytes {closing.offset} to {closing.end}")
-
-
-def _check_nothing_follows(path: Path, file: memoryview, position: int, index: int) -> None:
-    """Raise ContractError if a later segment is sealed."""
-    for found in re.finditer(re.escape(segments.MAGIC), file[position:]):
-        later = read_segment_header(file, position + found.start())
-        if later is not None and later.index > index and later.end <= len(file):
-            end = position + segments.HEADER.size
-            raise _damaged_segment(path, index, f"its header, bytes {position} to {end}")
 
 
 def _damaged_segment(path: Path, index: int, part: str) -> ContractError:
@@ -77,7 +78,7 @@ def _damaged_segment(path: Path, index: int, part: str) -> ContractError:
 
 
 ALL = slice(None)
-Columns = slice | NDArray[np.intp]
+Picked = slice | Sequence[int] | NDArray[np.intp]
 
 
 class Segment:
@@ -85,20 +86,19 @@ class Segment:
 
     def __init__(self, header: Header, payload: memoryview, place: SegmentHeader) -> None:
         """Read the sequence table; arrays stay on the disk. Raises ValueError: an invalid payload."""
-        self.sequences, position = segments.unpack_table(payload, place)
-        self._payload, self._first_tokens = payload, first_tokens(self.sequences)
-        self._quantised = header.encoding == "log16"
+        self.sequences, position = unpack_table(payload, place)
+        self._payload, self._quantised = payload, header.encoding == "log16"
         # Array → its start (with log16 the start of its scales) and its shape.
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
-        for name, columns in array_widths(header).items():
+        for name, columns in header.widths.items():
             rows = place.tokens if name in TOKEN_ARRAYS else place.sequences
             self._places[name] = position, (rows, columns)
-            size = 16 * columns + 2 * rows * columns if self._quantised else 4 * rows * columns
-            position = segments.aligned(position + size)
+            position += 16 * columns + 2 * rows * columns if self._quantised else 4 * rows * columns
+            position += -position % ALIGNMENT
         if position != len(payload):
             raise ValueError(f"arrays end at byte {position} of {len(payload)}")
 
-    def array(self, name: str, rows: Columns = ALL, columns: Columns = ALL) -> NDArray[np.float32]:
+    def array(self, name: str, rows: Picked = ALL, columns: Picked = ALL) -> NDArray[np.float32]:
         """Norms as float32, NaN where not measured; a view of the file if nothing needs decoding.
 
         `rows` are sequences, or tokens for the token arrays; `columns` are parameters, input blocks or output blocks.
@@ -107,16 +107,16 @@ class Segment:
         if not self._quantised:
             return self._view(start, shape, "<f4")[rows][:, columns]
         codes = self._view(start + 16 * shape[1], shape, "<u2")[rows][:, columns]
-        return segments.decode_log16(self.scale(name)[:, columns], codes)
+        return decode_log16(self.scale(name)[:, columns], codes)
 
     def scale(self, name: str) -> NDArray[np.float64]:
         """(2, columns) offset and step of every column of a log16 array."""
         start, (_rows, columns) = self._places[name]
         return self._view(start, (2, columns), "<f8")
 
-    def rows(self, picked: NDArray[np.intp]) -> Rows:
+    def rows(self, picked: Sequence[int]) -> Rows:
         """The picked sequences with all their norms."""
-        first = self._first_tokens
+        first = [0, *accumulate(sequence.tokens for sequence in self.sequences)]
         tokens = np.concatenate([np.arange(first[row], first[row + 1]) for row in picked])
         arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else picked) for name in self._places}
         return Rows(tuple(self.sequences[row] for row in picked), arrays)
@@ -178,27 +178,27 @@ class Mscan:
         for segment in self.segments:
             for row, sequence in enumerate(segment.sequences):
                 if wanted in {sequence.number, sequence.name}:
-                    return segment.rows(np.array([row]))
+                    return segment.rows([row])
         known = f"number {self.sequences[0].number} or name {self.sequences[0].name!r}" if self.sequences else ""
         do = f"ask for one of them, such as {known}" if known else "scan some text into the file"
         raise refused(self.path, f"no sequence {wanted!r}; there are {len(self.sequences)}", do)
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
         """(columns,) largest relative error of an array's stored values; 0 for f32."""
-        bound = np.zeros(array_widths(self.header)[name])
-        if self.header.encoding == "log16":
-            for segment in self.segments:
-                np.maximum(bound, segments.error_bound(segment.scale(name)), out=bound)
+        bound = np.zeros(self.header.widths[name])
+        for segment in self.segments if self.header.encoding == "log16" else ():
+            np.maximum(bound, error_bound(segment.scale(name)), out=bound)
         return bound
 
     def blocks_of_rows(self, size: int) -> Iterator[Rows]:
         """All sequences in file order, at most `size` at a time."""
         for segment in self.segments:
-            for start in range(0, len(segment.sequences), size):
-                yield segment.rows(np.arange(start, min(start + size, len(segment.sequences))))
+            rows = range(len(segment.sequences))
+            for start in rows[::size]:
+                yield segment.rows(rows[start : start + size])
 
     def _stacked(self, name: str, columns: slice = ALL) -> NDArray[np.float32]:
-        none = np.empty((0, array_widths(self.header)[name]), np.float32)[:, columns]
+        none = np.empty((0, self.header.widths[name]), np.float32)[:, columns]
         return np.concatenate([none, *(segment.array(name, columns=columns) for segment in self.segments)])
 
 

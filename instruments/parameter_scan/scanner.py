@@ -6,92 +6,35 @@ which `backward` is called: a divided or scaled loss gives divided or scaled nor
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.errors import ConfigError, some
+from instruments.errors import ConfigError, NumericsError, some
 from instruments.hooks import EagerHook, in_transform
-from instruments.parameter_scan.call import bind_arguments, read_call, replace_argument
-from instruments.parameter_scan.header import WatchedParameter
-from instruments.parameter_scan.module_hooks import TargetHooks
-from instruments.parameter_scan.record import to_record
-from instruments.parameter_scan.scan_pass import Passes, ScanPass
-from instruments.parameter_scan.targets import ScanRecord, Selection, Target, refusal, warn_left_out
+from instruments.parameter_scan.module_hooks import TargetHooks, WeightUses
+from instruments.parameter_scan.parameters import WatchedParameter
+from instruments.parameter_scan.passes import (
+    CallFacts,
+    Passes,
+    ScanPass,
+    Squares,
+    bind_arguments,
+    read_call,
+    replace_argument,
+)
+from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, Selection, Target, refusal, warn_left_out
+from instruments.tensors import to_host
 
 logger = logging.getLogger(__name__)
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")
-
-
-# Results that carry no gradient to the weight.
-_WITHOUT_GRADIENT = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # type: ignore[attr-defined, union-attr]
-
-
-class WeightUses(TorchFunctionMode):
-    """While entered, notes every function that uses a watched weight outside its module, such as a tie by F.linear."""
-
-    def __init__(self, targets: Sequence[Target]) -> None:
-        """Watch the weights of Linear layers, Conv1D and embeddings."""
-        super().__init__()
-        self.found: dict[Target, str] = {}  # target → function
-        self._targets = [target for target in targets if not target.fused]
-        self._weights: dict[int, tuple[Tensor, Target]] = {}  # by id: the weight, kept alive, and its target
-        self._running: set[Target] = set()  # those whose module runs
-        self._entered = False
-
-    def install(self) -> Iterator[RemovableHandle]:
-        """Hooks on the modules, whose own use of the weight is not noted."""
-        for target in self._targets:
-            for module in filter(None, (target.module, target.head)):
-                begin = EagerHook(lambda *_, own=target: self._running.add(own))
-                end = EagerHook(lambda *_, own=target: self._running.discard(own))
-                yield module.register_forward_pre_hook(begin)
-                yield module.register_forward_hook(end, always_call=True)
-
-    def begin(self) -> None:
-        """A forward pass begins."""
-        self.found, self._running = {}, set()
-        weights = ((target.module._parameters.get("weight"), target) for target in self._targets)
-        self._weights = {id(weight): (weight, target) for weight, target in weights if weight is not None}
-        if self._targets and not self._entered:  # a pass may have been interrupted
-            self.__enter__()
-            self._entered = True
-
-    def end(self) -> Mapping[Target, str]:
-        """The pass ends: the functions that used each target's weight outside its module."""
-        if self._entered:
-            self.__exit__(None, None, None)
-            self._entered, self._weights = False, {}
-        return self.found
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - any result of the function
-        result = func(*args, **(kwargs or {}))
-        if not torch.compiler.is_compiling():
-            for value in _flat((*args, *(kwargs or {}).values())):
-                weight, target = self._weights.get(id(value), (None, None))
-                if target is None or value is not weight or target in self._running or func in _WITHOUT_GRADIENT:
-                    continue
-                tensors = (one for one in _flat([result]) if isinstance(one, Tensor))
-                if any(one is not weight and one.is_floating_point() for one in tensors):
-                    self.found[target] = getattr(func, "__name__", str(func))
-        return result
-
-
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
 
 
 class ParameterTensorScanner:
@@ -243,3 +186,112 @@ class ParameterTensorScanner:
         for target, function in self._uses.end().items():
             self._passes.leave_out(target, f"{function} uses it outside its module")
         self._passes.end(output)
+
+
+def join_blocks(
+    pieces: Mapping[int, Tensor], counts: Sequence[int], samples: int
+) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B P"]]:
+    """Concatenate the blocks of P parameters, `counts` each, NaN if not measured; and their sum by parameter."""
+    blocks = (pieces.get(column, torch.full((samples, count), torch.nan)) for column, count in enumerate(counts))
+    joined_Bn = torch.cat([*blocks], dim=1)
+    owner_n = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return joined_Bn, joined_Bn.new_zeros(samples, len(counts)).index_add_(1, owner_n, joined_Bn)
+
+
+def to_record(
+    scan_pass: ScanPass, squares: Squares, parameters: Sequence[WatchedParameter], *, gradients: bool
+) -> tuple[ScanRecord | None, list[str]]:
+    """The record of a pass, and the names of samples left out because they have no supervised token.
+
+    A sample whose only label is its first has none if the model shifts labels: its gradient is zero or not finite.
+    All transfers happen here. Raises NumericsError: `gradients`, and a sample's are missing, all zero or not finite.
+    """
+    squares, mask_BT, counts_B = _fetch(scan_pass.facts, squares)
+    kept = torch.ones(len(mask_BT), dtype=torch.bool)
+    norms = _by_parameter_and_block(parameters, squares, len(kept))
+    measured = sorted(squares.out_gradient)
+    found_BP = norms[1][:, measured]
+    if gradients and counts_B:
+        trained = found_BP.isfinite().all(1) & found_BP.any(1)
+        supervised_B = counts_B["supervised_B"]
+        kept = (supervised_B > 0) | ((counts_B.get("labelled_B", supervised_B) > 0) & trained)
+    indices = kept.nonzero().flatten().tolist()
+    skipped = [name for name, keep in zip(scan_pass.names, kept.tolist(), strict=True) if not keep]
+    if not indices:
+        return None, skipped
+    counts = mask_BT.sum(1).tolist()
+    sequences = [ScannedSequence(scan_pass.names[index], counts[index], scan_pass.source) for index in indices]
+    if gradients:
+        weights = [parameters[column].name for column in measured]
+        _check(found_BP[kept], weights, [sequence.name for sequence in sequences])
+    tokens = [
+        _by_token(pieces, mask_BT, indices, len(parameters)) if scan_pass.per_token else None
+        for pieces in (squares.token_activation, squares.token_gradient)
+    ]
+    activation, gradient, in_activation, in_gradient, out_gradient = (values_BN[kept] for values_BN in norms)
+    return ScanRecord(sequences, activation, gradient, in_activation, in_gradient, out_gradient, *tokens), skipped
+
+
+def _by_parameter_and_block(
+    parameters: Sequence[WatchedParameter], squares: Squares, samples: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The five tensors of a record: activation and gradient in total, both by input block, gradient by output block."""
+    inputs, outputs = ([getattr(one, side) for one in parameters] for side in ("in_blocks", "out_blocks"))
+    # An embedding has no input block, but one activation: that of the rows looked up.
+    _, activation = join_blocks(squares.activation, [max(1, count) for count in inputs], samples)
+    linear = {column: found for column, found in squares.activation.items() if inputs[column]}
+    in_activation, _ = join_blocks(linear, inputs, samples)
+    in_gradient, _ = join_blocks(squares.in_gradient, inputs, samples)
+    out_gradient, gradient = join_blocks(squares.out_gradient, outputs, samples)
+    return activation.sqrt(), gradient.sqrt(), in_activation.sqrt(), in_gradient.sqrt(), out_gradient.sqrt()
+
+
+def _by_token(pieces: Mapping[int, Tensor], mask_BT: Tensor, indices: Sequence[int], parameters: int) -> list[Tensor]:
+    """Norms of each of these samples, (tokens, P)."""
+    table_BTP = torch.full((*mask_BT.shape, parameters), torch.nan)
+    for column, squares_BS in pieces.items():
+        # A module called with only the last positions fills those.
+        table_BTP[:, -squares_BS.shape[1] :, column] = squares_BS
+    return [table_BTP[index][mask_BT[index]].sqrt_() for index in indices]
+
+
+def _fetch(facts: CallFacts, squares: Squares) -> tuple[Squares, Tensor, dict[str, Tensor]]:
+    """Squares, mask (B, T) and numbers of labels (B,), if known, on the CPU."""
+    groups = vars(squares).values()
+    tensors = [tensor for group in groups for tensor in group.values()]
+    # The call's facts are transferred together with the first device's tensors.
+    device = tensors[0].device if tensors else torch.device("cpu")
+    counted = {name: getattr(facts, name) for name in ("mask_BT", "supervised_B", "labelled_B")}
+    known = {name: fact.to(device, torch.float32) for name, fact in counted.items() if fact is not None}
+    fetched = iter(to_host([*tensors, *known.values()]))
+    squares = Squares(*(dict(zip(group, fetched, strict=False)) for group in groups))
+    call = dict(zip(known, fetched, strict=True))
+    mask_BT = call.pop("mask_BT") > 0 if "mask_BT" in call else torch.ones(facts.samples, facts.length).bool()
+    return squares, mask_BT, call
+
+
+def _check(found_BP: Tensor, measured: Sequence[str], names: Sequence[str]) -> None:
+    """Raise NumericsError if a sample's gradients are missing, all zero or not finite; `measured`: names of weights."""
+    # List the last weight first: the backward pass starts there and propagates non-finite values.
+    weights = [name for name, fine in zip(measured, found_BP.isfinite().all(0), strict=True) if not fine][::-1]
+    for what, bad, do in (
+        (
+            "no gradient reached a watched parameter",
+            [] if measured else names,
+            "call backward on a loss of what the scanned model returned",
+        ),
+        (
+            "the gradient is not finite",
+            [name for name, row in zip(names, found_BP, strict=True) if not row.isfinite().all()],
+            "look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
+        ),
+        (
+            "all gradients are zero",
+            [name for name, row in zip(names, found_BP, strict=True) if not row.any()],
+            "see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
+            "away), and that gradients do not vanish in the number format: float32, or a scaled loss",
+        ),
+    ):
+        if bad:
+            where = some(bad) + (f"; of {some(weights, 3, ', ')}" if weights else "")
+            raise NumericsError(f"{what} in {len(bad)} of {len(names)} samples", where=where, do=do)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from instruments.errors import ConfigError, some
-from instruments.parameter_scan.header import WatchedParameter
+from instruments.parameter_scan.parameters import WatchedParameter
 from instruments.transformers_layers import conv1d_kind, fused_parameters
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,13 @@
-"""Write a scanner's records so that a kill loses at most the unsealed segment."""
+"""Write a scanner's records so that a kill loses at most the unsealed segment, and merge files of one scan."""
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 from zlib import crc32
@@ -12,45 +15,76 @@ from zlib import crc32
 import numpy as np
 
 from instruments.errors import ContractError
-from instruments.files import sync
-from instruments.parameter_scan.header import (
+from instruments.files import sync, whole_file
+from instruments.parameter_scan.file_format import (
+    CLOSING,
     ENCODINGS,
+    SEGMENT_HEADER,
     SEQUENCE_ARRAYS,
     TOKEN_ARRAYS,
     Header,
-    ParameterTable,
     Rows,
+    SegmentHeader,
     StoredSequence,
-    WatchedParameter,
-    array_widths,
-    join,
-    pack_header,
+    pack_payload,
     refused,
 )
-from instruments.parameter_scan.reader import read_mscan
-from instruments.parameter_scan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
+from instruments.parameter_scan.parameters import ParameterTable, WatchedParameter
+from instruments.parameter_scan.reader import Mscan, Segment, read_mscan
 from instruments.parameter_scan.targets import ScanRecord
 
 SEGMENT_BYTES = 64 << 20  # as float32
 
 
-class SegmentFile:
-    """A file that collects rows and appends them as segments, sealed at a number of sequences or at 64 MiB.
+class MscanWriter:
+    """An .mscan file of a scanner's records, closed by `with`. Records are safe once their segment is sealed.
 
-    Segments depend on the sequences alone, not on how many are appended at a time.
+    Segments depend on the sequences alone, not on how many are added at a time.
     """
 
-    def __init__(self, path: Path, header: Header, segment_sequences: int, *, append: bool = False) -> None:
-        """Create the file, or with `append` continue an existing one.
+    def __init__(
+        self,
+        path: Path | str,
+        parameters: Sequence[WatchedParameter],
+        *,
+        model: str,
+        block_width: int,
+        encoding: str = "log16",
+        segment_sequences: int = 1024,
+        per_token: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        created: str | None = None,
+        append: bool = False,
+    ) -> None:
+        """Create the file, or continue one.
 
-        Raises ContractError: the file exists; or, with `append`, it is damaged, its header differs from `header` in
-        more than date and metadata, or another process is writing it.
+        Args:
+            path: output file.
+            parameters: the scanner's, in the order of its records' columns.
+            model: name of the scanned model.
+            block_width: columns or rows of a block.
+            encoding: log16 (2 bytes per value, error given in SPECIFICATION.md) or f32 (lossless).
+            segment_sequences: sequences per segment; a segment is also sealed at 64 MiB.
+            per_token: also store the values per token.
+            metadata: any JSON values.
+            created: ISO 8601; default now.
+            append: continue an existing file; a torn tail is cut off, with a warning.
+
+        Raises:
+            ContractError: an unknown encoding; the file exists; or, with `append`, it is damaged, its header differs in
+                more than date and metadata, or another process is writing it.
         """
         assert segment_sequences > 0
-        self.path, self.header, self.next_number = path, header, 0
+        self.path = Path(path)
+        if encoding not in ENCODINGS:
+            raise refused(self.path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
+        table = ParameterTable(tuple(replace(one, block_width=block_width) for one in parameters), block_width)
+        created = created or datetime.now(UTC).isoformat(timespec="seconds")
+        self.header = Header(model, created, table, encoding, per_token, dict(metadata or {}))
+        self.next_number = 0
         self._most = segment_sequences
         # `_closing` would close the file after the sealed segments; its offset is their end.
-        self._file, self._closing = self._reopen() if append and path.exists() else self._create()
+        self._file, self._closing = self._reopen() if append and self.path.exists() else self._create()
         self._waiting: list[Rows] = []
         self._count = self._nbytes = 0  # of the waiting rows
 
@@ -60,7 +94,7 @@ class SegmentFile:
         file = unfinished.open("w+b")
         try:
             _lock(file, self.path)
-            file.write(pack_header(self.header))
+            file.write(self.header.pack())
             _sync(file)
             os.link(unfinished, self.path)  # unlike a rename, it replaces no file
             sync(self.path.parent)
@@ -72,7 +106,7 @@ class SegmentFile:
             raise refused(self.path, f"{self.path.name} is there already", do) from None
         finally:
             unfinished.unlink()
-        return file, SegmentHeader(file.tell(), 0, 0, 0, 0, 0, CLOSING)
+        return file, SegmentHeader(file.tell(), 0, 0, 0, kind=CLOSING)
 
     def _reopen(self) -> tuple[BinaryIO, SegmentHeader]:
         """Open an existing file; a torn tail is cut off, with a warning that gives its length."""
@@ -84,7 +118,7 @@ class SegmentFile:
                 what = f"{self.path.name} was written with another {', '.join(differences)}"
                 raise refused(self.path, what, "write to another file, or scan with the settings of this one")
             if found.torn:
-                warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
+                warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=3)
             file.truncate(found.end)
         except BaseException:
             file.close()
@@ -92,14 +126,62 @@ class SegmentFile:
         self.header = found.header
         self.next_number = 1 + max((sequence.number for sequence in found.sequences), default=-1)
         tokens = sum(sequence.tokens for sequence in found.sequences)
-        return file, SegmentHeader(found.end, len(found.segments), len(found.sequences), tokens, 0, 0, CLOSING)
+        return file, SegmentHeader(found.end, len(found.segments), len(found.sequences), tokens, kind=CLOSING)
+
+    def add(self, record: ScanRecord, numbers: Sequence[int] | None = None) -> None:
+        """Add the sequences of a record; full segments are sealed.
+
+        `numbers` are the sequences' numbers in the whole scan; by default they continue after the last.
+        Raises ContractError: shapes that do not fit the parameter table, or a negative or infinite value.
+        """
+        start = self.next_number
+        numbers = range(start, start + len(record.sequences)) if numbers is None else numbers
+        self.append(self._rows_of(record, numbers))
+        self.next_number = max([start, *(number + 1 for number in numbers)])
+
+    def _rows_of(self, record: ScanRecord, numbers: Sequence[int]) -> Rows:
+        """Copy the record, because the scanner may reuse its buffers; and check it."""
+        pairs = zip(numbers, record.sequences, strict=True)
+        sequences = tuple(StoredSequence(int(number), **vars(sequence)) for number, sequence in pairs)
+        norms = (
+            record.activation_BP, record.gradient_BP, record.in_activation_BI, record.in_gradient_BI,
+            record.out_gradient_BO,
+        )  # fmt: skip
+        arrays = {
+            name: np.array(values.detach().numpy(), np.float32)
+            for name, values in zip(SEQUENCE_ARRAYS, norms, strict=True)
+        }
+        for name in TOKEN_ARRAYS if self.header.per_token else ():
+            by_sequence = getattr(record, name)
+            if by_sequence is None:
+                what, where = "the record holds no values per token", "MscanWriter(per_token=True)"
+                raise ContractError(what, where=where, do="per_token=False")
+            none = np.empty((0, self.header.widths[name]), np.float32)
+            arrays[name] = np.concatenate([none, *(values.detach().numpy() for values in by_sequence)])
+        tokens = sum(sequence.tokens for sequence in sequences)
+        for name, values in arrays.items():
+            expected = (tokens if name in TOKEN_ARRAYS else len(sequences), self.header.widths[name])
+            if values.shape != expected:
+                do = "give the writer the parameters and the block width of the scanner that made the record"
+                raise refused(self.path, f"{name} is {list(values.shape)}; the tables say {list(expected)}", do)
+            low, high = (extreme.reduce(values, axis=None, initial=0) for extreme in (np.fmin, np.fmax))
+            if low < 0 or high == np.inf:
+                names = ", ".join(sequence.name for sequence in sequences)
+                what = f"{name} holds a negative or infinite value, which is not a norm"
+                do = "scan in a wider number format, such as model.dtype=float32"
+                raise ContractError(what, where=f"{self.path}, sequences {names}", do=do)
+        return Rows(sequences, arrays)
 
     def append(self, rows: Rows) -> None:
         """Take over `rows`, which must not change afterwards; full segments are sealed."""
+        of_sequence, of_token = (
+            sum(4 * array.shape[1] for name, array in rows.arrays.items() if name in names)
+            for names in (SEQUENCE_ARRAYS, TOKEN_ARRAYS)
+        )
         start = 0
-        for row, nbytes in enumerate(rows.nbytes(), 1):
+        for row, sequence in enumerate(rows.sequences, 1):
             self._count += 1
-            self._nbytes += nbytes
+            self._nbytes += of_sequence + of_token * sequence.tokens
             if self._count == self._most or self._nbytes >= SEGMENT_BYTES:
                 self._waiting.append(rows.cut(start, row))
                 self.seal()
@@ -110,26 +192,26 @@ class SegmentFile:
     def seal(self) -> None:
         """Write all rows added so far to the disk as one segment; after an error it can be called again."""
         if self._waiting:
-            self._write(join(self._waiting))
+            self._write(Rows.joined(self._waiting))
         self._waiting, self._count, self._nbytes = [], 0, 0
 
     def _write(self, rows: Rows) -> None:
         """Write the payload, and the segment's header once the payload is on the disk."""
         self._cut()
-        self._file.write(bytes(HEADER.size))
+        self._file.write(bytes(SEGMENT_HEADER.size))
         length = checksum = 0
         for part in pack_payload(self.header, rows):
             self._file.write(part)
             checksum = crc32(part, checksum)
             length += len(part)
         _sync(self._file)
-        last, sequences, tokens = self._closing, len(rows.sequences), sum(one.tokens for one in rows.sequences)
+        last, sequences, tokens = self._closing, len(rows.sequences), rows.first_tokens[-1]
         segment = SegmentHeader(last.offset, last.index, sequences, tokens, length, checksum)
         self._file.seek(segment.offset)
         self._file.write(segment.pack())
         _sync(self._file)
         counts = last.index + 1, last.sequences + sequences, last.tokens + tokens
-        self._closing = SegmentHeader(segment.end, *counts, 0, 0, CLOSING)
+        self._closing = SegmentHeader(segment.end, *counts, kind=CLOSING)
 
     def _cut(self) -> None:
         """Remove everything after the sealed segments, such as the rest of a failed write."""
@@ -174,93 +256,61 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-class MscanWriter(SegmentFile):
-    """An .mscan file of a scanner's records, closed by `with`. Records are safe once their segment is sealed."""
+def merge_mscan(
+    parts: Sequence[Path],
+    out: Path,
+    *,
+    created: str,
+    numbers: Collection[int] | None = None,
+    encoding: str = "log16",
+    segment_sequences: int = 1024,
+) -> None:
+    """Write all sequences of `parts`, or those in `numbers`, to `out`, each once, ordered by number.
 
-    def __init__(
-        self,
-        path: Path | str,
-        parameters: Sequence[WatchedParameter],
-        *,
-        model: str,
-        block_width: int,
-        encoding: str = "log16",
-        segment_sequences: int = 1024,
-        per_token: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        created: str | None = None,
-        append: bool = False,
-    ) -> None:
-        """Create the file, or continue one.
-
-        Args:
-            path: output file.
-            parameters: the scanner's, in the order of its records' columns.
-            model: name of the scanned model.
-            block_width: columns or rows of a block.
-            encoding: log16 (2 bytes per value, error given in SPECIFICATION.md) or f32 (lossless).
-            segment_sequences: sequences per segment; a segment is also sealed at 64 MiB.
-            per_token: also store the values per token.
-            metadata: any JSON values.
-            created: ISO 8601; default now.
-            append: continue an existing file; a torn tail is cut off, with a warning.
-
-        Raises:
-            ContractError: as in `SegmentFile`, or an unknown encoding.
-        """
-        path = Path(path)
-        if encoding not in ENCODINGS:
-            raise refused(path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        table = ParameterTable.of(parameters, block_width)
-        header = Header(model, created or now, table, encoding, per_token, dict(metadata or {}))
-        super().__init__(path, header, segment_sequences, append=append)
-
-    def add(self, record: ScanRecord, numbers: Sequence[int] | None = None) -> None:
-        """Add the sequences of a record; full segments are sealed.
-
-        `numbers` are the sequences' numbers in the whole scan; by default they continue after the last.
-        Raises ContractError: shapes that do not fit the parameter table, or a negative or infinite value.
-        """
-        start = self.next_number
-        numbers = range(start, start + len(record.sequences)) if numbers is None else numbers
-        rows = _rows_of(self.header, record, numbers)
-        _check(self, rows)
-        self.append(rows)
-        self.next_number = max([start, *(number + 1 for number in numbers)])
+    The file depends only on the sequences, not on their distribution over parts and segments: with f32 parts it is
+    always identical to the byte. A number in several parts is taken from the first. Torn tails are skipped. Other
+    arguments as in `MscanWriter`. Raises ContractError: no parts, parts of different scans, a damaged part, a number
+    that no part has, or `out` exists.
+    """
+    files = _open_parts(parts)
+    found: dict[int, tuple[Segment, int]] = {}
+    for file in files:
+        for segment in file.segments:
+            for row, sequence in enumerate(segment.sequences):
+                found.setdefault(sequence.number, (segment, row))
+    wanted = sorted(found if numbers is None else numbers)
+    if missing := [number for number in wanted if number not in found]:
+        named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        what = f"{len(missing)} of {len(wanted)} sequences are in no part: number {named}"
+        raise refused(out, what, "scan them again, or merge with the parts that hold them")
+    if out.exists():
+        raise refused(out, f"{out.name} is there already", "remove it, or choose another name")
+    header = files[0].header
+    with whole_file(out) as unfinished:
+        unfinished.unlink(missing_ok=True)  # left by a killed merge
+        with MscanWriter(
+            unfinished, header.table.entries, model=header.model, block_width=header.table.block_width,
+            encoding=encoding, segment_sequences=segment_sequences, per_token=header.per_token,
+            metadata=header.metadata, created=created,
+        ) as merged:  # fmt: skip
+            for rows in _gather([found[number] for number in wanted]):
+                merged.append(rows)
 
 
-def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows:
-    """Copy the record, because the scanner may reuse its buffers."""
-    pairs = zip(numbers, record.sequences, strict=True)
-    sequences = tuple(StoredSequence(int(number), **vars(sequence)) for number, sequence in pairs)
-    norms = (
-        record.activation_BP, record.gradient_BP, record.in_activation_BI, record.in_gradient_BI, record.out_gradient_BO
-    )  # fmt: skip
-    named = zip(SEQUENCE_ARRAYS, norms, strict=True)
-    arrays = {name: np.array(values.detach().numpy(), np.float32) for name, values in named}
-    tokens = zip(TOKEN_ARRAYS, (record.token_activation, record.token_gradient), strict=True)
-    for name, by_sequence in tokens if header.per_token else ():
-        if by_sequence is None:
-            raise ContractError(
-                "the record holds no values per token", where="MscanWriter(per_token=True)", do="per_token=False"
-            )
-        none = np.empty((0, len(header.table.entries)), np.float32)
-        arrays[name] = np.concatenate([none, *(values.detach().numpy() for values in by_sequence)])
-    return Rows(sequences, arrays)
+def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
+    if not parts:
+        raise ContractError("no .mscan file to merge", where="merge_mscan", do="name at least one part")
+    first, *others = files = [read_mscan(path) for path in parts]
+    for part in others:
+        if differences := part.header.differences(replace(first.header, encoding=part.header.encoding)):
+            what = f"{part.path.name} and {first.path.name} differ in {', '.join(differences)}"
+            raise refused(part.path, what, "merge parts of one scan only")
+    return files
 
 
-def _check(file: SegmentFile, rows: Rows) -> None:
-    """Raise ContractError if an array's shape does not fit the tables, or a value is negative or infinite."""
-    tokens = sum(sequence.tokens for sequence in rows.sequences)
-    for name, columns in array_widths(file.header).items():
-        values = rows.arrays[name]
-        expected = (tokens if name in TOKEN_ARRAYS else len(rows.sequences), columns)
-        if values.shape != expected:
-            do = "give the writer the parameters and the block width of the scanner that made the record"
-            raise refused(file.path, f"{name} is {list(values.shape)}; the tables say {list(expected)}", do)
-        if np.fmin.reduce(values, axis=None, initial=0) < 0 or np.fmax.reduce(values, axis=None, initial=0) == np.inf:
-            names = ", ".join(sequence.name for sequence in rows.sequences)
-            what = f"{name} holds a negative or infinite value, which is not a norm"
-            do = "scan in a wider number format, such as model.dtype=float32"
-            raise ContractError(what, where=f"{file.path}, sequences {names}", do=do)
+def _gather(places: Sequence[tuple[Segment, int]]) -> Iterator[Rows]:
+    """Sequences in the given order; consecutive ones of one segment are read together, at most 64 at a time."""
+    for segment, run in groupby(places, key=itemgetter(0)):
+        rows = [row for _segment, row in run]
+        for start in range(0, len(rows), 64):
+            yield segment.rows(rows[start : start + 64])

@@ -4,11 +4,14 @@ import ast
 import hashlib
 import json
 import os
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import cache, partial
 from importlib.metadata import version
+from operator import methodcaller
 from pathlib import Path
 
+from instruments.errors import ConfigError
 from instruments.files import write_json
 
 # Loss module → loss function.
@@ -31,27 +34,6 @@ KNOWN = (
 )  # fmt: skip
 
 
-@cache
-def autocast_table(device: str) -> dict[str, str]:
-    """Effect of autocast on each operation: lowered, float32, kept or refused.
-
-    Cached on disk by torch version, so torch is imported once only. Raises ConfigError: no autocast for the device.
-    """
-    probe = hashlib.sha256(Path(__file__).with_name("probe.py").read_bytes()).hexdigest()[:12]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiny-onn"
-    path = folder / f"autocast-{version('torch')}-{probe}-{device}.json"
-    try:
-        table: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        from instruments.static_check.probe import probe_autocast  # noqa: PLC0415 - it loads torch
-
-        table = probe_autocast(device)
-        with suppress(OSError):  # probed again next time
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, table)
-    return table
-
-
 FLOAT16, BFLOAT16, LOW, FLOAT32 = "float16", "bfloat16", "low", "float32"  # LOW: one of the 16-bit formats
 DTYPES = {
     "float16": FLOAT16, "half": FLOAT16, "fp16": FLOAT16, "bfloat16": BFLOAT16, "bf16": BFLOAT16,
@@ -61,6 +43,93 @@ AUTOCASTS = {
     "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast",
     "torch.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast",
 }  # fmt: skip
+
+
+@cache
+def autocast_table(device: str) -> dict[str, str]:
+    """Effect of autocast on each operation: lowered, float32, kept or refused.
+
+    Cached on disk by torch version, so torch is imported once only. Raises ConfigError: no autocast for the device.
+    """
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiny-onn"
+    path = folder / f"autocast-{version('torch')}-{code}-{device}.json"
+    try:
+        table: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        table = probe_autocast(device)
+        with suppress(OSError):  # probed again next time
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, table)
+    return table
+
+
+def probe_autocast(device: str) -> dict[str, str]:
+    """Measure the effect of autocast on every operation on a kind of device, with the installed torch.
+
+    On the CPU the operations run; for other devices they get fake tensors, which pass the same autocast kernels and
+    compute nothing.
+
+    Returns:
+        By name: lowered (float32 inputs give 16 bits), float32 (16-bit inputs give float32), kept (the type of the
+        inputs), refused (raises).
+    Raises:
+        ConfigError: torch has no autocast for this device.
+    """
+    import torch  # noqa: PLC0415 - slow, and only needed for code with autocast
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    from torch.nn import functional  # noqa: PLC0415
+
+    try:
+        available = torch.amp.is_autocast_available(device)
+    except RuntimeError:  # a device type unknown to torch
+        available = False
+    if not available:
+        raise ConfigError(
+            f"torch {torch.__version__} has no autocast for {device!r}", where="device", do="device=cuda, or device=cpu"
+        )
+
+    def loss(run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return run(x, x, reduction="sum")
+
+    # Each takes a (4, 4) tensor of values between 0 and 1.
+    losses = LOSSES - {"cross_entropy", "nll_loss"}
+    operations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        **{name: methodcaller(name) for name in ("sum", "mean", "var", "std", "norm", "prod", "square", "exp", "log")},
+        **{name: methodcaller(name) for name in ("rsqrt", "sigmoid")},
+        **{name: methodcaller(name, -1) for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod")},
+        **{name: partial(loss, getattr(functional, name)) for name in losses},
+        "cross_entropy": lambda x: functional.cross_entropy(x, x.argmax(-1)),
+        "nll_loss": lambda x: functional.nll_loss(x, x.argmax(-1)),
+        "softmin": lambda x: functional.softmin(x, -1),
+        "vector_norm": torch.linalg.vector_norm,
+        "pow": lambda x: x.pow(2),
+        "layer_norm": lambda x: functional.layer_norm(x, (4,)),
+        "linear": lambda x: functional.linear(x, x),
+        "matmul": lambda x: x @ x,
+        "bmm": lambda x: torch.bmm(x.expand(2, 4, 4), x.expand(2, 4, 4)),
+        "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    }
+
+    def effect(operation: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        try:
+            of_low = operation(torch.full((4, 4), 0.5, dtype=low, device=device)).dtype
+            of_full = operation(torch.full((4, 4), 0.5, device=device)).dtype
+        except (RuntimeError, NotImplementedError):
+            return "refused"
+        if of_low == torch.float32:
+            return "float32"
+        return "lowered" if of_full == low else "kept"
+
+    low = torch.get_autocast_dtype(device)
+    was = torch.is_autocast_enabled(device)
+    with nullcontext() if device == "cpu" else FakeTensorMode(), torch.no_grad():
+        # Not by torch.autocast, which turns itself off without such a device.
+        torch.set_autocast_enabled(device, True)
+        try:
+            return {name: effect(operation) for name, operation in operations.items()}
+        finally:
+            torch.set_autocast_enabled(device, was)
 
 
 def text_of(node: ast.expr | None) -> str:

@@ -17,7 +17,6 @@ from instruments.static_check.modules import (
     module_method,
 )
 from instruments.static_check.numeric_rules import KEEPING, check_constant, check_growing, check_operation
-from instruments.static_check.rules import report
 from instruments.static_check.source import WARNING
 from instruments.static_check.state import (
     LOWS,
@@ -58,7 +57,7 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
     own = isinstance(func, ast.Name) and func.id not in frame.definitions.imports
     known = frame.definitions.functions.get(word) if own else None
     if known is not None:
-        return frame.report.follow(frame, state, known, None, node, every)
+        return frame.file.follow(frame, state, known, None, node, every)
     if (made := _make(call, state, frame)) is not None:
         return made
     if isinstance(func, ast.Attribute) and word in _METHODS_OF_MODULES:
@@ -81,7 +80,7 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
         return _call_module(call, state.modules.get(key, Module()), call.arguments, state, frame)
     function, owner = _local_function(node, base, value, state, frame)
     if function is not None:
-        return frame.report.follow(frame, state, function, owner, node, every)
+        return frame.file.follow(frame, state, function, owner, node, every)
     operation = str(value.ref) if value.kind == "loss" else _find_operation(node, frame)
     if operation is not None:
         method = value.kind != "loss" and isinstance(func, ast.Attribute) and not frame.definitions.full_name(func)
@@ -199,7 +198,7 @@ def _call_module(call: Call, module: Module, arguments: list[Value], state: Stat
     forward = frame.definitions.method(module.name, "forward") if module.name in frame.definitions.bases else None
     if forward is not None:
         every = [*arguments, *call.words.values()]
-        value = frame.report.follow(inner, state, forward, module.name, call.node, every)
+        value = frame.file.follow(inner, state, forward, module.name, call.node, every)
         return value if value.precision or value.tag else _output(arguments, inner, idle=module.idle)
     if module.parts:
         for part in module.parts:
@@ -243,7 +242,7 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
         for value in every:
             check_constant(node, value.number, asked, frame)
         if word == "arange":
-            report(frame, "LP110", node, f"{ast.unparse(node)}: integers in {asked.precision}")
+            frame.report("LP110", node, f"{ast.unparse(node)}: integers in {asked.precision}")
         return Value(asked.precision, "cast", "new" if word in _NEW else "", cast=node)
     if method and base.precision is not None and not base.kind:
         if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
@@ -266,7 +265,7 @@ def _check_names(call: Call, frame: Frame) -> None:
     low = next((value for value in every if value.is_low), None)
     if _CRITERION.fullmatch(word) and low and low.origin == "autocast" and not (frame.region.enabled or frame.no_grad):
         severity = None if low.precision == FLOAT16 else WARNING
-        report(frame, "LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
+        frame.report("LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
     if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(call):
         check_growing(node, base, frame)
     if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:

@@ -10,7 +10,7 @@ from instruments.errors import ConfigError, check_output, exit_code, say
 from instruments.files import write_json
 from instruments.static_check.definitions import find_definitions
 from instruments.static_check.source import GRADES, NOTE, UNREADABLE, Finding, Source, read_source, unreadable
-from instruments.static_check.state import Report
+from instruments.static_check.state import FileFacts
 from instruments.static_check.walk import walk_file
 
 
@@ -71,11 +71,11 @@ def check_file(path: Path, device: str) -> set[Finding]:
     if not isinstance(source, Source):
         return {source}
     try:
-        report = Report(source, find_definitions(source.tree), device)
-        walk_file(report)
+        facts = FileFacts(source, find_definitions(source.tree), device)
+        walk_file(facts)
     except RecursionError:
         return {unreadable(path, 1, "is nested too deeply to be checked")}
-    return report.findings | set(source.unread)
+    return facts.findings | set(source.unread)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, last_word, text_of
 from instruments.static_check.modules import check_trained
-from instruments.static_check.rules import report
 from instruments.static_check.source import NOTE, SEVERE, WARNING
 from instruments.static_check.state import UNKNOWN, Call, Frame, State, Value
 
@@ -57,11 +56,11 @@ def check_gradients(call: Call, state: State, frame: Frame) -> Value | None:
 def _step(node: ast.Call, optimizer: str, value: Value, state: State, frame: Frame) -> None:
     call = ast.unparse(node)
     if state.gradients_scaled and optimizer not in state.done:
-        report(frame, "LP204", node, f"{call} after the backward pass of a scaled loss")
+        frame.report("LP204", node, f"{call} after the backward pass of a scaled loss")
     elif optimizer in state.surely_unscaled:
-        report(frame, "LP204", node, f"{call} although GradScaler has unscaled the gradients and counted inf and NaN")
+        frame.report("LP204", node, f"{call} although GradScaler has unscaled the gradients and counted inf and NaN")
     elif optimizer in state.done:
-        report(frame, "LP204", node, f"{call} after scaler.step({optimizer}): a second step of the same gradients")
+        frame.report("LP204", node, f"{call} after scaler.step({optimizer}): a second step of the same gradients")
     check_trained(value, state, frame)
 
 
@@ -72,7 +71,7 @@ def _clip(node: ast.Call, owner: ast.expr | None, base: Value, state: State, fra
     if mine or not (of_torch or base.kind == "module" or last_word(text) == "model"):
         return  # a method of an optimizer or a library, which knows the scale
     if state.gradients_scaled:
-        report(frame, "LP201", node, f"{ast.unparse(node.func)}() of scaled gradients")
+        frame.report("LP201", node, f"{ast.unparse(node.func)}() of scaled gradients")
     elif of_torch and not state.unscaled:
         _check_manager(node, "clipping", state, frame)
 
@@ -81,7 +80,7 @@ def _backward(call: Call, loss: ast.expr, state: State, frame: Frame) -> None:
     node, base, owner = call.node, call.base, last_word(text_of(loss))
     outer = owner in _MANAGERS or base.kind in {"accelerator", "optimizer", "module"} or is_optimizer(loss, base)
     if frame.region.enabled and not outer and not frame.is_lightning:
-        report(frame, "LP301", node, f"{ast.unparse(node.func)}() inside an autocast block")
+        frame.report("LP301", node, f"{ast.unparse(node.func)}() inside an autocast block")
     state.done = frozenset()
     scales = any(isinstance(part, ast.Attribute) and "scale" in part.attr for part in ast.walk(loss))
     if scales or any(value.scaled for value in [base, *call.every]):
@@ -93,7 +92,7 @@ def _backward(call: Call, loss: ast.expr, state: State, frame: Frame) -> None:
         state.plain = not any(_SCALED.search(fact) and not met for fact, met in state.facts.items())
         managed = frame.definitions.scales or frame.definitions.policies or frame.definitions.has_masters
         if state.float16_forward and not managed:
-            report(frame, "LP302", node, "backward of a loss from float16 autocast, without loss scaling")
+            frame.report("LP302", node, "backward of a loss from float16 autocast, without loss scaling")
         _check_manager(node, "backward", state, frame)
 
 
@@ -109,7 +108,7 @@ def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> Non
         if asked in {FLOAT32, BFLOAT16} or (what == "clipping" and unscaled):
             return
         severity = SEVERE if asked == FLOAT16 else WARNING if what == "backward" else NOTE
-        report(frame, "LP402", node, f"{ast.unparse(node.func)}() in a LightningModule", severity)
+        frame.report("LP402", node, f"{ast.unparse(node.func)}() in a LightningModule", severity)
         return
     visible = any(value.kind == "accelerator" for value in state.values.values())
     decided = any("accelerat" in fact.lower() for fact in state.facts)
@@ -121,7 +120,7 @@ def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> Non
     if what == "clipping" and (asked == BFLOAT16 or (asked == FLOAT32 and given)):
         return
     severity = SEVERE if asked == FLOAT16 else WARNING if what == "backward" or asked is None else NOTE
-    report(frame, "LP401", node, f"{ast.unparse(node.func)}() in the loop of an Accelerator or Fabric", severity)
+    frame.report("LP401", node, f"{ast.unparse(node.func)}() in the loop of an Accelerator or Fabric", severity)
 
 
 def _knows_manager(frame: Frame) -> bool:
@@ -139,15 +138,15 @@ def _scaler(call: Call, scaler: ast.expr, state: State, frame: Frame) -> Value |
         return replace(given, scaled=True, tag="")
     if call.word == "unscale_":
         if optimizer <= state.surely_unscaled:
-            report(frame, "LP203", node, f"{text} a second time before {update}")
+            frame.report("LP203", node, f"{text} a second time before {update}")
         state.unscaled |= optimizer
         state.surely_unscaled |= optimizer
     elif call.word == "step":
         updates = "update" in frame.definitions.called.get(last_word(text_of(scaler)), ())
         if not updates or optimizer <= state.stepped:
-            report(frame, "LP202", node, f"{text} {'a second time before' if updates else 'without'} {update}")
+            frame.report("LP202", node, f"{text} {'a second time before' if updates else 'without'} {update}")
         if state.plain and not state.scaled and node.args:
-            report(frame, "LP206", node, f"{text} after the backward pass of a loss that was not scaled")
+            frame.report("LP206", node, f"{text} after the backward pass of a loss that was not scaled")
         state.surely_unscaled -= optimizer
         state.stepped |= optimizer
         state.done |= optimizer
@@ -169,7 +168,7 @@ def _check_look(node: ast.Call, state: State, frame: Frame) -> None:
     looks = any(isinstance(inner, ast.Attribute) and inner.attr == "grad" for inner in given)
     undone = any("scale" in str(getattr(inner, "attr", getattr(inner, "id", ""))) for inner in inside)
     if looks and not undone and not any(inner is not node and _looks(inner) for inner in inside):
-        report(frame, "LP205", node, f"{ast.unparse(node)} looks at scaled gradients")
+        frame.report("LP205", node, f"{ast.unparse(node)} looks at scaled gradients")
 
 
 def _looks(node: ast.AST) -> bool:

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, last_word, text_of
-from instruments.static_check.rules import report
 from instruments.static_check.source import NOTE
 from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Call, Frame, Module, State, Value
 
@@ -75,7 +74,7 @@ def make_module(call: Call, state: State, frame: Frame) -> Value | None:
         module = replace(module, precision=FLOAT16, cast=state.default)
     state.modules[id(node)] = module
     if low and of_torch and _NORM.search(word):
-        report(frame, "LP106", node, f"{word} in {precision}")
+        frame.report("LP106", node, f"{word} in {precision}")
     return Value(kind="module", ref=id(node))
 
 
@@ -85,7 +84,7 @@ def cast_module(key: object, precision: str, node: ast.Call, state: State, frame
     low = precision in LOWS
     state.modules[key] = replace(module, precision=precision if low else None, cast=node if low else None)
     if low and _NORM.search(module.name) and not module.idle and module.name not in frame.definitions.bases:
-        report(frame, "LP106", node, f"{module.name} in {precision}")
+        frame.report("LP106", node, f"{module.name} in {precision}")
     return Value(kind="module", ref=key)
 
 
@@ -133,7 +132,7 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
             what = "the default type" if module.cast is state.default else "the weights"
             text = ast.unparse(module.cast)
             brief = text if len(text) <= 80 else text[:77] + "..."
-            report(frame, "LP101", module.cast, f"{brief}: {what} of a model that is trained")
+            frame.report("LP101", module.cast, f"{brief}: {what} of a model that is trained")
         _check_batch_norm(module, frame)
 
 
@@ -157,4 +156,4 @@ def _check_batch_norm(module: Module, frame: Frame, severity: str | None = None)
     definitions = frame.definitions
     words = (word for one in definitions.classes_within(module.name) for word in definitions.parts.get(one, ()))
     if module.name in definitions.bases and any("BatchNorm" in word for word in words):
-        report(frame, "LP106", module.cast, f"BatchNorm of {module.name} in {module.precision}", severity)
+        frame.report("LP106", module.cast, f"BatchNorm of {module.name} in {module.precision}", severity)

@@ -5,7 +5,6 @@ import re
 from contextlib import suppress
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOSSES, NORMS, PRODUCTS, REDUCTIONS, SOFTMAXES
-from instruments.static_check.rules import grade, report
 from instruments.static_check.source import NOTE, WARNING
 from instruments.static_check.state import LOWS, UNKNOWN, Frame, Value, mix
 
@@ -39,14 +38,14 @@ def check_operation(
         pass  # no training
     elif operation in LOSSES and low and not frame.region.enabled:
         severity = WARNING if low.precision == BFLOAT16 else None
-        report(frame, "LP102", node, f"{operation} outside autocast, of {_words(low.precision)} values", severity)
+        frame.report("LP102", node, f"{operation} outside autocast, of {_words(low.precision)} values", severity)
     elif operation in SOFTMAXES and result.is_low:
-        report(frame, "LP103", node, f"{operation} in {_words(result.precision)}{where}, without dtype")
+        frame.report("LP103", node, f"{operation} in {_words(result.precision)}{where}, without dtype")
     elif operation in REDUCTIONS and result.is_low and (operation != "mean" or result.origin == "cast"):
         severity = NOTE if operation == "mean" else None  # torch sums in float32 here, and rounds once
-        report(frame, "LP105", node, f"{operation} in {_words(result.precision)}{where}", severity)
+        frame.report("LP105", node, f"{operation} in {_words(result.precision)}{where}", severity)
     elif operation in NORMS and result.is_low and result.origin == "cast" and not frame.region.enabled:
-        report(frame, "LP106", node, f"{operation} in {_words(result.precision)}", NOTE)
+        frame.report("LP106", node, f"{operation} in {_words(result.precision)}", NOTE)
     return Value(result.precision, result.origin, tag)
 
 
@@ -55,17 +54,17 @@ def _check_binary(node: ast.Call, inputs: list[Value], frame: Frame) -> None:
     if frame.region.enabled and frame.fate(_BINARY) == "refused":
         if frame.region.certain:
             also = ", in float32 too" if full else ""
-            report(frame, "LP104", node, f"{_BINARY} under autocast raises on {frame.device}{also}")
+            frame.report("LP104", node, f"{_BINARY} under autocast raises on {frame.device}{also}")
     elif any(value.is_low for value in inputs):
         under = " under autocast" if frame.region.enabled else ""
-        report(frame, "LP104", node, f"{_BINARY}{under}, of probabilities in 16 bits", WARNING)
+        frame.report("LP104", node, f"{_BINARY}{under}, of probabilities in 16 bits", WARNING)
     elif frame.class_name and not (
         full
         or frame.definitions.trains
         or frame.definitions.policies
-        or any(finding.code == "LP104" for finding in frame.report.findings)
+        or any(finding.code == "LP104" for finding in frame.file.findings)
     ):
-        report(frame, "LP104", node, f"{_BINARY} in a module: under float16 autocast it raises", NOTE)
+        frame.report("LP104", node, f"{_BINARY} in a module: under float16 autocast it raises", NOTE)
 
 
 def _result(operation: str, inputs: list[Value], frame: Frame) -> Value:
@@ -110,7 +109,7 @@ def square_of(tag: str) -> str:
 def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> None:
     """LP108: a logarithm for which there is a stable function, and exp in float16."""
     of = inputs[0] if inputs else UNKNOWN
-    severity, fate = grade(of.precision, frame), frame.fate(operation)
+    severity, fate = frame.grade(of.precision), frame.fate(operation)
     if severity == NOTE and of.precision == FLOAT32:
         return
     if operation == "log":
@@ -118,11 +117,11 @@ def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: F
         tag = of.tag.removesuffix("+eps")
         if tag in known and (tag == of.tag or severity != NOTE):
             message = f"{ast.unparse(node)}: log of {tag}, for which there is {known[tag]}"
-            report(frame, "LP108", node, message, severity)
+            frame.report("LP108", node, message, severity)
     elif operation == "log1p" and of.tag == "exp" and severity != NOTE:
-        report(frame, "LP108", node, f"{ast.unparse(node)}: log1p of exp, for which there is softplus", severity)
+        frame.report("LP108", node, f"{ast.unparse(node)}: log1p of exp, for which there is softplus", severity)
     elif operation == "exp" and fate == "kept" and of.precision == FLOAT16 and not (of.tag in _SAFE or frame.no_grad):
-        report(frame, "LP108", node, f"{ast.unparse(node)} in float16: inf above 11")
+        frame.report("LP108", node, f"{ast.unparse(node)} in float16: inf above 11")
 
 
 def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
@@ -141,10 +140,10 @@ def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
     tag = _combined_tag(node, left, right)
     worse = next((value.precision for value in (left, right) if value.is_low), mixed.precision)
     if tag == "difference":
-        report(frame, "LP109", node, f"{ast.unparse(node)}: variance as E[x²] − E[x]²", grade(worse, frame))
+        frame.report("LP109", node, f"{ast.unparse(node)}: variance as E[x²] − E[x]²", frame.grade(worse))
     if tag == "ratio" and FLOAT32 not in {left.precision, right.precision}:
         message = f"{ast.unparse(node)}: softmax without subtracting the maximum"
-        report(frame, "LP108", node, message, grade(worse, frame))
+        frame.report("LP108", node, message, frame.grade(worse))
     keeps = isinstance(node.op, ast.Mult | ast.Div) and (left.is_constant or right.is_constant)
     origin = (mixed.origin or left.origin or right.origin) if mixed.is_low else ""
     return Value(mixed.precision, origin, tag, left.scaled or right.scaled, cast=left.cast if keeps else None)
@@ -214,10 +213,10 @@ def check_constant(node: ast.expr, constant: float | None, value: Value, frame: 
     if value.precision != FLOAT16 or size in {0.0, float("inf")} or SMALLEST < size < LARGEST:
         return
     becomes = "zero" if size <= SMALLEST else "out of range"
-    report(frame, "LP107", node, f"{ast.unparse(node)}: {constant:g} is {becomes} in float16")
+    frame.report("LP107", node, f"{ast.unparse(node)}: {constant:g} is {becomes} in float16")
 
 
 def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:
     """LP105: a running sum or average in 16 bits."""
     if value.precision in LOWS:
-        report(frame, "LP105", node, f"{ast.unparse(node)} accumulates in {_words(value.precision)}")
+        frame.report("LP105", node, f"{ast.unparse(node)} accumulates in {_words(value.precision)}")

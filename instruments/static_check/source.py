@@ -1,16 +1,19 @@
-"""A file of Python code or a notebook, and findings in it."""
+"""A file of Python code or a notebook; the rules, and findings in the file."""
 
 import ast
 import io
 import json
 import re
 import tokenize
+import tomllib
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 SEVERE, WARNING, NOTE = "severe", "warning", "note"
 GRADES = (NOTE, WARNING, SEVERE)
+# By code: severity, why, fix, and examples, with which the tests check each rule.
+RULES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, order=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table
 from instruments.static_check.definitions import Definitions, Function
-from instruments.static_check.source import Finding, Source
+from instruments.static_check.source import NOTE, RULES, SEVERE, WARNING, Finding, Source
 
 LOWS = frozenset({FLOAT16, BFLOAT16, LOW})
 
@@ -167,7 +167,7 @@ OFF = Region(enabled=False)
 
 
 @dataclass
-class Report:
+class FileFacts:
     """Findings and shared facts of one file; a place reached on several ways is reported once."""
 
     source: Source
@@ -186,7 +186,7 @@ class Report:
 class Frame:
     """One function being walked."""
 
-    report: Report
+    file: FileFacts
     region: Region = OFF
     class_name: str | None = None
     stack: tuple[Function, ...] = ()
@@ -197,12 +197,12 @@ class Frame:
     @property
     def definitions(self) -> Definitions:
         """Definitions of the file."""
-        return self.report.definitions
+        return self.file.definitions
 
     @property
     def device(self) -> str:
         """Device of the region; the report's device if it is unknown or cannot be probed."""
-        return self.region.device if self.region.device in {"cuda", "cpu", "xpu", "mps"} else self.report.device
+        return self.region.device if self.region.device in {"cuda", "cpu", "xpu", "mps"} else self.file.device
 
     def fate(self, operation: str) -> str:
         """Effect of autocast on an operation here; "kept" outside autocast."""
@@ -212,3 +212,18 @@ class Frame:
     def is_lightning(self) -> bool:
         """Whether the function is in a LightningModule."""
         return bool(self.class_name) and self.definitions.inherits(str(self.class_name), "LightningModule")
+
+    def report(self, code: str, node: ast.expr, message: str, severity: str | None = None) -> None:
+        """Record a finding, unless a `noqa` comment silences it."""
+        rule, source = RULES[code], self.file.source
+        if not source.is_silenced(code, node):
+            path, line = source.place(node.lineno)
+            severity = severity or rule["severity"]
+            found = Finding(path, line, node.col_offset, code, message, severity, rule["why"], rule["fix"])
+            self.file.findings.add(found)
+
+    def grade(self, precision: str | None) -> str:
+        """Severity of a formula that loses digits in every format, by the precision of its values."""
+        if precision == FLOAT16 and not self.region.enabled:
+            return SEVERE
+        return WARNING if precision in LOWS or self.region.enabled or self.weights is not None else NOTE

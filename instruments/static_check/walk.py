@@ -10,8 +10,7 @@ from instruments.static_check.evaluate import bind, evaluate
 from instruments.static_check.gradient_rules import depends_on, read_condition, touches_scaling
 from instruments.static_check.modules import check_unused, module_key
 from instruments.static_check.numeric_rules import check_growing
-from instruments.static_check.rules import report as note
-from instruments.static_check.state import UNKNOWN, Frame, Region, Report, State, Value, element_of, join
+from instruments.static_check.state import UNKNOWN, FileFacts, Frame, Region, State, Value, element_of, join
 
 _MOST_WAYS = 8
 _DEEPEST = 6
@@ -20,41 +19,41 @@ _MOST_CALLS = 2_000  # calls followed into functions; the other functions are wa
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 
 
-def walk_file(report: Report) -> None:
+def walk_file(file: FileFacts) -> None:
     """Walk a whole file: functions at their calls, uncalled functions on their own."""
-    frame, definitions = Frame(report), report.definitions
-    report.follow = call_function
+    frame, definitions = Frame(file), file.definitions
+    file.follow = call_function
     for name in definitions.bases:
         if function := definitions.functions.get(f"{name}.__init__"):
             _walk_alone(function, name, frame)
-    start = State(values=report.outer, modules=dict(report.modules))
-    end = join(walk_body(report.source.tree.body, [start], frame))
-    report.outer, report.modules = end.values, report.modules | end.modules
+    start = State(values=file.outer, modules=dict(file.modules))
+    end = join(walk_body(file.source.tree.body, [start], frame))
+    file.outer, file.modules = end.values, file.modules | end.modules
     methods = [(function, name.rpartition(".")[0] or None) for name, function in definitions.functions.items()]
-    called = {called_name(node) for node in ast.walk(report.source.tree) if isinstance(node, ast.Call)}
+    called = {called_name(node) for node in ast.walk(file.source.tree) if isinstance(node, ast.Call)}
     # First functions that are not called in the file: they call the others inside the right autocast regions.
     for function, owner in sorted(methods, key=lambda pair: pair[0].name in called or pair[0].name == "forward"):
-        if id(function) not in report.walked:
+        if id(function) not in file.walked:
             _walk_alone(function, owner, frame)
-    for name, precision in check_unused(State(modules=report.modules), frame):
+    for name, precision in check_unused(State(modules=file.modules), frame):
         for part in definitions.classes_within(name):
             if forward := definitions.method(part, "forward"):
                 _walk_alone(forward, part, replace(frame, weights=precision))
     for policy in definitions.policies:
         if policy.pure and policy.precision == FLOAT16:
-            note(frame, "LP101", policy.node, f"{ast.unparse(policy.node.func)}(): the weights in float16")
+            frame.report("LP101", policy.node, f"{ast.unparse(policy.node.func)}(): the weights in float16")
 
 
 def _walk_alone(function: Function, owner: str | None, frame: Frame) -> None:
     """Walk a function whose calls are not known."""
-    report = frame.report
-    report.walked.add(id(function))
+    file = frame.file
+    file.walked.add(id(function))
     inner = _entered(function, owner, replace(frame, class_name=owner, stack=(function,)))
-    values = report.outer | _attributes(owner, frame) | _parameters(function, frame)
-    start = State(values=values, modules=dict(report.modules))
+    values = file.outer | _attributes(owner, frame) | _parameters(function, frame)
+    start = State(values=values, modules=dict(file.modules))
     start.note_region(inner.region)
     end = join(walk_body(function.body, [start], inner) or [start])
-    report.modules = end.modules | report.modules if owner is None else report.modules | end.modules
+    file.modules = end.modules | file.modules if owner is None else file.modules | end.modules
     _keep_attributes(owner, end, frame)
 
 
@@ -66,14 +65,14 @@ def _own_values(state: State) -> dict[str, Value]:
 def _keep_attributes(owner: str | None, end: State, frame: Frame) -> None:
     if owner is not None:
         known = {name: value for name, value in _own_values(end).items() if value != UNKNOWN}
-        frame.report.attributes[owner] = known | frame.report.attributes.get(owner, {})
+        frame.file.attributes[owner] = known | frame.file.attributes.get(owner, {})
 
 
 def _attributes(owner: str | None, frame: Frame) -> dict[str, Value]:
     """Values of `self.…` in the class and its bases in this file."""
     found: dict[str, Value] = {}
     for one in frame.definitions.lineage(owner) if owner else ():
-        found = frame.report.attributes.get(one, {}) | found
+        found = frame.file.attributes.get(one, {}) | found
     return found
 
 
@@ -99,7 +98,7 @@ def _entered(function: Function, owner: str | None, frame: Frame) -> Frame:
         if definitions.full_name(bare) in _NO_GRAD:
             frame = replace(frame, no_grad=True)
         call = decorator if isinstance(decorator, ast.Call) else ast.copy_location(ast.Call(bare, [], []), decorator)
-        known = State(values=dict(frame.report.outer))
+        known = State(values=dict(frame.file.outer))
         value = evaluate(call, known, frame) if "autocast" in ast.unparse(bare) else UNKNOWN
         if isinstance(value.ref, Region):
             frame = replace(frame, region=value.ref)
@@ -118,19 +117,19 @@ def call_function(
     frame: Frame, state: State, function: Function, owner: str | None, node: ast.Call, arguments: list[Value]
 ) -> Value:
     """Walk into a function of the file and return the value of its call."""
-    report = frame.report
-    if function in frame.stack or len(frame.stack) >= _DEEPEST or report.calls >= _MOST_CALLS:
+    file = frame.file
+    if function in frame.stack or len(frame.stack) >= _DEEPEST or file.calls >= _MOST_CALLS:
         return UNKNOWN
-    report.calls += 1
-    report.walked.add(id(function))
+    file.calls += 1
+    file.walked.add(id(function))
     bound = _parameters(function, frame)
     if owner is not None and next(iter(bound), "") in {"self", "cls"}:
         del bound[next(iter(bound))]
     words = [word.arg or "" for word in node.keywords]
     bound |= dict(zip([*[*bound][: len(node.args)], *words], arguments, strict=False))
     same = owner is None or owner == frame.class_name
-    nested = report.definitions.parents.get(id(function)) in {id(one) for one in frame.stack}
-    outer = state.values if nested or not frame.stack else report.outer
+    nested = file.definitions.parents.get(id(function)) in {id(one) for one in frame.stack}
+    outer = state.values if nested or not frame.stack else file.outer
     values = outer | _attributes(owner, frame) | (_own_values(state) if same else {}) | bound
     start = replace(state.copy(), values=values, returned=None)
     weights = frame.weights if same or function.name == "forward" else None

@@ -1,115 +1,322 @@
 """The page of a run: one HTML file without scripts and without network access."""
 
+import json
 import time
-from dataclasses import dataclass
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
-from instruments.errors import ConfigError, ContractError, redact
-from instruments.files import write_text
-from pipeline.artifacts import SHORT, artifact_folder, is_complete
+from instruments.errors import CheckpointError, ConfigError, ContractError, redact
+from instruments.files import whole_file
+from instruments.safetensors_files import read_facts
+from models.config import TOPOLOGIES, MoEShape
+from pipeline.artifacts import LARGEST, SHORT, UNREADABLE, Manifest, artifact_folder, is_complete
 from pipeline.overrides import command_line
-from pipeline.report import sections
-from pipeline.report.charts import COLOURS
-from pipeline.report.evaluations import Published, read_chain, read_evaluation, read_published
-from pipeline.report.words import key_figures, plain, shape_words, verdict
+from pipeline.report.charts import Chart, draw_bars, draw_distributions, draw_lines, draw_loads
 from pipeline.run_folder import RunRecord, StageRun, read_run_record
+from pipeline.settings import STAGES
+from stages.artifacts.job import Table
+from stages.artifacts.rendering import in_mib, in_time, show
+from stages.evaluate.config import BASELINES
 
 FILE = "report.html"
+REMEDY = "run the stage again, with fresh=true"
+MAX_FILES = 40  # listed
+MAX_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
+MAX_FIGURE = 1e30  # larger ones, from a damaged file, cannot be drawn
 
 
 @dataclass(frozen=True)
 class Source:
     """Input of a page."""
 
-    label: str
     run: RunRecord
+    label: str  # of the model
     config: str  # the run's settings as YAML
     last: Path  # published folder of the run's last stage
-    output_dir: Path
+
+
+@dataclass
+class Section:
+    """A part of the page."""
+
+    title: str
+    charts: list[Chart] = field(default_factory=list)
+    pictures: list[tuple[str, str]] = field(default_factory=list)  # title, PNG in base64
+    table: Table | None = None
+    folded: dict[str, Table] = field(default_factory=dict)  # title → table, shown on request
 
 
 def write_page(source: Source, out: Path) -> Path:
     """Write the page of a run. Raises ContractError: the last stage's result cannot be read; OSError: no writing."""
-    write_text(out, draw_page(source))
+    page = draw_page(source)
+    with whole_file(out) as unfinished:
+        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     return out
 
 
 def draw_page(source: Source) -> str:
     """The page as HTML with all text escaped. Raises ContractError: the last stage's result cannot be read."""
-    last = read_published(source.last)
-    chain = read_chain(last)
-    folder = FileSystemLoader(Path(__file__).parent)
+    chain = read_chain(source.last)
+    stage, last = list(chain.items())[-1]
+    sections, verdict = [], ""
+    if stage == "evaluate":
+        evaluation = read_evaluation(source.last)
+        verdict = describe(evaluation)
+        sections = [quality(evaluation, last.table), layers(evaluation)]
+    else:
+        sections = [Section(f"What {stage} found", pictures=pictures(source.last, last), table=filled(last.table))]
+    sections += [*training(chain, source.last), *neurons(chain, source.last), costs(chain, source.run)]
+    sections.append(files(source.last, last))
+    tables = {name: filled(done.table) for name, done in chain.items() if name != "evaluate"}
+    sections.append(Section("What every stage found", folded=tables))
     environment = Environment(
-        loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["plain"] = plain
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["show"] = show
     return environment.get_template("page.html.j2").render(
-        colours=COLOURS,
         label=source.label,
-        **_main_parts(last),
-        training=sections.training(chain.get("train")),
-        neurons=sections.neurons(chain),
-        cost=sections.cost(sections.costs_of(chain, source.run, source.output_dir)),
+        stage=stage,
+        verdict=verdict,
+        sections=sections,
         command=command_line(source.run.overrides),
-        reports={name: sections.filled(done.manifest.table) for name, done in chain.items() if name != "evaluate"},
         config=redact(source.config),
-        fingerprints={name: done.manifest.fingerprint for name, done in chain.items()},
         versions=source.run.versions,
         made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
     )
 
 
-def _main_parts(last: Published) -> dict[str, Any]:
-    """The parts that show an evaluation, or the results of another last stage."""
-    absent = dict.fromkeys(("verdict", "tiles", "found", "quality", "widths", "layers"))
-    if last.stage != "evaluate":
-        return {**absent, "heading": last.stage, "found": sections.found(last)}
-    evaluation = read_evaluation(last.folder)
-    return {
-        **absent,
-        "heading": shape_words(evaluation.shape),
-        "verdict": verdict(evaluation),
-        "tiles": key_figures(evaluation),
-        "quality": sections.quality(evaluation),
-        "widths": sections.widths(evaluation),
-        "layers": sections.layers(evaluation),
-    }
-
-
 def find_source(folder: Path) -> Source:
     """Input of a run's page. Raises UserError: its record or last result is missing, or the run finished no stage."""
     folder = folder.resolve()
-    run = read_run_record(folder)
-    label, output_dir, config = _read_config(folder / "config.yaml")
-    if not run.stages:
-        command = command_line(run.overrides)
-        raise ConfigError("no stage of this run was finished", where=str(folder), do=command)
-    output_dir, last = _find_result(folder, output_dir, label, run.stages[-1])
-    return Source(label, run, config, last, output_dir)
-
-
-def _read_config(path: Path) -> tuple[str, Path, str]:
-    """Label of the model, output folder, and the settings as text."""
+    run, path = read_run_record(folder), folder / "config.yaml"
     try:
         config = OmegaConf.load(path)
-        return str(config.model.label), Path(str(config.output_dir)), path.read_text(encoding="utf-8")
+        label, output_dir, text = str(config.model.label), Path(str(config.output_dir)), path.read_text("utf-8")
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, AttributeError, TypeError, RecursionError) as error:
         what = f"cannot read the settings of the run: {error}"
         raise ContractError(what, where=str(path), do="name a folder under outputs/runs") from error
-
-
-def _find_result(folder: Path, output_dir: Path, label: str, stage: StageRun) -> tuple[Path, Path]:
-    """Output folder and published folder of a stage: as in the settings, or above the run's folder if it was moved."""
+    if not run.stages:
+        raise ConfigError("no stage of this run was finished", where=str(folder), do=command_line(run.overrides))
+    last = run.stages[-1]
+    # As in the settings, or above the run's folder if it was moved.
     for place in (output_dir, *folder.parents):
-        found = artifact_folder(place, label, stage.stage, stage.fingerprint)
+        found = artifact_folder(place, label, last.stage, last.fingerprint)
         if is_complete(found):
-            return place, found
-    what = f"the result {stage.fingerprint[:SHORT]} of this run's {stage.stage} was removed"
-    where = str(artifact_folder(output_dir, label, stage.stage, stage.fingerprint))
-    raise ContractError(what, where=where, do="run the command at the head of its report.md again")
+            return Source(run, label, text, found)
+    what = f"the result {last.fingerprint[:SHORT]} of this run's {last.stage} was removed"
+    where = str(artifact_folder(output_dir, label, last.stage, last.fingerprint))
+    raise ContractError(what, where=where, do=command_line(run.overrides))
+
+
+def read_chain(last: Path) -> dict[str, Manifest]:
+    """Stage → manifest, for a result and its ancestors that still exist. Raises ContractError: one is not readable."""
+    found: dict[str, Manifest] = {}
+    waiting = [last]
+    while waiting:
+        folder = waiting.pop()
+        manifest = Manifest.read(folder, remedy=REMEDY)
+        try:
+            stage, parents = manifest.recipe["stage"], manifest.recipe["parents"]
+            if not {stage, *parents} <= STAGES.keys() or not all(mark.isalnum() for mark in parents.values()):
+                raise ValueError("unknown stages")
+        except UNREADABLE as error:
+            what = f"the manifest has no valid stage and parents: {error}"
+            raise ContractError(what, where=str(folder), do=REMEDY) from error
+        found[stage] = manifest
+        folders = {name: _folder(last, name, mark) for name, mark in parents.items() if name not in found}
+        waiting += [parent for parent in folders.values() if is_complete(parent)]
+    return {name: found[name] for name in STAGES if name in found}
+
+
+def _folder(last: Path, stage: str, fingerprint: str) -> Path:
+    return last.parents[1] / stage / fingerprint[:SHORT]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The content of evaluation.json."""
+
+    shape: MoEShape
+    width: int
+    models: Mapping[str, Mapping[str, float]]
+    layers: Sequence[Mapping[str, Any]]
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read `evaluation.json`. Raises ContractError: damaged or of another version."""
+    path = folder / "evaluation.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        sizes = {**record["shape"], "dense_layers": tuple(record["shape"].get("dense_layers", ()))}
+        shape, width = MoEShape(**sizes), record["dense_width"]
+        counts = (shape.experts, shape.n, shape.top_k, width, shape.always_on + 1)
+        if not all(isinstance(count, int) and 0 < count < LARGEST for count in counts):
+            raise ValueError(f"{shape} is no shape")
+        if shape.topology not in TOPOLOGIES or not {"dense", "carved"} <= record["models"].keys():
+            raise ValueError("a topology that is unknown, or a model that is missing")
+        models = {
+            name: {key: _number(model[key]) for key in ("gap", "perplexity")}
+            for name, model in record["models"].items()
+        }
+        layers = [
+            {**layer, "error": _number(layer["error"]), "agreement": _number(layer["agreement"]),
+             "load": [*map(_number, layer.get("load", ()))]}
+            for layer in record["layers"]
+        ]  # fmt: skip
+        if not layers or len({len(layer["load"]) for layer in layers}) > 1:
+            raise ValueError("no layers, or layers of different kinds")
+        return Evaluation(shape, width, models, layers)
+    except UNREADABLE as error:
+        raise ContractError(f"no readable evaluation: {error!r}", where=str(path), do=REMEDY) from error
+
+
+def _number(value: Any) -> float:  # noqa: ANN401 - anything that JSON holds
+    """A number that can be drawn; nan for others."""
+    number = float(value)
+    return number if isfinite(number) and abs(number) < MAX_FIGURE else nan
+
+
+def describe(evaluation: Evaluation) -> str:
+    """The shape of the carve, and the loss that it costs in comparison with the static masks."""
+    shape, models = evaluation.shape, evaluation.models
+    share = shape.active_share(evaluation.width, len(evaluation.layers))
+    always = f" and {shape.always_on:,} always-on neurons" if shape.always_on else ""
+    pooled = " in one pool for all layers" if shape.pooled else ""
+    kept = f"; layers {', '.join(map(str, shape.dense_layers))} stay dense" if shape.dense_layers else ""
+    masks = [name for name in ("static_mask", "static_mask_aligned") if name in models]
+    compared = "".join(f"; {BASELINES[name]}: {models[name]['gap']:+.4f}" for name in masks)
+    return (
+        f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}{kept}. Serving each token with "
+        f"{share:.0%} of the FFN's {evaluation.width:,} neurons costs {models['carved']['gap']:+.4f} nats per token "
+        f"(perplexity {models['carved']['perplexity']:,.4g}, dense {models['dense']['perplexity']:,.4g}){compared}."
+    )
+
+
+def quality(evaluation: Evaluation, table: Table) -> Section:
+    """The table of evaluate, and the gaps as bars."""
+    gaps = {name: model["gap"] for name, model in evaluation.models.items() if name != "dense"}
+    names = {"carved": "this MoE"} | {name: name.replace("_", " ") for name in gaps if name != "carved"}
+    bars = [(names[name], gap, name == "carved") for name, gap in sorted(gaps.items(), key=lambda item: item[1])]
+    caption = "Nats per token; shorter is better."
+    return Section("Quality", [draw_bars("Loss gap over the dense model", caption, bars)], table=filled(table))
+
+
+def layers(evaluation: Evaluation) -> Section:
+    """Reconstruction error of each carved FFN, its router's agreement with the oracle, and the experts' load."""
+    shape, found = evaluation.shape, evaluation.layers
+    errors, agreement = ([(index, layer[key]) for index, layer in enumerate(found)] for key in ("error", "agreement"))
+    oracle = "take most off the output error" if shape.pooled else "have the largest output norm"
+    charts = [
+        draw_lines("Reconstruction error", "Σ‖dense − MoE‖² / Σ‖dense‖² of each FFN's output on the carved model's own "
+                   "inputs; 0 is the dense FFN.", {"": errors}),
+        draw_lines("Router's agreement with the oracle", f"Share of the chosen experts that also {oracle}.",
+                   {"routers": agreement}, chance=shape.top_k / shape.experts),
+    ]  # fmt: skip
+    if found[0]["load"]:
+        loads_LE = np.array([layer["load"] for layer in found])
+        charts.append(draw_loads("Expert load", "A load of 1 is an even share.", loads_LE))
+    keys = [key for key, value in found[0].items() if isinstance(value, int | float)]
+    rows = [[str(index), *(layer.get(key) for key in keys)] for index, layer in enumerate(found)]
+    numbers = Table("", ["layer", *(key.replace("_", " ") for key in keys)], rows)
+    return Section("Layer by layer", charts, folded={"The numbers": numbers})
+
+
+def training(chain: Mapping[str, Manifest], last: Path) -> list[Section]:
+    """Gap over the dense model and load of the experts by tokens seen; nothing without a readable record."""
+    if "train" not in chain:
+        return []
+    keys = ["tokens", "loss", "heldout_loss", "heldout_divergence", "load_max_over_mean", "dead_experts"]
+    keys += ["router_entropy", "gradient_norm"]
+    try:
+        path = _folder(last, "train", chain["train"].fingerprint) / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        dense = float(lines[0]["dense_heldout_loss"])
+        gap = {"this MoE": [(x, y - dense) for x, y in _over_tokens(lines, "heldout_loss")]}
+        named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}
+        load = {name: _over_tokens(lines, key) for name, key in named.items()}
+        rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
+    except UNREADABLE:
+        return []
+    charts = [
+        draw_lines("Loss gap on held-out text", "Nats over the dense model as it is, which has not been trained on.",
+                   gap, x="tokens seen"),
+        draw_lines("Expert load", "Largest over mean, on the text that is trained on.", load, x="tokens seen"),
+    ]  # fmt: skip
+    numbers = Table("", ["step", "phase", *(key.replace("_", " ") for key in keys)], rows)
+    return [Section("Training", charts, table=filled(chain["train"].table), folded={"The numbers": numbers})]
+
+
+def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Tokens seen and value, for every step whose record has both."""
+    tokens = {0: 0.0} | {line["step"]: _number(line["tokens"]) for line in lines if "tokens" in line}
+    return [(tokens[line["step"]], _number(line[name])) for line in lines if name in line and line["step"] in tokens]
+
+
+def neurons(chain: Mapping[str, Manifest], last: Path) -> list[Section]:
+    """Distributions of the neurons' scores, and the maps that stage cluster drew."""
+    section = Section("Neurons")
+    if "cluster" in chain and list(chain)[-1] != "cluster":
+        section.pictures = pictures(_folder(last, "cluster", chain["cluster"].fingerprint), chain["cluster"])
+    if "score" in chain:
+        try:
+            path = _folder(last, "score", chain["score"].fingerprint) / "scores.safetensors"
+            name = str(read_facts(path)["plain"]["description"]).replace("s_p", "S_p")
+            with safe_open(path, framework="numpy") as file:
+                scores_LF = file.get_tensor("chosen").astype(np.float64)
+            if scores_LF.ndim == 2 and scores_LF.size and (np.abs(scores_LF) < MAX_FIGURE).all():
+                caption = "What neurons are ranked by; comparable within a layer only. Lines are medians."
+                section.charts.append(draw_distributions(f"Score: {name}", caption, scores_LF))
+        except (*UNREADABLE, SafetensorError, CheckpointError):
+            pass  # removed, damaged or of another version: the page leaves the scores out
+    return [section] if section.charts or section.pictures else []
+
+
+def pictures(folder: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    """Title and content of a stage's PNG files that exist and are not too large."""
+    paths = [folder / name for name in sorted(manifest.files) if name.endswith(".png")]
+    return [
+        (path.stem.replace("_", " ").capitalize(), b64encode(path.read_bytes()).decode())
+        for path in paths
+        if path.is_file() and path.stat().st_size <= MAX_PICTURE
+    ]
+
+
+def costs(chain: Mapping[str, Manifest], run: RunRecord) -> Section:
+    """Time and memory of the stages that this run computed, and the fingerprints of all results."""
+    done = {(stage.stage, stage.fingerprint): stage for stage in run.stages}
+    rows: list[list[object]] = []
+    for name, manifest in chain.items():
+        stage = done.get((name, manifest.fingerprint), StageRun(name, "0"))
+        time, peak = (None if stage.seconds is None else in_time(stage.seconds)), stage.peak_bytes
+        rows.append([name, time or "kept", None if peak is None else in_mib(peak), manifest.fingerprint[:SHORT]])
+    total = sum(stage.seconds or 0 for stage in run.stages)
+    rows.append(["together", in_time(total), None, None])
+    return Section("Cost", table=Table("", ["stage", "time", "peak memory", "result"], rows))
+
+
+def files(folder: Path, manifest: Manifest) -> Section:
+    """The files of the last stage."""
+    found = list(manifest.files.items())
+    rows = [[name, in_mib(facts.get("size", 0))] for name, facts in found[:MAX_FILES]]
+    left = [f"and {len(found) - MAX_FILES} more"] if len(found) > MAX_FILES else []
+    title = f"Files ({len(found)}) in {folder}"
+    return Section("Files", folded={title: Table("", ["file", "size"], rows, left)} if found else {})
+
+
+def filled(table: Table) -> Table:
+    """A stage's table without empty columns."""
+    places = [place for place in range(len(table.columns)) if any(row[place] != "" for row in table.rows)]
+    rows = [[row[place] for place in places] for row in table.rows]
+    return replace(table, columns=[table.columns[place] for place in places], rows=rows)

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
 from models.config import MoEShape
 from stages.artifacts.job import Table
+from stages.artifacts.rendering import in_millions, render
 from stages.evaluate.config import BASELINES
 from stages.losses import MeanLoss
 
@@ -66,8 +65,8 @@ def summarise(evaluation: Evaluation) -> Table:
                 DESCRIPTIONS[name],
                 f"{loss.perplexity:.3f}",
                 f"{evaluation.gap(name):+.4f}",
-                f"{cost.active_parameters / 1e6:.2f} M" if cost else "",
-                f"{cost.parameters / 1e6:.2f} M" if cost else "",
+                in_millions(cost.active_parameters) if cost else "",
+                in_millions(cost.parameters) if cost else "",
                 f"{cost.tokens_per_second:,.0f}" if cost and cost.tokens_per_second else "",
             ]
         )
@@ -172,8 +171,6 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
         "layers": [asdict(layer) for layer in evaluation.layers],
     }
     (folder / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    sections: list[str] = []
-    for table in (summarise(evaluation), layer_table(evaluation)):
-        body = tabulate(table.rows, headers=table.columns, tablefmt="github", disable_numparse=True)
-        sections += [f"## {table.title}", body, *table.notes]
-    (folder / "evaluation.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    tables = (summarise(evaluation), layer_table(evaluation))
+    text = "\n".join(f"## {render(table, 'github')}\n" for table in tables)
+    (folder / "evaluation.md").write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from instruments.ffn_probe import FFNGradients, neuron_norms
-from instruments.parameter_scan.record import to_host
+from instruments.tensors import to_host
 from stages.accumulators.sums import ScanSums
 from stages.scan.config import ScanConfig
 

@@ -13,11 +13,10 @@ from uuid import uuid4
 from torch import nn
 
 from instruments.errors import ConfigError, ContractError, NumericsError
-from instruments.parameter_scan.merge import merge_mscan
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.targets import ScanRecord
-from instruments.parameter_scan.writer import MscanWriter
+from instruments.parameter_scan.writer import MscanWriter, merge_mscan
 from stages.artifacts.job import Workers
 from stages.scan.config import ScanConfig
 

@@ -11,9 +11,8 @@ from fuzz.mutants import Trials, mutate_bytes, mutate_json
 from unit.instruments.parameter_scan.recordings import PARAMETERS, WIDTH, record
 
 from instruments.parameter_scan.command import summarise
-from instruments.parameter_scan.header import PREAMBLE
+from instruments.parameter_scan.file_format import PREAMBLE, SEGMENT_HEADER
 from instruments.parameter_scan.reader import read_mscan
-from instruments.parameter_scan.segments import HEADER
 from instruments.parameter_scan.writer import MscanWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on values that no scan produces
@@ -52,8 +51,8 @@ def with_header(data, content):
 
 def with_segment(data, at, fields=None, table=None):
     """The file with another header or sequence table of the segment at byte `at`, and checksums that match."""
-    _magic, kind, zero, index, sequences, tokens, length, _checksum, _own = HEADER.unpack_from(data, at)
-    payload = data[at + HEADER.size : at + HEADER.size + length]
+    _magic, kind, zero, index, sequences, tokens, length, _checksum, _own = SEGMENT_HEADER.unpack_from(data, at)
+    payload = data[at + SEGMENT_HEADER.size : at + SEGMENT_HEADER.size + length]
     if table is not None:
         (old,) = struct.unpack_from("<Q", payload)
         text = json.dumps(table).encode()
@@ -62,8 +61,8 @@ def with_segment(data, at, fields=None, table=None):
     values = [kind, zero, index, sequences, tokens, len(payload)]
     for place, value in fields or ():
         values[place] = value
-    start = HEADER.pack(b"MSEG", *values, crc32(payload), 0)[:-4]
-    return data[:at] + start + crc32(start).to_bytes(4, "little") + payload + data[at + HEADER.size + length :]
+    start = SEGMENT_HEADER.pack(b"MSEG", *values, crc32(payload), 0)[:-4]
+    return data[:at] + start + crc32(start).to_bytes(4, "little") + payload + data[at + SEGMENT_HEADER.size + length :]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -91,8 +90,8 @@ def test_foreign_json_under_matching_checksums(tmp_path, per_token, count):
     length = PREAMBLE.unpack_from(data)[3]
     header = json.loads(data[PREAMBLE.size : PREAMBLE.size + length])
     at = data.index(b"MSEG")
-    (size,) = struct.unpack_from("<Q", data, at + HEADER.size)
-    table = json.loads(data[at + HEADER.size + 8 : at + HEADER.size + 8 + size])
+    (size,) = struct.unpack_from("<Q", data, at + SEGMENT_HEADER.size)
+    table = json.loads(data[at + SEGMENT_HEADER.size + 8 : at + SEGMENT_HEADER.size + 8 + size])
     for _ in range(count):
         kind = random.randrange(3)
         if kind == 0:

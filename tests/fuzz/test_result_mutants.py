@@ -12,8 +12,8 @@ from instruments.errors import ContractError
 from pipeline.artifacts import MANIFEST, Manifest, _seal, describe_files, verify
 from pipeline.report.page import draw_page, find_source, write_page
 from pipeline.run import written_files
-from pipeline.run_folder import render
 from stages.artifacts.job import Table
+from stages.artifacts.rendering import render
 
 COUNTS = [pytest.param(10, id="quick"), pytest.param(300, id="long", marks=pytest.mark.slow)]
 PIECES = {

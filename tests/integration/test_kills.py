@@ -11,7 +11,7 @@ from integration.redis_server import running
 from pico import write_pico
 from safetensors.torch import load_file
 
-from instruments.parameter_scan.header import unpack_header
+from instruments.parameter_scan.file_format import unpack_header
 from instruments.parameter_scan.reader import read_mscan
 from instruments.safetensors_files import read_facts
 from pipeline.artifacts import Manifest, verify

@@ -110,8 +110,8 @@ def test_the_chain_leaves_a_checkpoint_and_a_report(finished):
     latest = finished / "latest"
     assert (latest / "checkpoint" / "config.json").is_file()
     assert (latest / "checkpoint").resolve() == result(finished, "project") / "checkpoint"
-    report = (latest / "report.md").read_text()
-    assert [line[3:] for line in report.splitlines() if line.startswith("## ")] == WHOLE
+    assert [stage["stage"] for stage in json.loads((latest / "stages.json").read_text())["stages"]] == WHOLE
+    assert "<h2>Quality</h2>" in (latest / "report.html").read_text()
     assert (latest / "config.yaml").is_file()
     assert "evaluate  done in" in (latest / "run.log").read_text()
 

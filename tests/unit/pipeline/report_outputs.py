@@ -9,7 +9,8 @@ import torch
 import yaml
 
 from pipeline.artifacts import Manifest, artifact_folder
-from pipeline.run_folder import RunRecord
+from pipeline.report.page import read_chain
+from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import PROJECTED, TRAINED, Uses, with_ancestors
 from stages.artifacts.carve import Scores
 from stages.artifacts.job import Table
@@ -101,9 +102,7 @@ class Outputs:
             "shape": shape,
             "dense_width": WIDTH,
             "heldout_tokens": 290,
-            "models": {
-                model: {"loss": 3 + gap, "perplexity": 20 * 2.7**gap, "gap": gap} for model, gap in gaps.items()
-            },
+            "models": {model: {"loss": 3 + gap, "perplexity": 20 + gap, "gap": gap} for model, gap in gaps.items()},
             "layers": [layer] * LAYERS,
         }
         (folder / "evaluation.json").write_text(json.dumps(record))
@@ -121,18 +120,9 @@ class Outputs:
         folder.mkdir(parents=True)
         config = {"model": {"label": label}, "output_dir": str(self.folder), "seed": 0}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        (folder / "report.md").write_text(f"# {label}\n")
-        record = RunRecord.start(overrides)
-        record.stages = list(stage_runs(evaluation, kept))
+        record = RunRecord(overrides)
+        for seconds, (stage, manifest) in enumerate(read_chain(evaluation).items(), 1):
+            figures = (None, None) if stage in kept else (float(seconds), seconds << 20)
+            record.stages.append(StageRun(stage, manifest.fingerprint, *figures))
         record.write(folder)
         return folder
-
-
-def stage_runs(evaluation, kept):
-    """One record for each stage of the chain of this evaluation."""
-    from pipeline.report.evaluations import read_evaluation
-    from pipeline.run_folder import StageRun
-
-    for seconds, (name, published) in enumerate(read_evaluation(evaluation).chain.items(), 1):
-        figures = (None, None) if name in kept else (float(seconds), seconds << 20)
-        yield StageRun(name, published.manifest.fingerprint, *figures)

@@ -41,7 +41,7 @@ def run(capsys):
     return call
 
 
-def test_the_summary(file, run):
+def test_the_summary_of_a_file_that_was_not_closed(file, run):
     with file.open("ab") as torn:
         torn.write(b"half a segment")
     code, out, err = run(file)
@@ -146,64 +146,22 @@ def test_the_picture(file, run, tmp_path):
     assert (tmp_path / "all.png").read_bytes() != (tmp_path / "one.png").read_bytes()
 
 
-@pytest.mark.parametrize("flag", ["--parquet", "--delta-sc"])
-def test_an_output_that_cannot_be_written_is_found_before_the_file_is_read(tmp_path, run, flag):
-    code, out, err = run(tmp_path / "missing.mscan", flag, tmp_path / "no" / "where")
-    assert (code, out) == (2, "")
-    assert err == (
-        f"there is no folder {tmp_path / 'no'}\n  where: {tmp_path / 'no' / 'where'}\n"
-        f"  do:    mkdir -p {tmp_path / 'no'}\n"
-    )
-
-
-def test_the_file_itself_and_folders_are_no_output(file, run, tmp_path):
-    before = file.read_bytes()
-    code, _, err = run(file, "--parquet", file)
-    assert (code, err) == (
-        2,
-        f"{file} is the .mscan file itself\n  where: command line\n  do:    name another output file\n",
-    )
-    assert file.read_bytes() == before
-    code, _, err = run(file, "--delta-sc", tmp_path)
-    assert (code, err) == (2, f"{tmp_path} is a folder\n  where: command line\n  do:    name another output file\n")
-
-
-def test_without_pyarrow(file, run, tmp_path, monkeypatch):
+def test_wrong_commands_are_refused(file, run, tmp_path, monkeypatch):
+    before, missing, folder = file.read_bytes(), tmp_path / "missing.mscan", tmp_path / "no"
     monkeypatch.setitem(sys.modules, "instruments.parameter_scan.parquet", None)
-    code, _, err = run(file, "--parquet", tmp_path / "out.parquet")
-    assert (code, err) == (
-        2,
-        "--parquet needs pyarrow, which is not installed\n  where: command line\n"
-        "  do:    pip install -e '.[parquet]'\n",
-    )
-
-
-def test_an_unknown_sequence(file, run):
-    code, out, err = run(file, "--sequence", "text 5")
-    assert (code, out) == (1, "")
-    assert err.startswith("no sequence 'text 5'; there are 4\n")
-
-
-def test_a_missing_file(run, tmp_path):
-    code, _, err = run(tmp_path / "none.mscan")
-    assert code == 1
-    assert err == (
-        f"cannot read none.mscan: No such file or directory\n  where: {tmp_path / 'none.mscan'}\n"
-        "  do:    name a file that the scanner wrote\n"
-    )
-
-
-def test_a_folder_instead_of_a_file(run, tmp_path):
-    code, _, err = run(tmp_path)
-    assert code == 1
-    assert err.startswith(f"cannot read {tmp_path.name}: Is a directory\n")
-
-
-def test_words_that_are_no_settings(capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path), "--deltasc", "x"])
-    assert stop.value.code == 2
-    assert "unrecognized arguments: --deltasc" in capsys.readouterr().err
+    for words, expected, what in (
+        ((missing,), 1, "cannot read missing.mscan: No such file or directory"),
+        ((tmp_path,), 1, f"cannot read {tmp_path.name}: Is a directory"),
+        ((missing, "--parquet", folder / "out"), 2, f"there is no folder {folder}"),
+        ((missing, "--delta-sc", folder / "out"), 2, f"there is no folder {folder}"),
+        ((file, "--parquet", file), 2, f"{file} is the .mscan file itself"),
+        ((file, "--delta-sc", tmp_path), 2, f"{tmp_path} is a folder"),
+        ((file, "--parquet", tmp_path / "out"), 2, "--parquet needs pyarrow, which is not installed"),
+        ((file, "--sequence", "text 5"), 1, "no sequence 'text 5'; there are 4"),
+    ):
+        code, _, err = run(*words)
+        assert (code, err.splitlines()[0]) == (expected, what)
+    assert file.read_bytes() == before
 
 
 def test_it_starts_without_torch(file):

@@ -2,32 +2,34 @@ import pytest
 from unit.instruments.parameter_scan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P
 
 from instruments.errors import ContractError
-from instruments.parameter_scan.header import ParameterTable
+from instruments.parameter_scan.parameters import ParameterTable, locate
 
-TABLE = ParameterTable.of(PARAMETERS, WIDTH)
+TABLE = ParameterTable(tuple(PARAMETERS), WIDTH)
 
 
-def test_blocks_lie_one_weight_after_another():
+def test_blocks_of_all_weights_are_concatenated():
     assert TABLE.widths == (P, INPUTS, OUTPUTS)
+    assert ParameterTable((), WIDTH).widths == (0, 0, 0)
     assert TABLE.input_columns == [slice(0, 0), slice(0, 3), slice(3, 9), slice(9, 12)]
+    assert [(entry.in_blocks, entry.out_blocks) for entry in PARAMETERS] == [(0, 3), (3, 2), (6, 3), (3, 2)]
     assert TABLE.output_columns == [slice(0, 3), slice(3, 5), slice(5, 8), slice(8, 10)]
 
 
-def test_block_counts_are_those_of_the_scanner():
-    for parameter, inputs, outputs in zip(PARAMETERS, TABLE.input_columns, TABLE.output_columns, strict=True):
-        assert inputs.stop - inputs.start == parameter.in_blocks
-        assert outputs.stop - outputs.start == parameter.out_blocks
-
-
-def test_an_unknown_weight_is_answered_with_one_that_is_there():
-    with pytest.raises(ContractError) as error:
+def test_an_unknown_weight_gets_the_nearest_name():
+    with pytest.raises(ContractError, match=r"^no parameter model.layers.1.self_attn.q_proj; there are 4") as error:
         TABLE.index("model.layers.1.self_attn.q_proj")
-    assert str(error.value) == (
-        "no parameter model.layers.1.self_attn.q_proj; there are 4\n"
-        "  where: parameter table of the .mscan file\n"
-        "  do:    say model.layers.1.self_attn.q_proj.weight"
-    )
+    assert error.value.do == "say model.layers.1.self_attn.q_proj.weight"
 
 
-def test_no_parameters():
-    assert ParameterTable((), WIDTH).widths == (0, 0, 0)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.layers.12.self_attn.q_proj.weight", (12, "self_attn.q_proj")),
+        ("transformer.h.0.mlp.c_proj.weight", (0, "mlp.c_proj")),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", (3, "mlp.experts.7.up_proj")),
+        ("model.embed_tokens.weight", (None, "embed_tokens")),
+        ("lm_head.weight", (None, "lm_head")),
+    ],
+)
+def test_layer_and_module_of_a_weight(name, place):
+    assert locate(name) == place

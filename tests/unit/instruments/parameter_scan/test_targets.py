@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from instruments.errors import ConfigError
-from instruments.parameter_scan.header import WatchedParameter
+from instruments.parameter_scan.parameters import WatchedParameter
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.targets import Selection
 

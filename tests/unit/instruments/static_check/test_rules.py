@@ -1,38 +1,35 @@
-"""RULES.md: every rule finds its example at the marked lines, and nothing in the healthy twin."""
-
-import re
-from pathlib import Path
+"""rules.toml: every rule finds its example at the marked lines, and nothing in the healthy twin."""
 
 import pytest
 
 from instruments.static_check import check
-from instruments.static_check.rules import RULES
+from instruments.static_check.source import GRADES, RULES
 
-PAGE = Path(check.__file__).with_name("RULES.md").read_text(encoding="utf-8")
-BLOCK = r"```python\n(.*?)```\n"
-HEAD = re.search(BLOCK, PAGE, re.DOTALL)[1]
+HEAD = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.amp import GradScaler, autocast
 
-
-def read_examples():
-    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
-        for name, risky, healthy in re.findall(rf"^(\S[^\n]*):\n\n{BLOCK}\n{BLOCK}", section, re.DOTALL | re.MULTILINE):
-            yield pytest.param(section[:5], risky, healthy, id=f"{section[:5]} {name}")
-
-
-EXAMPLES = list(read_examples())
+"""
+EXAMPLES = {f"{code} {name}": text for code, rule in RULES.items() for name, text in rule["examples"].items()}
 
 
-def test_every_rule_has_an_example():
-    assert {example.values[0] for example in EXAMPLES} == set(RULES)
-    assert len(EXAMPLES) == PAGE.count("\n```python\n") // 2
+def test_every_rule_has_a_severity_a_reason_a_remedy_and_an_example():
+    for rule in RULES.values():
+        assert rule["severity"] in GRADES
+        assert rule["why"]
+        assert rule["fix"]
+        assert rule["examples"]
 
 
-@pytest.mark.parametrize(("rule", "risky", "healthy"), EXAMPLES)
-def test_rule_and_healthy_twin(rule, risky, healthy, tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(HEAD + risky)
-    expected = {number for number, line in enumerate((HEAD + risky).splitlines(), 1) if line.endswith("# !")}
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_rule_finds_its_example_and_nothing_in_the_healthy_twin(name, tmp_path):
+    lines, file = EXAMPLES[name].splitlines(), tmp_path / "train.py"
+    risky, healthy = (HEAD + "".join(f"{line[1:]}\n" for line in lines if line[:1] != mark) for mark in "+-")
+    file.write_text(risky)
+    expected = {number for number, line in enumerate(risky.splitlines(), 1) if line.endswith("# !")}
     assert expected
-    assert {one.line for one in check.static_check(file).findings if one.code == rule} == expected
-    file.write_text(HEAD + healthy)
+    assert {one.line for one in check.static_check(file).findings if one.code == name[:5]} == expected
+    file.write_text(healthy)
     assert [str(one) for one in check.static_check(file).findings] == []

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from instruments.parameter_scan.record import to_host
+from instruments.tensors import to_host
 
 
-def test_tensors_keep_their_numbers_shapes_and_formats():
+def test_tensors_on_the_host_keep_values_shapes_and_formats():
     tensors = [
         torch.randn(3, dtype=torch.float64),
         torch.tensor([True, False, True]),
@@ -16,14 +16,11 @@ def test_tensors_keep_their_numbers_shapes_and_formats():
     found = to_host(tensors)
     assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, tensors, strict=True))
     assert not any(tensor.requires_grad for tensor in found)
-
-
-def test_nothing_comes_of_nothing():
     assert to_host([]) == []
 
 
 @pytest.mark.gpu
-def test_a_device_is_asked_once():
+def test_one_transfer_per_device():
     tensors = [torch.randn(3, device="cuda"), torch.arange(5, device="cuda")]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         found = to_host(tensors)

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from instruments.parameter_scan.inputs import embedding_columns, embedding_token_squares, head_part, lookup_columns
+from instruments.gradients import sum_blocks
+from instruments.parameter_scan.inputs import (
+    embedding_columns,
+    embedding_token_squares,
+    head_part,
+    lookup_columns,
+    token_block_squares,
+)
 
 B, T, S, D, V = 2, 7, 5, 6, 11
 
@@ -38,7 +45,7 @@ def test_a_tied_weight_gets_the_sum_of_both_uses(operands, gram):
     )
 
 
-def test_what_one_position_contributes(operands):
+def test_the_contribution_of_one_position(operands):
     """The output embedding reads the last S positions only."""
     ids, delta, x, grad = operands
     found = embedding_token_squares(delta, head_part(x, grad, ids, gram=True, per_token=True))
@@ -49,3 +56,15 @@ def test_what_one_position_contributes(operands):
             seen = position - (T - S)
             weight += grad[sample, seen].double().outer(x[sample, seen].double())
         torch.testing.assert_close(found[sample, position].double(), weight.square().sum(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("width", "blocks"), [(4, 3), (11, 1), (64, 1), (1, 11)])
+def test_blocks_cover_every_column_once(width, blocks):
+    x = torch.randn(B, T, 11, generator=torch.Generator().manual_seed(0))
+    squares = token_block_squares(x, width)
+    assert squares.shape == (B, T, blocks)
+    expected = torch.stack([part.square().sum(-1) for part in x.split(width, dim=-1)], dim=-1)
+    torch.testing.assert_close(squares, expected)
+    torch.testing.assert_close(sum_blocks(x.square().sum(1), width), expected.sum(1))
+    torch.testing.assert_close(token_block_squares(x.half(), width), expected, rtol=1e-2, atol=1e-3)
+    assert token_block_squares(x.half(), width).dtype == torch.float32

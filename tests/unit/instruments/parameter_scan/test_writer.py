@@ -6,9 +6,8 @@ from unit.instruments.parameter_scan.recordings import ARRAYS, PARAMETERS, WIDTH
 
 from instruments.errors import ContractError
 from instruments.parameter_scan import writer as buffer
-from instruments.parameter_scan.merge import merge_mscan
 from instruments.parameter_scan.reader import read_mscan
-from instruments.parameter_scan.writer import MscanWriter
+from instruments.parameter_scan.writer import MscanWriter, merge_mscan
 
 CREATED = "2026-01-02"
 
@@ -32,7 +31,7 @@ def whole(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_history_gives_the_same_bytes(tmp_path, whole, seed):
+def test_a_merged_file_does_not_depend_on_the_history(tmp_path, whole, seed):
     """Several workers, interruptions, batches done twice and in any order."""
     random = np.random.default_rng(seed)
     numbers = [*random.permutation(23), *random.integers(0, 23, 9), 99]
@@ -46,7 +45,7 @@ def test_any_history_gives_the_same_bytes(tmp_path, whole, seed):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_merged_file_holds_what_the_parts_held(whole):
+def test_the_merged_file_holds_the_parts(whole):
     scan = read_mscan(whole)
     assert [sequence.number for sequence in scan.sequences] == list(range(23))
     assert [len(segment.sequences) for segment in scan.segments] == [5, 5, 5, 5, 3]
@@ -65,7 +64,7 @@ def test_merging_without_loss(tmp_path):
     assert np.array_equal(scan.activation(), record([1, 2, 3]).activation_BP.numpy())
 
 
-def test_segments_end_at_a_number_of_bytes_too(tmp_path, monkeypatch, whole):
+def test_segments_are_limited_in_bytes(tmp_path, monkeypatch, whole):
     monkeypatch.setattr(buffer, "SEGMENT_BYTES", 1000)
     sizes = []
     for groups in ([range(23)], [[n] for n in range(23)], [range(7), range(7, 23)]):
@@ -77,37 +76,30 @@ def test_segments_end_at_a_number_of_bytes_too(tmp_path, monkeypatch, whole):
     assert 3 < len(sizes[0]) < 23
 
 
-def message(*arguments, **settings):
+def refusal(*arguments, **settings):
     with pytest.raises(ContractError) as error:
         merge_mscan(*arguments, created=CREATED, **settings)
-    return str(error.value)
+    return error.value.what, error.value.where
 
 
 def test_a_missing_number_is_an_error(tmp_path):
-    part = write(tmp_path / "a.part", [[0, 2]])
-    assert message([part], tmp_path / "out", numbers=range(12)) == (
-        "10 of 12 sequences are in no part: number 1, 3, 4, 5, 6, 7, 8, 9 ...\n"
-        f"  where: {tmp_path / 'out'}\n"
-        "  do:    scan them again, or merge with the parts that hold them"
-    )
-    assert not (tmp_path / "out").exists()
+    part, out = write(tmp_path / "a.part", [[0, 2]]), tmp_path / "out"
+    what = "10 of 12 sequences are in no part: number 1, 3, 4, 5, 6, 7, 8, 9 ..."
+    assert refusal([part], out, numbers=range(12)) == (what, str(out))
+    assert not out.exists()
 
 
-def test_parts_of_two_scans(tmp_path):
+def test_parts_of_two_scans_are_not_merged(tmp_path):
+    renamed = [replace(PARAMETERS[0], name="x"), *PARAMETERS[1:]]
     parts = [
         write(tmp_path / "a.part", [[0]]),
         write(tmp_path / "b.part", [[1]], encoding="log16"),
-        write(
-            tmp_path / "c.part", [[1]], model="other", parameters=[replace(PARAMETERS[0], name="x"), *PARAMETERS[1:]]
-        ),
+        write(tmp_path / "c.part", [[1]], model="other", parameters=renamed),
     ]
-    assert message(parts, tmp_path / "out") == (
-        f"c.part and a.part differ in model, parameters\n  where: {parts[2]}\n  do:    merge parts of one scan only"
-    )
+    what = "c.part and a.part differ in model, parameters"
+    assert refusal(parts, tmp_path / "out") == (what, str(parts[2]))
 
 
-def test_no_part_and_an_existing_file(tmp_path, whole):
-    assert message([], whole) == ("no .mscan file to merge\n  where: merge_mscan\n  do:    name at least one part")
-    assert message([whole], whole) == (
-        f"whole.mscan is there already\n  where: {whole}\n  do:    remove it, or choose another name"
-    )
+def test_merging_needs_parts_and_overwrites_nothing(whole):
+    assert refusal([], whole) == ("no .mscan file to merge", "merge_mscan")
+    assert refusal([whole], whole) == ("whole.mscan is there already", str(whole))

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from instruments.gradients import column_squares, gram_matrix, prefer_gram, weight_squares
+from instruments.gradients import (
+    block_squares,
+    column_squares,
+    gram_matrix,
+    prefer_gram,
+    symmetric_gram,
+    weight_squares,
+)
 
 B, T, INPUTS, OUTPUTS = 3, 7, 6, 13
 
@@ -70,3 +77,23 @@ def test_the_cheaper_product():
     assert prefer_gram("auto", 896, 1024, 100_000, rows=False)
     assert prefer_gram("gram", 2048, 1024, 3072)
     assert not prefer_gram("direct", 1, 1024, 3072)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(70, 35), (35, 70)])
+@pytest.mark.parametrize("length", [9, 130, 131])  # one piece, equal halves, unequal halves
+@pytest.mark.parametrize("widths", [(16, 24), (64, 16), (7, 64)])  # 7 is too narrow for the product by blocks
+def test_blocks_of_a_weight_gradient(inputs, outputs, length, widths):
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(B, length, n, generator=generator, dtype=torch.float64) for n in (inputs, outputs))
+    product = grad.mT @ x
+    expected = [
+        torch.stack([part.square().sum((1, 2)) for part in product.split(width, dim)], 1)
+        for width, dim in zip(widths, (2, 1), strict=True)
+    ]
+    x, grad = x.float(), grad.float()
+    for way in ("gram", "direct", "auto"):
+        found = block_squares(
+            x, grad, widths, product=way, gram=lambda: torch.stack([symmetric_gram(one) for one in x])
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=0)

@@ -1,8 +1,8 @@
+import matplotlib.image
 import numpy as np
 import pytest
 
-from instruments.parameter_scan.command import delta_sc, grid_by_layer
-from instruments.parameter_scan.header import locate
+from instruments.parameter_scan.command import Grid, delta_sc, draw_delta_sc, grid_by_layer
 
 S, P = 3, 5
 
@@ -18,14 +18,14 @@ def test_difference_of_standard_scores_by_hand():
     assert delta_sc(activation, gradient) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_size_of_a_sequence_does_not_count():
+def test_scores_do_not_depend_on_the_scale_of_a_sequence():
     random = np.random.default_rng(1)
     activation, gradient = random.lognormal(size=(2, S, P)).astype(np.float32)
     scaled = delta_sc(activation * np.float32(1024), gradient * np.array([[2], [1], [0.5]], np.float32))
     assert scaled == pytest.approx(delta_sc(activation, gradient), abs=1e-12)
 
 
-def test_what_is_not_measured_counts_nowhere():
+def test_missing_values_are_ignored():
     activation = np.array([[1, 2, np.nan, 3]], np.float32)
     gradient = np.array([[np.nan, 5, 6, 7]], np.float32)
     found = delta_sc(activation, gradient)
@@ -50,20 +50,6 @@ def test_nothing_scanned():
     assert np.isnan(delta_sc(np.empty((0, 3), np.float32), np.empty((0, 3), np.float32))).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("model.layers.12.self_attn.q_proj.weight", (12, "self_attn.q_proj")),
-        ("transformer.h.0.mlp.c_proj.weight", (0, "mlp.c_proj")),
-        ("model.layers.3.mlp.experts.7.up_proj.weight", (3, "mlp.experts.7.up_proj")),
-        ("model.embed_tokens.weight", (None, "embed_tokens")),
-        ("lm_head.weight", (None, "lm_head")),
-    ],
-)
-def test_layer_and_module_of_a_weight(name, place):
-    assert locate(name) == place
-
-
 def test_a_grid_has_gaps_where_a_layer_lacks_a_module():
     names = ["embed.weight", "m.0.q.weight", "m.0.up.weight", "m.2.q.weight"]
     grid = grid_by_layer(names, np.array([9.0, 1.0, 2.0, 3.0]))
@@ -80,3 +66,52 @@ def test_modules_of_encoder_and_decoder_are_told_apart():
     assert (grid.layers, grid.modules) == ((0, 1), modules)
     assert grid.values_LM.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert grid.outside == {"encoder.embed": 8, "decoder.embed": 9, "lm_head": 10}
+
+
+RED, BLUE, GREY = "#67001f", "#053061", "#dddddd"  # both ends of the colour scale, and missing values
+
+
+def grid_of(values_LM, outside=None, modules=("self_attn.q_proj", "mlp.up_proj")):
+    return Grid(tuple(range(len(values_LM))), modules, np.array(values_LM, float), outside or {})
+
+
+def shares(path):
+    """Share of the picture's pixels by colour."""
+    pixels = (matplotlib.image.imread(path)[:, :, :3] * 255).round().astype(int) @ [65536, 256, 1]
+    colours, counts = np.unique(pixels, return_counts=True)
+    return {f"#{colour:06x}": count / pixels.size for colour, count in zip(colours, counts, strict=True)}
+
+
+def test_high_is_red_low_is_blue_and_gaps_are_grey(tmp_path):
+    path = tmp_path / "out.png"
+    draw_delta_sc(grid_of([[2.0, -2.0], [np.nan, 0.0], [2.0, 2.0]]), path, title="pico")
+    found = shares(path)
+    assert found[RED] == pytest.approx(3 * found[BLUE], rel=0.2)
+    assert found[GREY] == pytest.approx(found[BLUE], rel=0.2)
+
+
+def test_weights_outside_the_layers_share_the_scale(tmp_path):
+    draw_delta_sc(grid_of([[1.0, 0.0]]), tmp_path / "without.png", title="pico")
+    draw_delta_sc(grid_of([[1.0, 0.0]], {"embed_tokens": -1.0, "lm_head": np.nan}), tmp_path / "with.png", title="pico")
+    assert shares(tmp_path / "with.png")[BLUE] > 2 * shares(tmp_path / "without.png").get(BLUE, 0.01)
+
+
+def test_the_same_grid_gives_the_same_bytes(tmp_path):
+    for name in ("first.png", "second.png"):
+        draw_delta_sc(grid_of([[1.0, -3.0]], {"embed": 0.5}), tmp_path / name, title="pico")
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        grid_of([[np.nan, np.nan]]),
+        grid_of([[0.0, 0.0]], {"embed": 0.0}),
+        Grid((), (), np.empty((0, 0)), {"lm_head": 1.0}),
+        Grid((), (), np.empty((0, 0)), {}),
+        grid_of(np.arange(600.0).reshape(30, 20), modules=tuple(f"mlp.experts.{e}.up_proj" for e in range(20))),
+    ],
+)
+def test_unusual_grids_are_drawn(tmp_path, grid):
+    draw_delta_sc(grid, tmp_path / "out.png", title="pico")
+    assert (tmp_path / "out.png").stat().st_size > 1000

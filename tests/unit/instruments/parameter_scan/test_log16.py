@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from instruments.parameter_scan.segments import (
+from instruments.parameter_scan.log16 import (
     ELEMENTS_AT_ONCE,
     LAST,
     NOT_MEASURED,

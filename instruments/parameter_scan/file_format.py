@@ -1,0 +1,253 @@
+"""The bytes of an .mscan file (SPECIFICATION.md): its header, and segments of sequences with their norms."""
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instruments.errors import ContractError
+from instruments.json_kinds import check_fields, is_anything, is_count, is_flag, is_text, kinds_of, list_of, object_of
+from instruments.parameter_scan.log16 import encode_log16
+from instruments.parameter_scan.parameters import ParameterTable, WatchedParameter
+
+MAGIC, VERSION = b"MSCAN", 3
+ENCODINGS = ("f32", "log16")
+ALIGNMENT = 8  # bytes; every array begins at a multiple of it
+PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
+MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # limits of a valid file
+# One row per sequence ...
+SEQUENCE_ARRAYS = ("activation", "gradient", "in_activation", "in_gradient", "out_gradient")
+# ... and one per token.
+TOKEN_ARRAYS = ("token_activation", "token_gradient")
+
+_CONTENT = {
+    "model": is_text, "created": is_text, "block_width": is_count, "encoding": is_text, "per_token": is_flag,
+    "metadata": object_of(is_anything), "parameters": list_of(is_anything),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Header:
+    """Values that all segments share."""
+
+    model: str
+    created: str  # ISO 8601
+    table: ParameterTable
+    encoding: str = "log16"
+    per_token: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """Array name → number of columns, in file order."""
+        parameters, inputs, outputs = self.table.widths
+        widths = dict(zip(SEQUENCE_ARRAYS, (parameters, parameters, inputs, inputs, outputs), strict=True))
+        return widths | dict.fromkeys(TOKEN_ARRAYS if self.per_token else (), parameters)
+
+    def content(self) -> dict[str, Any]:
+        """The header as JSON values."""
+        parameters = [
+            (one.name, one.kind, one.in_features, one.out_features, one.in_head, one.out_head)
+            for one in self.table.entries
+        ]
+        given = {name: getattr(self, name) for name in _CONTENT if name not in {"block_width", "parameters"}}
+        return given | {"block_width": self.table.block_width, "parameters": parameters}
+
+    def differences(self, other: "Header") -> list[str]:
+        """Keys whose values differ and so prevent combining two files; date and metadata may differ."""
+        mine, theirs = self.content(), other.content()
+        return [name for name in mine if name not in {"created", "metadata"} and mine[name] != theirs[name]]
+
+    def pack(self) -> bytes:
+        """Preamble and padded JSON; equal headers give equal bytes."""
+        text = json.dumps(self.content(), sort_keys=True, separators=(",", ":")).encode()
+        text += b" " * (-(PREAMBLE.size + len(text)) % ALIGNMENT)
+        start = PREAMBLE.pack(MAGIC, VERSION, 0, len(text), 0)[:-4]
+        return start + crc32(text, crc32(start)).to_bytes(4, "little") + text
+
+
+def refused(path: Path, what: str, do: str) -> ContractError:
+    """The error of an unusable file."""
+    return ContractError(what, where=str(path), do=do)
+
+
+def damaged(path: Path, detail: str, where: str = "") -> ContractError:
+    """The error of a damaged file; `where` is the place in the file."""
+    place = f"{path}, {where}" if where else str(path)
+    return ContractError(f"{path.name} is damaged: {detail}", where=place, do="copy the file again, or scan again")
+
+
+def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
+    """The header, and the offset of the first segment. Raises ContractError: damaged, or another format or version."""
+    magic = bytes(file[: len(MAGIC)])
+    if magic != MAGIC[: len(file)]:
+        what = f"{path.name} is no .mscan file: it begins with {magic!r}, not {MAGIC!r}"
+        raise refused(path, what, "name a file that the scanner wrote")
+    if len(file) < PREAMBLE.size:
+        raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
+    _magic, version, _flags, length, checksum = PREAMBLE.unpack_from(file)
+    if version != VERSION:
+        what = f"{path.name} is of .mscan version {version}; {VERSION} is known here"
+        raise refused(path, what, "read it with the release that wrote it, or scan again")
+    end = PREAMBLE.size + length
+    if len(file) < end:
+        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
+    text = file[PREAMBLE.size : end]
+    if crc32(text, crc32(file[: PREAMBLE.size - 4])) != checksum:
+        raise damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
+    try:
+        return _read_content(json.loads(bytes(text))), end
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"the header is invalid: {error}") from error
+
+
+def _read_content(content: Any) -> Header:  # noqa: ANN401 - any JSON
+    """The header from its JSON, which may be invalid despite a matching checksum. Raises ValueError."""
+    check_fields(content, _CONTENT)
+    own = {name: content[name] for name in _CONTENT}
+    width, entries = own.pop("block_width"), own.pop("parameters")
+    if own["encoding"] not in ENCODINGS:
+        raise ValueError(f"encoding is none of {', '.join(ENCODINGS)}")
+    if not 1 <= width <= MAX_FEATURES:
+        raise ValueError(f"block_width is not between 1 and {MAX_FEATURES}")
+    table = ParameterTable(tuple(_read_entry(entry, width) for entry in entries), width)
+    if sum(table.widths) > MAX_BLOCKS:
+        raise ValueError(f"its parameters have more than {MAX_BLOCKS} blocks")
+    return Header(table=table, **own)
+
+
+def _read_entry(entry: Any, width: int) -> WatchedParameter:  # noqa: ANN401 - any JSON
+    match entry:
+        case [name, "linear" | "embedding" as kind, inputs, outputs, in_head, out_head] if is_text(name):
+            heads = [head for head in (in_head, out_head) if head is not None]
+            if all(type(size) is int and 1 <= size <= MAX_FEATURES for size in (inputs, outputs, *heads)):
+                return WatchedParameter(name, kind, inputs, outputs, width, in_head, out_head)
+    what = "[name, linear or embedding, in_features, out_features, in_head, out_head]"
+    raise ValueError(f"parameter {entry!s:.200} is not {what} of 1 to {MAX_FEATURES}")
+
+
+@dataclass(frozen=True)
+class StoredSequence:
+    """One sequence; its number in the scan is unique within a file."""
+
+    number: int
+    name: str
+    tokens: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B sequences and float32 arrays (B, P), (B, I), (B, O) and, with values per token, (Σtokens, P)."""
+
+    sequences: tuple[StoredSequence, ...]
+    arrays: dict[str, NDArray[np.float32]]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """All parts, concatenated."""
+        if len(parts) == 1:
+            return parts[0]
+        arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+        return cls(tuple(sequence for part in parts for sequence in part.sequences), arrays)
+
+    @cached_property
+    def first_tokens(self) -> list[int]:
+        """Row of each sequence's first token, and the total number of tokens."""
+        return [0, *accumulate(sequence.tokens for sequence in self.sequences)]
+
+    def cut(self, start: int, stop: int) -> "Rows":
+        """Sequences `start` to `stop`, without a copy."""
+        rows, tokens = slice(start, stop), slice(self.first_tokens[start], self.first_tokens[stop])
+        arrays = {name: array[tokens if name in TOKEN_ARRAYS else rows] for name, array in self.arrays.items()}
+        return Rows(self.sequences[start:stop], arrays)
+
+
+SEGMENT_MAGIC = b"MSEG"
+NORMS, CLOSING = 1, 2  # kinds: sequences; closing header
+# magic, kind, zero, index in the file, sequences, tokens, bytes of payload, checksum of payload, checksum of the above
+SEGMENT_HEADER = struct.Struct("<4sHHIIQQII")
+_LENGTH = struct.Struct("<Q")
+_TABLE = kinds_of(StoredSequence)  # columns of the sequence table
+
+
+@dataclass(frozen=True)
+class SegmentHeader:
+    """Offset and sizes of a segment."""
+
+    offset: int  # of the header, in the file
+    index: int
+    sequences: int
+    tokens: int
+    payload_length: int = 0
+    payload_checksum: int = 0
+    kind: int = NORMS
+
+    @property
+    def payload(self) -> int:
+        """Offset of the payload."""
+        return self.offset + SEGMENT_HEADER.size
+
+    @property
+    def end(self) -> int:
+        """Offset of the next segment."""
+        return self.payload + self.payload_length
+
+    def pack(self) -> bytes:
+        """The header's 40 bytes."""
+        _offset, *counts, kind = vars(self).values()
+        start = SEGMENT_HEADER.pack(SEGMENT_MAGIC, kind, 0, *counts, 0)[:-4]
+        return start + crc32(start).to_bytes(4, "little")
+
+
+def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
+    """The header at `offset`; None if it is incomplete or damaged."""
+    start = file[offset : offset + SEGMENT_HEADER.size]
+    if len(start) < SEGMENT_HEADER.size:
+        return None
+    magic, kind, _zero, index, sequences, tokens, length, payload_checksum, checksum = SEGMENT_HEADER.unpack(start)
+    if magic != SEGMENT_MAGIC or kind not in {NORMS, CLOSING} or crc32(start[:-4]) != checksum:
+        return None
+    return SegmentHeader(offset, index, sequences, tokens, length, payload_checksum, kind)
+
+
+def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:
+    """The consecutive parts of a payload: the sequence table, its JSON padded, and the arrays."""
+    columns = {name: [getattr(sequence, name) for sequence in rows.sequences] for name in _TABLE}
+    text = json.dumps(columns, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    yield _LENGTH.pack(len(text)) + text
+    for name in header.widths:
+        values: NDArray[Any] = np.ascontiguousarray(rows.arrays[name], "<f4")
+        if header.encoding == "log16":
+            scale, codes = encode_log16(values)
+            yield _bytes_of(scale.astype("<f8", copy=False))
+            values = codes.astype("<u2", copy=False)
+        yield _bytes_of(values)
+        yield bytes(-values.nbytes % ALIGNMENT)
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[StoredSequence, ...], int]:
+    """The sequence table of a payload, and its size. Raises ValueError: invalid, or unlike the segment's header."""
+    if len(payload) < _LENGTH.size:
+        raise ValueError("no sequence table")
+    end = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
+    if end > len(payload):
+        raise ValueError(f"a sequence table of {end - _LENGTH.size} bytes")
+    columns = json.loads(bytes(payload[_LENGTH.size : end]))
+    check_fields(columns, {name: list_of(kind, segment.sequences) for name, kind in _TABLE.items()})
+    if sum(columns["tokens"]) != segment.tokens:
+        raise ValueError(f"{sum(columns['tokens'])} tokens where the segment's header says {segment.tokens}")
+    return tuple(map(StoredSequence, *(columns[name] for name in _TABLE))), end
