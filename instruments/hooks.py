@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -141,18 +141,15 @@ def trace_modules(
     *,
     prefix: str = "",
     counts: Mapping[str, int] | None = None,
-    only: Container[str] | None = None,
 ) -> Iterator[ModuleTracer]:
     """Report the calls of `model` and of its submodules to `receiver`; the hooks are removed on exit.
 
-    `prefix`: full name of `model`, if it is a submodule; `counts`: calls so far; `only`: names of modules to report.
+    `prefix`: full name of `model`, if it is a submodule; `counts`: calls so far.
     """
     tracer = ModuleTracer(Counter(counts or {}))
     with ExitStack() as hooks:
         for name, module in hookable_modules(model):
-            full = ".".join(filter(None, (prefix, name)))
-            if only is None or full in only:
-                _hook(module, full, receiver, tracer, hooks)
+            _hook(module, ".".join(filter(None, (prefix, name))), receiver, tracer, hooks)
         yield tracer
 
 

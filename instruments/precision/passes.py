@@ -1,7 +1,6 @@
 """The forward passes of auto_diff: in low precision; in FP32, with each module run again alone; and perturbed."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ class LowPrecisionPass(ModuleEvents):
         args, kwargs = low.convert(copy_arguments(arguments), None)
         tracing = trace_modules(low.model, self)
         try:
-            with session.seeded(), kept_buffers(low.model) as session.moving, tracing, low.active(session.device):
+            with session.seeded(), kept_buffers(low.model), tracing, low.active(session.device):
                 low.model(*args, **kwargs)
         except _FAILURES as error:
             place = str(self._running[-1]) if self._running else "the model"
@@ -59,7 +58,6 @@ class LowPrecisionPass(ModuleEvents):
         self._running.pop()
         for path, tensor in find_real_tensors(output).items():
             if is_choice(tensor):
-                self.session.choosers.add(call.module)
                 self.session.low_choices[call, path] = tensor.clone()
             elif tensor.is_floating_point():
                 self._note_broken((call, path), tensor)
@@ -217,10 +215,9 @@ class ReferencePass(ModuleEvents):
     def _try(self, call: Call, module: nn.Module, arguments: Arguments) -> _Trial:
         session, choices, (args, kwargs) = self.session, _Choices(), arguments
         counts = {**self._tracer.counts, call.module: call.number}
-        inside = trace_modules(module, choices, prefix=call.module, counts=counts, only=session.choosers)
-        kept = kept_buffers(module, call.module, session.moving) if session.moving else nullcontext()
+        inside = trace_modules(module, choices, prefix=call.module, counts=counts)
         try:
-            with self._tracer.closed(), session.seeded(), kept, inside:
+            with self._tracer.closed(), session.seeded(), kept_buffers(module), inside:
                 return _Trial(find_real_tensors(module(*args, **kwargs)), choices.made)
         except _FAILURES as error:
             return _Trial({}, choices.made, str(error).partition("\n")[0] or type(error).__name__)

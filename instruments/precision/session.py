@@ -1,7 +1,7 @@
 """State shared by the runs of one auto_diff: the low-precision model, stored outputs, discrete choices."""
 
 import copy
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,28 +108,20 @@ class Perturbation:
 
 
 @contextmanager
-def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None = None) -> Iterator[set[str]]:
-    """Restore buffers (tensor objects and values) on exit; the yielded set then receives the names of changed ones.
-
-    `prefix`: full name of `model`, if it is a submodule; `only`: full names of the buffers to restore, None for all.
-    """
-    changed: set[str] = set()
-    held = []
-    for module_name, module in hookable_modules(model):
-        for name, buffer in module._buffers.items():
-            full = ".".join(filter(None, (prefix, module_name, name)))
-            if only is None or full in only:
-                copied, version = (None, None) if buffer is None else (buffer.clone(), buffer._version)
-                held.append((full, module._buffers, name, buffer, copied, version))
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers (tensor objects and values) on exit."""
+    held = [
+        (module._buffers, name, buffer, None if buffer is None else (buffer.clone(), buffer._version))
+        for _name, module in hookable_modules(model)
+        for name, buffer in module._buffers.items()
+    ]
     try:
-        yield changed
+        yield
     finally:
-        for full, owner, name, buffer, copied, version in held:
-            if owner.get(name) is not buffer or (buffer is not None and buffer._version != version):
-                changed.add(full)
-                owner[name] = buffer
-                if buffer is not None and copied is not None:
-                    buffer.copy_(copied)
+        for owner, name, buffer, kept in held:
+            owner[name] = buffer
+            if buffer is not None and kept is not None and buffer._version != kept[1]:
+                buffer.copy_(kept[0])
 
 
 Key = tuple[Call, str]
@@ -192,8 +184,6 @@ class Session:
     diff: Diff
     waiting: dict[Key, Tensor] = field(default_factory=dict)
     types: dict[Call, list[torch.dtype | None]] = field(default_factory=dict)  # of arguments in low precision
-    choosers: set[str] = field(default_factory=set)  # modules with integer outputs
-    moving: set[str] = field(default_factory=set)  # buffers that the forward pass changes
     broken: dict[Key, Tensor] = field(default_factory=dict)  # masks of NaN and inf in low precision; inputs and outputs
     low_choices: dict[Key, Tensor] = field(default_factory=dict)
     reference_choices: dict[Key, Tensor] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from instruments.tensor_dump.config import DumpConfig
@@ -20,6 +21,13 @@ class RankInfo:
     rank: int
     world: int
     parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: coordinate and group size
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Rank of this process in torch.distributed, and the number of processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def layer_of(name: str) -> int | None:

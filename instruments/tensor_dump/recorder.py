@@ -20,7 +20,7 @@ from instruments.tensor_dump.config import BACKWARD, FORWARD, TENSORS, DumpConfi
 from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
 from instruments.tensor_dump.parts import Part, RankInfo, keep_tokens
 from instruments.tensor_dump.statistics import exact_moments, measure
-from instruments.tensor_dump.writer import Capture, DumpWriter, Held, HostRing, Slot
+from instruments.tensor_dump.writer import Capture, DumpWriter, Held
 from instruments.tensors import is_sharded
 
 
@@ -125,10 +125,10 @@ class Recorder:
     """Turns tensors from hooks into captures. Hooks may run in several threads of the autograd engine."""
 
     def __init__(
-        self, config: DumpConfig, writer: DumpWriter, ring: HostRing, rank_info: RankInfo, metadata: Mapping[str, Any]
+        self, config: DumpConfig, writer: DumpWriter, rank_info: RankInfo, metadata: Mapping[str, Any]
     ) -> None:
-        """`writer` receives the captures, `ring` holds their bytes; all records carry `metadata`."""
-        self._config, self._writer, self._ring = config, writer, ring
+        """`writer` receives the captures; all records carry `metadata`."""
+        self._config, self._writer, self._memory = config, writer, writer.memory
         self._rank_info, self._metadata = rank_info, metadata
         self._lock = Lock()
         self._captured = 0
@@ -170,7 +170,8 @@ class Recorder:
     def leave_out(self, watched: Watched, tensors: Sequence[str], why: str) -> None:
         """Report tensors of a module, as far as they are requested, that cannot be dumped; `why` says what they are."""
         if wanted := [tensor for tensor in tensors if tensor in watched.expected(self._config)]:
-            self._writer.note_not_dumped(watched.name, wanted, why)
+            noted = self._writer.manifest.not_dumped.setdefault(watched.name, {})
+            noted.update(dict.fromkeys(wanted, why))
 
     def take(self, call: Call, tensor_name: str, tensor: Tensor, direction: str = FORWARD) -> None:
         """Capture this process's part of a tensor in its current state."""
@@ -288,36 +289,36 @@ class Recorder:
         """Copy the tensor or compute its statistics, depending on settings and free memory."""
         if self._config.keep == "statistics":
             return self._measure(kept)
-        if (slot := self._find_room(kept.nbytes)) is not None:
-            return Held.copy(STORED, kept, slot)
+        if (block := self._find_room(kept.nbytes)) is not None:
+            return Held.copy(STORED, kept, block)
         return Held(DROPPED) if self._config.when_full == "drop" else self._measure(kept)
 
     def _measure(self, kept: Tensor) -> Held:
         if kept.device.type == "cpu":
             return Held(STATISTICS, found={"statistics": measure(kept)})
         moments = exact_moments(kept)
-        slot = self._find_room(moments.nbytes)
-        return Held(DROPPED) if slot is None else Held.copy(STATISTICS, moments, slot)
+        block = self._find_room(moments.nbytes)
+        return Held(DROPPED) if block is None else Held.copy(STATISTICS, moments, block)
 
-    def _find_room(self, size: int) -> Slot | None:
+    def _find_room(self, size: int) -> Tensor | None:
         """Reserve `size` bytes, waiting or dropping old steps as the settings allow; else None."""
-        if size > self._ring.capacity:
+        if size > self._memory.capacity:
             return None
-        slot = self._ring.reserve(size)
-        while slot is None and self._config.last_steps is not None and len(self._kept) > 1:
+        block = self._memory.reserve(size)
+        while block is None and self._config.last_steps is not None and len(self._kept) > 1:
             self._forget_oldest()
-            slot = self._ring.reserve(size)
-        if slot is None and self._config.last_steps is None and self._config.when_full == "block":
+            block = self._memory.reserve(size)
+        if block is None and self._config.last_steps is None and self._config.when_full == "block":
             self._writer.flush()  # or the writer might wait for more captures before it frees memory
-            return self._ring.reserve(size, wait=True)
-        return slot
+            return self._memory.reserve(size, wait=True)
+        return block
 
     def _forget_oldest(self) -> None:
         for _record, held in self._kept.popleft():
-            if held.slot is not None:
+            if held.block is not None:
                 if held.wait is not None:
                     held.wait()
-                self._ring.release(held.slot)
+                self._memory.release(held.block)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -24,9 +24,9 @@ from instruments.hooks import WRAPPERS, OwnHook, plain_name
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
-from instruments.tensor_dump.parts import RankInfo
+from instruments.tensor_dump.parts import RankInfo, rank_and_world
 from instruments.tensor_dump.recorder import Recorder, Watched, quant_type_of
-from instruments.tensor_dump.writer import DumpWriter, HostRing, IndexFile
+from instruments.tensor_dump.writer import DumpWriter, HostMemory, IndexFile
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +97,7 @@ def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
 
 def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
     """Rank and world size in torch.distributed, and coordinates in the parallel groups."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return RankInfo(0, 1, {})
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world = rank_and_world()
     if "megatron.core" in sys.modules:
         from instruments.tensor_dump.megatron_modules import find_coordinates  # noqa: PLC0415
 
@@ -197,10 +195,10 @@ class TensorDump:
         header = {"started": now(), "world": rank_info.world, "config": asdict(config)}
         index = IndexFile(self.folder, rank_info.rank, header)
         on_gpu = any(parameter.is_cuda for root in self._roots for parameter in root.parameters())
-        self._ring = HostRing(config.memory_mib * 2**20, pinned=on_gpu)
+        self._memory = HostMemory(config.memory_mib * 2**20, pinned=on_gpu)
         self.manifest = Manifest({one.name: one.expected(config) for one in self.watched}, self._unseen)
-        writer = DumpWriter(self.folder, rank_info.rank, index, self._ring, config, self.manifest)
-        recorder = Recorder(config, writer, self._ring, rank_info, self.metadata)
+        writer = DumpWriter(self.folder, rank_info.rank, index, self._memory, config, self.manifest)
+        recorder = Recorder(config, writer, rank_info, self.metadata)
         self._running = recorder, writer
         _DUMPED.update(modules)
         for number, root in enumerate(self._roots):

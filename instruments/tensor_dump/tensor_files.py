@@ -8,7 +8,7 @@ in `{date}_{time}_{counter:04}_{layer_type}_L{layer}_{operation}_{quant_type}_{t
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from instruments.dtypes import dtype_name
 from instruments.errors import ContractError
 from instruments.files import whole_file
 from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
 from instruments.tensor_dump.index import STORED, Statistics, is_bare
+from instruments.tensor_dump.parts import rank_and_world
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.statistics import measure
 
@@ -40,18 +42,16 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
         raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
     rounded = {record.rounded_from for record in stored} - {None}
     for record in tqdm(stored, desc="export", unit="tensor", disable=None):
-        source = record.source
+        source, time = record.source, _read_time(record.timestamp)
         label = record.quant_type if rounded or record.label is None else record.label
-        info = _describe(record.statistics, record.shape, record.dtype, record.device)
-        metadata = {
-            **vars(source),
-            **_facts(source.layer_type, source.direction, label, source.tensor, source.layer),
-            "save_time": _read_time(record.timestamp).strftime("%Y-%m-%d %H:%M:%S"),
+        info = _describe(record.statistics, record.shape, record.dtype, record.device, record.requires_grad)
+        named = _facts(time, source.layer_type, source.direction, label, source.tensor, source.layer)
+        more = {
             "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
             "rounding": record.rounding and vars(record.rounding), **record.metadata,
         }  # fmt: skip
-        name = _file_name(_read_time(record.timestamp), record.counter, metadata)
-        _write(folder / name, reader.load(record), {**info, "requires_grad": record.requires_grad}, metadata)
+        path = folder / _file_name(time, record.counter, named)
+        _write(path, reader.load(record), info, {**vars(source), **named, **more})
     return len(stored)
 
 
@@ -114,32 +114,33 @@ def save_tensor(
     enabled, folder, _config = read_control(None, DumpConfig(quant_type=quant_type), environment)
     if not enabled:
         return None
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    rank, world = rank_and_world()
     kept, now = tensor.detach().to("cpu", copy=True), datetime.now(UTC)
-    info = _describe(measure(kept), kept.shape, str(tensor.dtype), str(tensor.device))
-    info |= {"requires_grad": tensor.requires_grad, "is_leaf": tensor.is_leaf}
-    found = _facts(layer_type, operation, quant_type, tensor_name, layer_idx)
-    own = {**found, "save_time": now.strftime("%Y-%m-%d %H:%M:%S"), "rank": rank, **(metadata or {}), **facts}
+    info = _describe(measure(kept), kept.shape, tensor.dtype, str(tensor.device), tensor.requires_grad)
+    named = _facts(now, layer_type, operation, quant_type, tensor_name, layer_idx)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _file_name(now, next(_SAVED) * world + rank, found)
-    _write(path, kept, info, own)
+    path = folder / _file_name(now, next(_SAVED) * world + rank, named)
+    _write(path, kept, {**info, "is_leaf": tensor.is_leaf}, {**named, "rank": rank, **(metadata or {}), **facts})
     return str(path)
 
 
-def _facts(layer_type: str, operation: str, quant_type: str, tensor_name: str, layer: int | None) -> dict[str, Any]:
+def _facts(
+    time: datetime, layer_type: str, operation: str, quant_type: str, tensor_name: str, layer: int | None
+) -> dict[str, Any]:
     return {
         "layer_type": layer_type, "operation": operation, "quant_type": quant_type, "tensor_name": tensor_name,
-        "layer_idx": layer,
+        "layer_idx": layer, "save_time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }  # fmt: skip
 
 
-def _describe(found: Statistics | None, shape: Any, dtype: str, device: str) -> dict[str, Any]:  # noqa: ANN401
+def _describe(
+    found: Statistics | None, shape: Sequence[int], dtype: object, device: str, requires_grad: bool
+) -> dict[str, Any]:
     """`tensor_info`; is_leaf is None where a dump did not record it. Statistics cover the finite values."""
     numbers = (found.minimum, found.maximum, found.mean, found.std) if found else (None,) * 4
     return {
-        "shape": list(shape), "dtype": f"torch.{dtype.removeprefix('torch.')}", "device": device, "is_leaf": None,
-        **dict(zip(("min", "max", "mean", "std"), numbers, strict=True)),
+        "shape": list(shape), "dtype": f"torch.{dtype_name(dtype)}", "device": device, "requires_grad": requires_grad,
+        "is_leaf": None, **dict(zip(("min", "max", "mean", "std"), numbers, strict=True)),
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -26,68 +26,42 @@ from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, Ten
 from instruments.tensor_dump.rounding import round_into
 from instruments.tensor_dump.statistics import measure, read_moments
 
-ALIGNMENT = 64
 
+class HostMemory:
+    """Host memory for captures, at most `capacity` bytes; pinned if a GPU copies into it.
 
-@dataclass(eq=False)
-class Slot:
-    """A range of bytes of the ring; `data` is valid until release."""
-
-    begin: int
-    end: int
-    data: Tensor
-    free: bool = False
-
-
-class HostRing:
-    """One buffer of fixed size in host memory, pinned if a GPU copies into it."""
+    Released blocks are used again for captures of the same size: every step has the same ones.
+    """
 
     def __init__(self, capacity: int, *, pinned: bool) -> None:
-        """`capacity` in bytes."""
-        self.capacity = capacity
-        self.most_used = 0
-        self._buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
-        self._slots: deque[Slot] = deque()
+        self.capacity, self._pinned = capacity, pinned
+        self.used = self.most_used = self._allocated = 0  # bytes; `_allocated` includes released blocks
+        self._released: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
         self._changed = Condition()
 
-    def reserve(self, size: int, *, wait: bool = False) -> Slot | None:
-        """Reserve `size` bytes; if there is no room, None, or with `wait` block until there is (size ≤ capacity)."""
+    def reserve(self, size: int, *, wait: bool = False) -> Tensor | None:
+        """A block of `size` bytes; if there is no room, None, or with `wait` block until there is (size ≤ capacity)."""
         with self._changed:
-            while (begin := self._find_room(max(size, 1))) is None:
+            while self.used + size > self.capacity:
                 if not wait:
                     return None
                 self._changed.wait()
-            slot = Slot(begin, begin + max(size, 1), self._buffer[begin : begin + size])
-            self._slots.append(slot)
+            self.used += size
             self.most_used = max(self.most_used, self.used)
-            return slot
+            if self._released[size]:
+                return self._released[size].pop()
+            if self._allocated + size > self.capacity:
+                self._released.clear()
+                self._allocated = self.used - size
+            self._allocated += size
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def release(self, slot: Slot) -> None:
-        """Release the slot; its room is reused once all older slots are released, too."""
+    def release(self, block: Tensor) -> None:
+        """Return a block."""
         with self._changed:
-            slot.free = True
-            while self._slots and self._slots[0].free:
-                self._slots.popleft()
+            self.used -= block.nbytes
+            self._released[block.nbytes].append(block)
             self._changed.notify_all()
-
-    @property
-    def used(self) -> int:
-        """Bytes from the start of the oldest slot in use to the end of the newest."""
-        if not self._slots:
-            return 0
-        oldest, newest = self._slots[0].begin, self._slots[-1].end
-        return newest - oldest if newest > oldest else self.capacity - oldest + newest
-
-    def _find_room(self, size: int) -> int | None:
-        if not self._slots:
-            return 0 if size <= self.capacity else None
-        oldest, newest = self._slots[0].begin, self._slots[-1].end
-        begin = newest + -newest % ALIGNMENT
-        if newest > oldest:  # free: after the newest, and before the oldest
-            if begin + size <= self.capacity:
-                return begin
-            return 0 if size <= oldest else None
-        return begin if begin + size <= oldest else None
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
@@ -99,18 +73,18 @@ class Held:
 
     status: str
     data: Tensor | None = None  # on the CPU; with status statistics the moments, unless `found` has them
-    slot: Slot | None = None
+    block: Tensor | None = None
     wait: Callable[[], None] | None = None  # call before reading `data`; None where the copy is complete
     found: dict[str, Any] = field(default_factory=dict)  # statistics, file, key, checksum for its records
     rounded: dict[str, Any] = field(default_factory=dict)  # record fields of a rounded copy, if there is one
 
     @classmethod
-    def copy(cls, status: str, tensor: Tensor, slot: Slot) -> "Held":
-        """Start to copy a tensor, row-major, into the slot; later changes of the tensor do not affect the copy."""
-        host = slot.data.view(tensor.dtype).view(tensor.shape)
+    def copy(cls, status: str, tensor: Tensor, block: Tensor) -> "Held":
+        """Start to copy a tensor, row-major, into the block; later changes of the tensor do not affect the copy."""
+        host = block.view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cuda:
             host.copy_(tensor)
-            return cls(status, host, slot)
+            return cls(status, host, block)
         # Clone in the current stream, so that the next kernel may overwrite it; copy to the host in another stream.
         own = tensor.clone(memory_format=torch.contiguous_format)
         stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
@@ -120,7 +94,7 @@ class Held:
             host.copy_(own, non_blocking=True)
             done.record(stream)
         own.record_stream(stream)
-        return cls(status, host, slot, done.synchronize)
+        return cls(status, host, block, done.synchronize)
 
 
 # One tensor of one call: its record, still incomplete, and its content.
@@ -168,19 +142,19 @@ class DumpWriter:
     """Writes captures in the order of `put`; `close` waits until all are on the disk."""
 
     def __init__(
-        self, folder: Path, rank: int, index: IndexFile, ring: HostRing, config: DumpConfig, manifest: Manifest
+        self, folder: Path, rank: int, index: IndexFile, memory: HostMemory, config: DumpConfig, manifest: Manifest
     ) -> None:
-        """Start the thread; it returns memory to the `ring` and counts captures in the `manifest`."""
+        """Start the thread; it returns memory to `memory` and counts captures in the `manifest`."""
         self.failure: BaseException | None = None  # of the thread; later captures count as lost
         self._told = False  # whether `check` has raised it
-        self._folder, self._rank, self._index, self._ring = folder, rank, index, ring
-        self._config, self._manifest = config, manifest
+        self._folder, self._rank, self._index, self.memory = folder, rank, index, memory
+        self._config, self.manifest = config, manifest
         self._queue: SimpleQueue[Capture | Event | None] = SimpleQueue()
         # Of the next file: its tensors, their bytes, the rows that wait for it and the memory that it frees.
         self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
         self._rows: list[TensorRecord] = []
-        self._slots: list[Slot] = []
+        self._blocks: list[Tensor] = []
         self._shards = 0
         self._thread = Thread(target=self._work, name="tensor dump", daemon=True)
         self._thread.start()
@@ -188,10 +162,6 @@ class DumpWriter:
     def put(self, capture: Capture) -> None:
         """Queue a capture."""
         self._queue.put(capture)
-
-    def note_not_dumped(self, module: str, tensors: Sequence[str], why: str) -> None:
-        """Note tensors that cannot be dumped in the manifest."""
-        self._manifest.not_dumped.setdefault(module, {}).update(dict.fromkeys(tensors, why))
 
     def flush(self) -> Event:
         """Close the current file; the event is set when all captures so far are on the disk."""
@@ -214,7 +184,7 @@ class DumpWriter:
         if not isinstance(self.failure, OSError | SafetensorError):
             raise self.failure
         raise UserError(
-            f"the dump ended early, {self._manifest.lost} tensors are lost: {self.failure}",
+            f"the dump ended early, {self.manifest.lost} tensors are lost: {self.failure}",
             where=f"{self._folder}; tensors listed in its index are complete",
             do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
             "keep=statistics",
@@ -230,16 +200,16 @@ class DumpWriter:
                     self._seal()
             except BaseException as error:  # noqa: BLE001 - raised again by `check`
                 self.failure = error
-                self._manifest.lost += len(self._rows)
+                self.manifest.lost += len(self._rows)
                 self._release()  # or training would wait for memory
             if isinstance(item, Event):
                 item.set()
 
     def _add(self, record: TensorRecord, held: Held) -> None:
-        if held.slot is not None:
-            self._slots.append(held.slot)
+        if held.block is not None:
+            self._blocks.append(held.block)
         if self.failure is not None:
-            self._manifest.lost += 1
+            self.manifest.lost += 1
             return
         if not held.found and held.data is not None:  # once for all records that share the content
             if held.wait is not None:
@@ -249,7 +219,7 @@ class DumpWriter:
             else:
                 held.found = {"statistics": read_moments(held.data, prod(record.shape))}
         record = replace(record, **held.found)
-        self._manifest.add(record, bytes_wanted=self._config.keep == "tensors")
+        self.manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
         if held.rounded:
             name = make_name(record.timestamp, record.counter, record.source, held.rounded["quant_type"])
@@ -285,6 +255,6 @@ class DumpWriter:
 
     def _release(self) -> None:
         self._tensors, self._rows, self._bytes = {}, [], 0
-        for slot in self._slots:
-            self._ring.release(slot)
-        self._slots = []
+        for block in self._blocks:
+            self.memory.release(block)
+        self._blocks = []

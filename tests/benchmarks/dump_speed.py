@@ -49,7 +49,7 @@ def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row
 
         def leave() -> None:
             if dumps[-1].enabled:
-                peaks.append(dumps[-1]._ring.most_used / 2**20)
+                peaks.append(dumps[-1]._memory.most_used / 2**20)
             entered.close()
             bench.freeze()
             shutil.rmtree(dumps.pop().folder, ignore_errors=True)

@@ -1,8 +1,6 @@
 """auto_diff on models that were not prepared for it; each case has a healthy twin."""
 
 import copy
-import json
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +9,6 @@ from torch import Tensor, nn
 
 from instruments.errors import ConfigError
 from instruments.precision import auto_diff
-from instruments.precision.command import main
 from instruments.precision.findings import notes_of, reason
 from instruments.precision.verdict import DiffLimits, Verdict
 
@@ -183,84 +180,6 @@ def test_an_overflow_between_modules_is_not_blamed_on_the_next_one(mode):
     assert not any(name.startswith(("inside.", "head")) for name in guilty)
     for healthy in (Functional(10.0), Functional(10.0, squash=True)):
         assert auto_diff(healthy, sample(), precision="fp16", mode=mode).verdict is Verdict.OK
-
-
-def test_an_overflow_inside_a_module_is_still_its_own():
-    model = Functional(1.0)
-    with torch.no_grad():
-        model.inside.first.weight *= 1e6
-        model.inside.second.weight *= 1e-6
-    diff = auto_diff(model, sample(), precision="fp16")
-    assert diff.first.name == "inside.first"
-    assert diff.overflows == []
-
-
-def test_print_shows_the_table():
-    lines = str(auto_diff(Residual(1000.0), sample())).splitlines()
-    assert lines[0] == "FP32 against bfloat16 (autocast): severe"
-    assert lines[1].split()[:3] == ["output", "verdict", "own"]
-    assert len({line.index("  ok") for line in lines if "  ok" in line}) == 1  # columns are aligned
-    assert any(line.startswith("at the end ((model)): ") for line in lines)
-
-
-CODE = """
-import torch
-from torch import nn
-from parts import WIDTH
-
-class Net(nn.Module):
-    def __init__(self, factor=1.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.line, self.factor = nn.Linear(WIDTH, 5), factor
-
-    def forward(self, x, shift=0.0):
-        return self.line(x) * self.factor + shift
-
-def broken():
-    return Net(1e6)
-
-number = 3
-"""
-
-
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    (tmp_path / "net.py").write_text(CODE)
-    (tmp_path / "parts.py").write_text(f"WIDTH = {D}\n")
-    torch.save({"x": sample(), "shift": 0.5}, tmp_path / "sample.pt")
-    return tmp_path
-
-
-def test_the_command_takes_a_file_and_a_sample(files, capsys):
-    words = ["--model", f"{files}/net.py:Net", "--input", f"{files}/sample.pt"]
-    assert main(words) == 0
-    assert capsys.readouterr().out.startswith("FP32 against bfloat16 (autocast): ok\noutput ")
-    torch.save(sample(), files / "tensor.pt")
-    out = ["--json", f"{files}/diff.json", "--plot", f"{files}/diff.png", "--precision", "fp16", "--mode", "cast"]
-    assert main(["--model", f"{files}/net.py:broken", "--input", f"{files}/tensor.pt", *out]) == 1
-    assert "severe: the first divergence is (model) (Net), which errs itself" in capsys.readouterr().out
-    assert json.loads((files / "diff.json").read_text())["verdict"] == "severe"
-    assert (files / "diff.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_runs_no_pickle_and_explains_what_is_wrong(files, capsys):
-    torch.save({"x": Given(sample(), ())}, files / "object.pt")
-    for model, given, code, said in (
-        ("net.py:Net", "object.pt", 1, "no tensors can be read: it holds more than tensors, and opening that can run"),
-        ("net.py:Net", "none.pt", 2, "there is no file"),
-        ("nets.py:Net", "sample.pt", 2, "there is no Python file"),
-        ("net.py:Model", "sample.pt", 2, "net.py has no Model"),
-        ("net.py:number", "sample.pt", 2, "net.py:number is int, no torch module"),
-    ):
-        assert main(["--model", f"{files}/{model}", "--input", f"{files}/{given}"]) == code
-        error = capsys.readouterr().err
-        assert said in error
-        assert "  do: " in error
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "FILE.py is your own code and is run" in capsys.readouterr().out
 
 
 class Spectrum(nn.Module):

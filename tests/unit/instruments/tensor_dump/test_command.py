@@ -1,12 +1,27 @@
-"""Pictures of a dump's tensors show what numpy counts."""
+"""python -m pipeline.dump: tables, pictures, comparisons, .pt files in the format of the Megatron tensor saver."""
+
+import re
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from matplotlib.axes import Axes
+from unit.instruments.tensor_dump.small_model import Small, run
 
-from instruments.tensor_dump.command import draw_channels, draw_histograms
+from instruments.errors import ConfigError
+from instruments.tensor_dump.command import draw_channels, draw_histograms, main
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_files import save_attention_tensors, save_linear_tensors
 
 T, D = 41, 7
+
+
+@pytest.fixture
+def dump(tmp_path):
+    run(tmp_path / "dump", steps=3)
+    return tmp_path / "dump"
 
 
 def test_bars_are_numpys_histogram(tmp_path, monkeypatch):
@@ -35,3 +50,114 @@ def test_channels_are_ranges_and_percentiles(tmp_path, monkeypatch):
     for found, share in zip((*drawn[0], *drawn[1]), (0, 1, 0.01, 0.99), strict=True):
         assert np.allclose(found, rows.quantile(share, dim=0), rtol=1e-5)
     assert len(drawn) == 2
+
+
+def test_a_folder_without_a_dump(tmp_path, capsys):
+    assert main(["show", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("no tensor dump here: no index-*.jsonl\n")
+
+
+def test_show(dump, capsys, tmp_path):
+    pictures = tmp_path / "values.png", tmp_path / "channels.png"
+    assert main(["show", str(dump), "--histogram", str(pictures[0]), "--channels", str(pictures[1])]) == 0
+    out = capsys.readouterr().out
+    assert "records    18 of 18, 2 modules" in out
+    row = next(line for line in out.splitlines() if line.startswith("layers.*  grad_output"))
+    assert row.split()[2] == "6"
+    assert "7×11 7×6" in row
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["show", str(dump), "--list", "--tensor", "weight", "--step", "1"]) == 0
+    names = capsys.readouterr().out.split()
+    assert [name.split("_", 2)[2] for name in names] == [
+        "linear_L0_forward_fp32_weight",
+        "linear_L1_forward_fp32_weight",
+    ]
+    assert main(["show", str(dump), "--module", "*.q_proj"]) == 2
+    assert capsys.readouterr().err.startswith("none of 18 records matches\n")
+
+
+def test_compare_finds_the_first_divergence(dump, tmp_path, capsys):
+    other = tmp_path / "other"
+    model = Small()
+    with torch.no_grad():
+        model.layers[1].weight[3, 5] += 1e-3
+    run(other, steps=3, model=model)
+    assert main(["compare", str(dump), str(dump)]) == 0
+    assert capsys.readouterr().out == "18 tensors compared, 0 differ\n"
+    assert main(["compare", str(dump), str(other)]) == 3
+    out = capsys.readouterr().out
+    first = out.split("first divergence, in the order of capture\n")[1].splitlines()[2]
+    assert first.split()[:3] == ["layers.1", "weight", "0"]
+    assert main(["compare", str(dump), str(other), "--tolerance", "10"]) == 0
+    run(tmp_path / "third", DumpConfig(modules=["layers.0"], tensors=["weight"], first_step=2), steps=3)
+    assert main(["compare", str(dump), str(tmp_path / "third")]) == 0
+    assert "only in" in capsys.readouterr().out
+
+
+NAME = re.compile(
+    r"\d{8}_\d{6}_(\d{4})_(linear)_L([01])_(forward|backward)_(fp32|mxfp8)_(input|weight|grad_output)\.pt"
+)
+INFO = ["shape", "dtype", "device", "requires_grad", "is_leaf", "min", "max", "mean", "std"]
+FACTS = ["layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "save_time"]
+
+
+def open_pt(path):
+    return torch.load(path, weights_only=True)  # noqa: TID251 - a file this test wrote
+
+
+@pytest.mark.parametrize("label", [None, "mxfp8"])
+def test_export_writes_what_old_readers_open(dump, tmp_path, capsys, label):
+    if label:
+        run(dump := tmp_path / "labelled", DumpConfig(quant_type=label), steps=3)
+    assert main(["export", str(dump), str(tmp_path / "pt")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'pt'}: 18 files\n"
+    paths = sorted((tmp_path / "pt").iterdir(), key=lambda path: path.name.split("_")[2])
+    with DumpReader(dump) as reader:
+        for path, record in zip(paths, reader.records, strict=True):
+            named, found = NAME.fullmatch(path.name), open_pt(path)
+            assert list(found) == ["tensor", "tensor_info", "metadata"]
+            assert torch.equal(found["tensor"], reader.load(record))
+            info, metadata = found["tensor_info"], found["metadata"]
+            assert set(info) == set(INFO)
+            assert (info["shape"], info["dtype"], info["min"]) == (
+                [*record.shape],
+                "torch.float32",
+                float(found["tensor"].min()),
+            )
+            assert [
+                str(metadata[name]) for name in ("layer_type", "layer_idx", "operation", "quant_type", "tensor_name")
+            ] == [*named.groups()[1:]]
+            assert metadata["quant_type"] == (label or "fp32")
+            assert (int(named[1]), metadata["module"]) == (record.counter, record.source.module)
+            assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", metadata["save_time"])
+
+
+def test_code_written_against_the_tensor_saver(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "logs"))
+    query, key, value = torch.randn(3, 2, 4, 8, 16, dtype=torch.bfloat16)
+    results = save_attention_tensors(
+        query=query, key=key, value=value, quant_type="hifp8", operation="forward", layer_idx=0,
+        metadata={"experiment": "test_run"}, phase="pre", component="FA",
+    )  # fmt: skip
+    results |= save_linear_tensors(torch.randn(3, 5), torch.randn(4, 5), "mxfp8", "backward")
+    assert list(results) == ["query", "key", "value", "input", "weight"]
+    found = open_pt(results["query"])
+    assert torch.equal(found["tensor"], query)
+    assert set(found["tensor_info"]) == set(INFO)
+    assert set(FACTS) <= set(found["metadata"])
+    assert (found["metadata"]["experiment"], found["metadata"]["phase"]) == ("test_run", "pre")
+    names = [Path(path).name.split("_") for path in results.values()]
+    assert [name[3:] for name in names] == [
+        ["attention", "L0", "forward", "hifp8", "query.pt"],
+        ["attention", "L0", "forward", "hifp8", "key.pt"],
+        ["attention", "L0", "forward", "hifp8", "value.pt"],
+        ["linear", "Lnone", "backward", "mxfp8", "input.pt"],
+        ["linear", "Lnone", "backward", "mxfp8", "weight.pt"],
+    ]
+    assert [int(name[2]) - int(names[0][2]) for name in names] == [0, 1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="unknown quant type 'int3'"):
+        save_linear_tensors(query, key, "int3")
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "false")
+    assert save_linear_tensors(query, key, "bf16") == {"input": None, "weight": None}
+    assert len(list((tmp_path / "logs").iterdir())) == 5

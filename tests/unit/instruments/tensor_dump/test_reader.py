@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from unit.instruments.tensor_dump.small_model import run
+from unit.instruments.tensor_dump.small_model import Small, run
 
 from instruments.errors import ContractError
 from instruments.tensor_dump.command import main
@@ -30,14 +30,11 @@ def edit_row(dump, **fields):
 
 
 @pytest.mark.parametrize("field", ["name", "file"])
-@pytest.mark.parametrize("value", ["/tmp/x", "../x", "a/b", "..", "", "a\0b", "x" * 241, "..\\x"])
+@pytest.mark.parametrize("value", ["/tmp/x", "../x", "..", "", "a\0b", "x" * 241, "..\\x"])
 def test_a_name_that_leads_elsewhere_is_refused(dump, field, value, tmp_path, capsys):
-    path = edit_row(dump, **{field: value})
+    edit_row(dump, **{field: value})
     assert main(["export", str(dump), str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err == (
-        f"index-00000.jsonl is damaged: line 2: {field} {value!r} is no name of a file in the dump's folder\n"
-        f"  where: {path}\n  do:    {COPY}\n"
-    )
+    assert f"line 2: {field} {value!r} is no name of a file in the dump's folder" in capsys.readouterr().err
     assert sorted(one.name for one in tmp_path.iterdir()) == ["dump"]
 
 
@@ -116,17 +113,55 @@ def test_names_do_not_steer_the_terminal(dump, capsys):
     assert "\\x1b[2Jlayers" in shown
 
 
-def test_the_manifest_is_whole_or_not_there(dump):
-    assert not list(dump.glob("*.partial"))
-    assert json.loads((dump / "manifest-00000.json").read_text())["steps"] == 1
-
-
 @pytest.mark.parametrize("placement", [{"offset": [1, 0]}, {"global_shape": [2**30, 2**30]}, {"pieces": [7, 2]}])
 def test_a_part_that_does_not_fit_is_not_joined(dump, placement):
     rows = (dump / "index-00000.jsonl").read_text().splitlines()
     edit_row(dump, placement=json.loads(rows[1])["placement"] | placement)
     with DumpReader(dump) as reader, pytest.raises(ContractError):
         reader.join(reader.records[0])
+
+
+def test_a_missing_and_a_short_file(tmp_path, capsys):
+    folder = tmp_path / "large"
+    run(folder, DumpConfig(shard_mib=1), steps=3, model=Small(features=512, hidden=300), rows=256)
+    names = [path.name for path in sorted(folder.glob("*.safetensors"))]
+    assert len(names) > 1
+    (folder / names[1]).unlink()
+    with DumpReader(folder) as reader:
+        assert reader.missing_files == (names[1],)
+        gone = next(record for record in reader.records if record.file == names[1])
+        with pytest.raises(ContractError) as error:
+            reader.load(gone)
+        for record in reader.records:
+            if record.file != names[1]:
+                reader.load(record)
+    assert str(error.value) == (
+        f"{gone.name} cannot be read: {names[1]} is missing\n  where: {folder / names[1]}\n"
+        "  do:    copy that file here again; all other tensors can be read"
+    )
+    assert main(["show", str(folder)]) == 0
+    assert f"1 files that the index names are missing: {names[1]}" in capsys.readouterr().out
+    path = folder / names[0]
+    path.write_bytes(path.read_bytes()[:-5])
+    with DumpReader(folder) as reader, pytest.raises(ContractError, match="is damaged: truncated"):
+        reader.load(next(record for record in reader.records if record.file == names[0]))
+
+
+def test_an_index_with_a_torn_end(dump, capsys):
+    path = dump / "index-00000.jsonl"
+    whole = len(Listing(dump).records)
+    with path.open("ab") as file:
+        file.write(b'{"name": "half a r')
+    assert (len(Listing(dump).records), Listing(dump).torn) == (whole, 18)
+    assert main(["show", str(dump)]) == 0
+    assert "18 bytes at the end of an index were left by a killed process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b'{"format": "tiny-onn tensor dump", "version": 9}\n', b"[1\n"])
+def test_a_file_that_is_no_index(tmp_path, content):
+    (tmp_path / "index-00000.jsonl").write_bytes(content)
+    with pytest.raises(ContractError, match=r"index-00000.jsonl is (no index|damaged)"):
+        DumpReader(tmp_path)
 
 
 def test_a_tensor_without_values_is_joined(tmp_path):

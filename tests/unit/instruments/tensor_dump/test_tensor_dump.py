@@ -98,7 +98,7 @@ def slow_disk(monkeypatch):
 def test_full_memory(folder, when_full, slow_disk, caplog):
     config = DumpConfig(tensors=["input"], memory_mib=2, shard_mib=1, when_full=when_full)
     dump = run(folder, config, steps=6, model=Small(**WIDE), rows=512)
-    assert dump._ring.most_used <= 2 * 2**20
+    assert dump._memory.most_used <= 2 * 2**20
     listing = Listing(folder)
     assert len(listing.records) == 12
     status = [record.status for record in listing.records]
@@ -137,7 +137,7 @@ def test_the_last_steps_are_written_when_a_loss_is_not_finite(folder):
 def test_with_finite_losses_the_last_steps_are_forgotten(folder):
     dump = run(folder, DumpConfig(last_steps=2, memory_mib=1), steps=40, model=Small(**WIDE), rows=64)
     assert Listing(folder).records == ()
-    assert dump._ring.most_used <= 2**20
+    assert dump._memory.most_used <= 2**20
     assert list(dump.manifest.complaints()) == []  # nothing is missing
 
 

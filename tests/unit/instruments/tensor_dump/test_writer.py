@@ -1,62 +1,43 @@
-"""The ring buffer in host memory has a fixed size."""
+"""Host memory for captures: bounded, and used again."""
 
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 import torch
 
-from instruments.tensor_dump.writer import ALIGNMENT, HostRing
+from instruments.tensor_dump.writer import HostMemory
 
 
 @pytest.fixture
-def ring():
-    return HostRing(8 * ALIGNMENT, pinned=False)
+def memory():
+    return HostMemory(512, pinned=False)
 
 
-def test_slots_do_not_overlap_and_begin_aligned(ring):
-    slots = [ring.reserve(size) for size in (1, 100, 64)]
-    assert [slot.begin for slot in slots] == [0, 64, 192]
-    for number, slot in enumerate(slots):
-        slot.data.fill_(number)
-    assert [set(slot.data.tolist()) for slot in slots] == [{0}, {1}, {2}]
+def test_blocks_are_apart_and_used_again(memory):
+    first, second = memory.reserve(200), memory.reserve(200)
+    first.fill_(1)
+    second.fill_(2)
+    assert (set(first.tolist()), memory.reserve(200), memory.reserve(513)) == ({1}, None, None)
+    memory.release(first)
+    assert memory.reserve(200).data_ptr() == first.data_ptr()
+    assert memory.used == 400
 
 
-def test_room_is_used_again_in_turn(ring):
-    first, second = ring.reserve(200), ring.reserve(200)
-    assert ring.reserve(200) is None
-    ring.release(first)
-    third = ring.reserve(200)
-    assert third.begin == 0
-    assert ring.reserve(57) is None
-    ring.release(third)  # newer than a slot that is still in use
-    assert ring.reserve(100) is None
-    ring.release(second)
-    assert ring.used == 0
-    assert ring.reserve(512).data.numel() == 512
-
-
-def test_it_never_grows(ring):
-    slots = []
-    generator = torch.Generator().manual_seed(0)
+def test_blocks_in_use_and_released_ones_never_exceed_the_capacity(memory):
+    blocks, generator = [], torch.Generator().manual_seed(0)
     for size in torch.randint(1, 200, (500,), generator=generator).tolist():
-        while (slot := ring.reserve(size)) is None:
-            ring.release(slots.pop(0))
-        slots.append(slot)
-        spans = sorted((one.begin, one.end) for one in slots)
-        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-        assert spans[-1][1] <= ring.capacity
-    assert ring.most_used <= ring.capacity
+        while (block := memory.reserve(size)) is None:
+            memory.release(blocks.pop(0))
+        blocks.append(block)
+        assert block.numel() == size
+        assert sum(one.nbytes for one in blocks) == memory.used <= memory._allocated <= memory.capacity
+    assert memory.most_used <= memory.capacity
 
 
-def test_waiting_ends_when_there_is_room(ring):
-    slot = ring.reserve(512)
-    threading.Timer(0.05, ring.release, [slot]).start()
+def test_waiting_ends_when_there_is_room(memory):
+    block = memory.reserve(512)
+    threading.Timer(0.05, memory.release, [block]).start()
     start = time.monotonic()
-    assert ring.reserve(300, wait=True).data.numel() == 300
+    assert memory.reserve(300, wait=True).numel() == 300
     assert time.monotonic() - start >= 0.04
-
-
-def test_more_than_there_is(ring):
-    assert ring.reserve(513) is None
