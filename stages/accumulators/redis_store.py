@@ -75,12 +75,7 @@ logger = logging.getLogger(__name__)
 def pack_identity(facts: Mapping[str, object], shapes: Shapes, weights: WeightNames) -> str:
     """Identity of a scan as JSON: its facts, shapes and number formats of its sums, names of its weights."""
     sums = {name: [size, str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
-    content = {
-        "layout": LAYOUT_VERSION,
-        "facts": dict(facts),
-        "sums": sums,
-        "weights": [dict(names) for names in weights],
-    }
+    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": sums, "weights": [*map(dict, weights)]}
     return json.dumps(content, sort_keys=True)
 
 

@@ -1,5 +1,6 @@
 """Sums between Redis, files and the local store, through the command."""
 
+import json
 import os
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def test_a_namespace_is_dropped(server, command):
     assert len(server.client().keys("kept:*")) > 100
 
 
-def test_files_that_overlap_in_part_are_refused(server, command, tmp_path):
+def test_files_of_overlapping_batches_or_another_scan_are_refused(server, command, tmp_path):
     store = open_store(server.url)
     store.sums.add(make_part(0, 1))
     store.flush()
@@ -104,18 +105,13 @@ def test_files_that_overlap_in_part_are_refused(server, command, tmp_path):
     code, said = command("import", local.path, "--namespace", "t:")
     assert code == 1
     assert said.startswith("1 of the file's 3 batches are in Redis already")
-    assert_equal(store.collect(), make_part(0, 1))
-    store.close()
-
-
-def test_another_scan_is_refused(server, command, tmp_path):
-    open_store(server.url).close()
-    local = LocalStore(tmp_path, SHAPES, identity=IDENTITY | {"code": "c2"}, every=0)
-    local.sums.add(make_part(2))
+    local.identity = json.dumps(IDENTITY | {"code": "c2"})
     local.flush()
     code, said = command("import", local.path, "--namespace", "t:")
     assert code == 1
     assert said.startswith("Redis holds sums of a scan with code c1 (here c2)\n")
+    assert_equal(store.collect(), make_part(0, 1))
+    store.close()
 
 
 def test_a_namespace_without_a_scan(server, command, tmp_path):

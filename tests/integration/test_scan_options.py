@@ -117,12 +117,7 @@ def test_only_what_matches_is_recorded(scan):
 def test_patterns_without_a_match_are_an_error(source, tmp_path, capsys):
     words = [*command(source), "scan=parameters", "scan.parameter_patterns=['nothing']", f"output_dir={tmp_path}"]
     assert run_command(words) == 2
-    assert capsys.readouterr().err.endswith(
-        "no parameter of the model matches scan.parameter_patterns=['nothing']; its Linear layers are called "
-        "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj\n"
-        "  where: setting scan.parameter_patterns\n"
-        "  do:    scan.parameter_patterns=['*down_proj']\n"
-    )
+    assert "no parameter of the model matches scan.parameter_patterns=['nothing']" in capsys.readouterr().err
 
 
 def test_skipped_samples_are_counted_and_named(scan, capsys):

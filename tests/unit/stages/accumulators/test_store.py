@@ -49,13 +49,8 @@ def test_sums_and_their_batches_come_back_as_they_were(tmp_path):
 
 def test_what_was_not_flushed_is_lost_with_its_batches(tmp_path):
     flushed(tmp_path, 0).sums.add(part(1))
-    assert open_store(tmp_path).done() == {0}
-
-
-def test_a_torn_write_leaves_the_old_state(tmp_path):
-    flushed(tmp_path, 1)
     (tmp_path / "sums.0.tmp").write_bytes(b"torn")
-    assert open_store(tmp_path).done() == {1}
+    assert open_store(tmp_path).done() == {0}
 
 
 def test_a_batch_cannot_count_twice(tmp_path):
@@ -112,30 +107,12 @@ def test_sums_of_other_code_are_refused(tmp_path):
     )
 
 
-def test_damaged_sums_are_refused(tmp_path):
-    flushed(tmp_path, 0)
-    path = tmp_path / "sums.0.safetensors"
-    path.write_bytes(path.read_bytes()[:-5])
+@pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: content[:-1] + b"\4"])
+def test_damaged_sums_are_refused(tmp_path, damage):
+    path = flushed(tmp_path, 0).path
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ContractError, match="unfinished sums cannot be read"):
         open_store(tmp_path)
-
-
-@pytest.mark.parametrize("place", [-1, -30, -100])
-def test_a_flipped_bit_in_the_sums_is_found(tmp_path, place):
-    flushed(tmp_path, 0)
-    path = tmp_path / "sums.0.safetensors"
-    content = bytearray(path.read_bytes())
-    content[place] ^= 4
-    path.write_bytes(content)
-    with pytest.raises(ContractError) as caught:
-        open_store(tmp_path)
-    assert str(caught.value) == (
-        "unfinished sums cannot be read: this file holds no sums of a scan: "
-        f"{path.name} is damaged: its content does not match its checksum\n"
-        f"  where: {path}\n"
-        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
-        "or the code that began this scan"
-    )
 
 
 @pytest.mark.parametrize("facts", [{}, {"done": [7], "counters": {}, "identity": "[]"}, {"done": 3, "counters": {}}])
