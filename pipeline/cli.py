@@ -13,12 +13,12 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 
 from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, access_denied, printable
+from pipeline.check import InvalidSettingsError, find_errors
 from pipeline.help import CONF
 from pipeline.overrides import first_word, hide_passwords, override_errors, parse_overrides
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
-from pipeline.validate import InvalidSettingsError, find_errors
 from stages.artifacts.job import GO_ON, LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)

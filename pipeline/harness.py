@@ -34,19 +34,10 @@ class Answers:
         return [self.right[name] for name, found in self.kinds.items() if found == kind]
 
 
-@dataclass(frozen=True)
-class MeanWithError:
-    """A mean over items and its standard error."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "MeanWithError":
-        """Mean and standard error of values that count as independent."""
-        drawn = list(values)
-        error = stdev(drawn) / math.sqrt(len(drawn)) if len(drawn) > 1 else math.nan
-        return cls(fmean(drawn), error)
+def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
+    """Mean of values that count as independent, and its standard error."""
+    drawn = list(values)
+    return fmean(drawn), stdev(drawn) / math.sqrt(len(drawn)) if len(drawn) > 1 else math.nan
 
 
 def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, limit: int | None = None) -> Answers:
@@ -79,7 +70,7 @@ def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, li
         tasks=[TASK],
         task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
         limit=limit,
-        # `MeanWithError` computes the errors; the harness would draw 100,000 resamples.
+        # `mean_and_error` computes the errors; the harness would draw 100,000 resamples.
         bootstrap_iters=0,
     )
     return collect_answers(found["samples"][TASK])
@@ -94,13 +85,13 @@ def collect_answers(samples: Sequence[Mapping[str, Any]]) -> Answers:
     )
 
 
-def compare_answers(first: Answers, second: Answers) -> MeanWithError:
-    """Accuracy of the second model minus that of the first.
+def compare_answers(first: Answers, second: Answers) -> tuple[float, float]:
+    """Accuracy of the second model minus that of the first, and the standard error.
 
     The items are the same, so the error is that of the differences per item. It is far smaller than the errors of the
     two accuracies if both models are mostly right or wrong together.
     """
-    return MeanWithError.of(second.right[name] - first.right[name] for name in first.right)
+    return mean_and_error(second.right[name] - first.right[name] for name in first.right)
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -141,10 +132,10 @@ def show_answers(answers: Mapping[str, Answers]) -> str:
     kinds = list(dict.fromkeys(first.kinds.values()))
     rows, by_kind = [], []
     for name, found in answers.items():
-        right, by_length = MeanWithError.of(found.right.values()), MeanWithError.of(found.right_by_length.values())
-        above = "" if found is first else _percent(compare_answers(first, found), "+.1f")
-        rows.append([name, _percent(right), _percent(by_length), above])
-        by_kind.append([name, *(f"{100 * MeanWithError.of(found.of_kind(kind)).mean:.1f}" for kind in kinds)])
+        figures = [_percent(*mean_and_error(each.values())) for each in (found.right, found.right_by_length)]
+        above = "" if found is first else _percent(*compare_answers(first, found), "+.1f")
+        rows.append([name, *figures, above])
+        by_kind.append([name, *(f"{100 * fmean(found.of_kind(kind)):.1f}" for kind in kinds)])
     overall = ["checkpoint", "accuracy, %", "by length, %", "above the first, points"]
     headers = ["accuracy, %", *(f"{kind} ({len(first.of_kind(kind))})" for kind in kinds)]
     return (
@@ -153,8 +144,8 @@ def show_answers(answers: Mapping[str, Answers]) -> str:
     )
 
 
-def _percent(share: MeanWithError, form: str = ".1f") -> str:
-    return f"{100 * share.mean:{form}} ± {100 * share.error:.1f}"
+def _percent(mean: float, error: float, form: str = ".1f") -> str:
+    return f"{100 * mean:{form}} ± {100 * error:.1f}"
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
+from pipeline.check import EMPTY_OUTPUT, LONGEST, unknown_choice
 from pipeline.disk import nearest_existing
 from pipeline.help import groups
 from pipeline.settings import Settings
-from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
 from stages.accumulators.config import hide_password
 from stages.text.config import SourceConfig
 
@@ -29,6 +29,7 @@ WHERE = "command line"
 FOLDERS = {"output_dir", "hydra.run.dir", "hydra.sweep.dir"}  # the run writes to these
 _NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
 
+BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 # Type of a setting → its name in messages, and an example.
 ONE: dict[Any, tuple[str, str]] = {
     int: ("a whole number", "16"),
@@ -161,8 +162,8 @@ def _if_one_value(word: str) -> str:
 
 
 def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
-    """Whether the schema accepts the value; numbers other than 0 and 1 for bool and text for lists are refused."""
-    if kind is bool and isinstance(value, int | float) and value not in {0, 1}:
+    """Whether the schema accepts the value; for bool only words and 0 and 1, and no text for lists."""
+    if not _are_booleans(kind, value):
         return False
     if list in {get_origin(part) for part in (kind, *get_args(kind))} and isinstance(value, str) and "${" not in value:
         return False
@@ -174,6 +175,17 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
     except OmegaConfBaseException:
         return False
     return True
+
+
+def _are_booleans(kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
+    """Whether all values for bool, also in the items of a list, are words, or 0 and 1; OmegaConf takes '7' for true."""
+    if kind is bool:
+        return str(value).lower() in BOOLEANS if isinstance(value, str) else value in {0, 1}
+    items = value if get_origin(kind) is list and isinstance(value, list) else []
+    types = get_type_hints(get_args(kind)[0]) if items and is_dataclass(get_args(kind)[0]) else {}
+    return all(
+        _are_booleans(types.get(key), inner) for item in items if isinstance(item, dict) for key, inner in item.items()
+    )
 
 
 def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from instruments.errors import CheckpointError, ContractError, DataError
@@ -15,11 +14,10 @@ from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, is_complete, tensors_hash
-from pipeline.consistency import Unread, find_unread
+from pipeline.check import Checked
 from pipeline.disk import expected_bytes
 from pipeline.resources import estimate_seconds, peak_bytes, require_room, temporary_bytes
-from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
-from pipeline.validate import Checked
+from pipeline.settings import CHAIN, Stage, asked_stages, unneeded, with_ancestors
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
 from stages.calibration.config import without_random_tokens
@@ -45,24 +43,23 @@ def make_recipe(
     nodes: Mapping[str, object],
     cache_keys: Mapping[str, Mapping[str, Any]],
     parents: Mapping[str, str],
-    unread: Unread = MappingProxyType({}),
 ) -> dict[str, Any]:
     """All inputs that affect the result of a stage, as JSON values.
 
-    `cache_keys` are cache keys of the content of model and data, `parents` fingerprints; `unread` is left out.
+    `cache_keys` are cache keys of the content of model and data, `parents` fingerprints.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
         "stage": stage.name,
         "version": stage.version,
-        "settings": {name: plain_settings(nodes[name], unread.get(name, ())) for name in looked_at},
+        "settings": {name: plain_settings(nodes[name]) for name in looked_at},
         "identity": {name: dict(cache_keys[name]) for name in looked_at if name in NODES_WITH_CONTENT},
         "parents": {name: parents[name] for name in stage.parents},
     }
 
 
-def plain_settings(node: object, unread: Collection[str] = ()) -> object:
-    """A node as JSON values, without unread settings and fields with `metadata={"fingerprint": False}`.
+def plain_settings(node: object) -> object:
+    """A node as JSON values, without settings that have no effect and fields with `metadata={"fingerprint": False}`.
 
     Such a field changes where, how fast or how safely a stage runs, never its result.
     """
@@ -70,7 +67,10 @@ def plain_settings(node: object, unread: Collection[str] = ()) -> object:
         return [plain_settings(item) for item in node]
     if not is_dataclass(node):
         return node
-    counted = [spec.name for spec in fields(node) if spec.metadata.get("fingerprint", True) and spec.name not in unread]
+    left_out = unneeded(node)
+    counted = [
+        spec.name for spec in fields(node) if spec.metadata.get("fingerprint", True) and spec.name not in left_out
+    ]
     return {name: plain_settings(getattr(node, name)) for name in counted}
 
 
@@ -159,8 +159,6 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     text_key = data_cache_key(named, hash_of)  # once: a dataset of the hub is asked for its commit
     text_keys = {True: text_key, False: calibration_cache_key(named, text_key, hash_of.recall)}
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
-    target = None if shape is None else checked.request.target(shape)
-    unread = find_unread(undrawn, shape, checked.request.width, target)
     counted = nodes | {"cluster": undrawn.cluster, "model": resolve_model(checked)}
     sample = sampled(settings.data)  # one object for all stages, so that its text is tokenized once
     steps: dict[str, Step] = {}
@@ -169,7 +167,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         data = sample if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)
         cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout]}
-        recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents, unread)
+        recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents)
         address = fingerprint(recipe)
         if stage.name == "cluster" and settings.cluster.map != "none":
             recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}

@@ -14,9 +14,9 @@ from instruments.files import write_json
 from models.config import is_on_host
 from models.targets.config_json import count_dense
 from pipeline.artifacts import UNREADABLE, artifact_folder
+from pipeline.check import Checked
 from pipeline.disk import BYTES, expected_bytes, free_bytes, scratch_bytes, unfinished_bytes
 from pipeline.settings import STAGES
-from pipeline.validate import Checked
 from stages.artifacts.job import find_workers
 from stages.artifacts.rendering import in_mib
 from stages.calibration.token_memory import KEPT, free_memory, memory_limit
@@ -26,11 +26,9 @@ PASSES = {"cluster", "assemble", "project", "evaluate"}  # go through the dense 
 PROGRAM = 750 * 2**20  # bytes of host memory of a process with its libraries
 # Until a stage was run here: seconds for libraries and files, and tokens × weights per second of two CPU cores.
 START, GPU_SPEEDUP = 3.0, 30
-DEFAULT_SPEED = {"score": 1e9, "extract": 3e8, "assemble": 2e11, "project": 2e10, "train": 3e10}
-OTHER_SPEED = 1e11
-MAX_RUNS = 8  # of a stage, the last ones
-# A run with less than this share of the work gives no speed: most of its time was spent on its start.
-SIMILAR = 0.1
+SPEEDS = {"score": 1e9, "extract": 3e8, "assemble": 2e11, "project": 2e10, "train": 3e10}  # others 1e11
+RATES, MAX_RUNS = "rates.json", 8  # of a stage, the last ones
+SIMILAR = 0.1  # with less of the work, a run spent most of its time on its start
 
 
 def count_tokens(stage: str, checked: Checked) -> int:
@@ -41,8 +39,7 @@ def count_tokens(stage: str, checked: Checked) -> int:
     aligned = sum(name.endswith("_aligned") for name in baselines)
     counts = {
         "scan": sampled(data).tokens,
-        "cluster": sampled(data).tokens + random,
-        "assemble": sampled(data).tokens + random,
+        **dict.fromkeys(("cluster", "assemble"), sampled(data).tokens + random),
         "project": data.tokens + random,
         "train": settings.train.tokens,
         "evaluate": data.heldout_tokens * (2 + len(baselines)) + data.tokens * aligned,
@@ -154,41 +151,34 @@ def temporary_bytes(stage: str, checked: Checked) -> int:
 
 def estimate_seconds(stage: str, checked: Checked) -> float:
     """Seconds of a stage, by its last run of about the same work on this machine, or by the default speed."""
-    work = _count_work(stage, checked)
-    runs = [run for run in _read_runs(checked).get(_key(stage, checked), []) if run[0] >= SIMILAR * work]
+    key, work = _find_work(stage, checked)
+    runs = [run for run in _read_runs(checked).get(key, []) if run[0] >= SIMILAR * work]
     if runs:
         nearest, seconds = min(reversed(runs), key=lambda run: abs(log(run[0] / work)))
         return seconds * work / nearest
-    speed = DEFAULT_SPEED.get(stage, OTHER_SPEED) * (1 if is_on_host(checked.settings.model) else GPU_SPEEDUP)
+    speed = SPEEDS.get(stage, 1e11) * (1 if is_on_host(checked.settings.model) else GPU_SPEEDUP)
     return START + work / speed
 
 
 def record_seconds(stage: str, checked: Checked, seconds: float) -> None:
     """Keep the time of a run for `estimate_seconds`, in rates.json of the output folder."""
-    runs, key = _read_runs(checked), _key(stage, checked)
-    runs[key] = [*runs.get(key, []), [_count_work(stage, checked), seconds]][-MAX_RUNS:]
+    runs, (key, work) = _read_runs(checked), _find_work(stage, checked)
+    runs[key] = [*runs.get(key, []), [work, seconds]][-MAX_RUNS:]
     with suppress(OSError):  # a full disk: the run itself is complete
-        write_json(_rates_file(checked), runs)
+        write_json(Path(checked.settings.output_dir, RATES), runs)
 
 
-def _count_work(stage: str, checked: Checked) -> float:
-    """Tokens × weights of the dense model, per process."""
+def _find_work(stage: str, checked: Checked) -> tuple[str, float]:
+    """Device and stage; tokens × weights of the dense model, per process."""
     processes = find_workers().world if STAGES[stage].shared else 1
-    return count_tokens(stage, checked) * count_dense(checked.source).total / processes
-
-
-def _key(stage: str, checked: Checked) -> str:
-    return f"{'cpu' if is_on_host(checked.settings.model) else 'cuda'} {stage}"
-
-
-def _rates_file(checked: Checked) -> Path:
-    return Path(checked.settings.output_dir) / "rates.json"
+    work = count_tokens(stage, checked) * count_dense(checked.source).total / processes
+    return f"{'cpu' if is_on_host(checked.settings.model) else 'cuda'} {stage}", work
 
 
 def _read_runs(checked: Checked) -> dict[str, list[list[float]]]:
     """Device and stage → work and seconds of the last runs; nothing from a file that is missing or damaged."""
     with suppress(*UNREADABLE):
-        found = json.loads(_rates_file(checked).read_text(encoding="utf-8"))
+        found = json.loads(Path(checked.settings.output_dir, RATES).read_text(encoding="utf-8"))
         kept = {key: [[float(work), float(seconds)] for work, seconds in runs] for key, runs in found.items()}
         return {key: [run for run in runs if all(0 < number < inf for number in run)] for key, runs in kept.items()}
     return {}

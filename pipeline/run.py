@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from instruments.errors import ConfigError, UserError
 from instruments.files import hash_code
 from pipeline import artifacts
-from pipeline.consistency import contradictions, warn_of_other_stages
+from pipeline.check import Checked, contradictions, validate, warn_of_other_stages
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
@@ -32,7 +32,6 @@ from pipeline.run_folder import RunFolder, replace_link
 from pipeline.run_log import logging_to
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import log_shape
-from pipeline.validate import Checked, validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, render
 

@@ -25,6 +25,7 @@ from models.targets.config import MOE_TARGETS
 from models.targets.tiny_onn import CODE_FILES, foreign_code
 from pipeline.clients import Clients, readable_copy, run_client
 from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, active_bytes, check_carve, llama_cpp_fault, write_gguf
+from stages.artifacts.rendering import show
 
 OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
 # How to install a missing client.
@@ -350,8 +351,8 @@ def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str
     """The table as Markdown for a model card, and notes on missing runtimes."""
     columns = ["runtime", "weights", "loss", "difference", "largest, one token", "same best, %", "same tokens", "right"]
     lines = [
-        [row.runtime, row.format, _shown(row.loss, ".4f"), _shown(row.difference, "+.1e"), _shown(row.largest, ".1e"),
-         _shown(row.same_best, ".1%").rstrip("%"), {True: "yes", False: "NO", None: ""}[row.same_tokens],
+        [row.runtime, row.format, show(row.loss, ".4f"), show(row.difference, "+.1e"), show(row.largest, ".1e"),
+         show(row.same_best, ".1%").rstrip("%"), {True: "yes", False: "NO", None: ""}[row.same_tokens],
          "yes" if row.right else f"NO{row.fault and ': ' + row.fault}"]
         for row in rows
     ]  # fmt: skip
@@ -369,10 +370,6 @@ def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str
 
 def _with(ratio: float | None, ceiling: float) -> str:
     return "" if ratio is None else f"{ratio:.2f} ({ceiling:.2f})"
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 if __name__ == "__main__":

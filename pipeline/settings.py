@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
 from io import StringIO
@@ -121,6 +121,26 @@ class Settings:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     dump: DumpStageConfig = field(default_factory=DumpStageConfig)
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
+
+
+def unneeded(node: object) -> dict[str, str]:
+    """Settings of a dataclass that have no effect → the setting of the same node that disables them.
+
+    A field's metadata `needs` names other fields, and the values with which it is read: a text, a collection of texts,
+    None, or True for all but 0, None, false and "". A named field that is itself without effect counts as its default.
+    """
+    found: dict[str, str] = {}
+    for spec in fields(node):  # type: ignore[arg-type]
+        for name, wanted in spec.metadata.get("needs", {}).items():
+            value = getattr(type(node)() if name in found else node, name)
+            if isinstance(wanted, bool):
+                fits = bool(value) == wanted
+            else:
+                fits = value in wanted if isinstance(wanted, tuple | frozenset) else value == wanted
+            if not fits:
+                found[spec.name] = f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+                break
+    return found
 
 
 SCHEMA = OmegaConf.structured(Settings)  # built once: copying it in a merge takes a quarter of the time

@@ -36,14 +36,10 @@ class StoreConfig:
 
     kind: str = field(default="local", metadata={"choices": ("local", "redis"), "fingerprint": False})
     checkpoint_every: float = field(default=30.0, metadata={"minimum": 0, "fingerprint": False})
-    url: str | None = field(default=None, metadata={"fingerprint": False})
-    namespace: str | None = field(default=None, metadata={"fingerprint": False})
+    url: str | None = field(default=None, metadata={"needs": {"kind": "redis"}, "fingerprint": False})
+    namespace: str | None = field(default=None, metadata={"needs": {"kind": "redis"}, "fingerprint": False})
 
     def __post_init__(self) -> None:
         """Remove the password, so that no output of the settings contains it."""
         if self.url:
             self.url = hide_password(self.url)
-
-    def unread(self) -> dict[str, str]:
-        """Settings without effect, each with the setting that disables it."""
-        return {} if self.kind == "redis" else dict.fromkeys(("url", "namespace"), f"store.kind={self.kind}")

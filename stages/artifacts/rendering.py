@@ -14,8 +14,10 @@ def render(table: Table, style: str) -> str:
     return f"{table.title}\n\n{body}" + (f"\n{notes}" if notes else "")
 
 
-def show(cell: object) -> str:
-    """A cell of a table: integers with separators, floats with four digits."""
+def show(cell: object, form: str = "") -> str:
+    """A cell of a table, in this form, or integers with separators and floats with four digits; None is a dash."""
+    if form and cell is not None:
+        return format(cell, form)
     if isinstance(cell, float):
         return f"{cell:.4g}"
     if isinstance(cell, int) and not isinstance(cell, bool):

@@ -11,14 +11,7 @@ class VocabularyConfig:
     """
 
     tokens: int = field(default=16384, metadata={"minimum": 0})
-    layers: int | None = field(default=12, metadata={"minimum": 1})
-
-    def unread(self, *, pooled: bool) -> dict[str, str]:
-        """Settings without effect → the reason."""
-        if pooled:
-            # A pool behaves like vocabulary=none.
-            return dict.fromkeys(("tokens", "layers"), "topology=global_pool")
-        return {} if self.tokens else {"layers": "vocabulary.tokens=0"}
+    layers: int | None = field(default=12, metadata={"needs": {"tokens": True}, "minimum": 1})
 
 
 def without_random_tokens() -> VocabularyConfig:
@@ -33,13 +26,6 @@ FITTED_ROUTERS = frozenset({"error", "residual_ridge"})
 TRAINED_ROUTERS = frozenset({"error"})
 # Routers for a pool, where most experts come from other layers.
 POOL_ROUTERS = frozenset({"error", "random"})
-
-
-def unread_of_descent(router: str, steps: int, stage: str) -> dict[str, str]:
-    """Settings of a router's descent without effect in a stage → the reason."""
-    if router not in TRAINED_ROUTERS:
-        return dict.fromkeys(("router_steps", "router_rate"), f"assemble.router={router}")
-    return {} if steps else {"router_rate": f"{stage}.router_steps=0"}
 
 
 def is_priced(router: str, *, pooled: bool) -> bool:

@@ -20,7 +20,7 @@ class ClusterConfig:
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     always_on_by: str = field(default="score", metadata={"choices": ("score", "alignment")})
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
-    map_layers: list[int] = field(default_factory=list)
+    map_layers: list[int] = field(default_factory=list, metadata={"needs": {"map": ("umap", "tsne")}})
 
     @property
     def groups_by_features(self) -> bool:
@@ -43,21 +43,6 @@ class ClusterConfig:
     def needs_pass(self, shape: MoEShape, width: int) -> bool:
         """Whether the stage runs the dense model over the calibration text."""
         return self.method == "router_aware" or self.aligns(shape, width)
-
-    def unread(self, shape: MoEShape, width: int) -> dict[str, str]:
-        """Settings without effect → the reason."""
-        found: dict[str, str] = {}
-        if not self.ranks(shape, width):
-            found["always_on_by"] = NOTHING_RANKED
-        if self.method != "router_aware" and not self.aligns(shape, width):
-            found["sample_tokens"] = f"cluster.method={self.method}"
-        if not self.groups_by_features and self.map == "none":
-            found["features"] = f"cluster.method={self.method} and cluster.map=none"
-        if not self.needs_pass(shape, width):
-            found["batch_tokens"] = "no pass over the text is made"
-        if self.map == "none":
-            found["map_layers"] = "cluster.map=none"
-        return found
 
 
 # Reason why the score has no effect.

@@ -25,18 +25,14 @@ from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import ALWAYS_ON, DROPPED, LAYOUT, LayerEvidence, LayerPartition
 
-# Chosen greedily from the sRGB cube: each is the farthest in OKLab from earlier ones, white, grey and black.
+# Chosen greedily from the sRGB cube: each is the farthest in OKLab from earlier ones, white, grey and black. More
+# experts than colours repeat them.
 COLOURS = (
     "#1f7ab8", "#ff00ff", "#00c200", "#ff0000", "#3d0085", "#851fff", "#d69900", "#660000",
     "#ad0085", "#cc85c2", "#14c2c2", "#004700", "#0000eb", "#cce000", "#00851f", "#ff1f99",
     "#ad1414", "#70a3ff", "#29f5ad", "#003d5c", "#7047a3", "#00ff00", "#ad6614", "#ffa399",
     "#7a9966", "#ffadff", "#b847d6", "#70005c", "#4766ff", "#ad5c7a", "#adc28f", "#5cebff",
 )  # fmt: skip
-
-
-def distinct_colours(count: int) -> list[str]:
-    """`count` colours; the most different come first, and beyond 32 they repeat."""
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
     named = neurons.experts <= len(COLOURS)
     handles = []
     homes = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
-    homes += [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(neurons.experts))]
+    homes += [(e, f"expert {e}", COLOURS[e % len(COLOURS)]) for e in range(neurons.experts)]
     for home, name, colour in homes:
         points_U2 = neurons.coordinates_U2[neurons.home_U == home].numpy()
         if not len(points_U2):

@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from models.config import MoEShape
 from models.routing import membership
 from stages.artifacts.job import Table
+from stages.artifacts.rendering import show
 from stages.calibration.balanced import assign_balanced, mean_directions, total_similarity
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
 from stages.cluster.layer import CONTROL, LayerEvidence, LayerPartition
@@ -139,10 +140,10 @@ def tabulate_layers(
     rows = [
         [
             layer,
-            _show(figure.coactivation.within, ".3%"),
-            _show(figure.coactivation.between, ".3%"),
-            _show(figure.coactivation.ratio, ".2f", "×"),
-            *map(_show, figure.objective or [None] * 3, (".4f", ".4f", ".2%")),
+            show(figure.coactivation.within, ".3%"),
+            show(figure.coactivation.between, ".3%"),
+            "–" if figure.coactivation.ratio is None else f"{figure.coactivation.ratio:.2f}×",
+            *map(show, figure.objective or [None] * 3, (".4f", ".4f", ".2%")),
             f"{figure.always_on_share:.1%}",
             figure.dropped,
             f"{figure.dropped_share:.1%}",
@@ -188,7 +189,3 @@ def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | N
     else:
         said += [NOTHING_RANKED]
     return "; ".join(said)
-
-
-def _show(value: float | None, spec: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{spec}}{unit}"

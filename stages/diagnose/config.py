@@ -25,8 +25,8 @@ class AnalyzeTensorConfig:
     """Rounding error of tensors in low precision."""
 
     file: str | None = None
-    tensors: list[str] = field(default_factory=lambda: ["*"])
-    modules: list[str] = field(default_factory=lambda: ["*.down_proj"])
+    tensors: list[str] = field(default_factory=lambda: ["*"], metadata={"needs": {"file": True}})
+    modules: list[str] = field(default_factory=lambda: ["*.down_proj"], metadata={"needs": {"file": None}})
     formats: list[str] = field(
         default_factory=lambda: ["bfloat16", "float16"],
         metadata={"choices": ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "bf16", "fp16")},
@@ -63,14 +63,3 @@ class DiagnoseConfig:
     analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)
     static_check: StaticCheckConfig = field(default_factory=StaticCheckConfig)
     watch: WatchStageConfig = field(default_factory=WatchStageConfig)
-
-    def unread(self, check: str) -> dict[str, str]:
-        """Settings that this check does not read, besides those of other checks → the reason."""
-        file = self.analyze_tensor.file
-        if check == "static_check":
-            return dict.fromkeys(("checkpoint", "tokens"), f"check={check}")
-        if check != "analyze_tensor":
-            return {}
-        if file is None:
-            return {"analyze_tensor.tensors": "diagnose.analyze_tensor.file=null"}
-        return dict.fromkeys(("checkpoint", "tokens", "analyze_tensor.modules"), f"diagnose.analyze_tensor.file={file}")

@@ -15,28 +15,22 @@ class ScanConfig:
 
     batch_tokens: int | None = field(default=None, metadata={"minimum": 1})
     gradients: bool = True
-    active_share: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
+    active_share: float = field(default=0.1, metadata={"needs": {"active_threshold": None}, "above": 0, "maximum": 1})
     active_threshold: float | None = field(default=None, metadata={"minimum": 0})
     reservoir_tokens: int = field(default=4096, metadata={"minimum": 1})
-    gradient_checkpointing: bool = False
-    norm_product: str = field(default="auto", metadata={"choices": ("auto", "gram", "direct")})
+    gradient_checkpointing: bool = field(default=False, metadata={"needs": {"gradients": True}})
+    norm_product: str = field(
+        default="auto", metadata={"needs": {"gradients": True}, "choices": ("auto", "gram", "direct")}
+    )
     parameters: bool = False
-    parameter_patterns: list[str] | None = field(default=None, metadata={"nonempty": True})
-    block_width: int = field(default=64, metadata={"minimum": 1, "maximum": 2**31 - 1})
-    per_token: bool = False
-    parameter_encoding: str = field(default="log16", metadata={"choices": ("log16", "f32")})
-
-    def unread(self) -> dict[str, str]:
-        """Settings without effect, each with the setting that disables it."""
-        found: dict[str, str] = {}
-        if not self.gradients:
-            found |= dict.fromkeys(("gradient_checkpointing", "norm_product"), "scan.gradients=false")
-        if self.active_threshold is not None:
-            found["active_share"] = f"scan.active_threshold={self.active_threshold:g}"
-        if not self.parameters:
-            record = ("parameter_patterns", "block_width", "per_token", "parameter_encoding")
-            found |= dict.fromkeys(record, "scan.parameters=false")
-        return found
+    parameter_patterns: list[str] | None = field(
+        default=None, metadata={"needs": {"parameters": True}, "nonempty": True}
+    )
+    block_width: int = field(default=64, metadata={"needs": {"parameters": True}, "minimum": 1, "maximum": 2**31 - 1})
+    per_token: bool = field(default=False, metadata={"needs": {"parameters": True}})
+    parameter_encoding: str = field(
+        default="log16", metadata={"needs": {"parameters": True}, "choices": ("log16", "f32")}
+    )
 
     def active_count(self, width: int) -> int:
         """Neurons per token that count as active, of `width`."""

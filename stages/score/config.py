@@ -1,6 +1,6 @@
 """Settings of the score stage."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 VERSION = 3
 
@@ -12,20 +12,19 @@ class ScoreConfig:
     method: str = field(
         default="s_p", metadata={"choices": ("s_p", "taylor", "wanda", "frequency", "contribution", "random")}
     )
-    form: str = field(default="weighted", metadata={"choices": ("weighted", "product", "inverse_gradient")})
-    normalisation: str = field(default="rank", metadata={"choices": ("zscore", "rank", "minmax")})
-    activation_weight: float = field(default=1.0, metadata={"minimum": 0})
-    gradient_weight: float = field(default=0.25, metadata={"minimum": 0})
-    frequency_weight: float = field(default=0.25, metadata={"minimum": 0})
+    form: str = field(
+        default="weighted",
+        metadata={"needs": {"method": "s_p"}, "choices": ("weighted", "product", "inverse_gradient")},
+    )
+    normalisation: str = field(
+        default="rank", metadata={"needs": {"method": "s_p"}, "choices": ("zscore", "rank", "minmax")}
+    )
+    activation_weight: float = field(default=1.0, metadata={"needs": {"method": "s_p"}, "minimum": 0})
+    gradient_weight: float = field(default=0.25, metadata={"needs": {"method": "s_p"}, "minimum": 0})
+    frequency_weight: float = field(default=0.25, metadata={"needs": {"method": "s_p"}, "minimum": 0})
 
     @property
     def needs_gradients(self) -> bool:
         """Whether the score has no term without gradients."""
         alone = self.method == "s_p" and not (self.activation_weight or self.frequency_weight)
         return self.method == "taylor" or alone
-
-    def unread(self) -> dict[str, str]:
-        """Settings without effect, each with the setting that disables it."""
-        if self.method == "s_p":
-            return {}
-        return {spec.name: f"score.method={self.method}" for spec in fields(self) if spec.name != "method"}

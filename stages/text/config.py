@@ -13,16 +13,8 @@ from instruments.errors import ConfigError, DataError, UserError
 KINDS = ("python_stdlib", "text", "hub", "mixture")
 # The standard library in tables, logs and errors.
 STDLIB = "the Python standard library"
-# Settings that have no effect for a kind of source.
-FOREIGN_FIELDS = {
-    "python_stdlib": (
-        "path", "heldout_path", "name", "subset", "revision", "split", "heldout_split", "sources", "text_column",
-        "messages_column",
-    ),
-    "text": ("name", "subset", "revision", "split", "heldout_split", "sources"),
-    "hub": ("path", "heldout_path", "sources"),
-    "mixture": ("path", "name", "subset", "revision", "heldout_split"),
-}  # fmt: skip
+# Settings that the sources of a mixture do not take from `data`.
+NOT_SHARED = ("path", "name", "subset", "revision", "heldout_split")
 
 
 @dataclass
@@ -34,29 +26,16 @@ class SourceConfig:
     path: str | None = None
     name: str | None = None
     python_stdlib: bool = False
-    subset: str | None = None
-    revision: str | None = None
-    split: str | None = None
-    heldout_split: str | None = None
-    text_column: str | None = None
-    messages_column: str | None = None
+    subset: str | None = field(default=None, metadata={"needs": {"name": True}})
+    revision: str | None = field(default=None, metadata={"needs": {"name": True}})
+    split: str | None = field(default=None, metadata={"needs": {"name": True}})
+    heldout_split: str | None = field(default=None, metadata={"needs": {"name": True}})
+    text_column: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
+    messages_column: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
     packing: str | None = field(default=None, metadata={"choices": ("packed", "single")})
     labels: str | None = field(default=None, metadata={"choices": ("full_sequence", "completion")})
     separator: str | None = field(default=None, metadata={"choices": ("eos", "blank_line")})
-    heldout_share: float | None = None
-
-    def unread(self, heldout_path: str | None) -> dict[str, str]:
-        """Settings without effect, each with the setting that disables it; `heldout_path` is that of the mixture."""
-        found = {}
-        if self.python_stdlib:
-            foreign = ("subset", "revision", "split", "heldout_split", "text_column", "messages_column")
-            found = dict.fromkeys(foreign, "the source is the standard library")
-        elif self.path is not None:
-            found = dict.fromkeys(("subset", "revision", "split", "heldout_split"), "the source is a path")
-        for name, value in (("heldout_split", self.heldout_split), ("data.heldout_path", heldout_path)):
-            if value is not None and name not in found:
-                found["heldout_share"] = f"{name}={value}"
-        return found
+    heldout_share: float | None = field(default=None, metadata={"needs": {"heldout_split": None}})
 
 
 @dataclass
@@ -64,34 +43,27 @@ class DataConfig:
     """Sources of the text, and its tokenization; explained in conf/data."""
 
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
-    path: str | None = None
-    heldout_path: str | None = None
-    name: str | None = None
-    subset: str | None = None
-    revision: str | None = None
-    split: str = "train"
-    heldout_split: str | None = None
-    sources: list[SourceConfig] = field(default_factory=list)
-    text_column: str = "text"
-    messages_column: str = "messages"
+    path: str | None = field(default=None, metadata={"needs": {"kind": "text"}})
+    heldout_path: str | None = field(default=None, metadata={"needs": {"kind": ("text", "mixture")}})
+    name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
+    subset: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
+    revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
+    split: str = field(default="train", metadata={"needs": {"kind": ("hub", "mixture")}})
+    heldout_split: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
+    sources: list[SourceConfig] = field(default_factory=list, metadata={"needs": {"kind": "mixture"}})
+    text_column: str = field(default="text", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
+    messages_column: str = field(default="messages", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
     labels: str = field(default="full_sequence", metadata={"choices": ("full_sequence", "completion", "generated")})
-    max_new_tokens: int = field(default=64, metadata={"minimum": 1})
-    temperature: float = field(default=0.0, metadata={"minimum": 0})
-    prompt_tokens: int = field(default=32, metadata={"minimum": 1})
+    max_new_tokens: int = field(default=64, metadata={"needs": {"labels": "generated"}, "minimum": 1})
+    temperature: float = field(default=0.0, metadata={"needs": {"labels": "generated"}, "minimum": 0})
+    prompt_tokens: int = field(default=32, metadata={"needs": {"labels": "generated"}, "minimum": 1})
     separator: str = field(default="eos", metadata={"choices": ("eos", "blank_line")})
     max_length: int = field(default=256, metadata={"minimum": 2})
     tokens: int = 65536
     sample_tokens: int | None = 16384
     heldout_tokens: int = 32768
-    heldout_share: float = 0.1
-
-    def unread(self) -> dict[str, str]:
-        """Settings without effect, each with the setting that disables it."""
-        found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
-        if self.labels != "generated":
-            found |= dict.fromkeys(("max_new_tokens", "temperature", "prompt_tokens"), f"data.labels={self.labels}")
-        return found
+    heldout_share: float = field(default=0.1, metadata={"needs": {"heldout_path": None, "heldout_split": None}})
 
     @property
     def mixed(self) -> dict[str, SourceConfig]:
@@ -178,7 +150,7 @@ def list_sources(data: DataConfig) -> list[Source]:
 
     With `data.heldout_path` no source holds anything out; `load_text` then leaves out copies of held-out documents.
     """
-    own_only: dict[str, Any] = dict.fromkeys(FOREIGN_FIELDS["mixture"])  # not taken from `data`
+    own_only: dict[str, Any] = dict.fromkeys(NOT_SHARED)  # not taken from `data`
     found = []
     for settings in data.sources:
         own = asdict(settings)

@@ -15,21 +15,21 @@ class TrainConfig:
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     router_rate: float = field(default=1e-3, metadata={"above": 0})
     expert_rate: float = field(default=3e-4, metadata={"minimum": 0})
-    rest_rate: float = field(default=1e-4, metadata={"minimum": 0})
+    rest_rate: float = field(default=1e-4, metadata={"needs": {"all_share": True}, "minimum": 0})
     warmup_share: float = field(default=0.05, metadata={"minimum": 0, "maximum": 1})
     decay_share: float = field(default=1.0, metadata={"minimum": 0, "maximum": 1})
-    final_rate: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
+    final_rate: float = field(default=0.1, metadata={"needs": {"decay_share": True}, "minimum": 0, "maximum": 1})
     weight_decay: float = field(default=0.0, metadata={"minimum": 0})
     gradient_norm: float = field(default=1.0, metadata={"above": 0})
     language_model: float = field(default=1.0, metadata={"minimum": 0})
     logits: float = field(default=0.0, metadata={"minimum": 0})
     straight_through: bool = False
     balance: str = field(default="auto", metadata={"choices": ("auto", "loss", "selection_bias", "none")})
-    balance_weight: float = field(default=0.01, metadata={"minimum": 0})
-    bias_rate: float = field(default=0.02, metadata={"minimum": 0})
+    balance_weight: float = field(default=0.01, metadata={"needs": {"balance": ("auto", "loss")}, "minimum": 0})
+    bias_rate: float = field(default=0.02, metadata={"needs": {"balance": ("auto", "selection_bias")}, "minimum": 0})
     z_weight: float = field(default=1e-4, metadata={"minimum": 0})
     logit_std: float = field(default=0.5, metadata={"minimum": 0})
-    logit_std_share: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
+    logit_std_share: float = field(default=0.5, metadata={"needs": {"logit_std": True}, "above": 0, "maximum": 1})
     batch: int = field(default=16, metadata={"minimum": 1, "maximum": 65536})
     micro_batch: int = field(default=8, metadata={"minimum": 1, "maximum": 65536, "fingerprint": False})
     precision: str = field(default="float32", metadata={"choices": ("float32", "bfloat16")})
@@ -41,24 +41,3 @@ class TrainConfig:
     save_steps: int = field(default=100, metadata={"minimum": 1, "fingerprint": False})
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
-
-    def unread(self, *, biased: bool | None = None) -> dict[str, str]:
-        """Settings without effect → the reason; `biased`: the architecture has a selection bias, None if unknown."""
-        found: dict[str, str] = {}
-        if not self.all_share:
-            found["rest_rate"] = "train.all_share=0"
-            if not self.experts_share:
-                found["expert_rate"] = "train.experts_share=0 and train.all_share=0"
-        if not self.decay_share:
-            found["final_rate"] = "train.decay_share=0"
-        if not self.logit_std:
-            found["logit_std_share"] = "train.logit_std=0"
-        kind, reason = self.balance, f"train.balance={self.balance}"
-        if kind == "auto" and biased is not None:
-            kind = "selection_bias" if biased else "loss"
-            reason = f"train.balance=auto selects {kind} for this architecture"
-        if kind in {"selection_bias", "none"}:
-            found["balance_weight"] = reason
-        if kind in {"loss", "none"}:
-            found["bias_rate"] = reason
-        return found

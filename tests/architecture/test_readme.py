@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.consistency import contradictions
+from pipeline.check import contradictions, find_errors
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose, register_schema
-from pipeline.validate import find_errors
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()

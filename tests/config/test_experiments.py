@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 from config.experiment_log import STATES, expand_sweep, read_entry, read_header, read_log
 
+from pipeline.check import find_errors
 from pipeline.help import CONF, group_lines
 from pipeline.overrides import override_errors
 from pipeline.settings import compose, register_schema
-from pipeline.validate import find_errors
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

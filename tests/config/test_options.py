@@ -11,10 +11,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from models.config import MoEShape
+from pipeline.check import request_shape
 from pipeline.help import CONF, groups, help_page, summary
 from pipeline.settings import Settings, register_schema, to_settings
 from pipeline.shape import resolve_shape
-from pipeline.validate import request_shape
 
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
 NODES = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}

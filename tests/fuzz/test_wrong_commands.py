@@ -10,12 +10,12 @@ from fuzz.mutants import Trials
 
 import models.source
 import pipeline.cli
+from pipeline.check import validate
 from pipeline.cli import start
 from pipeline.help import groups
 from pipeline.overrides import TYPES
 from pipeline.plan import make_plan
 from pipeline.settings import STAGES
-from pipeline.validate import validate
 
 COUNTS = [pytest.param(20, id="quick"), pytest.param(400, id="long", marks=pytest.mark.slow)]
 VALUES = (

@@ -3,6 +3,7 @@
 import multiprocessing
 import random
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -219,6 +220,9 @@ def test_due_waits_for_the_time_and_for_the_server(server):
     assert not store.due()
     time.sleep(0.16)
     assert store.due()
+    store.adding = Future()  # the server still adds the last flush
+    assert not store.due()
+    store.adding = None
     store.flush()
     assert not store.due()
     store.close()

@@ -32,7 +32,7 @@ def main(cases: Path, found: Path) -> None:
     """Run all cases in their order."""
     load_device()
     known = re.compile(rf"auto|cpu|{NAME}(:\d+)?")
-    with patch("pipeline.validate.DEVICE", known):
+    with patch("pipeline.check.DEVICE", known):
         results = {name: run_case(words) for name, words in json.loads(cases.read_text()).items()}
     found.write_text(json.dumps(results))
 

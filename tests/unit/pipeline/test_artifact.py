@@ -44,17 +44,13 @@ def test_a_damaged_manifest_is_a_contract_error(folder, text):
     assert caught.value.do == REMEDY
 
 
-def manifest_of(folder):
-    return folder / "manifest.json"
-
-
 def test_no_changed_byte_of_a_manifest_goes_unnoticed(folder):
     """Except changes after which the JSON value is the same."""
-    whole = manifest_of(folder).read_bytes()
+    whole = (folder / "manifest.json").read_bytes()
     for position, byte in enumerate(whole):
         changed = bytearray(whole)
         changed[position] = byte ^ 1
-        manifest_of(folder).write_bytes(changed)
+        (folder / "manifest.json").write_bytes(changed)
         try:
             same = json.loads(changed) == json.loads(whole)
         except ValueError:

@@ -6,7 +6,7 @@ import pytest
 
 from instruments.errors import ConfigError, DataError
 from pipeline import cli
-from pipeline.validate import InvalidSettingsError
+from pipeline.check import InvalidSettingsError
 
 
 @pytest.fixture

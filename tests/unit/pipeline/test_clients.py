@@ -5,14 +5,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from unit.pipeline.served_carves import change_settings, make_hostile, write_carve
 
 from instruments.errors import CheckpointError, UserError
 from models.targets.tiny_onn import AUTO_CLASSES, CODE_FILES
-from pipeline import clients, gguf, harness, serve_check
+from pipeline import clients, gguf, serve_check
 
 # A converter that runs all Python of a folder, as llama.cpp's does for classes with `trust_remote_code=True`.
 CONVERTER = """
@@ -91,24 +90,6 @@ def test_serve_check_loads_hostile_folders_in_transformers(tmp_path, carve, mark
     hostile = make_hostile(carve, tmp_path / "moe", marker)
     dense = make_hostile(carve.parent / "dense", tmp_path / "dense", marker)
     assert serve_check.main([str(hostile), "--dense", str(dense), "--rounds", "1", "--sizes", "3", "4"]) == 0
-    assert not marker.exists()
-
-
-def test_the_harness_runs_no_python_of_a_checkpoint(tmp_path, carve, marker, monkeypatch):
-    def evaluate(model, **_):
-        assert "auto_map" not in model.pretrained.config.to_dict()
-        return {"samples": {harness.TASK: []}}
-
-    for name, part in {
-        "lm_eval": SimpleNamespace(simple_evaluate=evaluate),
-        "lm_eval.models": SimpleNamespace(),
-        "lm_eval.models.huggingface": SimpleNamespace(HFLM=SimpleNamespace),
-        "lm_eval.tasks": SimpleNamespace(TaskManager=lambda **_: None),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, part)
-    for checkpoint, name in ((carve, "moe"), (carve.parent / "dense", "dense")):
-        hostile = make_hostile(checkpoint, tmp_path / name, marker)
-        harness.answer_choices(hostile, device="cpu", dtype="float32", batch_size=1)
     assert not marker.exists()
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pipeline.validate import field_errors
+from pipeline.check import field_errors
 
 
 @dataclass

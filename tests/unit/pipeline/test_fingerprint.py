@@ -20,9 +20,15 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
-def recipe(stage="scan", *, parents=None, cache_keys=IDENTITIES, unread=None, **changes):
+@dataclass
+class Optional:
+    tokens: int = 3
+    kept: int = field(default=1, metadata={"needs": {"tokens": True}})
+
+
+def recipe(stage="scan", *, parents=None, cache_keys=IDENTITIES, **changes):
     nodes = {"model": Outer(), "data": 5, "store": 6, "scan": Inner(), "score": 7, "seed": 0} | changes
-    return make_recipe(STAGES[stage], nodes, cache_keys, parents or {}, unread or {})
+    return make_recipe(STAGES[stage], nodes, cache_keys, parents or {})
 
 
 def test_a_recipe_names_everything_that_decides_the_result():
@@ -63,10 +69,10 @@ def test_fields_marked_so_stay_out():
     assert plain_settings(Outer(label="there")) == plain_settings(Outer())
 
 
-def test_what_is_unread_stays_out():
-    assert plain_settings(Outer(), {"tokens": "why"}) == {"inner": {"batch": 2}}
-    found = recipe("score", unread={"score": {"batch": "why"}}, score=Inner(3), parents={"scan": "a"})
-    assert found["settings"] == {"score": {}, "seed": 0}
+def test_settings_without_effect_stay_out():
+    assert plain_settings(Outer(tokens=0, inner=Inner(5))) == {"tokens": 0, "inner": {"batch": 5}}
+    assert "kept" not in plain_settings(Optional(tokens=0))
+    assert plain_settings(Optional(tokens=3)) == {"tokens": 3, "kept": 1}
 
 
 def test_nodes_that_a_stage_does_not_look_at_stay_out():

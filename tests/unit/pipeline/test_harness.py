@@ -13,9 +13,10 @@ import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from unit.pipeline.served_carves import make_hostile, write_carve
 
 from models.source import EMBEDDED
-from pipeline.harness import TASK, TASKS, Answers, MeanWithError, collect_answers, compare_answers, main, show_answers
+from pipeline.harness import TASK, TASKS, Answers, collect_answers, compare_answers, main, mean_and_error, show_answers
 
 KINDS = {"value-1": "value", "text-1": "text", "text-2": "text"}
 DENSE = Answers({"value-1": 1.0, "text-1": 0.0, "text-2": 1.0}, {"value-1": 1.0, "text-1": 1.0, "text-2": 1.0}, KINDS)
@@ -125,6 +126,14 @@ def test_the_checkpoint_is_loaded_as_asked(given, tmp_path, capsys):
     assert "3 items" in capsys.readouterr().out
 
 
+def test_no_python_of_a_checkpoint_is_run(given, tmp_path):
+    for name, dense in (("moe", write_carve(tmp_path, "qwen2_moe", "qwen2", 64)), ("model", tmp_path / "dense")):
+        hostile = make_hostile(dense, tmp_path / f"hostile {name}", tmp_path / "the Python of the checkpoint was run")
+        assert main([str(hostile), "--limit", "3"]) == 0
+    assert not (tmp_path / "the Python of the checkpoint was run").exists()
+    assert not any("auto_map" in model.config.to_dict() for model, _tokenizer, _size in given)
+
+
 def break_weights(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
@@ -178,18 +187,13 @@ def answers(*right):
 
 
 def test_a_share_has_the_error_of_its_mean():
-    share = MeanWithError.of([1, 0, 0, 1, 1])
-    assert share.mean == pytest.approx(0.6)
-    assert share.error == pytest.approx(math.sqrt(0.6 * 0.4 / 4))
-    assert math.isnan(MeanWithError.of([1.0]).error)
+    assert mean_and_error([1, 0, 0, 1, 1]) == pytest.approx((0.6, math.sqrt(0.6 * 0.4 / 4)))
+    assert math.isnan(mean_and_error([1.0])[1])
 
 
 def test_the_difference_is_taken_item_by_item():
-    difference = compare_answers(answers(1, 0, 1, 0, 1), answers(1, 0, 1, 1, 1))
-    assert difference.mean == pytest.approx(0.2)
-    assert difference.error == pytest.approx(0.2)
-    same = compare_answers(answers(1, 0, 1), answers(1, 0, 1))
-    assert (same.mean, same.error) == (0, 0)
+    assert compare_answers(answers(1, 0, 1, 0, 1), answers(1, 0, 1, 1, 1)) == pytest.approx((0.2, 0.2))
+    assert compare_answers(answers(1, 0, 1), answers(1, 0, 1)) == (0, 0)
 
 
 def test_items_of_a_kind():

@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline.overrides import command_line, override_errors
+from pipeline.settings import register_schema
 
 
 def texts(*words, sweep=False):
@@ -156,3 +157,18 @@ def test_changed_settings_replace_typed_ones():
     assert command_line(typed, stage="scan", fresh="true") == (
         "python -m pipeline 'data.path=/my texts' experts=3 stage=scan fresh=true"
     )
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["model.trust_remote_code='7'", "fresh='5'", "fresh='1'", "fresh=2", "data.sources=[{python_stdlib:'7',share:1}]"],
+)
+def test_a_number_turns_nothing_on(word):
+    register_schema()
+    assert override_errors([word], sweep=False)
+
+
+@pytest.mark.parametrize("word", ["fresh=true", "fresh=True", "fresh=1", "fresh='false'", "fresh=no"])
+def test_words_and_0_and_1_are_booleans(word):
+    register_schema()
+    assert not override_errors([word], sweep=False)

@@ -14,11 +14,11 @@ from instruments.errors import ConfigError, DataError
 from instruments.files import hash_code
 from models.source import EMBEDDED
 from pipeline.artifacts import open_staging, publish
+from pipeline.check import validate
 from pipeline.help import REPOSITORY
 from pipeline.plan import REDRAWN, STALE, make_plan, published_recipe, select_stages
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents
 from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
-from pipeline.validate import validate
 from stages.artifacts.job import Table, Workers
 
 ON_REQUEST = {"train", "dump", "diagnose"}
@@ -181,7 +181,7 @@ def test_fresh_means_the_asked_stage(steps):
     [
         *("store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"),
         *("data.path=elsewhere", "data.temperature=1", "scan.block_width=32"),
-        *("assemble.router_rate=0.5", "project.pool_tokens=9", "project.pool_sweeps=3"),
+        "assemble.router_rate=0.5",
     ],
 )
 def test_what_changes_no_result_changes_no_fingerprint(steps, word):
@@ -240,14 +240,9 @@ S_P_SETTINGS = ("score.gradient_weight=5", "score.form=product", "score.normalis
     [
         (["score=contribution"], S_P_SETTINGS),
         (["cluster.always_on_by=alignment"], ["score=random", *S_P_SETTINGS]),
-        (["always_on=0", "experts=16", "n=64"], ["score=random", "cluster.always_on_by=alignment"]),
-        (["cluster=rank", "cluster.map=none"], ["cluster.features=gate_rows"]),
-        (["cluster=rank"], ["cluster.sample_tokens=9", "cluster.batch_tokens=9"]),
-        (["assemble=random"], ["assemble.router_steps=9", "assemble.balance=1", "project.router_steps=9"]),
-        (["assemble=random"], ["assemble.ridge_penalty=9", "assemble.router_tokens=9", "project.rounds=2"]),
-        (["assemble=residual_ridge"], ["assemble.balance=0.01", "project.router_steps=9"]),
+        (["assemble=random"], ["assemble.router_steps=9", "assemble.balance=1", "assemble.ridge_penalty=9"]),
+        (["assemble=residual_ridge"], ["assemble.balance=0.01"]),
         (["assemble.mode=train"], ["assemble.parity_logit_std=0.5"]),
-        (["top_k=16"], ["assemble.router_steps=9", "assemble.router_rate=0.5", "assemble.balance=0.01"]),
         (["project.gradient_projection=false"], ["project.alpha=9", "project.beta=9"]),
         (["project.rounds=0"], ["project.router_steps=9", "project.router_rate=9", "project.router_tokens=9"]),
     ],
@@ -296,11 +291,10 @@ def test_another_map_is_drawn_without_another_carve(steps, word):
 
 
 def test_what_only_a_map_reads_decides_no_carve(steps):
-    words = ("cluster=rank", "cluster.features=gate_rows")
-    assert addresses(steps, *words) == addresses(steps, words[0]) == addresses(steps, *words, "cluster.map=none")
-    for step in steps(words[0]).values():
+    assert addresses(steps, "cluster=rank") == addresses(steps, "cluster=rank", "cluster.map=none")
+    for step in steps("cluster=rank").values():
         pretend_published(step)
-    assert due(steps(*words)) == {"cluster"}
+    assert due(steps("cluster=rank", "cluster.map_layers=[1]")) == {"cluster"}
 
 
 def test_a_score_that_nobody_reads_is_not_run(steps):

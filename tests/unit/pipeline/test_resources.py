@@ -7,6 +7,7 @@ import pytest
 from pico import write_pico
 
 from models.config import ModelConfig
+from pipeline.check import validate
 from pipeline.cli import run_command
 from pipeline.resources import (
     MAX_RUNS,
@@ -19,7 +20,6 @@ from pipeline.resources import (
 )
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
-from pipeline.validate import validate
 
 CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")
 

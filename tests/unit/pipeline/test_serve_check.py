@@ -86,7 +86,7 @@ def test_the_table_has_a_row_a_runtime_and_names_what_is_missing():
     assert cells[2][8:] == ["1.50 (2.00)", "1.25 (1.50)"]
     # The bytes of this file allow less than the numbers of weights.
     assert cells[3][-2:] == ["1.75 (2.00)", "1.12 (1.38)"]
-    assert cells[4] == ["c", "q8_0", "", "", "", "", "", "NO: it fails", "", ""]
+    assert cells[4] == ["c", "q8_0", "–", "–", "–", "–", "", "NO: it fails", "", ""]
     assert lines[-2:] == ["it fails: repair it", "vLLM not checked: pip install it"]
 
 

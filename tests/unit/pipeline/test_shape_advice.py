@@ -10,6 +10,7 @@ from pico import write_pico
 from models.config import MoEShape
 from models.source import EMBEDDED, read_config
 from models.targets.config_json import count_carved, count_dense
+from pipeline.check import InvalidSettingsError, validate, width_errors
 from pipeline.settings import compose, register_schema
 from pipeline.shape import (
     ShapeRequest,
@@ -18,7 +19,6 @@ from pipeline.shape import (
     log_shape,
     shape_warnings,
 )
-from pipeline.validate import InvalidSettingsError, validate, width_errors
 from stages.assemble.config import AssembleConfig
 
 POOL = "topology=global_pool"

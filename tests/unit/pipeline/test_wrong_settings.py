@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from instruments.errors import ConfigError
+from pipeline.check import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
 from pipeline.help import CONF
 from pipeline.overrides import first_word, override_errors, parse_overrides
 from pipeline.settings import STAGES, compose, register_schema
-from pipeline.validate import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
 
 WRONG = [
     *(f"{name}={value}" for name in ("active", "project.beta", "train.router_rate") for value in ("nan", "inf")),

@@ -232,14 +232,6 @@ def test_weights_that_no_adapter_sees_are_listed(folder):
     assert run(folder, model=model, steps=1).manifest.unseen_weights == ["table"]
 
 
-def test_under_inference_mode(folder):
-    model = Small()
-    with torch.inference_mode(), TensorDump(model, folder, DumpConfig(tensors=["input"]), environment={}):
-        model(inputs(0))
-    with DumpReader(folder) as reader:
-        assert torch.equal(reader.load(reader.records[0]), inputs(0))
-
-
 def test_an_error_in_the_loop_leaves_no_hook_and_a_readable_dump(folder):
     model = Small()
     dump = TensorDump(model, folder, environment={})

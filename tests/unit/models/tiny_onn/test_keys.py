@@ -81,7 +81,7 @@ def test_all_the_code_that_is_imported_is_copied(tmp_path) -> None:
 
 
 def test_writing_a_checkpoint_needs_no_torch() -> None:
-    script = "import sys, models.targets.config, models.targets.config; print({'torch'} & set(sys.modules))"
+    script = "import sys, models.targets.config, models.targets.config_json; print({'torch'} & set(sys.modules))"
     root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from models.source import EMBEDDED
+from pipeline.check import find_errors, validate
 from pipeline.settings import compose, register_schema
-from pipeline.validate import find_errors, validate
 from stages.evaluate.report import Evaluation, LayerResult, costly_layers
 from stages.evaluate.stage import target_with_dense
 

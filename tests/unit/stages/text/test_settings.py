@@ -1,6 +1,6 @@
 import pytest
 
-from pipeline.validate import field_errors
+from pipeline.check import field_errors
 from stages.text.cache_key import check_data
 from stages.text.config import DataConfig, check_length, check_settings
 

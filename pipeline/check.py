@@ -18,18 +18,22 @@ from omegaconf import MISSING
 from instruments.errors import ConfigError, UserError
 from models.check import check_source
 from models.checkpoint.folder import expand_user
-from models.config import ModelConfig, MoEShape, setting_word
+from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
 from models.source import read_source_config
-from models.targets.base import ALIGNMENT, expert_width
+from models.targets.base import ALIGNMENT, MoETarget, expert_width
 from models.targets.config import check_target
-from pipeline.consistency import balance_errors, contradictions, find_uses, involves, warn_of_unread
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
-from pipeline.settings import Settings, Uses, with_ancestors
+from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, unneeded, with_ancestors
 from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolve_shape, shape_faults
 from stages.accumulators.redis_connection import check_store
+from stages.artifacts.job import find_workers
+from stages.calibration.config import POOL_ROUTERS, ROUTERS
+from stages.check import check_diagnose, check_dump, check_score, check_train
+from stages.diagnose.config import CHECKS
+from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.text.cache_key import check_data
-from stages.text.config import check_length
+from stages.text.config import DataConfig, check_length
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +181,7 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
             errors.append(error)
     source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
     if "model" in unreadable_groups or source_faults:
-        warn_of_unread(settings)
+        warn_of_unneeded(settings)
         return errors + source_faults
     source = read_source_config(settings.model)
     if "data" not in unreadable_groups:
@@ -185,7 +189,7 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
     errors += map_errors(settings, source)
     if sound and carves(settings):
         return errors + _carve_errors(settings, request_shape(settings, source))
-    warn_of_unread(settings)
+    warn_of_unneeded(settings)
     return errors
 
 
@@ -204,7 +208,7 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
         errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
     except UserError as error:
         errors.append(error)
-    warn_of_unread(settings, shape, request.width, target)
+    warn_of_unneeded(settings, shape, target)
     _warn_of_dense_maps(settings, request)
     return errors
 
@@ -293,3 +297,119 @@ def _place_fault(place: Path, error: OSError) -> str:
     if place.is_symlink() and not place.exists():
         return f"{place} is a link to {place.readlink()}, which is not there: is a disk not mounted?"
     return f"{place} is a file, not a folder"
+
+
+def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Uses:
+    """Which results of other stages the stages read; without a shape, all that they may read."""
+    evaluated = settings.evaluate.checkpoint
+    if shape is None:
+        return Uses(evaluated)
+    cluster = settings.cluster
+    return Uses(evaluated, score=cluster.reads_score(shape, width), passes=cluster.needs_pass(shape, width))
+
+
+def involves(settings: Settings, stage: str) -> bool:
+    """Whether this run uses `stage` or its result; False if the setting `stage` is unknown."""
+    known = settings.stage in {ALL, *STAGES}
+    return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
+
+
+def warn_of_unneeded(settings: Settings, shape: MoEShape | None = None, target: MoETarget | None = None) -> None:
+    """Log a warning for each setting without effect that differs from its default."""
+    groups = {name for stage in with_ancestors(settings.stage, find_uses(settings)) for name in stage.nodes}
+    nodes = {group: node for group, node in vars(settings).items() if group in groups and is_dataclass(node)}
+    for group, node in (nodes | settings.data.mixed).items():
+        for name, reason in unneeded(node).items():
+            if (value := getattr(node, name)) != getattr(type(node)(), name):
+                logger.warning("%s.%s=%s is ignored: %s.%s", group, name, value, group, reason)
+    _warn_of_sampling(settings)
+    if shape is not None:
+        _warn_of_active(settings)
+        _warn_of_constant_gates(settings, shape, target)
+        baselines = settings.evaluate.baselines
+        left_out = [name for name in baselines if name not in POOL_BASELINES]
+        if shape.pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
+            logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
+
+
+def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
+    """Log a warning for words that concern train, dump, diagnose or a check of diagnose if the run does without."""
+    for stage in (TRAINED, *LOOKING):
+        groups = {stage, "check"} if stage == "diagnose" else {stage}
+        typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
+        if typed and not involves(settings, stage):
+            logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
+    others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
+    typed = [word for word in words if word.startswith(others)]
+    if typed and settings.stage == "diagnose":
+        logger.warning("%s is ignored: check=%s", " ".join(typed), settings.check)
+
+
+def _warn_of_sampling(settings: Settings) -> None:
+    """Warn if data.tokens is set, but all stages of the run read only the first data.sample_tokens."""
+    tokens, sample = settings.data.tokens, settings.data.sample_tokens
+    reading = [stage for stage in with_ancestors(settings.stage, find_uses(settings)) if "data" in stage.nodes]
+    if tokens != DataConfig().tokens and sample and sample < tokens and all(stage.samples for stage in reading):
+        logger.warning(
+            "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
+            settings.stage, sample, tokens,
+        )  # fmt: skip
+
+
+def _warn_of_constant_gates(settings: Settings, shape: MoEShape, target: MoETarget | None) -> None:
+    """Warn if the loss has no gradient for the routers, and only auxiliary losses would move them."""
+    if target is None or not involves(settings, "train") or settings.train.straight_through:
+        return
+    if shape.top_k == 1 < shape.experts and target.normalised(shape):
+        logger.warning(
+            "top_k=1: %s gives the chosen expert a gate of 1, so the loss has no gradient for the routers, and "
+            "only train.balance and train.z_weight move them; train.straight_through=true gives it one",
+            target.model_type,
+        )
+
+
+def _warn_of_active(settings: Settings) -> None:
+    """Warn if `active` is set, but no dial is left for it to fill, see `resolve_shape`."""
+    filled = ["top_k"] if settings.topology == GLOBAL_POOL else ["experts", "n", "top_k", "always_on"]
+    if settings.active != Settings.active and all(getattr(settings, name) is not None for name in filled):
+        logger.warning("active=%g is ignored: it fills what is null of %s", settings.active, ", ".join(filled))
+
+
+def contradictions(settings: Settings) -> Iterator[ConfigError]:
+    """Errors that do not depend on the source model."""
+    workers = find_workers().world
+    if involves(settings, "score"):
+        yield from check_score(settings.score, gradients=settings.scan.gradients)
+    if involves(settings, "dump"):
+        yield from check_dump(settings.dump)
+    if involves(settings, "diagnose"):
+        yield from check_diagnose(settings.diagnose)
+    router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and involves(settings, "assemble")
+    if pooled and router in {*ROUTERS} - POOL_ROUTERS:
+        what = f"assemble.router={router} does not support a pool of experts"
+        where = "settings assemble.router and topology=global_pool"
+        yield ConfigError(what, where=where, do="assemble.router=error, or random")
+    if involves(settings, "train"):
+        yield from check_train(settings.train, workers)
+        if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
+            what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
+            do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
+            yield ConfigError(what, where="settings assemble.mode and assemble.parity_logit_std", do=do)
+        if settings.train.straight_through and settings.topology == GLOBAL_POOL:
+            what = "train.straight_through=true computes all experts for every token, in a pool those of all layers"
+            where = "settings train.straight_through and topology=global_pool"
+            yield ConfigError(what, where=where, do="train.straight_through=false")
+    if workers > 1 and settings.model.device_map != "none":
+        yield ConfigError(
+            f"model.device_map={settings.model.device_map} spreads one model over all devices; torchrun started "
+            f"{workers} workers, and each loads its own",
+            where="setting model.device_map",
+            do="model.device_map=none, or python -m pipeline without torchrun",
+        )
+
+
+def balance_errors(settings: Settings, target: MoETarget) -> Iterator[ConfigError]:
+    """Errors: a load balancing that the architecture does not have."""
+    if involves(settings, "train") and settings.train.balance == "selection_bias" and target.selection_bias is None:
+        what = f"train.balance=selection_bias moves a bias of the router, and {target.model_type} has none"
+        yield ConfigError(what, where="setting train.balance", do="train.balance=auto")

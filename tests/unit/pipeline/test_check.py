@@ -1,0 +1,219 @@
+"""Settings that contradict each other, the source model or the way the command was started; settings without effect."""
+
+import pytest
+
+from pipeline.check import find_errors, warn_of_other_stages
+from pipeline.settings import compose, register_schema, unneeded
+from stages.text.config import DataConfig, SourceConfig
+
+POOL, ONN, ALIGNED = "topology=global_pool", "assemble.target=tiny_onn", "cluster.always_on_by=alignment"
+
+
+@pytest.fixture
+def errors(tmp_path):
+    """Function that returns the errors of a command line; the embedded model has 4 layers of 1024 neurons."""
+    register_schema()
+
+    def find(words, **more):
+        return find_errors(compose([*words.split(), f"output_dir={tmp_path}"])[0], **more)
+
+    return find
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """The environment of the second of three workers under torchrun."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+
+
+NOTHING = "score.activation_weight=0 score.frequency_weight=0 score.gradient_weight=0"
+# Words → the remedies of their errors, in order.
+CONTRADICTIONS = {
+    "stage=score score=taylor scan=forward_only": ["scan.gradients=true, or score.method=contribution"],
+    "score=taylor scan=forward_only": ["scan.gradients=true, or score.method=contribution"],
+    "score=taylor": [],
+    "scan=forward_only": [],
+    "stage=scan score=taylor scan=forward_only": [],
+    NOTHING: ["score.activation_weight=1"],
+    f"{NOTHING} score.form=product": ["score.activation_weight=1"],
+    f"{NOTHING} score=wanda": [],
+    f"{NOTHING} stage=scan": [],
+    f"{NOTHING} score.gradient_weight=1 scan=forward_only": ["scan.gradients=true, or score.method=contribution"],
+    "score.form=inverse_gradient score.activation_weight=0 score.frequency_weight=0": [
+        "score.form=weighted, or score.activation_weight=1"
+    ],
+    "score.form=inverse_gradient score.activation_weight=0": [],
+    f"{POOL} assemble.router=residual_ridge": ["assemble.router=error, or random"],
+    f"{POOL} stage=extract assemble.router=residual_ridge": [],
+    f"{POOL} {ONN} experts=3": [],
+    f"{POOL} experts=100 n=256": [],
+    f"{POOL} always_on=64": [],
+    f"{POOL} assemble.target=glm4_moe": ["assemble.target=tiny_onn"],
+    "topology=pool": ["topology=global_pool"],
+    "stage=scam score=taylor scan=forward_only": ["stage=scan"],
+    "cluster.map_layers=[4,3,-4,-5]": ["cluster.map_layers=[]"],
+    "cluster.map_layers=[3,-4]": [],
+    "cluster.map_layers=[4] cluster.map=none": [],
+    "cluster.map_layers=[4] stage=score": [],
+    "data.max_length=1025": ["data.max_length=1024"],
+    "data.max_length=1024": [],
+    "stage=train train.router_share=0.5 train.language_model=0 train.batch=9 train.micro_batch=4": [
+        "train.experts_share=0.5", "train.language_model=1", "train.batch=8"
+    ],
+    "stage=project train.router_share=0.5 train.language_model=0": [],
+    "stage=evaluate evaluate.checkpoint=train train.language_model=0": ["train.language_model=1"],
+    "stage=train assemble.target=qwen3_moe always_on=0 train.balance=selection_bias": ["train.balance=auto"],
+    f"stage=train {ONN} train.balance=selection_bias": [],
+    "stage=train assemble.mode=parity assemble.parity_logit_std=0": [
+        "assemble.parity_logit_std=0.001, or assemble.mode=train"
+    ],
+    "stage=evaluate assemble.mode=parity assemble.parity_logit_std=0": [],
+    "stage=train train.fsdp=true": ["train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", CONTRADICTIONS)
+def test_contradictions_are_refused_with_a_remedy(errors, words):
+    assert [error.do for error in errors(words)] == CONTRADICTIONS[words]
+
+
+def test_an_error_names_value_place_and_remedy(errors):
+    (error,) = errors("score=taylor scan=forward_only")
+    assert str(error) == (
+        "score.method=taylor needs gradients, and scan.gradients=false computes none\n"
+        "  where: settings score.method and scan.gradients\n"
+        "  do:    scan.gradients=true, or score.method=contribution"
+    )
+
+
+def test_all_errors_are_reported_at_once(errors):
+    found = errors(
+        f"{POOL} top_k=17 n=1025 assemble.router=residual_ridge assemble.target=glm4_moe data.max_length=1025"
+    )
+    assert [error.what.partition(" ")[0] for error in found] == [
+        "assemble.router=residual_ridge", "data.max_length=1025", "top_k=17", "n=1025", "glm4_moe"
+    ]  # fmt: skip
+
+
+def test_groups_that_could_not_be_read_are_not_checked(errors):
+    words = "data.max_length=1025 cluster.map_layers=[4,-5]"
+    assert [error.where for error in errors(words, unreadable_groups={"data"})] == ["setting cluster.map_layers"]
+    assert errors(words, unreadable_groups={"model"}) == []
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_several_workers_need_a_model_each_and_share_a_batch(errors):
+    assert [error.do for error in errors("model.device_map=auto")] == [
+        "model.device_map=none, or python -m pipeline without torchrun"
+    ]
+    assert [error.do for error in errors("stage=train train.batch=16 train.micro_batch=2")] == ["train.batch=18"]
+    assert errors("stage=train train.fsdp=true train.batch=24") == errors("") == []
+
+
+def test_one_worker_has_all_devices(errors, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert errors("model.device_map=auto") == []
+
+
+def test_variables_of_the_dump(errors, monkeypatch):
+    for name in ("TENSOR_SAVE_ENABLED", "CUSTOM_QUANT_TYPE", "TENSOR_SAVE_DIR"):
+        monkeypatch.setenv(name, " ")
+    assert errors("stage=dump") == []
+    for name, value in (("TENSOR_SAVE_ENABLED", "OFF"), ("TENSOR_SAVE_ENABLED", "maybe"), ("CUSTOM_QUANT_TYPE", "fp3")):
+        monkeypatch.setenv(name, value)
+        (error,) = errors("stage=dump")
+        assert f"environment variable {name}" in error.where
+        assert errors("") == []
+        monkeypatch.setenv(name, "")
+
+
+# Words → the settings that are ignored, each with the setting that disables it.
+IGNORED = {
+    "data.path=my_texts data.max_new_tokens=9": {
+        "data.path": "data.kind=python_stdlib", "data.max_new_tokens": "data.labels=full_sequence"
+    },
+    "scan.per_token=true scan.block_width=32 store.url=redis://host": {
+        "scan.per_token": "scan.parameters=false", "scan.block_width": "scan.parameters=false",
+        "store.url": "store.kind=local",
+    },
+    "scan.gradients=false scan.parameters=true scan.norm_product=gram": {"scan.norm_product": "scan.gradients=false"},
+    "score=random score.gradient_weight=5": {"score.gradient_weight": "score.method=random"},
+    "vocabulary=none vocabulary.layers=2": {"vocabulary.layers": "vocabulary.tokens=0"},
+    "project=none project.descent_rate=0.5": {"project.descent_rate": "project.descent_steps=0"},
+    "project=align project.alpha=0.5": {"project.alpha": "project.gradient_projection=false"},
+    "project.alignment=none project.refit_tokens=9": {"project.refit_tokens": "project.alignment=none"},
+    "assemble=random assemble.router_steps=9": {"assemble.router_steps": "assemble.router=random"},
+    "assemble.parity_logit_std=0.1": {"assemble.parity_logit_std": "assemble.mode=train"},
+    f"stage=train train.rest_rate=1 {ONN}": {"train.rest_rate": "train.all_share=0.0"},
+    f"stage=train train.logit_std=0 train.logit_std_share=0.2 {ONN}": {"train.logit_std_share": "train.logit_std=0.0"},
+    f"stage=train train.balance=none train.bias_rate=1 {ONN}": {"train.bias_rate": "train.balance=none"},
+    f"stage=train train=full train.rest_rate=1 {ONN}": {},
+    "stage=scan project=align project.alpha=0.5": {},
+    "stage=dump dump.gradient_checkpointing=true dump.gradients=false": {
+        "dump.gradient_checkpointing": "dump.gradients=false"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", IGNORED)
+def test_settings_without_effect_cause_a_warning(errors, caplog, words):
+    assert errors(words) == []
+    ignored = (message.split(" is ignored: ") for message in caplog.messages)
+    assert {setting.partition("=")[0]: reason for setting, reason in ignored} == IGNORED[words]
+
+
+def test_a_need_for_a_setting_that_is_itself_without_effect_is_met_by_its_default():
+    assert "heldout_share" not in unneeded(DataConfig(kind="python_stdlib", heldout_path="x"))
+    assert unneeded(DataConfig(kind="text", heldout_path="x"))["heldout_share"] == "heldout_path=x"
+    assert unneeded(SourceConfig(path="a", split="b", heldout_split="c")).keys() >= {"split", "heldout_split"}
+    assert "heldout_share" not in unneeded(SourceConfig(path="a", heldout_split="c"))
+
+
+# Words → the start of the only warning, or None.
+WARNINGS = {
+    f"{POOL} evaluate.baselines=[oracle_aligned,unaligned,static_mask]": "evaluate.baselines=[oracle_aligned,static",
+    f"{POOL} evaluate.baselines=[oracle_aligned] stage=project": None,
+    POOL: None,
+    "active=0.4 experts=16 n=48 top_k=3 always_on=256": "active=0.4 is ignored",
+    f"active=0.4 {POOL} top_k=3": "active=0.4 is ignored",
+    f"active=0.4 {POOL} always_on=9": None,
+    "active=0.4 experts=16 n=48 top_k=3 always_on=256 stage=scan": None,
+    f"cluster.map_layers=[0,2,-1] dense_layers=[0,3] active=0.75 {ONN}": "cluster.map_layers=[0, 2, -1]: no map of",
+    f"cluster.map_layers=[1] dense_layers=[0] {ONN}": None,
+    "stage=scan data.tokens=70000": "stage=scan reads the first data.sample_tokens=16384",
+    "stage=project data.tokens=70000": None,
+    "stage=scan data.tokens=70000 data.sample_tokens=null": None,
+    "stage=train experts=5 n=320 always_on=0 top_k=1": "top_k=1: qwen3_moe gives the chosen expert a gate of 1",
+    "stage=train experts=5 n=320 always_on=64 top_k=1": None,
+    "stage=train experts=5 n=320 always_on=0 top_k=1 train.straight_through=true": None,
+}
+
+
+@pytest.mark.parametrize("words", WARNINGS)
+def test_surprises_cause_a_warning(errors, caplog, words):
+    assert errors(words) == []
+    if WARNINGS[words] is None:
+        assert caplog.messages == []
+    else:
+        (message,) = caplog.messages
+        assert message.startswith(WARNINGS[words])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("stage=all train=distil train.tokens=9", "stage=all does not run train"),
+        ("stage=all check=watch experts=4", "stage=all does not run diagnose"),
+        ("stage=scan dump.steps=2", "stage=scan does not run dump"),
+        ("stage=all train=distil evaluate.checkpoint=train", None),
+        ("stage=diagnose check=watch diagnose.tokens=9 diagnose.watch.steps=3", None),
+        ("stage=diagnose diagnose.watch.steps=3", "check=auto_diff"),
+        ("stage=scan project.alpha=0.5", None),
+    ],
+)
+def test_settings_of_a_stage_that_the_run_does_without(words, reason, caplog):
+    register_schema()
+    warn_of_other_stages(compose(words.split())[0], words.split())
+    assert [message.partition(" is ignored: ")[2] for message in caplog.messages] == ([reason] if reason else [])
