@@ -64,6 +64,11 @@ class HeadPart(NamedTuple):
     columns_BD: Tensor  # ‖B[:, d]‖²
     token_squares_BS: Tensor | None  # ‖g_s‖²·‖x_s‖²
 
+    def to(self, device: torch.device) -> "HeadPart":
+        """The same on another device: the two embeddings may be on different ones."""
+        tokens = None if self.token_squares_BS is None else self.token_squares_BS.to(device)
+        return HeadPart(self.x_BSD.to(device), self.at_inputs_BTS.to(device), self.columns_BD.to(device), tokens)
+
 
 def head_part(
     x_BSD: Float[Tensor, "B S D"],

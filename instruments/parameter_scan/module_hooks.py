@@ -165,7 +165,7 @@ class TargetHooks:
             # nn.Embedding never trains this row, also where the token occurs inside the text.
             delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
         if head is not None:
-            head = inputs.HeadPart(*(part if part is None else part.to(delta_BTD.device) for part in head))
+            head = head.to(delta_BTD.device)
         columns_BD = inputs.embedding_columns(ids_BT, delta_BTD, head)
         scan_pass.squares.out_gradient[column] = sum_blocks(columns_BD, target.parameter.out_width)
         if norms[1] is not None:

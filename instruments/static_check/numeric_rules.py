@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOSSES, NORMS, PRODUCTS, REDUCTIONS, SOFTMAXES
 from instruments.static_check.source import NOTE, WARNING
-from instruments.static_check.state import LOWS, UNKNOWN, Frame, Value, mix
+from instruments.static_check.state import LOWS, UNKNOWN, Call, Frame, Value, mix
 
 _BINARY = "binary_cross_entropy"
 LARGEST, SMALLEST = 65520.0, 2.0**-25  # float16: at least the first is inf, at most the second is zero
@@ -16,6 +16,8 @@ KEEPING = {
     "diag", "diagonal", "detach", "cuda", "cpu", "gather", "squeeze", "unsqueeze", "view", "reshape", "float", "to",
     "contiguous", "flatten", "clone", "t",
 }  # fmt: skip
+
+CRITERION = re.compile(r"crit(?:erion)?(?:_\w+)?|loss_(?:fn|func|function)")
 
 
 def check_operation(
@@ -220,3 +222,27 @@ def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:
     """LP105: a running sum or average in 16 bits."""
     if value.precision in LOWS:
         frame.report("LP105", node, f"{ast.unparse(node)} accumulates in {_words(value.precision)}")
+
+
+def check_names(call: Call, frame: Frame) -> None:
+    """LP102 of a criterion, LP105 of a running average, LP107 of a bound, all known by the name of the function."""
+    node, word, base, every = call.node, call.word, call.base, call.every
+    low = next((value for value in every if value.is_low), None)
+    if CRITERION.fullmatch(word) and low and low.origin == "autocast" and not (frame.region.enabled or frame.no_grad):
+        severity = None if low.precision == FLOAT16 else WARNING
+        frame.report("LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
+    if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(call):
+        check_growing(node, base, frame)
+    if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:
+        tensor = base if base.is_low else low or base
+        for value in every:
+            check_constant(node, value.number, tensor, frame)
+
+
+def _averages(call: Call) -> bool:
+    """Whether the call multiplies by a decay close to 1."""
+    numbers = [value.constant for value in call.every if isinstance(value.constant, float)]
+    words = " ".join(ast.unparse(part) for part in call.node.args)
+    most = 0.1 if call.word == "lerp_" else 0.0
+    decays = any(0.9 <= abs(number) < 1 or 0 < number <= most for number in numbers)
+    return decays or bool(re.search(r"decay|ema|momentum|beta", words, re.IGNORECASE))

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table
+from instruments.static_check.autocast import AUTOCASTS, BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table
 from instruments.static_check.definitions import Definitions, Function
 from instruments.static_check.source import NOTE, RULES, SEVERE, WARNING, Finding, Source
 
@@ -227,3 +227,35 @@ class Frame:
         if precision == FLOAT16 and not self.region.enabled:
             return SEVERE
         return WARNING if precision in LOWS or self.region.enabled or self.weights is not None else NOTE
+
+
+# Contexts of accelerate, Fabric and transformers' Trainer, which follow the library's mixed_precision setting.
+_MANAGED = {"autocast", "compute_loss_context_manager", "autocast_smart_context_manager"}
+_DEFAULTS = {"cuda": FLOAT16, "cpu": "bfloat16"}
+
+
+def read_region(call: Call, frame: Frame) -> Region | None:
+    """The autocast region that a call opens; None for other calls."""
+    node, word, every, words = call.node, call.word, call.every, call.words
+    if word == "partial" and node.args:
+        node, every = ast.copy_location(ast.Call(node.args[0], node.args[1:], node.keywords), node), every[1:]
+        word = frame.definitions.called_name(node)
+    full = frame.definitions.full_name(node.func)
+    if full not in AUTOCASTS:
+        if word not in _MANAGED:
+            return None
+        policy = frame.definitions.policy("accelerate", "lightning")
+        precision = policy.precision if policy and policy.precision in LOWS else None
+        return Region(True, "cuda", precision) if precision else Region(certain=False)
+    device = next((kind for kind in ("cuda", "cpu") if f"{kind}.amp" in full), None)
+    enabled = next((one.value for one in node.keywords if one.arg == "enabled"), None)
+    if device is not None:  # torch.cuda.amp.autocast(enabled, dtype)
+        enabled = node.args[0] if node.args else enabled
+    else:
+        kind = words.get("device_type") or (every[0] if node.args else UNKNOWN)
+        device = kind.constant.partition(":")[0] if isinstance(kind.constant, str) else None
+    off = isinstance(enabled, ast.Constant) and enabled.value is False
+    dtype = words.get("dtype") or (every[1] if len(node.args) > 1 else None)
+    if dtype is None:
+        return Region(not off, device, _DEFAULTS.get(device or "", LOW))
+    return Region(enabled=False) if dtype.precision == "float32" else Region(not off, device, dtype.precision or LOW)

@@ -1,6 +1,7 @@
 """Damaged and hostile variants of files, from fixed seeds; limits for the programs that read them."""
 
 import copy
+import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -57,6 +58,13 @@ def mutate_json(random, value):
         else:
             parent[f"{key}_"] = copy.deepcopy(parent[key])
     return value
+
+
+def mutate_shard_header(random, data):
+    """A safetensors file with a mutated header of the right length."""
+    length = int.from_bytes(data[:8], "little")
+    text = json.dumps(mutate_json(random, json.loads(data[8 : 8 + length]))).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def _places(value):

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from fuzz.mutants import Trials, mutate_bytes, mutate_json
+from fuzz.mutants import Trials, mutate_bytes, mutate_json, mutate_shard_header
 from unit.instruments.tensor_dump.small_model import run
 
 from instruments.tensor_dump.command import complaints_of, summarise
@@ -42,9 +42,7 @@ def mutate(random, kind, data):
         place = random.randrange(len(lines))
         lines[place] = json.dumps(mutate_json(random, json.loads(lines[place]))).encode() + b"\n"
         return b"".join(lines)
-    length = int.from_bytes(data[:8], "little")
-    text = json.dumps(mutate_json(random, json.loads(data[8 : 8 + length]))).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    return mutate_shard_header(random, data)
 
 
 def use_everything(folder, original, out):

@@ -11,7 +11,7 @@ from fuzz.mutants import Trials, mutate_bytes, mutate_json
 from unit.instruments.parameter_scan.recordings import PARAMETERS, WIDTH, record
 
 from instruments.parameter_scan.command import summarise
-from instruments.parameter_scan.file_format import PREAMBLE, SEGMENT_HEADER
+from instruments.parameter_scan.file_format import PREAMBLE, SEGMENT_HEADER, VERSION
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.writer import MscanWriter
 
@@ -45,7 +45,7 @@ def with_header(data, content):
     length = PREAMBLE.unpack_from(data)[3]
     text = json.dumps(content).encode()
     text += b" " * (-(PREAMBLE.size + len(text)) % 8)
-    start = PREAMBLE.pack(b"MSCAN", 2, 0, len(text), 0)[:-4]
+    start = PREAMBLE.pack(b"MSCAN", VERSION, 0, len(text), 0)[:-4]
     return start + crc32(text, crc32(start)).to_bytes(4, "little") + text + data[PREAMBLE.size + length :]
 
 

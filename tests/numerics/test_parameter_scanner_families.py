@@ -1,7 +1,5 @@
 """The scanner with default settings on unprepared models: every weight is exact or reported as left out."""
 
-import logging
-
 import pytest
 import torch
 from pico_moes import make_moe
@@ -104,13 +102,11 @@ def test_every_weight_by_default_and_exact(family, block_width, caplog):
     assert_exact(scanner, record, true_gradients(model, list(weights)))
 
 
-def test_a_single_sample_has_positions_of_its_own():
+def test_positions_belong_to_a_single_sample():
     scanner, record = scan(make("gpt2"), batch(samples=1))
     assert scanner.left_out == {}
-    model = make("gpt2")
-    assert_exact(
-        scanner, record, {n: g[:1] for n, g in true_gradients(model, [p.name for p in scanner.parameters]).items()}
-    )
+    gradients = true_gradients(make("gpt2"), [parameter.name for parameter in scanner.parameters])
+    assert_exact(scanner, record, {name: rows[:1] for name, rows in gradients.items()})
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
@@ -119,13 +115,8 @@ def test_a_tied_head_has_both_parts_or_is_refused(family):
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     scanner, record = scan(model, batch(), patterns=[embedding])
     assert_exact(scanner, record, true_gradients(make(family), [f"{embedding}.weight"]))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=rf"^lm_head shares its weight with {embedding}; "):
         ParameterTensorScanner(model, patterns=["lm_head"])
-    assert str(error.value) == (
-        f"lm_head shares its weight with {embedding}; its gradient is the sum of both uses\n"
-        "  where: ParameterTensorScanner\n"
-        f"  do:    patterns=['{embedding}'], which adds what the output embedding contributes"
-    )
     ParameterTensorScanner(make("gpt2, untied"), patterns=["lm_head"])
 
 
@@ -248,23 +239,12 @@ def test_what_is_left_out_is_said_in_one_line(caplog):
         assert record.activation_BP[:, 1].isnan().all()
 
 
-def test_nothing_is_said_where_nothing_is_left_out(caplog):
-    with caplog.at_level(logging.INFO):
-        scanner, _ = scan(make("phi"), batch())
-    assert (scanner.left_out, spoken(caplog)) == ({}, [])
-
-
 def test_weights_with_a_gradient_that_is_not_finite_are_named():
     model = make("phi")
     model.model.layers[1].mlp.fc1.register_full_backward_hook(lambda _module, given, _taken: (given[0] * torch.nan,))
     with ParameterTensorScanner(model) as scanner:
         model(**batch()).loss.backward()
-        with pytest.raises(NumericsError) as error:
+        with pytest.raises(NumericsError, match=r"^the gradient is not finite in 3 of 3 samples") as error:
             scanner.collect()
-    what, where, _ = str(error.value).splitlines()
-    assert what == "the gradient is not finite in 3 of 3 samples"
     # The first layer with a NaN in the backward pass; the gradients computed before it are finite.
-    assert where.endswith(
-        "; of model.layers.0.mlp.fc2.weight, model.layers.0.mlp.fc1.weight, "
-        "model.layers.0.self_attn.dense.weight and 4 more"
-    )
+    assert "; of model.layers.0.mlp.fc2.weight, model.layers.0.mlp.fc1.weight, " in error.value.where

@@ -172,10 +172,6 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def test_a_wrapper_called_by_position():
-    assert_true(Wrapper(Net()), [f"module.{name}" for name in ALL])
-
-
 def test_frozen_layers_of_a_wrapped_model_called_by_position():
     record, _ = scan(
         Wrapper(Keywords().requires_grad_(False)), torch.randn(B, T, D),
@@ -344,13 +340,6 @@ def test_a_parametrized_weight_is_not_computed_more_often():
     assert torch.equal(losses(scanned=True), losses(scanned=False))
 
 
-def test_the_gradient_of_a_parametrized_weight_is_that_of_the_computed_one():
-    model = Net()
-    parametrizations.weight_norm(model.a)
-    record, _ = scan(model)
-    torch.testing.assert_close(record.gradient_BP, scan(Net())[0].gradient_BP, rtol=1e-5, atol=0)
-
-
 class EncoderDecoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -397,19 +386,6 @@ def test_labels_of_a_model_that_does_not_shift_them(caplog):
     assert [sequence.name for sequence in record.sequences] == ["step 1, sample 1", "step 1, sample 2"]
     assert scanner.skipped == ["step 1, sample 3"]
     assert "samples without a supervised token are skipped: step 1, sample 3" in caplog.text
-
-
-def test_labels_with_one_value_per_sample():
-    def run(model, ids):
-        model(ids, labels=torch.ones(B, 1)).backward()
-
-    class Regression(Net):
-        def forward(self, input_ids, labels):
-            return (super().forward(input_ids)[:, :, 0].mean(1, keepdim=True) - labels).square().sum()
-
-    record, scanner = scan(Regression(), IDS, run)
-    assert len(record.sequences) == B
-    assert scanner.skipped == []
 
 
 class Results(dict):

@@ -23,9 +23,13 @@ def folder(tmp_path_factory):
     return write_pico(tmp_path_factory.mktemp("dense"), "qwen3", tie=True)
 
 
+def plain_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @pytest.fixture
 def model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return plain_model(folder)
 
 
 def draw(seed, samples=2, length=7):
@@ -52,7 +56,7 @@ def count_hooks(model):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_loss_and_gradients_are_bit_equal(folder, model, training):
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = plain_model(folder)
     model.train(training)
     plain.train(training)
     expected = plain(**draw(0))
@@ -64,9 +68,7 @@ def test_logits_loss_and_gradients_are_bit_equal(folder, model, training):
     assert torch.equal(found.loss, expected.loss)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_frozen_weights_get_no_gradient(model):
+    model.zero_grad()
     scan(model.requires_grad_(False), draw(0))
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
 
@@ -83,37 +85,19 @@ def test_generation_is_unchanged(model, gradients):
     assert [record.sequences[0].tokens for record in records] == ([] if gradients else [7, 1, 1, 1, 1])
 
 
-def test_no_hook_and_no_tensor_is_left(model):
-    hooks = count_hooks(model)
-    scanner = ParameterTensorScanner(model.requires_grad_(False))
+def test_no_hook_and_no_tensor_is_left(folder):
+    model = plain_model(folder).requires_grad_(False)
+    hooks, scanner = count_hooks(model), ParameterTensorScanner(model)
     with scanner:
         assert count_hooks(model) > hooks
-        output = model(**draw(0))
-        output.loss.backward()
-        scanner.collect()
+        model(**draw(0)).loss.backward()
         output = model(**draw(1))  # a pass without a backward pass
     assert count_hooks(model) == hooks
-    logits, weight = weakref.ref(output.logits), weakref.ref(model.lm_head.weight)
-    del output
-    assert logits() is None
-    module = weakref.ref(model)
-    del model
+    logits, dead = weakref.ref(output.logits), weakref.ref(model)
+    del output, model
     gc.collect()
-    # pytest keeps the fixture's model alive; the scanner must not refer to it.
-    assert not any(value is module() for value in vars(scanner).values())
-    assert weight() is not None
+    assert (logits(), dead()) == (None, None)
     assert not [value for value in vars(scanner).values() if isinstance(value, torch.Tensor)]
-
-
-def test_a_model_dies_with_its_last_owner(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    scanner = ParameterTensorScanner(model)
-    with scanner:
-        model(**draw(0)).loss.backward()
-    dead = weakref.ref(model)
-    del model
-    gc.collect()
-    assert dead() is None
     assert len(scanner.collect()) == 1  # the record is still available
 
 
@@ -165,7 +149,7 @@ def test_a_sink_gets_every_record_in_order(model):
 
 
 def test_accumulated_gradients_are_recorded_apart(folder, model):
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = plain_model(folder)
     with ParameterTensorScanner(model) as scanner:
         for step in range(3):
             model(**draw(step)).loss.backward()
@@ -312,14 +296,9 @@ def test_a_gradient_of_zero_is_an_error(model):
     with ParameterTensorScanner(model) as scanner:
         logits = model(input_ids=draw(0, samples=3)["input_ids"]).logits
         logits[0].sum().backward()
-        with pytest.raises(NumericsError) as caught:
+        with pytest.raises(NumericsError, match=r"^all gradients are zero in 2 of 3 samples") as caught:
             scanner.collect()
-        assert str(caught.value) == (
-            "all gradients are zero in 2 of 3 samples\n"
-            "  where: step 1, sample 2; step 1, sample 3\n"
-            "  do:    see that the loss uses these samples (labels not all masked; the first label of a sample is "
-            "shifted away), and that gradients do not vanish in the number format: float32, or a scaled loss"
-        )
+        assert caught.value.where == "step 1, sample 2; step 1, sample 3"
         model(**draw(1)).loss.backward()
         assert len(scanner.collect()) == 1  # the scanner still works
 
@@ -327,17 +306,15 @@ def test_a_gradient_of_zero_is_an_error(model):
 def test_a_gradient_that_is_not_finite_is_an_error(model):
     with ParameterTensorScanner(model) as scanner:
         (model(**draw(0)).loss * float("inf")).backward()
-        with pytest.raises(NumericsError) as caught:
+        with pytest.raises(NumericsError, match=r"^the gradient is not finite in 2 of 2 samples") as caught:
             scanner.collect()
-    assert str(caught.value) == (
-        "the gradient is not finite in 2 of 2 samples\n"
-        "  where: step 1, sample 1; step 1, sample 2; of model.layers.1.mlp.down_proj.weight, "
-        "model.layers.1.mlp.up_proj.weight, model.layers.1.mlp.gate_proj.weight and 12 more\n"
-        "  do:    look for a sample without a supervised next token, or scan in another format: float32 or bfloat16"
+    assert caught.value.where == (
+        "step 1, sample 1; step 1, sample 2; of model.layers.1.mlp.down_proj.weight, "
+        "model.layers.1.mlp.up_proj.weight, model.layers.1.mlp.gate_proj.weight and 12 more"
     )
 
 
-def test_a_module_that_runs_twice_is_an_error():
+def test_a_requested_module_that_runs_twice_is_an_error():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -347,51 +324,39 @@ def test_a_module_that_runs_twice_is_an_error():
             return self.down_proj(self.down_proj(inputs_embeds))
 
     model = Twice()
-    with pytest.raises(NumericsError) as caught, ParameterTensorScanner(model, ["down_proj"]):
+    with (
+        pytest.raises(NumericsError, match=r"^down_proj ran twice in one forward pass"),
+        ParameterTensorScanner(model, ["down_proj"]),
+    ):
         model(torch.randn(2, 3, 5))
-    assert str(caught.value) == (
-        "down_proj ran twice in one forward pass; its weight's gradient is the sum of both\n"
-        "  where: ParameterTensorScanner\n"
-        "  do:    leave it out: patterns=[...]"
-    )
 
 
-def test_a_model_that_is_being_scanned(model):
+def test_a_model_has_one_scanner_at_a_time(model):
     for other in (model, model.model):
         with (
-            pytest.raises(ConfigError) as caught,
+            pytest.raises(ConfigError, match=r"^the model is being scanned already"),
             ParameterTensorScanner(model),
             ParameterTensorScanner(other),
         ):
             pass
-        assert str(caught.value) == (
-            "the model is being scanned already\n"
-            "  where: ParameterTensorScanner\n"
-            "  do:    leave the first `with` block before the next, or watch all in one: patterns=[...]"
-        )
     scan(model, draw(0))
 
 
-def test_a_scanner_is_used_once(model):
+def test_a_scanner_is_used_once_and_names_every_sample(model):
     scanner = ParameterTensorScanner(model)
     with scanner:
-        pass
-    with pytest.raises(ConfigError, match="this scanner has ended"), scanner:
-        pass
-
-
-def test_a_wrong_number_of_names(model):
-    with ParameterTensorScanner(model) as scanner:
         scanner.name_samples(["one"])
         with pytest.raises(ConfigError, match="1 names for 2 samples"):
             model(**draw(0))
+    with pytest.raises(ConfigError, match="this scanner has ended"), scanner:
+        pass
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_offloaded_to_disk(tmp_path, tied):
     """All modules, also a tied output embedding, hold placeholders between calls."""
     folder = write_pico(tmp_path / "dense", "qwen3", tie=tied)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    model = plain_model(folder).requires_grad_(False)
     expected = scan(model, draw(0))
     disk_offload(model, tmp_path / "offload", execution_device=torch.device("cpu"))
     assert model.lm_head.weight.is_meta

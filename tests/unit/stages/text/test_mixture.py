@@ -269,12 +269,6 @@ def test_the_standard_library_as_a_source_has_no_conversations(files):
     ]
 
 
-def test_the_standard_library_has_no_columns():
-    found = SourceConfig(path="a.txt", python_stdlib=True, text_column="body").unread(None)
-    assert found["text_column"] == "the source is the standard library"
-    assert not {"heldout_share", "path"} & set(found)  # a path beside it is an error
-
-
 def test_a_source_is_the_standard_library_or_a_path(files):
     settings = mixture(files)
     settings.sources[0].python_stdlib = True
