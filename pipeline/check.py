@@ -317,7 +317,7 @@ def involves(settings: Settings, stage: str) -> bool:
 def warn_of_unneeded(settings: Settings, shape: MoEShape | None = None, target: MoETarget | None = None) -> None:
     """Log a warning for each setting without effect that differs from its default."""
     groups = {name for stage in with_ancestors(settings.stage, find_uses(settings)) for name in stage.nodes}
-    nodes = {group: node for group, node in vars(settings).items() if group in groups and is_dataclass(node)}
+    nodes: dict[str, Any] = {key: node for key, node in vars(settings).items() if key in groups and is_dataclass(node)}
     for group, node in (nodes | settings.data.mixed).items():
         for name, reason in unneeded(node).items():
             if (value := getattr(node, name)) != getattr(type(node)(), name):

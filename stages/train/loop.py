@@ -201,7 +201,7 @@ class PhaseLoop:
         for number, batch in enumerate(batches):
             with nullcontext() if number == len(batches) - 1 else without_exchange(self.wrapped):
                 loss = self.objective.loss(self.wrapped, batch, items, len(batches), workers.world)
-                loss.backward()
+                torch.autograd.backward(loss)
             self.losses += loss.detach()
         norm = self.clip(step + 1)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
@@ -302,12 +302,12 @@ def is_due(step: int, every: int, settings: TrainConfig) -> bool:
     return every > 0 and step % (math.ceil(every / settings.log_steps) * settings.log_steps) == 0
 
 
-def distribute(model: PreTrainedModel, context: TrainContext) -> nn.Module:
+def distribute(model: nn.Module, context: TrainContext) -> nn.Module:
     """The model for one of several processes: a copy in each, or with `train.fsdp` a share of every decoder layer."""
     if context.workers.world == 1:
         return model
     if context.settings.fsdp:
-        layers: nn.ModuleList = model.get_decoder().layers
+        layers: nn.ModuleList = model.get_decoder().layers  # type: ignore[operator]
         for module in (*layers, model):
             fully_shard(
                 module, reshard_after_forward=True
@@ -328,7 +328,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     """Moments and step counts by parameter; those of shards are put together."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}/{kind}": whole_tensor(tensor)
         for parameter, state in optimizer.state.items()
