@@ -2,10 +2,10 @@
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -144,6 +144,11 @@ class StoredSequence:
     source: str = ""
 
 
+def first_tokens(sequences: Iterable[StoredSequence]) -> list[int]:
+    """Row of each sequence's first token, and the total number of tokens."""
+    return [0, *accumulate(sequence.tokens for sequence in sequences)]
+
+
 @dataclass(frozen=True)
 class Rows:
     """B sequences and float32 arrays (B, P), (B, I), (B, O) and, with values per token, (Σtokens, P)."""
@@ -159,16 +164,12 @@ class Rows:
         arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
         return cls(tuple(sequence for part in parts for sequence in part.sequences), arrays)
 
-    @cached_property
-    def first_tokens(self) -> list[int]:
-        """Row of each sequence's first token, and the total number of tokens."""
-        return [0, *accumulate(sequence.tokens for sequence in self.sequences)]
-
-    def cut(self, start: int, stop: int) -> "Rows":
-        """Sequences `start` to `stop`, without a copy."""
-        rows, tokens = slice(start, stop), slice(self.first_tokens[start], self.first_tokens[stop])
-        arrays = {name: array[tokens if name in TOKEN_ARRAYS else rows] for name, array in self.arrays.items()}
-        return Rows(self.sequences[start:stop], arrays)
+    def split(self) -> "Iterator[Rows]":
+        """Each sequence, without a copy."""
+        for row, (start, stop) in enumerate(pairwise(first_tokens(self.sequences))):
+            own, tokens = slice(row, row + 1), slice(start, stop)
+            arrays = {name: array[tokens if name in TOKEN_ARRAYS else own] for name, array in self.arrays.items()}
+            yield Rows(self.sequences[own], arrays)
 
 
 SEGMENT_MAGIC = b"MSEG"

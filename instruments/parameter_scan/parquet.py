@@ -35,7 +35,7 @@ def export_parquet(scan: Mscan, out: Path, only: Rows | None = None) -> int:
             for rows in scan.blocks_of_rows(most) if only is None else [only]:
                 tables = [_table(fixed, rows)]
                 if scan.header.per_token:
-                    tables += (_token_table(fixed, rows.cut(row, row + 1)) for row in range(len(rows.sequences)))
+                    tables += (_token_table(fixed, one) for one in rows.split())
                 for table in tables:
                     writer.write_table(table)
                     written += len(table)

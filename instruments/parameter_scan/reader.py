@@ -2,10 +2,9 @@
 
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -25,6 +24,7 @@ from instruments.parameter_scan.file_format import (
     SegmentHeader,
     StoredSequence,
     damaged,
+    first_tokens,
     read_segment_header,
     refused,
     unpack_header,
@@ -78,7 +78,6 @@ def _damaged_segment(path: Path, index: int, part: str) -> ContractError:
 
 
 ALL = slice(None)
-Picked = slice | Sequence[int] | NDArray[np.intp]
 
 
 class Segment:
@@ -88,6 +87,7 @@ class Segment:
         """Read the sequence table; arrays stay on the disk. Raises ValueError: an invalid payload."""
         self.sequences, position = unpack_table(payload, place)
         self._payload, self._quantised = payload, header.encoding == "log16"
+        self._first_tokens = first_tokens(self.sequences)
         # Array → its start (with log16 the start of its scales) and its shape.
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
         for name, columns in header.widths.items():
@@ -98,7 +98,7 @@ class Segment:
         if position != len(payload):
             raise ValueError(f"arrays end at byte {position} of {len(payload)}")
 
-    def array(self, name: str, rows: Picked = ALL, columns: Picked = ALL) -> NDArray[np.float32]:
+    def array(self, name: str, rows: slice = ALL, columns: slice = ALL) -> NDArray[np.float32]:
         """Norms as float32, NaN where not measured; a view of the file if nothing needs decoding.
 
         `rows` are sequences, or tokens for the token arrays; `columns` are parameters, input blocks or output blocks.
@@ -114,12 +114,11 @@ class Segment:
         start, (_rows, columns) = self._places[name]
         return self._view(start, (2, columns), "<f8")
 
-    def rows(self, picked: Sequence[int]) -> Rows:
-        """The picked sequences with all their norms."""
-        first = [0, *accumulate(sequence.tokens for sequence in self.sequences)]
-        tokens = np.concatenate([np.arange(first[row], first[row + 1]) for row in picked])
-        arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else picked) for name in self._places}
-        return Rows(tuple(self.sequences[row] for row in picked), arrays)
+    def rows(self, start: int, stop: int) -> Rows:
+        """Sequences `start` to `stop` with all their norms."""
+        rows, tokens = slice(start, stop), slice(self._first_tokens[start], self._first_tokens[stop])
+        arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else rows) for name in self._places}
+        return Rows(self.sequences[rows], arrays)
 
     def _view(self, start: int, shape: tuple[int, int], stored: str) -> NDArray[Any]:
         return np.frombuffer(self._payload, stored, shape[0] * shape[1], start).reshape(shape)
@@ -178,7 +177,7 @@ class Mscan:
         for segment in self.segments:
             for row, sequence in enumerate(segment.sequences):
                 if wanted in {sequence.number, sequence.name}:
-                    return segment.rows([row])
+                    return segment.rows(row, row + 1)
         known = f"number {self.sequences[0].number} or name {self.sequences[0].name!r}" if self.sequences else ""
         do = f"ask for one of them, such as {known}" if known else "scan some text into the file"
         raise refused(self.path, f"no sequence {wanted!r}; there are {len(self.sequences)}", do)
@@ -193,9 +192,9 @@ class Mscan:
     def blocks_of_rows(self, size: int) -> Iterator[Rows]:
         """All sequences in file order, at most `size` at a time."""
         for segment in self.segments:
-            rows = range(len(segment.sequences))
-            for start in rows[::size]:
-                yield segment.rows(rows[start : start + size])
+            count = len(segment.sequences)
+            for start in range(0, count, size):
+                yield segment.rows(start, min(start + size, count))
 
     def _stacked(self, name: str, columns: slice = ALL) -> NDArray[np.float32]:
         none = np.empty((0, self.header.widths[name]), np.float32)[:, columns]

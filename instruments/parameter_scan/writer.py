@@ -2,12 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 from zlib import crc32
@@ -85,8 +83,8 @@ class MscanWriter:
         self._most = segment_sequences
         # `_closing` would close the file after the sealed segments; its offset is their end.
         self._file, self._closing = self._reopen() if append and self.path.exists() else self._create()
-        self._waiting: list[Rows] = []
-        self._count = self._nbytes = 0  # of the waiting rows
+        self._waiting: list[Rows] = []  # of one sequence each
+        self._nbytes = 0
 
     def _create(self) -> tuple[BinaryIO, SegmentHeader]:
         """Create the file with its complete header; a kill leaves no incomplete file."""
@@ -174,26 +172,17 @@ class MscanWriter:
 
     def append(self, rows: Rows) -> None:
         """Take over `rows`, which must not change afterwards; full segments are sealed."""
-        of_sequence, of_token = (
-            sum(4 * array.shape[1] for name, array in rows.arrays.items() if name in names)
-            for names in (SEQUENCE_ARRAYS, TOKEN_ARRAYS)
-        )
-        start = 0
-        for row, sequence in enumerate(rows.sequences, 1):
-            self._count += 1
-            self._nbytes += of_sequence + of_token * sequence.tokens
-            if self._count == self._most or self._nbytes >= SEGMENT_BYTES:
-                self._waiting.append(rows.cut(start, row))
+        for one in rows.split():
+            self._waiting.append(one)
+            self._nbytes += sum(array.nbytes for array in one.arrays.values())
+            if len(self._waiting) == self._most or self._nbytes >= SEGMENT_BYTES:
                 self.seal()
-                start = row
-        if start < len(rows.sequences):
-            self._waiting.append(rows.cut(start, len(rows.sequences)))
 
     def seal(self) -> None:
         """Write all rows added so far to the disk as one segment; after an error it can be called again."""
         if self._waiting:
             self._write(Rows.joined(self._waiting))
-        self._waiting, self._count, self._nbytes = [], 0, 0
+        self._waiting, self._nbytes = [], 0
 
     def _write(self, rows: Rows) -> None:
         """Write the payload, and the segment's header once the payload is on the disk."""
@@ -205,7 +194,11 @@ class MscanWriter:
             checksum = crc32(part, checksum)
             length += len(part)
         _sync(self._file)
-        last, sequences, tokens = self._closing, len(rows.sequences), rows.first_tokens[-1]
+        last, sequences, tokens = (
+            self._closing,
+            len(rows.sequences),
+            sum(sequence.tokens for sequence in rows.sequences),
+        )
         segment = SegmentHeader(last.offset, last.index, sequences, tokens, length, checksum)
         self._file.seek(segment.offset)
         self._file.write(segment.pack())
@@ -293,8 +286,8 @@ def merge_mscan(
             encoding=encoding, segment_sequences=segment_sequences, per_token=header.per_token,
             metadata=header.metadata, created=created,
         ) as merged:  # fmt: skip
-            for rows in _gather([found[number] for number in wanted]):
-                merged.append(rows)
+            for segment, row in map(found.__getitem__, wanted):
+                merged.append(segment.rows(row, row + 1))
 
 
 def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
@@ -306,11 +299,3 @@ def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
             what = f"{part.path.name} and {first.path.name} differ in {', '.join(differences)}"
             raise refused(part.path, what, "merge parts of one scan only")
     return files
-
-
-def _gather(places: Sequence[tuple[Segment, int]]) -> Iterator[Rows]:
-    """Sequences in the given order; consecutive ones of one segment are read together, at most 64 at a time."""
-    for segment, run in groupby(places, key=itemgetter(0)):
-        rows = [row for _segment, row in run]
-        for start in range(0, len(rows), 64):
-            yield segment.rows(rows[start : start + 64])

@@ -7,7 +7,6 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 from unit.instruments.parameter_scan.recordings import ARRAYS
 
-from instruments.parameter_scan.command import delta_sc, grid_by_layer
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.writer import MscanWriter
@@ -30,7 +29,7 @@ def batches():
         yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def test_what_the_scanner_finds_is_what_the_file_says(model, tmp_path):
+def test_a_file_holds_the_scanners_records(model, tmp_path):
     path, records = tmp_path / "scan.mscan", []
     scanner = ParameterTensorScanner(model, block_width=WIDTH, per_token=True)
     settings = {"model": "pico", "block_width": WIDTH, "per_token": True, "encoding": "f32"}
@@ -51,24 +50,3 @@ def test_what_the_scanner_finds_is_what_the_file_says(model, tmp_path):
         found = np.concatenate([segment.array(name) for segment in scan.segments])
         assert np.array_equal(found, written, equal_nan=True)
     assert np.array_equal(scan.tokens("1.0")[1], records[1].token_gradient[0].numpy())
-
-
-def test_blocks_of_one_weight_add_up_to_its_norm(model, tmp_path):
-    path = tmp_path / "scan.mscan"
-    scanner = ParameterTensorScanner(model, block_width=WIDTH)
-    with MscanWriter(path, scanner.parameters, model="pico", block_width=WIDTH) as writer, scanner:
-        for batch in batches():
-            model(**batch).loss.backward()
-            for record in scanner.collect():
-                writer.add(record)
-    scan = read_mscan(path)
-    for column, entry in enumerate(scan.parameters.entries):
-        outputs = np.sqrt((scan.output_blocks(entry.name) ** 2).sum(1))
-        assert np.allclose(outputs, scan.gradient()[:, column], rtol=1e-3)
-        if entry.kind == "linear":
-            activation, gradient = (np.sqrt((blocks**2).sum(1)) for blocks in scan.input_blocks(entry.name))
-            assert np.allclose(activation, scan.activation()[:, column], rtol=1e-3)
-            assert np.allclose(gradient, scan.gradient()[:, column], rtol=1e-3)
-    grid = grid_by_layer(scan.parameters.names, delta_sc(scan.activation(), scan.gradient()))
-    assert np.isfinite(grid.values_LM).all()
-    assert [*grid.outside] == ["embed_tokens", "lm_head"]
