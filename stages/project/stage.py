@@ -19,6 +19,7 @@ from stages.artifacts.job import NOTHING, Job, Table, Workers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import CalibrationContext, layer_seed, sample_layers, text_sources
 from stages.calibration.config import VocabularyConfig
+from stages.calibration.number_format import check_number_format
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import Outcome, ProjectedLayer, find_done, project_all, refit_settings
@@ -62,6 +63,7 @@ def run(
         partition,
         describe(outcomes, project, gradients),
     )
+    check_number_format(job.out / "checkpoint", context.text, context.device)
     tokens = sum(batch.tokens for batch in context.text)
     return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
 
@@ -205,6 +207,7 @@ def run_pool(
         partition,
         describe_pool(outcome, project, gradients),
     )
+    check_number_format(job.out / "checkpoint", context.text, context.device)
     return summarise_pool(outcome, project, gradients, partition)
 
 
