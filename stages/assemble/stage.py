@@ -148,7 +148,7 @@ def run(
         partition,
         projection="none: experts are the dense slices",
     )
-    check_number_format(job.out / "checkpoint", context.text, context.device)
+    check_number_format(job.out / "checkpoint", checkpoint.dtype, context.text, context.device)
     if isinstance(partition, PoolPartition):
         return summarise_pool([*reports.values()], partition, shape)
     return summarise(reports, checkpoint.target, shape, partition, assemble)

@@ -63,7 +63,9 @@ def run(
         partition,
         describe(outcomes, project, gradients),
     )
-    check_number_format(job.out / "checkpoint", context.text, context.device)
+    check_number_format(
+        job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
+    )
     tokens = sum(batch.tokens for batch in context.text)
     return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
 
@@ -207,7 +209,9 @@ def run_pool(
         partition,
         describe_pool(outcome, project, gradients),
     )
-    check_number_format(job.out / "checkpoint", context.text, context.device)
+    check_number_format(
+        job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
+    )
     return summarise_pool(outcome, project, gradients, partition)
 
 
