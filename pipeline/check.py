@@ -24,7 +24,7 @@ from models.targets.base import ALIGNMENT, MoETarget, expert_width
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
-from pipeline.settings import ALL, LOOKING, STAGES, TRAINED, Settings, Uses, unneeded, with_ancestors
+from pipeline.settings import LOOKING, TRAINED, Settings, unneeded
 from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolve_shape, shape_faults
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
@@ -144,11 +144,6 @@ class Checked:
         """The shape as requested."""
         return request_shape(self.settings, self.source)
 
-    @property
-    def uses(self) -> Uses:
-        """Which results of other stages the stages read."""
-        return find_uses(self.settings, self.shape, self.request.width)
-
 
 def validate(settings: Settings) -> Checked:
     """Check the settings against each other, the source model, the data and the disk. Raises InvalidSettingsError."""
@@ -172,7 +167,7 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
     sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
     if "data" not in unreadable_groups:
-        stages = with_ancestors(settings.stage, find_uses(settings))
+        stages = settings.stages
         errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
     if "store" not in unreadable_groups:
         try:
@@ -215,7 +210,7 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
 
 def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Errors: layers to draw that the source does not have; `source` is its config.json."""
-    if not involves(settings, "cluster") or settings.cluster.map == "none":
+    if not settings.involves("cluster") or settings.cluster.map == "none":
         return
     layers = int(source["num_hidden_layers"])
     if unknown := [layer for layer in settings.cluster.map_layers if not -layers <= layer < layers]:
@@ -225,7 +220,7 @@ def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[Config
 
 def _warn_of_dense_maps(settings: Settings, request: ShapeRequest) -> None:
     """Log a warning for layers to draw that stay dense: they have no experts."""
-    asked = settings.cluster.map_layers if settings.cluster.map != "none" and involves(settings, "cluster") else []
+    asked = settings.cluster.map_layers if settings.cluster.map != "none" and settings.involves("cluster") else []
     if dense := [layer for layer in asked if layer % request.layers in request.dense_layers]:
         which = ", ".join(map(str, dense))
         logger.warning("cluster.map_layers=%s: no map of layer %s, which stays dense", asked, which)
@@ -250,7 +245,7 @@ def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest
 
 def carves(settings: Settings) -> bool:
     """Whether a stage of this run depends on the shape."""
-    return any("shape" in stage.nodes for stage in with_ancestors(settings.stage, find_uses(settings)))
+    return any("shape" in stage.nodes for stage in settings.stages)
 
 
 def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
@@ -299,24 +294,9 @@ def _place_fault(place: Path, error: OSError) -> str:
     return f"{place} is a file, not a folder"
 
 
-def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Uses:
-    """Which results of other stages the stages read; without a shape, all that they may read."""
-    evaluated = settings.evaluate.checkpoint
-    if shape is None:
-        return Uses(evaluated)
-    cluster = settings.cluster
-    return Uses(evaluated, score=cluster.reads_score(shape, width), passes=cluster.needs_pass(shape, width))
-
-
-def involves(settings: Settings, stage: str) -> bool:
-    """Whether this run uses `stage` or its result; False if the setting `stage` is unknown."""
-    known = settings.stage in {ALL, *STAGES}
-    return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
-
-
 def warn_of_unneeded(settings: Settings, shape: MoEShape | None = None, target: MoETarget | None = None) -> None:
     """Log a warning for each setting without effect that differs from its default."""
-    groups = {name for stage in with_ancestors(settings.stage, find_uses(settings)) for name in stage.nodes}
+    groups = {name for stage in settings.stages for name in stage.nodes}
     nodes: dict[str, Any] = {key: node for key, node in vars(settings).items() if key in groups and is_dataclass(node)}
     for group, node in (nodes | settings.data.mixed).items():
         for name, reason in unneeded(node).items():
@@ -328,7 +308,7 @@ def warn_of_unneeded(settings: Settings, shape: MoEShape | None = None, target: 
         _warn_of_constant_gates(settings, shape, target)
         baselines = settings.evaluate.baselines
         left_out = [name for name in baselines if name not in POOL_BASELINES]
-        if shape.pooled and left_out and baselines != EvaluateConfig().baselines and involves(settings, "evaluate"):
+        if shape.pooled and left_out and baselines != EvaluateConfig().baselines and settings.involves("evaluate"):
             logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
 
 
@@ -337,7 +317,7 @@ def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
     for stage in (TRAINED, *LOOKING):
         groups = {stage, "check"} if stage == "diagnose" else {stage}
         typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
-        if typed and not involves(settings, stage):
+        if typed and not settings.involves(stage):
             logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
     others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
     typed = [word for word in words if word.startswith(others)]
@@ -348,7 +328,7 @@ def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
 def _warn_of_sampling(settings: Settings) -> None:
     """Warn if data.tokens is set, but all stages of the run read only the first data.sample_tokens."""
     tokens, sample = settings.data.tokens, settings.data.sample_tokens
-    reading = [stage for stage in with_ancestors(settings.stage, find_uses(settings)) if "data" in stage.nodes]
+    reading = [stage for stage in settings.stages if "data" in stage.nodes]
     if tokens != DataConfig().tokens and sample and sample < tokens and all(stage.samples for stage in reading):
         logger.warning(
             "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
@@ -358,7 +338,7 @@ def _warn_of_sampling(settings: Settings) -> None:
 
 def _warn_of_constant_gates(settings: Settings, shape: MoEShape, target: MoETarget | None) -> None:
     """Warn if the loss has no gradient for the routers, and only auxiliary losses would move them."""
-    if target is None or not involves(settings, "train") or settings.train.straight_through:
+    if target is None or not settings.involves("train") or settings.train.straight_through:
         return
     if shape.top_k == 1 < shape.experts and target.normalised(shape):
         logger.warning(
@@ -378,18 +358,18 @@ def _warn_of_active(settings: Settings) -> None:
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
     """Errors that do not depend on the source model."""
     workers = find_workers().world
-    if involves(settings, "score"):
+    if settings.involves("score"):
         yield from check_score(settings.score, gradients=settings.scan.gradients)
-    if involves(settings, "dump"):
+    if settings.involves("dump"):
         yield from check_dump(settings.dump)
-    if involves(settings, "diagnose"):
+    if settings.involves("diagnose"):
         yield from check_diagnose(settings.diagnose)
-    router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and involves(settings, "assemble")
+    router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and settings.involves("assemble")
     if pooled and router in {*ROUTERS} - POOL_ROUTERS:
         what = f"assemble.router={router} does not support a pool of experts"
         where = "settings assemble.router and topology=global_pool"
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
-    if involves(settings, "train"):
+    if settings.involves("train"):
         yield from check_train(settings.train, workers)
         if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
             what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
@@ -410,6 +390,6 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
 
 def balance_errors(settings: Settings, target: MoETarget) -> Iterator[ConfigError]:
     """Errors: a load balancing that the architecture does not have."""
-    if involves(settings, "train") and settings.train.balance == "selection_bias" and target.selection_bias is None:
+    if settings.involves("train") and settings.train.balance == "selection_bias" and target.selection_bias is None:
         what = f"train.balance=selection_bias moves a bias of the router, and {target.model_type} has none"
         yield ConfigError(what, where="setting train.balance", do="train.balance=auto")

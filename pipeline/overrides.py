@@ -21,7 +21,7 @@ from models.config import setting_word
 from pipeline.check import EMPTY_OUTPUT, LONGEST, unknown_choice
 from pipeline.disk import nearest_existing
 from pipeline.help import groups
-from pipeline.settings import Settings
+from pipeline.settings import Settings, is_boolean
 from stages.accumulators.config import hide_password
 from stages.text.config import SourceConfig
 
@@ -29,7 +29,6 @@ WHERE = "command line"
 FOLDERS = {"output_dir", "hydra.run.dir", "hydra.sweep.dir"}  # the run writes to these
 _NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
 
-BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 # Type of a setting → its name in messages, and an example.
 ONE: dict[Any, tuple[str, str]] = {
     int: ("a whole number", "16"),
@@ -180,7 +179,7 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
 def _are_booleans(kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
     """Whether all values for bool, also in the items of a list, are words, or 0 and 1; OmegaConf takes '7' for true."""
     if kind is bool:
-        return str(value).lower() in BOOLEANS if isinstance(value, str) else value in {0, 1}
+        return is_boolean(value)
     items = value if get_origin(kind) is list and isinstance(value, list) else []
     types = get_type_hints(get_args(kind)[0]) if items and is_dataclass(get_args(kind)[0]) else {}
     return all(

@@ -17,7 +17,7 @@ from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, 
 from pipeline.check import Checked
 from pipeline.disk import expected_bytes
 from pipeline.resources import estimate_seconds, peak_bytes, require_room, temporary_bytes
-from pipeline.settings import CHAIN, Stage, asked_stages, unneeded, with_ancestors
+from pipeline.settings import CHAIN, Stage, asked_stages, unneeded
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
 from stages.calibration.config import without_random_tokens
@@ -48,12 +48,11 @@ def make_recipe(
 
     `cache_keys` are cache keys of the content of model and data, `parents` fingerprints.
     """
-    looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
         "stage": stage.name,
         "version": stage.version,
-        "settings": {name: plain_settings(nodes[name]) for name in looked_at},
-        "identity": {name: dict(cache_keys[name]) for name in looked_at if name in NODES_WITH_CONTENT},
+        "settings": {name: plain_settings(nodes[name]) for name in stage.nodes},
+        "identity": {name: dict(cache_keys[name]) for name in stage.nodes if name in NODES_WITH_CONTENT},
         "parents": {name: parents[name] for name in stage.parents},
     }
 
@@ -98,7 +97,7 @@ class Step:
 def make_plan(checked: Checked) -> list[Step]:
     """Steps for the requested stages and those they use, in the order of the chain. Raises: see `require_means`."""
     settings = checked.settings
-    chain, asked = with_ancestors(settings.stage, checked.uses), asked_stages(settings.stage, checked.uses)
+    chain, asked = settings.stages, asked_stages(settings.stage, settings.evaluate.checkpoint)
     wanted = {stage.name for stage in asked}
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
     # Hashing a large model takes long, so stages that are due with any fingerprint are checked before.
@@ -162,7 +161,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     counted = nodes | {"cluster": undrawn.cluster, "model": resolve_model(checked)}
     sample = sampled(settings.data)  # one object for all stages, so that its text is tokenized once
     steps: dict[str, Step] = {}
-    for stage in with_ancestors(settings.stage, checked.uses):
+    for stage in settings.stages:
         parents = {name: steps[name].fingerprint for name in stage.parents}
         data = sample if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)

@@ -4,11 +4,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -53,7 +54,6 @@ class Stage:
     fixed_heldout: bool = False  # the fingerprint covers the settings of the held-out text
     samples: bool = False  # reads the first `data.sample_tokens` of the calibration text; otherwise all of it
     kept: bool = True  # False: reads user files that no fingerprint covers, so it runs at every request
-    unread: tuple[str, ...] = ()  # nodes that `run` receives but does not use with the settings of this run
 
     @property
     def version(self) -> int:
@@ -122,6 +122,15 @@ class Settings:
     dump: DumpStageConfig = field(default_factory=DumpStageConfig)
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of this run, and all whose results they read."""
+        return with_ancestors(self.stage, self.evaluate.checkpoint)
+
+    def involves(self, stage: str) -> bool:
+        """Whether this run uses `stage` or its result."""
+        return stage in {each.name for each in self.stages}
+
 
 def unneeded(node: object) -> dict[str, str]:
     """Settings of a dataclass that have no effect → the setting of the same node that disables them.
@@ -151,54 +160,67 @@ PROJECTED, TRAINED, LOOKING = "project", "train", ("dump", "diagnose")
 _ALWAYS = frozenset(STAGES) - {TRAINED, *LOOKING}
 
 
-@dataclass(frozen=True)
-class Uses:
-    """Which results of other stages the stages of a run read."""
-
-    evaluated: str = PROJECTED  # evaluate reads the checkpoint of this stage
-    score: bool = True  # cluster ranks neurons by score
-    passes: bool = True  # cluster runs the model on the calibration text
+def asked_stages(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
+    """The stages that `stage=name` requests; all: every stage that the `evaluated` checkpoint needs."""
+    asked = {evaluated, *_ALWAYS} if name == ALL else {name}
+    return tuple(stage for stage in _chain(evaluated) if stage.name in asked)
 
 
-def asked_stages(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
-    """The stages that `stage=name` requests; all: every stage that the evaluated checkpoint needs."""
-    served = {uses.evaluated, *_ALWAYS} - (set() if uses.score else {"score"})
-    chosen = [stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in served)]
-    return tuple(reading(stage, uses) for stage in chosen)
+def _chain(evaluated: str) -> list[Stage]:
+    """All stages; evaluate also reads the checkpoint of the stage `evaluated`."""
+    return [
+        replace(stage, parents=tuple(dict.fromkeys((*stage.parents, evaluated)))) if stage.name == "evaluate" else stage
+        for stage in CHAIN
+    ]
 
 
-def reading(stage: Stage, uses: Uses) -> Stage:
-    """The stage with only the parents that it reads in this run, and its unread nodes."""
-    if stage.name == "evaluate" and uses.evaluated not in stage.parents:
-        return replace(stage, parents=(*stage.parents, uses.evaluated))
-    if stage.name == "cluster":
-        parents = tuple(name for name in stage.parents if uses.score or name != "score")
-        return replace(stage, parents=parents, unread=() if uses.passes else ("data", "vocabulary"))
-    return stage
-
-
-def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
+def with_ancestors(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
     """The stages that `stage=name` requests and all their ancestors, in the order of the chain."""
-    stages = [reading(stage, uses) for stage in CHAIN]
-    wanted = {stage.name for stage in asked_stages(name, uses)}
-    for stage in reversed(stages):
+    wanted = {stage.name for stage in asked_stages(name, evaluated)}
+    for stage in reversed(chain := _chain(evaluated)):
         if stage.name in wanted:
             wanted.update(stage.parents)
-    return tuple(stage for stage in stages if stage.name in wanted)
+    return tuple(stage for stage in chain if stage.name in wanted)
 
 
 @cache
 def register_schema() -> None:
     """Register the schema as `schema`, and `${workspace:}` and `${variable:NAME,default}`, of the environment."""
-    ConfigStore.instance().store("schema", node=Settings)
+    # Without types, so that `to_settings` sees what the files say: OmegaConf would take '7' for true.
+    ConfigStore.instance().store("schema", node=OmegaConf.to_container(SCHEMA))
     OmegaConf.register_new_resolver("workspace", lambda: str(find_workspace()), replace=True)
     OmegaConf.register_new_resolver("variable", lambda name, default: read_variable(name, os.environ) or default)
+
+
+BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
+
+
+def is_boolean(value: object) -> bool:
+    """Whether a value can stand for true or false: a word, or 0 and 1; OmegaConf takes every number in quotes."""
+    return value.lower() in BOOLEANS if isinstance(value, str) else value in {0, 1}
+
+
+def _wrong_booleans(kind: type, values: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - of a composition
+    """Settings of a dataclass, at any depth, that are no booleans although they should be."""
+    for name, annotation in get_type_hints(kind).items():
+        value, key = values.get(name), f"{prefix}{name}"
+        if annotation is bool and name in values and not is_boolean(value):
+            yield f"{key}={value}"
+        elif is_dataclass(annotation) and isinstance(value, dict):
+            yield from _wrong_booleans(annotation, value, f"{key}.")
+        elif isinstance(value, list) and (items := get_args(annotation)) and is_dataclass(items[0]):
+            for number, item in enumerate(value):
+                yield from _wrong_booleans(items[0], item, f"{key}.{number}.")
 
 
 def to_settings(config: DictConfig) -> Settings:
     """Resolve a composed configuration once; all other code sees only dataclasses."""
     # Resolving does not check types (`${...}` may give a text for a list); the merge with the schema does.
     resolved = OmegaConf.to_container(config, resolve=True)
+    if wrong := [*_wrong_booleans(Settings, resolved)]:
+        raise ConfigError(
+            f"{wrong[0]} should be true or false", where=f"the files under {CONF}", do="true or false there"
+        )
     settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, resolved))
     assert isinstance(settings, Settings)
     return settings

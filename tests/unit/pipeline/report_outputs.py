@@ -11,7 +11,7 @@ import yaml
 from pipeline.artifacts import Manifest, artifact_folder
 from pipeline.report.page import read_chain
 from pipeline.run_folder import RunRecord, StageRun
-from pipeline.settings import PROJECTED, TRAINED, Uses, with_ancestors
+from pipeline.settings import PROJECTED, TRAINED, with_ancestors
 from stages.artifacts.carve import Scores
 from stages.artifacts.job import Table
 
@@ -65,7 +65,7 @@ class Outputs:
             "seed": seed,
         }
         fingerprints, folder, evaluated = {}, Path(), TRAINED if trained else PROJECTED
-        for stage in with_ancestors("evaluate", Uses(evaluated)):
+        for stage in with_ancestors("evaluate", evaluated):
             name = stage.name
             recipe = {
                 "stage": name,

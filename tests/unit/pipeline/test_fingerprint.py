@@ -1,6 +1,6 @@
 """Fingerprints are equal exactly when the results would be."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pipeline.plan import fingerprint, make_recipe, plain_settings
 from pipeline.settings import STAGES
@@ -73,13 +73,6 @@ def test_settings_without_effect_stay_out():
     assert plain_settings(Outer(tokens=0, inner=Inner(5))) == {"tokens": 0, "inner": {"batch": 5}}
     assert "kept" not in plain_settings(Optional(tokens=0))
     assert plain_settings(Optional(tokens=3)) == {"tokens": 3, "kept": 1}
-
-
-def test_nodes_that_a_stage_does_not_look_at_stay_out():
-    blind = replace(STAGES["scan"], unread=("data",))
-    nodes = {"model": Outer(), "data": 5, "store": 6, "scan": Inner(), "seed": 0}
-    found = make_recipe(blind, nodes, IDENTITIES, {})
-    assert "data" not in found["settings"] | found["identity"]
 
 
 def test_the_order_of_keys_does_not_matter():

@@ -18,7 +18,7 @@ from pipeline.check import validate
 from pipeline.help import REPOSITORY
 from pipeline.plan import REDRAWN, STALE, make_plan, published_recipe, select_stages
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents
-from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
+from pipeline.settings import CHAIN, STAGES, asked_stages, compose, register_schema, with_ancestors
 from stages.artifacts.job import Table, Workers
 
 ON_REQUEST = {"train", "dump", "diagnose"}
@@ -199,7 +199,7 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
         ("data.tokens=70000", {"scan", "score", "cluster", "extract", "assemble"}),  # these read the first tokens only
         ("data.sample_tokens=1000", set()),
         ("score=taylor", {"scan"}),
-        ("cluster.always_on_by=alignment", {"scan"}),  # no stage uses the score
+        ("cluster.always_on_by=alignment", {"scan", "score"}),
         ("cluster=rank", {"scan", "score"}),
         ("assemble=residual_ridge", {"scan", "score", "cluster", "extract"}),
         ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
@@ -239,7 +239,6 @@ S_P_SETTINGS = ("score.gradient_weight=5", "score.form=product", "score.normalis
     ("given", "unread"),
     [
         (["score=contribution"], S_P_SETTINGS),
-        (["cluster.always_on_by=alignment"], ["score=random", *S_P_SETTINGS]),
         (["assemble=random"], ["assemble.router_steps=9", "assemble.balance=1", "assemble.ridge_penalty=9"]),
         (["assemble=residual_ridge"], ["assemble.balance=0.01"]),
         (["assemble.mode=train"], ["assemble.parity_logit_std=0.5"]),
@@ -295,21 +294,6 @@ def test_what_only_a_map_reads_decides_no_carve(steps):
     for step in steps("cluster=rank").values():
         pretend_published(step)
     assert due(steps("cluster=rank", "cluster.map_layers=[1]")) == {"cluster"}
-
-
-def test_a_score_that_nobody_reads_is_not_run(steps):
-    plan = steps("cluster.always_on_by=alignment")
-    assert plan.keys() == ALL - {"score"}
-    assert tuple(plan["cluster"].parents) == ("scan",)
-    assert steps("cluster.always_on_by=alignment", "stage=score").keys() == {"scan", "score"}
-
-
-def test_a_partition_without_a_pass_does_not_depend_on_the_text_that_would_be_passed(steps):
-    words = ["cluster=balanced_kmeans"]
-    before, after = addresses(steps, *words), addresses(steps, *words, "vocabulary=none")
-    assert before["cluster"] == after["cluster"]
-    assert before["assemble"] != after["assemble"]
-    assert asked_stages("cluster", Uses(passes=False))[0].unread == ("data", "vocabulary")
 
 
 def test_random_tokens_decide_a_carve_and_no_pool(steps):
