@@ -82,14 +82,19 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
     router = RouterSettings("error", 0.1, DescentSettings(0, 0.01, 0.0, 0), tokens=8192)
 
     def cluster() -> None:
-        evidence = SimpleNamespace(sample=lambda tokens: (ffn, sample_rows(inputs, tokens)))
         rng = np.random.default_rng(0)
 
         def features() -> Tensor:
             return coactivation_features(bits_Fr, TOKENS, dims=FEATURE_DIMS, rng=rng)
 
         found.partition = partition_layer(
-            scores_F, scores_F, features, shape, method="router_aware", rng=rng, evidence=evidence
+            scores_F,
+            scores_F,
+            features,
+            shape,
+            method="router_aware",
+            rng=rng,
+            sample=lambda: (ffn, sample_rows(inputs, TOKENS)),
         )
 
     def assemble() -> None:
