@@ -30,8 +30,8 @@ from stages.calibration.batches import CalibrationContext, TokenStream, layer_se
 from stages.calibration.config import FITTED_ROUTERS
 from stages.calibration.share import Share, take_rows, take_tokens
 from stages.project.config import ProjectConfig
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_router
+from stages.routing.descent import RouterSettings
+from stages.routing.fit import fit_router
 from stages.routing.task import RouterTask, load_balance, set_logit_std
 
 
@@ -157,12 +157,12 @@ def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) ->
 
 def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
     """The cost of uneven load, in units of error: `balance` times the load variance on validation tokens."""
-    if not refit.descent.balance:
+    if not refit.balance:
         return 0.0
     share = Share.of(inputs)
     _, validation = share.split(refit.validation_share)
     load_E = load_balance(loop.router, inputs, loop.top_k, validation)
-    return refit.descent.balance * float((load_E - 1).square().mean())
+    return refit.balance * float((load_E - 1).square().mean())
 
 
 def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
@@ -301,8 +301,8 @@ def refit_settings(
 
     `sources` names the source of each batch of text.
     """
-    form, balance = checkpoint.settings, checkpoint.balance_weight
-    descent = DescentSettings(project.router_steps, project.router_rate, balance, seed, checkpoint.biased)
+    form = checkpoint.settings
     return RouterSettings(
-        form.router, form.ridge_penalty, descent, project.router_tokens, project.validation_share, logit_std, sources
-    )
+        form.router, form.ridge_penalty, project.router_tokens, project.router_steps, project.router_rate,
+        checkpoint.balance_weight, seed, checkpoint.biased, project.validation_share, logit_std, sources,
+    )  # fmt: skip

@@ -35,7 +35,8 @@ from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import split_validation
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import alternate
-from stages.routing.fit import RouterSettings, fit_pool_router
+from stages.routing.descent import RouterSettings
+from stages.routing.fit import fit_pool_router
 from stages.routing.task import set_logit_std, watch_pool
 
 Loops = Sequence[ExpertLoop]  # the layers over their shared experts

@@ -135,14 +135,16 @@ def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens:
     """A note on how many tokens the alignment needs, if the text has fewer; `width` is F.
 
     A routed neuron is active on a share K/E of the tokens, and its column needs as many of them as there are columns.
+    The last sequence of a text is cut to fit, and dropped if only one token is left of it: hence one token more.
     """
     columns = min(width, shape.always_on + shape.experts * shape.n)
     wanted = round(columns / (1 - project.validation_share) * max(1.0, shape.experts / shape.top_k))
     if project.alignment == "none" or tokens >= wanted:
         return []
+    advice = f"data.tokens={-(-(wanted + 1) // 1000) * 1000}"
     return [
         f"{tokens:,} calibration tokens for {columns:,} columns a layer, routed to {shape.top_k} of {shape.experts} "
-        f"experts: the alignment depends on its penalty; {wanted:,} would be enough (data.tokens)"
+        f"experts: the alignment depends on its penalty; {wanted:,} would be enough ({advice})"
     ]
 
 

@@ -12,8 +12,8 @@ def group(method, *, seed=0, features=None):
     def unwanted():
         raise AssertionError("features of a method that compares none")
 
-    given = unwanted if features is None else lambda: features
-    return group_neurons(method, SCORES, given, unwanted, E, 0, rng=np.random.default_rng(seed))
+    scores_U, given = (SCORES, unwanted) if features is None else (SCORES[: len(features)], lambda: features)
+    return group_neurons(method, scores_U, given, unwanted, E, 0, rng=np.random.default_rng(seed))
 
 
 def test_rank_deals_in_score_order():
@@ -33,8 +33,8 @@ def test_random_is_balanced_and_seeded():
 
 
 def test_similar_neurons_share_an_expert():
-    group_U = torch.arange(NEURONS) % E
-    features_UC = torch.eye(E, 6)[group_U] * torch.arange(1.0, NEURONS + 1)[:, None]
+    group_U = torch.arange(3 * E) % E
+    features_UC = torch.eye(E, 6)[group_U] * torch.arange(1.0, 3 * E + 1)[:, None]
     labels_U, affinity_UE = group("balanced_kmeans", features=features_UC)
     assert torch.equal(labels_U[:, None] == labels_U, group_U[:, None] == group_U)
     torch.testing.assert_close(affinity_UE, torch.nn.functional.one_hot(labels_U, E).float())

@@ -64,24 +64,18 @@ SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
     [
         (SCORE, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by s_p"),
         (SCORE, MoEShape(4, 5, 2, 8), "experts by router_aware; always-on and dropped neurons by s_p"),
-        (SCORE, MoEShape(4, 6, 2, 0), "experts by router_aware; dropped neurons by s_p"),
         (SCORE, MoEShape(4, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
-        (SCORE, MoEShape(5, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
         (ALIGNMENT, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by alignment"),
-        (ALIGNMENT, MoEShape(4, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
-        (SCORE | {"method": "rank"}, MoEShape(4, 8, 2, 0), "experts by rank; dealt-out neurons by s_p"),
         (
             ALIGNMENT | {"method": "rank"},
             MoEShape(4, 6, 2, 8),
             "experts by rank; always-on and dealt-out neurons by alignment",
         ),
-        ({"method": "random"}, MoEShape(4, 8, 2, 0), "experts by random; no neuron is always on or dropped"),
         (
             {"method": "balanced_kmeans", "features": "gate_rows"},
             MoEShape(4, 6, 2, 8),
             "experts by balanced_kmeans on gate_rows; always-on neurons by s_p",
         ),
-        (SCORE, MoEShape(4, 6, 2, 0, "global_pool"), "experts by router_aware; neurons of the pool by s_p"),
         (
             ALIGNMENT,
             MoEShape(4, 6, 2, 8, "global_pool"),

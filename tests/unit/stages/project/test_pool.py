@@ -16,8 +16,7 @@ from stages.project.carved_model import gather_parts
 from stages.project.config import ProjectConfig
 from stages.project.pool import PoolFit, RoutedTokens, sweep_experts
 from stages.project.stage import part_pool, split_pool
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings
+from stages.routing.descent import RouterSettings
 
 L, D, F, E, N, K, S = 3, 6, 20, 4, 5, 2, 2
 SILU = torch.nn.functional.silu
@@ -71,7 +70,7 @@ def project(loops, samples, settings, method="random"):
 
 
 def pool_fit(samples, settings=None, method="error", **workers):
-    refit = RouterSettings(method, 0.1, DescentSettings(20, 0.02, 0.0, 3), tokens=3000)
+    refit = RouterSettings(method, 0.1, 3000, 20, 0.02, 0.0, 3)
     return PoolFit(samples, [refit] * L, settings or ProjectConfig(), **workers)
 
 
