@@ -68,7 +68,7 @@ def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
     partition = load_file(carve.stage("cluster") / "partition.safetensors")
     assert math.log2(gate_scale).is_integer()
     compared = 0
-    neurons_LEN = partition["neurons"].unflatten(0, (2, -1))
+    neurons_LEN = partition["neurons"].unflatten(0, (len(partition["always_on"]), -1))
     for layer, (neurons_EN, always_S) in enumerate(zip(neurons_LEN, partition["always_on"], strict=True)):
         prefix = f"model.layers.{layer}."
         for part in PARTS:
@@ -81,7 +81,7 @@ def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
                 compared += 1
             if shared:
                 assert_slice(moe[prefix + shared.format(part)], weight, always_S, part, shared_scale)
-    assert compared == 3 * partition["neurons"].shape[:2].numel()
+    assert compared == 3 * neurons_LEN.shape[:2].numel()
 
 
 def unscaled(written, wanted, *, copies):
