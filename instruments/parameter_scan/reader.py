@@ -117,8 +117,9 @@ class Segment:
     def rows(self, start: int, stop: int) -> Rows:
         """Sequences `start` to `stop` with all their norms."""
         rows, tokens = slice(start, stop), slice(self._first_tokens[start], self._first_tokens[stop])
-        arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else rows) for name in self._places}
-        return Rows(self.sequences[rows], arrays)
+        found = {name: self.array(name, tokens if name in TOKEN_ARRAYS else rows) for name in self._places}
+        # Views of the file cannot be written to.
+        return Rows(self.sequences[rows], {name: np.require(array, requirements="W") for name, array in found.items()})
 
     def _view(self, start: int, shape: tuple[int, int], stored: str) -> NDArray[Any]:
         return np.frombuffer(self._payload, stored, shape[0] * shape[1], start).reshape(shape)

@@ -57,11 +57,6 @@ def fit_balanced_kmeans(
     return labels_U
 
 
-def total_similarity(directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int) -> float:
-    """The objective of k-means: Σ of every neuron's cosine to the mean direction of its cluster."""
-    return float((directions_UC * mean_directions(directions_UC, labels_U, clusters)[labels_U]).double().sum())
-
-
 def mean_directions(
     directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int
 ) -> Float[Tensor, "E C"]:

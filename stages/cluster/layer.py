@@ -22,7 +22,7 @@ from stages.calibration.share import sample_rows
 from stages.cluster import methods
 from stages.cluster.config import ClusterConfig
 
-FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # purposes of a layer's random number streams
+FEATURES, GROUPING, LAYOUT = range(3)  # purposes of a layer's random number streams
 
 
 @dataclass(frozen=True)

@@ -4,46 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from models.config import MoEShape
 from models.routing import membership
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import show
-from stages.calibration.balanced import assign_balanced, mean_directions, total_similarity
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
-from stages.cluster.layer import CONTROL, LayerEvidence, LayerPartition
+from stages.cluster.layer import LayerEvidence, LayerPartition
 from stages.cluster.methods import CHUNK, unpack_bits
-
-
-class Objective(NamedTuple):
-    """Mean cosine of a neuron to the mean direction of its expert."""
-
-    similarity: float
-    by_chance: float  # the same for random groups of these sizes
-    gap: float  # 1 − total / best assignment to the experts' mean directions; 0 if k-means has converged
-
-
-def measure_objective(
-    features_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], experts: int, *, rng: np.random.Generator
-) -> Objective:
-    """The k-means objective of a grouping (before copies), compared with a random one and with the best assignment."""
-    directions_UC = normalize(features_UC, dim=1)
-    dealt_U = labels_U[torch.from_numpy(rng.permutation(len(labels_U)))]
-    total = total_similarity(directions_UC, labels_U, experts)
-    affinity_UE = directions_UC @ mean_directions(directions_UC, labels_U, experts).T
-    best_U = assign_balanced(affinity_UE, labels_U.bincount(minlength=experts))
-    best = float(affinity_UE.double().gather(1, best_U[:, None]).sum())
-    count = max(1, len(labels_U))
-    return Objective(
-        total / count,
-        total_similarity(directions_UC, dealt_U, experts) / count,
-        gap=max(0.0, 1 - total / best) if best > 0 else 0.0,
-    )
 
 
 class Coactivation(NamedTuple):
@@ -100,26 +71,17 @@ class LayerFigures:
     """Figures of one layer's partition."""
 
     coactivation: Coactivation
-    objective: Objective | None  # None for methods that do not compare neurons
     always_on_share: float
     dropped: int
     dropped_share: float
     copies: int
 
 
-def measure_layer(
-    partition: LayerPartition, evidence: LayerEvidence, features_FC: Float[Tensor, "F C"] | None
-) -> LayerFigures:
-    """Figures of one layer; `features_FC` is None for methods that do not compare neurons."""
-    statistics, layer = evidence.statistics, evidence.layer
-    contribution_F, experts = evidence.contribution_F, len(partition.neurons_EN)
-    objective = None
-    if features_FC is not None and experts:
-        compared_UC = features_FC[partition.routed_U]
-        objective = measure_objective(compared_UC, partition.labels_U, experts, rng=evidence.draw(CONTROL))
+def measure_layer(partition: LayerPartition, evidence: LayerEvidence) -> LayerFigures:
+    """Figures of one layer."""
+    statistics, layer, contribution_F = evidence.statistics, evidence.layer, evidence.contribution_F
     return LayerFigures(
         measure_coactivation(statistics.active_bits[layer], statistics.reservoir_tokens, partition.neurons_EN),
-        objective,
         always_on_share=share_of(contribution_F, partition.always_on_S),
         dropped=len(partition.dropped_X),
         dropped_share=share_of(contribution_F, partition.dropped_X),
@@ -128,8 +90,8 @@ def measure_layer(
 
 
 COLUMNS = (
-    "layer", "fire together within", "between experts", "ratio", "similarity", "by chance", "gap", "always-on share",
-    "dropped neurons", "dropped share", "most copies",
+    "layer", "fire together within", "between experts", "ratio", "always-on share", "dropped neurons", "dropped share",
+    "most copies",
 )  # fmt: skip
 
 
@@ -143,7 +105,6 @@ def tabulate_layers(
             show(figure.coactivation.within, ".3%"),
             show(figure.coactivation.between, ".3%"),
             "–" if figure.coactivation.ratio is None else f"{figure.coactivation.ratio:.2f}×",
-            *map(show, figure.objective or [None] * 3, (".4f", ".4f", ".2%")),
             f"{figure.always_on_share:.1%}",
             figure.dropped,
             f"{figure.dropped_share:.1%}",
@@ -155,11 +116,6 @@ def tabulate_layers(
         description,
         "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",
     ]
-    if any(figure.objective for figure in figures.values()):
-        notes.append(
-            "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: how far "
-            "it is below the best assignment to these means"
-        )
     if shapes:
         given = ", ".join(str(shape.experts) for shape in shapes)
         notes.append(f"experts that the layers give to the pool, by score: {given}")

@@ -122,7 +122,7 @@ def group_layer(
             evidence=evidence,
             tokens=cluster.sample_tokens,
         )
-    figures = measure_layer(partition, evidence, features() if cluster.groups_by_features else None)
+    figures = measure_layer(partition, evidence)
     pictures = plot_layer(partition, features(), evidence, cluster) if draw and shape.experts else {}
     return GroupedLayer(evidence.layer, partition, figures, pictures)
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from stages.calibration.balanced import fit_balanced_kmeans, mean_directions, seed_centroids, total_similarity
+from stages.calibration.balanced import fit_balanced_kmeans, mean_directions, seed_centroids
 
 NEURONS, E, C = 45, 3, 7
 
@@ -87,8 +87,3 @@ def test_first_centroids_lie_apart():
     for seed in range(5):
         centroids_EC = seed_centroids(directions_UC, 4, np.random.default_rng(seed))
         assert sorted(centroids_EC.argmax(1).tolist()) == [0, 1, 2, 3]
-
-
-def test_the_total_is_the_sum_of_cosines_to_the_mean():
-    directions_UC = torch.eye(3, C)
-    assert total_similarity(directions_UC, torch.tensor([0, 0, 1]), 3) == pytest.approx(2 * 0.5**0.5 + 1)

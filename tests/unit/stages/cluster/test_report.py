@@ -2,33 +2,30 @@ import pytest
 
 from models.config import MoEShape
 from stages.cluster.config import ClusterConfig
-from stages.cluster.report import COLUMNS, Coactivation, LayerFigures, Objective, describe, tabulate_layers
+from stages.cluster.report import COLUMNS, Coactivation, LayerFigures, describe, tabulate_layers
 
 
 def test_the_table_reads_well():
     figures = [
         LayerFigures(
             Coactivation(0.0172, 0.0086),
-            Objective(0.61234, 0.2, 0.00012),
             always_on_share=0.379,
             dropped=128,
             dropped_share=0.019,
             copies=1,
         ),
-        LayerFigures(Coactivation(0.01, None), None, always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
+        LayerFigures(Coactivation(0.01, None), always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
     ]
     table = tabulate_layers(dict(enumerate(figures)), "experts by some method", ["neuron_map_layer_000.png"])
     assert table.title == "cluster"
     assert table.columns == COLUMNS
     assert table.rows == [
-        [0, "1.720%", "0.860%", "2.00×", "0.6123", "0.2000", "0.01%", "37.9%", 128, "1.9%", 1],
-        [1, "1.000%", "–", "–", "–", "–", "–", "0.0%", 0, "0.0%", 25],
+        [0, "1.720%", "0.860%", "2.00×", "37.9%", 128, "1.9%", 1],
+        [1, "1.000%", "–", "–", "0.0%", 0, "0.0%", 25],
     ]
     assert table.notes == [
         "experts by some method",
         "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",
-        "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: how far it is "
-        "below the best assignment to these means",
         "maps: neuron_map_layer_000.png",
     ]
 
