@@ -10,9 +10,9 @@ from torch import nn
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.writer import MscanWriter
-from instruments.precision import watch_model
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.tensor_dump import TensorDump
+from tiny_onn import watch_model
 
 B, T, V, D = 2, 5, 7, 3
 

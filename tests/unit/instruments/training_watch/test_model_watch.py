@@ -16,9 +16,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from unit.instruments.training_watch.watched_net import D, H, Net, batch, hooks_of, loss_of, norm_of, train
 
 from instruments.errors import ConfigError, ContractError
-from instruments.precision import watch_model
 from instruments.tensor_dump.reader import DumpReader
 from instruments.training_watch.step_log import describe, read_step_log
+from tiny_onn import watch_model
 
 
 @pytest.mark.parametrize("how", ["optimizer", "step", "step(optimizer)", "nothing given", "by hand"])
@@ -384,7 +384,7 @@ class Refuse:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Refuse())
-from instruments.precision import watch_model
+from tiny_onn import watch_model
 seconds = time.perf_counter() - started
 assert "torch.distributed.tensor" not in set(sys.modules) - before
 model = torch.nn.Linear(3, 2)
