@@ -197,7 +197,7 @@ BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 
 def is_boolean(value: object) -> bool:
     """Whether a value can stand for true or false: a word, or 0 and 1; OmegaConf takes every number in quotes."""
-    return value.lower() in BOOLEANS if isinstance(value, str) else value in {0, 1}
+    return value.lower() in BOOLEANS if isinstance(value, str) else value in (0, 1)  # also of a list
 
 
 def _wrong_booleans(kind: type, values: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - of a composition

@@ -23,6 +23,7 @@ from stages.assemble.config import AssembleConfig
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
 from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed, text_sources
 from stages.calibration.config import VocabularyConfig, is_priced
+from stages.calibration.number_format import check_number_format
 from stages.calibration.share import take_tokens
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
@@ -147,6 +148,7 @@ def run(
         partition,
         projection="none: experts are the dense slices",
     )
+    check_number_format(job.out / "checkpoint", checkpoint.dtype, context.text, context.device)
     if isinstance(partition, PoolPartition):
         return summarise_pool([*reports.values()], partition, shape)
     return summarise(reports, checkpoint.target, shape, partition, assemble)

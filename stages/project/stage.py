@@ -19,6 +19,7 @@ from stages.artifacts.job import NOTHING, Job, Table, Workers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import CalibrationContext, layer_seed, sample_layers, text_sources
 from stages.calibration.config import VocabularyConfig
+from stages.calibration.number_format import check_number_format
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import Outcome, ProjectedLayer, find_done, project_all, refit_settings
@@ -61,6 +62,9 @@ def run(
         lambda layer: find_done(final, layer).experts,
         partition,
         describe(outcomes, project, gradients),
+    )
+    check_number_format(
+        job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
     )
     tokens = sum(batch.tokens for batch in context.text)
     return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
@@ -204,6 +208,9 @@ def run_pool(
         lambda layer: given[layer].to("cpu", checkpoint.dtype),
         partition,
         describe_pool(outcome, project, gradients),
+    )
+    check_number_format(
+        job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
     )
     return summarise_pool(outcome, project, gradients, partition)
 

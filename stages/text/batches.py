@@ -46,6 +46,11 @@ class TokenBatch:
         """Tokens without padding."""
         return int(self.attention_mask.sum())
 
+    def rows(self, most: int) -> "TokenBatch":
+        """The first `most` sequences."""
+        tensors = (tensor[:most] for tensor in (self.input_ids, self.attention_mask, self.labels))
+        return TokenBatch(*tensors, self.names[:most], self.is_text, self.layers, self.source)
+
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` on a device, as arguments of a model."""
         return {"input_ids": self.input_ids.to(device), "attention_mask": self.attention_mask.to(device)}

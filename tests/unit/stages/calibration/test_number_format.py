@@ -1,0 +1,69 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pico_moes import make_moe
+
+from instruments.errors import NumericsError
+from models import loading
+from stages.calibration import number_format
+from stages.calibration.number_format import check_number_format
+from stages.text.batches import TokenSequence, batch_sequences
+
+SEQUENCES = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(9)]
+TEXT, CPU = batch_sequences(SEQUENCES, 24, 0), torch.device("cpu")
+
+
+def write(folder, dtype, *, loud=False):
+    """A MoE; a `loud` one has hidden states that float16 cannot hold."""
+    torch.manual_seed(0)
+    model = make_moe("qwen3_moe")
+    if loud:
+        embedding = model.get_input_embeddings().weight
+        embedding.data = 6.5e4 * embedding.data.sign()
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data *= 2.0**17
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_that_works_in_its_format_is_accepted(tmp_path, dtype):
+    check_number_format(write(tmp_path, dtype), dtype, TEXT, CPU)
+
+
+@pytest.mark.parametrize(("dtype", "do"), [(torch.float16, "assemble.dtype=bfloat16"), (torch.bfloat16, None)])
+def test_a_checkpoint_that_overflows_is_refused_with_a_format_that_works(tmp_path, dtype, do):
+    folder = write(tmp_path, dtype, loud=True)
+    if do is None:
+        check_number_format(folder, dtype, TEXT, CPU)
+        return
+    with pytest.raises(NumericsError) as caught:
+        check_number_format(folder, dtype, TEXT, CPU)
+    assert caught.value.do == do
+    assert caught.value.where == "24 tokens of validation text"
+
+
+def test_a_finite_loss_that_is_much_higher_is_refused(tmp_path, monkeypatch):
+    losses = iter([2.06, 2.0])
+    monkeypatch.setattr(number_format, "measure_loss", lambda *_: SimpleNamespace(nats=next(losses)))
+    with pytest.raises(NumericsError, match=r"2.0600 in bfloat16 and of 2.0000 in float32") as caught:
+        check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU)
+    assert caught.value.do == "assemble.dtype=float32"
+
+
+def test_a_model_that_is_not_finite_in_float32_is_not_blamed_on_its_format(tmp_path, monkeypatch):
+    monkeypatch.setattr(number_format, "measure_loss", lambda *_: SimpleNamespace(nats=float("nan")))
+    with pytest.raises(NumericsError, match="the carved model has a loss of nan"):
+        check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU)
+
+
+def test_float32_needs_no_pass_and_too_little_memory_is_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(loading, "load_whole", None)
+    monkeypatch.setattr(number_format, "load_whole", None)
+    check_number_format(tmp_path, torch.float32, TEXT, CPU)
+    assert caplog.messages == []
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    monkeypatch.setattr(number_format, "free_memory", lambda: 200)
+    check_number_format(tmp_path, torch.bfloat16, TEXT, CPU)
+    assert caplog.messages[0].startswith("the checkpoint was not compared")
