@@ -98,4 +98,4 @@ def test_a_dump(tmp_path):
         dump.step()
     found = [record.source for record in Listing(tmp_path / "dump").records if not record.source.evaluation]
     assert {(one.microbatch, one.call) for one in found} == {(0, 0)}
-    assert dump.manifest.nonfinite == 0
+    assert dump.manifest.nonfinite == []
