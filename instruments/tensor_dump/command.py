@@ -43,7 +43,7 @@ def complaints_of(listing: Listing) -> Iterator[str]:
     if listing.torn:
         yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
     manifests = listing.manifests()
-    killed = [index.rank for index in listing.indices if index.rank not in manifests]
+    killed = [rank for rank in listing.ranks if rank not in manifests]
     if killed:
         yield f"ranks {some(map(str, killed), 3)} did not finish: listed tensors are complete, later ones are missing"
     for rank, manifest in sorted(manifests.items()):
@@ -61,7 +61,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         "records",
         f"{len(chosen):,} of {len(listing.records):,}, {len({source.module for source in sources})} modules",
     )
-    yield "processes", ", ".join(str(index.rank) for index in listing.indices)
+    yield "processes", ", ".join(map(str, listing.ranks))
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
     yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB; shared tensors count once"
     if labels:

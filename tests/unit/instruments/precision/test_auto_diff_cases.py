@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision import auto_diff
 from instruments.precision.findings import notes_of, reason
 from instruments.precision.verdict import DiffLimits, Verdict
+from tiny_onn import auto_diff
 
 B, T, D, F = 3, 7, 48, 80
 

@@ -107,9 +107,6 @@ def test_sums_are_those_of_a_loop():
     exact = values.double().sum(1)
     assert last.one_by_one == pytest.approx(float((total.double() - exact).norm() / exact.norm()), rel=1e-6)
     assert last.fp32 < 1e-6
-    assert last.pairwise < last.one_by_one / 2
-    assert last.mean == pytest.approx(last.one_by_one, rel=0.2)
-    assert last.cancellation == pytest.approx(1)
     assert first.one_by_one < 0.01
 
 
@@ -119,7 +116,7 @@ def test_a_running_sum_that_stands_still():
     assert sums.stagnant == pytest.approx((1000 - 256) / 1000)  # 256 + 1 = 256 in bfloat16
     assert sums.one_by_one == pytest.approx(1 - 0.256)
     assert sums.advice == (
-        "sum over dim -1 in fp32: error 0.7 → 0 (bfloat16 one by one, 74% of the addends lost; in pairs 0); "
+        "sum over dim -1 in fp32: error 0.7 → 0 (bfloat16 one by one, 74% of the addends lost); "
         "torch.sum adds in fp32 and rounds once: 0, as it is"
     )
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from unit.instruments.training_watch.watched_net import Net, loss_of
 
-from instruments.precision import watch_model
 from instruments.training_watch.step_log import Anomaly, StepReport, main
+from tiny_onn import watch_model
 
 
 @pytest.fixture
