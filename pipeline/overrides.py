@@ -102,7 +102,7 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
         return
     if override.is_sweep_override() and not sweep:
         do = f"python -m pipeline -m {shlex.quote(word)}"
-        what = f"{word} is a sweep over several values; one text with a comma needs quotes in quotes, one list brackets"
+        what = f"{word} is a sweep over values; a text with a comma needs quotes in quotes, a list brackets"
         yield ConfigError(what, where=WHERE, do=do)
         return
     values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]

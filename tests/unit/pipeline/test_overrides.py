@@ -88,13 +88,13 @@ def test_good_words_pass(word):
         ),
         (
             "experts=8,16",
-            "experts=8,16 is a sweep over several values; one text with a comma needs quotes in quotes, one list brackets\n"
+            "experts=8,16 is a sweep over values; a text with a comma needs quotes in quotes, a list brackets\n"
             "  where: command line\n"
             "  do:    python -m pipeline -m experts=8,16",
         ),
         (
             "score=glob(*)",
-            "score=glob(*) is a sweep over several values; one text with a comma needs quotes in quotes, one list brackets\n"
+            "score=glob(*) is a sweep over values; a text with a comma needs quotes in quotes, a list brackets\n"
             "  where: command line\n"
             "  do:    python -m pipeline -m 'score=glob(*)'",
         ),
