@@ -101,6 +101,14 @@ class TensorRecord:
     rounding: RoundingError | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def name_as(self, quant_type: str, timestamp: str | None = None) -> str:
+        """The name with another number format, and another form of the time."""
+        source = self.source
+        return make_name(
+            timestamp or self.timestamp, self.counter, source.layer_type, source.layer, source.direction, quant_type,
+            source.tensor,
+        )  # fmt: skip
+
     def to_row(self) -> dict[str, Any]:
         """The record as JSON values."""
         nested = {name: vars(part) for name in _PARTS if (part := getattr(self, name)) is not None}
@@ -156,14 +164,16 @@ def _size(shape: Sequence[int]) -> int:
     return prod(max(side, 1) for side in shape)
 
 
-def make_name(timestamp: str, counter: int, source: Source, quant_type: str) -> str:
+def make_name(
+    timestamp: str, counter: int, layer_type: str, layer: int | None, operation: str, quant_type: str, tensor: str
+) -> str:
     """`{timestamp}_{counter:04}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}`.
 
     The counter alone is unique over all processes of a dump.
     """
-    layer = "none" if source.layer is None else source.layer
-    kind = source.layer_type.replace("_", "-")  # readers split names at underscores
-    return f"{timestamp}_{counter:04}_{kind}_L{layer}_{source.direction}_{quant_type}_{source.tensor}"
+    number = "none" if layer is None else layer
+    kind = layer_type.replace("_", "-")  # readers split names at underscores
+    return f"{timestamp}_{counter:04}_{kind}_L{number}_{operation}_{quant_type}_{tensor}"
 
 
 def now() -> str:

@@ -23,7 +23,7 @@ from instruments.errors import ContractError, UserError
 from instruments.files import sync, whole_file
 from instruments.safetensors_files import checksum_of
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord, make_name
+from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord
 from instruments.tensor_dump.rounding import round_into
 from instruments.tensor_dump.statistics import measure, read_moments
 
@@ -220,7 +220,7 @@ class DumpWriter:
         self.manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
         if held.rounded:
-            name = make_name(record.timestamp, record.counter, record.source, held.rounded["quant_type"])
+            name = record.name_as(held.rounded["quant_type"])
             self._rows.append(replace(record, name=name, rounded_from=record.name, **held.rounded))
 
     def _keep(self, record: TensorRecord, held: Held, data: Tensor) -> None:
