@@ -17,7 +17,7 @@ from unit.instruments.training_watch.watched_net import D, H, Net, batch, hooks_
 
 from instruments.errors import ConfigError, ContractError
 from instruments.tensor_dump.reader import DumpReader
-from instruments.training_watch.step_log import describe, read_step_log
+from instruments.training_watch.step_log import read_step_log
 from tiny_onn import watch_model
 
 
@@ -123,11 +123,8 @@ def test_a_scaler_that_searches_its_scale(fused, how):
     if how == "step":  # else a skipped step is seen at the next forward pass
         assert seen[:2] == [2.0**40, 2.0**39]
         assert [one.kind for one in reports[0].anomalies] == ["skipped"]
-        rises, falls = (sum(sign * (b - a) > 0 for a, b in pairwise(seen)) for sign in (1, -1))
-        assert (watch.last.scale_rises, watch.last.scale_falls) == (rises, falls)
-        assert f"loss scale: {rises} rises, {falls} falls\n" in describe([watch.last.record(layers=False)])
     assert {one.kind for report in reports if report for one in report.anomalies} <= {"skipped", "falling_scale"}
-    assert watch.last.scale_falls > 5
+    assert sum(b < a for a, b in pairwise(seen)) > 5
     assert 1e-3 < watch.last.gradient_norm < 10
 
 

@@ -85,7 +85,6 @@ def test_a_scaler_that_finds_no_scale():
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert (watch.last.scale_rises, watch.last.scale_falls) == (0, 10)
     assert kinds[:2] == [None, {("skipped", "note")}]
     assert kinds[4] == {("skipped", "note"), ("loss_scale", "warning")}  # loss scale 64
     assert ("falling_scale", "warning") in kinds[6]
