@@ -74,14 +74,14 @@ def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
 SETTINGS = "TENSOR_SAVE_CONFIG"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_WORDS = {ENABLED: (*_YES, *_NO), QUANT_TYPE: QUANT_TYPES}  # of variables that accept only these
 
 
 def read_variable(name: str, environment: Mapping[str, str]) -> str | None:
     """The value of a variable; None if it is not set, empty, or invalid, which `read_control` reports."""
     word = environment.get(name, "").strip()
-    word = word.lower() if name == ENABLED else word
-    return word if word and word in _WORDS.get(name, (word,)) else None
+    if name == ENABLED:
+        return (dict.fromkeys(_YES, "true") | dict.fromkeys(_NO, "false")).get(word.lower())
+    return word if word and (name != QUANT_TYPE or word in QUANT_TYPES) else None
 
 
 def read_control(
