@@ -101,8 +101,9 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
     if override.is_hydra_override() or override.is_delete():
         return
     if override.is_sweep_override() and not sweep:
-        do = f"python -m pipeline -m {shlex.quote(word)}{_if_one_value(word)}"
-        yield ConfigError(f"{word} is a sweep over several values", where=WHERE, do=do)
+        do = f"python -m pipeline -m {shlex.quote(word)}"
+        what = f"{word} is a sweep over values; a text with a comma needs quotes in quotes, a list brackets"
+        yield ConfigError(what, where=WHERE, do=do)
         return
     values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
     if not values:
@@ -150,16 +151,6 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
     )
 
 
-def _if_one_value(word: str) -> str:
-    """The remedy for commas that are part of a text, such as a file's name, or separate the items of a list."""
-    key, _equals, value = word.lstrip("+").partition("=")
-    kind = find_type(key)
-    kinds = {kind, *get_args(kind)} if key in TYPES else set()
-    if list in {get_origin(part) for part in kinds}:
-        return f"; for one list: {shlex.quote(f'{key}=[{value}]')}"
-    return f"; for one text with a comma: {setting_word(key, value)}" if str in kinds else ""
-
-
 def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
     """Whether the schema accepts the value; for bool only words and 0 and 1, and no text for lists."""
     if not _are_booleans(kind, value):
@@ -187,6 +178,13 @@ def _are_booleans(kind: Any, value: object) -> bool:  # noqa: ANN401 - an annota
     )
 
 
+# Settings of earlier versions → what to do instead.
+GONE = {
+    "extract.verify": "without it: the next stage checks the files' hashes",
+    "train.fsdp_config": "train.fsdp=true alone: every decoder layer is sharded",
+}
+
+
 def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     """The error for a setting that does not exist, with the closest existing one as the remedy."""
     key, _equals, value = word.lstrip("+").partition("=")
@@ -195,6 +193,8 @@ def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [
         by_last_word[name] for name in get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.7)
     ]
+    if key in GONE:
+        return ConfigError(f"there is no setting {key} any more", where=WHERE, do=GONE[key])
     remedy = f"{close[0]}={value}" if close else "python -m pipeline --cfg job lists the settings"
     return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
 
