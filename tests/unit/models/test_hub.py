@@ -5,9 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
@@ -26,11 +24,11 @@ UNREACHABLE = (
 )
 
 
-def hub(name: str | None = "nobody/nothing", revision: str | None = None) -> ModelConfig:
+def hub(name="nobody/nothing", revision=None):
     return ModelConfig(kind="hub", name=name, revision=revision)
 
 
-def test_no_connection_and_nothing_cached() -> None:
+def test_no_connection_and_nothing_cached():
     assert [str(error) for error in check_source(hub())] == [UNREACHABLE]
     for read in (resolve_folder, source_cache_key):
         with pytest.raises(UserError) as caught:
@@ -39,7 +37,7 @@ def test_no_connection_and_nothing_cached() -> None:
 
 
 @pytest.fixture
-def deaf_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def deaf_server(monkeypatch):
     """A hub that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -48,7 +46,7 @@ def deaf_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield address
 
 
-def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server: str) -> None:
+def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server):
     started = time.perf_counter()
     assert [str(error) for error in check_source(hub())] == [
         f"the hub cannot be reached at {deaf_server} and the model is not in the cache\n"
@@ -59,7 +57,7 @@ def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server:
     assert 2 < time.perf_counter() - started < 5
 
 
-def test_a_command_asks_such_a_hub_once(tmp_path: Path) -> None:
+def test_a_command_asks_such_a_hub_once(tmp_path):
     """Runs in a fresh process, since the hub's client sends its own request once per process and waits 5 s."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -75,13 +73,13 @@ def test_a_command_asks_such_a_hub_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "answers"), [(200, True), (404, True), (503, False)])
-def test_what_counts_as_an_answer(status: int, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_counts_as_an_answer(status, answers, monkeypatch):
     class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self.send_response(status)
             self.end_headers()
 
-        def log_message(self, *_words: object) -> None:
+        def log_message(self, *_words):
             """Print no log of requests."""
 
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
@@ -91,14 +89,14 @@ def test_what_counts_as_an_answer(status: int, answers: bool, monkeypatch: pytes
         assert hub_answers() is answers
 
 
-def test_a_name_the_hub_does_not_allow() -> None:
+def test_a_name_the_hub_does_not_allow():
     (error,) = check_source(hub("a b//c", "v2"))
     assert error.what.startswith("the hub refused: Repo id must be in the form")
     assert error.where == "model.name=a b//c, model.revision=v2"
     assert error.do == "check model.name and model.revision; for a gated model: hf auth login"
 
 
-def test_no_name() -> None:
+def test_no_name():
     assert [str(error) for error in check_source(hub(None))] == [
         "model=hub needs a repository\n  where: model.name\n  do:    model.name=Qwen/Qwen2.5-0.5B"
     ]
@@ -111,7 +109,7 @@ CONFIG = (
 
 
 @pytest.fixture
-def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fetched(tmp_path, monkeypatch):
     """A hub that returns config.json of commit 0123abc; return its path."""
     config = tmp_path / "0123abc" / "config.json"
     config.parent.mkdir()
@@ -120,9 +118,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return config
 
 
-def test_pickle_repositories_are_refused_before_they_are_downloaded(
-    fetched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickle_repositories_are_refused_before_they_are_downloaded(fetched, monkeypatch):
     files = [SimpleNamespace(filename=name) for name in ("config.json", "pytorch_model.bin")]
     monkeypatch.setattr("models.source.hub_answers", lambda: True)
     monkeypatch.setattr("models.source.snapshot_download", lambda *_args, dry_run, **_more: files)
@@ -131,25 +127,25 @@ def test_pickle_repositories_are_refused_before_they_are_downloaded(
     assert error.where == "nobody/nothing"
 
 
-def test_off_line_with_a_cached_model_is_fine(fetched: Path) -> None:
+def test_off_line_with_a_cached_model_is_fine(fetched):
     fetched.with_name("model.safetensors").touch()
     assert check_source(hub()) == []
 
 
-def test_off_line_with_a_cached_config_alone_is_said_before_anything_starts(fetched: Path) -> None:
+def test_off_line_with_a_cached_config_alone_is_said_before_anything_starts(fetched):
     assert [error.what for error in check_source(hub())] == [
         "HF_HUB_OFFLINE is set and the model's weights are not in the cache"
     ]
 
 
-def test_identity_is_the_commit(fetched: Path) -> None:
+def test_identity_is_the_commit(fetched):
     assert source_cache_key(hub()) == {"name": "nobody/nothing", "commit": "0123abc"}
 
 
-def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch):
+    asked = []
 
-    def snapshot(_name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+    def snapshot(_name, *, revision, allow_patterns, local_files_only):
         asked.append(allow_patterns)
         return "folder"
 

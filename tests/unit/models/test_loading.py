@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_pico(tmp_path_factory.mktemp("pico"), "llama", dtype=torch.bfloat16)
 
 
-def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder: Path) -> None:
+def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder):
     dense = load_dense(ModelConfig(device="cpu"), folder)
     assert not dense.training
     assert not any(parameter.requires_grad for parameter in dense.parameters())
@@ -30,14 +30,14 @@ def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder: Path) -> None:
     assert load_dense(ModelConfig(device="cpu", dtype="bfloat16"), folder).dtype == torch.bfloat16
 
 
-def test_auto_takes_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu() -> None:
+def test_auto_takes_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu():
     assert resolve_dtype(ModelConfig(), CPU) == torch.float32
     assert resolve_dtype(ModelConfig(), torch.device("cuda")) is None
     assert resolve_dtype(ModelConfig(dtype="float16"), CPU) == torch.float16
 
 
 @pytest.mark.parametrize(("device", "what"), [("gpu", "unknown device 'gpu'"), ("cuda:2", "device cuda:2 is not here")])
-def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, device: str, what: str) -> None:
+def test_devices_that_are_not_here(monkeypatch, device, what):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device(ModelConfig(device="cuda:1")) == torch.device("cuda:1")
     with pytest.raises(ConfigError, match=what) as caught:
@@ -45,7 +45,7 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, device: str,
     assert caught.value.where == "model.device"
 
 
-def test_the_checkpoints_own_class_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoints_own_class_is_not_run(tmp_path, monkeypatch):
     """It may compute something else than transformers' class, by which other stages run the same layers."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = write_pico(tmp_path / "pico", "llama")
@@ -55,13 +55,13 @@ def test_the_checkpoints_own_class_is_not_run(tmp_path: Path, monkeypatch: pytes
     assert type(load_dense(model, folder)) is LlamaForCausalLM
 
 
-def test_tokenizer_of_the_embedded_model() -> None:
+def test_tokenizer_of_the_embedded_model():
     tokenizer = load_tokenizer(EMBEDDED, trust_remote_code=False)
     assert tokenizer.decode(tokenizer("def main():")["input_ids"]) == "def main():"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3_text"])
-def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
+def test_an_empty_tokenizer_is_none(tmp_path, family):
     """Without tokenizer files, transformers returns an empty one for Qwen; for Gemma, one that knows no word."""
     folder = write_pico(tmp_path, family)
     with pytest.raises(CheckpointError, match="no usable tokenizer: ") as caught:
@@ -70,7 +70,7 @@ def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
     assert caught.value.do == "put the model's tokenizer files beside its config.json"
 
 
-def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
+def test_the_tokenizer_of_another_model(tmp_path):
     folder = write_pico(tmp_path, "qwen2", tokenizer=True)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 4096', '"vocab_size": 61'))
@@ -86,7 +86,7 @@ def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
         ({"num_labels": "many"}, "'str' object"),
     ],
 )
-def test_a_tokenizer_is_not_blamed_for_the_config(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+def test_a_tokenizer_is_not_blamed_for_the_config(tmp_path, changes, reason):
     folder = write_pico(tmp_path, "qwen3", tokenizer=True)
     change_config(folder, **changes)
     with pytest.raises(CheckpointError) as caught:
@@ -179,7 +179,7 @@ def test_every_file_of_a_tokenizer_that_is_read_is_copied(copied):
     assert json.loads((out / "tokenizer_config.json").read_text()) == {"pad_token": "\ud800"}
 
 
-def test_padding_has_an_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_has_an_embedding(tmp_path, caplog):
     folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
     tokenizer, known = (
         load_tokenizer(folder, trust_remote_code=False),

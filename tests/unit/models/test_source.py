@@ -11,23 +11,23 @@ from models.source import EMBEDDED, read_source_config, resolve_folder, source_c
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> ModelConfig:
+def local(tmp_path):
     return ModelConfig(kind="local", path=str(write_pico(tmp_path / "model", "qwen2", max_shard_size="12KB")))
 
 
-def test_embedded_and_local_folders(local: ModelConfig) -> None:
+def test_embedded_and_local_folders(local):
     assert resolve_folder(ModelConfig()) == EMBEDDED
     assert resolve_folder(local) == Path(str(local.path))
     assert read_source_config(ModelConfig())["intermediate_size"] == 1024
 
 
-def test_a_source_is_named_by_its_kind(tmp_path: Path) -> None:
+def test_a_source_is_named_by_its_kind(tmp_path):
     assert ModelConfig(kind="hub", label="q", name="a/b").source_name == "a/b"
     assert ModelConfig(kind="local", label="q", path=str(tmp_path / "b" / ".." / "c")).source_name == "c"
     assert ModelConfig(label="q", name="a/b").source_name == "q"
 
 
-def test_the_cache_key_follows_all_that_decides_a_result(local: ModelConfig) -> None:
+def test_the_cache_key_follows_all_that_decides_a_result(local):
     folder = Path(str(local.path))
     shard, before = next(folder.glob("*.safetensors")), source_cache_key(local)
     shard.touch()

@@ -1,7 +1,6 @@
 """Headers of a folder: weights stored in 4 or 8 bits are one tensor each; no file is larger than any model's."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -168,7 +167,7 @@ def test_int8_in_the_layout_of_old_gpus(plain, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 41)])
-def test_json_larger_than_any_model_has(tmp_path: Path, name: str, size: int) -> None:
+def test_json_larger_than_any_model_has(tmp_path, name, size):
     """Too large files are not read at all: parsed JSON takes forty times the file's size in memory."""
     with (tmp_path / name).open("wb") as file:
         file.truncate(size * 2**20)
@@ -177,14 +176,14 @@ def test_json_larger_than_any_model_has(tmp_path: Path, name: str, size: int) ->
     assert str(caught.value).startswith(f"{name} has {size * 2**20:,} bytes, more than the ")
 
 
-def test_json_that_nobody_reads_may_be_large(tmp_path: Path) -> None:
+def test_json_that_nobody_reads_may_be_large(tmp_path):
     """Trainer's log of a long training has a line for each step."""
     with (tmp_path / "trainer_state.json").open("wb") as file:
         file.truncate(17 * 2**20)
     assert require_folder(tmp_path) == tmp_path
 
 
-def test_json_of_more_values_than_any_model_has(tmp_path: Path) -> None:
+def test_json_of_more_values_than_any_model_has(tmp_path):
     (tmp_path / "tokenizer.json").write_text(f"[{','.join(['0'] * (2**21 + 2))}]")
     with pytest.raises(CheckpointError, match="2,097,154 values, more than the 2,097,152 that it may have"):
         require_folder(tmp_path)

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from models.checkpoint.folder import list_shards
 from models.checkpoint.shards import ShardReader, ShardWriter
 
 
-def test_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path) -> None:
+def test_shards_are_named_and_indexed_as_transformers_does(tmp_path):
     tensors = {name: torch.full((5,), float(i)) for i, name in enumerate("abcde")}
     with ShardWriter(tmp_path, max_shard_bytes=40) as writer:
         for name, tensor in tensors.items():
@@ -28,7 +27,7 @@ def test_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path) -> No
         assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in tensors.items())
 
 
-def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path):
     with ShardWriter(tmp_path, max_shard_bytes=16) as writer:
         writer.add("small", torch.ones(1))
         writer.add("large", torch.ones(9))
@@ -37,7 +36,7 @@ def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path: Path) -> None:
     assert sizes == [1, 1, 1]
 
 
-def test_views_are_written_as_they_look(tmp_path: Path) -> None:
+def test_views_are_written_as_they_look(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     with ShardWriter(tmp_path) as writer:
         writer.add("transposed", base.T)
@@ -52,7 +51,7 @@ def test_views_are_written_as_they_look(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]  # one shard needs no index
 
 
-def test_a_name_is_written_once(tmp_path: Path) -> None:
+def test_a_name_is_written_once(tmp_path):
     writer = ShardWriter(tmp_path)
     writer.add("a", torch.ones(2))
     with pytest.raises(CheckpointError) as caught:
@@ -60,8 +59,8 @@ def test_a_name_is_written_once(tmp_path: Path) -> None:
     assert str(caught.value) == f"tensor a was already written\n  where: {tmp_path}"
 
 
-def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
-    def fail() -> None:
+def test_a_failed_write_leaves_no_checkpoint(tmp_path):
+    def fail():
         with ShardWriter(tmp_path, max_shard_bytes=8) as writer:
             writer.add("a", torch.ones(2))
             writer.add("b", torch.ones(2))
@@ -72,8 +71,8 @@ def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_args: object, **_more: object) -> None:
+def test_a_full_disk_is_a_users_error(tmp_path, monkeypatch):
+    def no_space(*_args, **_more):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("models.checkpoint.shards.save_file", no_space)
@@ -88,8 +87,8 @@ def test_a_full_disk_is_a_users_error(tmp_path: Path, monkeypatch: pytest.Monkey
     )
 
 
-def test_what_was_written_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lossy(tensors: dict[str, torch.Tensor], path: Path, **more: object) -> None:
+def test_what_was_written_is_checked(tmp_path, monkeypatch):
+    def lossy(tensors, path, **more):
         save_file({name: tensor.half() for name, tensor in tensors.items()}, path, **more)
 
     monkeypatch.setattr("models.checkpoint.shards.save_file", lossy)
@@ -100,7 +99,7 @@ def test_what_was_written_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert caught.value.what == "what was written is not what was given: a"
 
 
-def test_tensors_come_back_bit_for_bit_in_every_format_of_weights(tmp_path: Path) -> None:
+def test_tensors_come_back_bit_for_bit_in_every_format_of_weights(tmp_path):
     values = torch.linspace(-3, 3, 21).view(3, 7)
     tensors = {name: values.to(getattr(torch, name)) for name in FLOATING}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -113,7 +112,7 @@ def test_tensors_come_back_bit_for_bit_in_every_format_of_weights(tmp_path: Path
             assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
+def test_shards_are_found_by_the_index(tmp_path):
     parts = {"first": torch.ones(2, 3), "second": torch.ones(5)}
     for name, tensor in parts.items():
         save_file({name: tensor}, tmp_path / f"{name}.safetensors")
@@ -124,7 +123,7 @@ def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
         assert torch.equal(reader.tensor("second"), parts["second"])
 
 
-def test_an_index_beside_a_whole_file_is_not_read(tmp_path: Path) -> None:
+def test_an_index_beside_a_whole_file_is_not_read(tmp_path):
     """transformers prefers model.safetensors, too: the scan and the experts come from the same weights."""
     save_file({"a": torch.zeros(4)}, tmp_path / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "missing.safetensors"}}
@@ -135,14 +134,14 @@ def test_an_index_beside_a_whole_file_is_not_read(tmp_path: Path) -> None:
     assert [path.name for path in list_shards(tmp_path)] == ["model.safetensors"]
 
 
-def test_what_is_read_is_the_readers_own(tmp_path: Path) -> None:
+def test_what_is_read_is_the_readers_own(tmp_path):
     save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
     with ShardReader(tmp_path) as reader:
         reader.tensor("a").fill_(1)
         assert not reader.tensor("a").any()
 
 
-def test_a_closed_reader_opens_again(tmp_path: Path) -> None:
+def test_a_closed_reader_opens_again(tmp_path):
     save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
     reader = ShardReader(tmp_path)
     reader.tensor("a")
@@ -151,14 +150,14 @@ def test_a_closed_reader_opens_again(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_unknown_tensor(tmp_path: Path) -> None:
+def test_unknown_tensor(tmp_path):
     save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
     with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError) as caught:
         reader.tensor("b")
     assert str(caught.value) == "there is no tensor b\n  do:    check that the checkpoint is complete"
 
 
-def test_a_file_cut_short_while_in_use_is_an_error(tmp_path: Path) -> None:
+def test_a_file_cut_short_while_in_use_is_an_error(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(400)}, path)
     with ShardReader(tmp_path) as reader:

@@ -1,9 +1,7 @@
 """Emission: refused inputs, copied files, number formats and layouts; tests/numerics compares the logits."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,20 +19,20 @@ SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 DENSE = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "glm4_moe"}
 
 
-def random_experts(layer: int) -> ExpertWeights:
+def random_experts(layer):
     generator = torch.Generator().manual_seed(layer)
     sizes = ((3, 8, 24), (3, 8, 24), (3, 24, 8), (5, 24), (5, 24), (24, 5))
     return ExpertWeights(*(torch.randn(size, generator=generator) for size in sizes))
 
 
 def emit(
-    dense: Path,
-    out: Path,
-    target: str = "qwen2_moe",
-    experts: Callable[[int], ExpertWeights] = random_experts,
-    router: torch.Tensor | None = None,
-    dtype: str = "source",
-) -> Path:
+    dense,
+    out,
+    target="qwen2_moe",
+    experts=random_experts,
+    router=None,
+    dtype="source",
+):
     rows = torch.ones(3, 24) if router is None else router
     emit_checkpoint(
         dense, out, target=MOE_TARGETS[target], shape=SHAPE, routers=lambda _layer: rows, experts=experts, dtype=dtype
@@ -43,13 +41,13 @@ def emit(
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory):
     folder = write_pico(tmp_path_factory.mktemp("dense"), "qwen2", tokenizer=True)
     (folder / "LICENSE").write_text("terms of the dense model")
     return folder
 
 
-def test_tokenizer_template_generation_config_and_licence_come_along(dense: Path, tmp_path: Path) -> None:
+def test_tokenizer_template_generation_config_and_licence_come_along(dense, tmp_path):
     out = emit(dense, tmp_path)
     chat = [{"role": "user", "content": "def"}]
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (dense, out))
@@ -70,8 +68,8 @@ def test_tokenizer_template_generation_config_and_licence_come_along(dense: Path
     ],
 )
 def test_the_tokens_are_the_dense_models_though_the_class_follows_the_architecture(
-    tmp_path: Path, source: str, tokenizer_class: str | None, target: str
-) -> None:
+    tmp_path, source, tokenizer_class, target
+):
     dense = write_pico(tmp_path / "dense", source, layers=1, tokenizer=True)
     path = dense / "tokenizer_config.json"
     settings = {"eos_token": "<|endoftext|>", "tokenizer_class": tokenizer_class, "note": "é"}
@@ -97,7 +95,7 @@ def test_the_tokens_are_the_dense_models_though_the_class_follows_the_architectu
         assert json.loads((out / path.name).read_text())["note"] == "é"
 
 
-def test_routers_are_written_as_they_are(dense: Path, tmp_path: Path) -> None:
+def test_routers_are_written_as_they_are(dense, tmp_path):
     router = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
     emit(dense, tmp_path, router=router)
     with ShardReader(tmp_path) as reader:
@@ -105,7 +103,7 @@ def test_routers_are_written_as_they_are(dense: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_another_number_format(dense: Path, tmp_path: Path, dtype: str) -> None:
+def test_another_number_format(dense, tmp_path, dtype):
     emit(dense, tmp_path, dtype=dtype)
     with ShardReader(tmp_path) as reader:
         assert {reader.dtype(name) for name in reader.names} == {getattr(torch, dtype)}
@@ -114,7 +112,7 @@ def test_another_number_format(dense: Path, tmp_path: Path, dtype: str) -> None:
     assert shared_row.sum() < 1e-5
 
 
-def test_selection_bias_stays_in_float32(dense: Path, tmp_path: Path) -> None:
+def test_selection_bias_stays_in_float32(dense, tmp_path):
     emit(dense, tmp_path, target="glm4_moe", dtype="bfloat16")
     with ShardReader(tmp_path) as reader:
         bias = reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias")
@@ -122,7 +120,7 @@ def test_selection_bias_stays_in_float32(dense: Path, tmp_path: Path) -> None:
     assert torch.equal(bias, torch.zeros(3))
 
 
-def test_mixed_formats_are_kept(dense: Path, tmp_path: Path) -> None:
+def test_mixed_formats_are_kept(dense, tmp_path):
     """Experts in bfloat16, attention and router in float32."""
     half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
     emit(dense, tmp_path, experts=lambda _layer: ExpertWeights(**half))
@@ -133,7 +131,7 @@ def test_mixed_formats_are_kept(dense: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])
-def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: Path, dtype: str) -> None:
+def test_down_is_multiplied_in_float32_and_rounded_once(dense, tmp_path, dtype):
     """The scale 3 is no power of two; down is given in float32 and written in the gate's bfloat16."""
     half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
     half["down_EDN"] = random_experts(0).down_EDN
@@ -154,7 +152,7 @@ def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: P
     assert not torch.equal(written, half["down_EDN"][0].to(expected) * 3) or expected == torch.float32
 
 
-def test_experts_and_routers_of_another_shape(dense: Path, tmp_path: Path) -> None:
+def test_experts_and_routers_of_another_shape(dense, tmp_path):
     narrow = replace(
         random_experts(0), gate_END=torch.ones(3, 7, 24), up_END=torch.ones(3, 7, 24), down_EDN=torch.ones(3, 24, 7)
     )
@@ -176,7 +174,7 @@ def test_experts_and_routers_of_another_shape(dense: Path, tmp_path: Path) -> No
         ("granite", "granitemoeshared", "model.layers.0.block_sparse_moe.output_linear.weight", "tiny_onn"),
     ],
 )
-def test_a_gate_scale_that_overflows(tmp_path: Path, source: str, target: str, name: str, other: str) -> None:
+def test_a_gate_scale_that_overflows(tmp_path, source, target, name, other):
     dense = write_pico(tmp_path / "dense", source, layers=1)
     large = replace(random_experts(0), down_EDN=torch.full((3, 24, 8), 40_000.0))
     with pytest.raises(NumericsError, match="are not finite in float16") as caught:
@@ -186,7 +184,7 @@ def test_a_gate_scale_that_overflows(tmp_path: Path, source: str, target: str, n
 
 
 @pytest.mark.parametrize("part", ["gate_END", "shared_down_DS"])
-def test_weights_that_another_number_format_cannot_hold(dense: Path, tmp_path: Path, part: str) -> None:
+def test_weights_that_another_number_format_cannot_hold(dense, tmp_path, part):
     large = random_experts(0)
     large = replace(large, **{part: torch.full_like(getattr(large, part), 70_000.0)})
     with pytest.raises(NumericsError, match="weights up to 70000 are not finite in float16") as caught:
@@ -194,8 +192,8 @@ def test_weights_that_another_number_format_cannot_hold(dense: Path, tmp_path: P
     assert caught.value.do == "assemble.dtype=float32, or assemble.dtype=source"
 
 
-def test_a_failed_emission_is_no_checkpoint(dense: Path, tmp_path: Path) -> None:
-    def fail_late(layer: int) -> ExpertWeights:
+def test_a_failed_emission_is_no_checkpoint(dense, tmp_path):
+    def fail_late(layer):
         if layer == 1:
             raise KeyboardInterrupt
         return random_experts(layer)
@@ -205,7 +203,7 @@ def test_a_failed_emission_is_no_checkpoint(dense: Path, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_source_is_never_overwritten(dense: Path) -> None:
+def test_the_source_is_never_overwritten(dense):
     with pytest.raises(CheckpointError) as caught:
         emit(dense, dense / ".")
     assert caught.value.what == "the MoE would overwrite its source"
@@ -226,7 +224,7 @@ def test_the_source_is_never_overwritten(dense: Path) -> None:
         ("smollm3", "tiny_onn", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     ],
 )
-def test_packed_layouts(source: str, target: str, names: list[str], tmp_path: Path) -> None:
+def test_packed_layouts(source, target, names, tmp_path):
     """Gate rows before up rows, each padded with zero neurons: always-on neurons 5 → 16, experts 8 → 16."""
     dense = write_pico(tmp_path / "dense", source, layers=1)
     given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
@@ -256,7 +254,7 @@ def test_packed_layouts(source: str, target: str, names: list[str], tmp_path: Pa
         assert shared_gate_up.count_nonzero() == 10 * 24
 
 
-def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path: Path) -> None:
+def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path):
     dense = write_pico(tmp_path / "dense", "phi3", layers=1, tie=True)
     out = emit(dense, tmp_path / "moe", target="tiny_onn", experts=random_experts)
     with ShardReader(dense) as before, ShardReader(out) as after:
@@ -269,8 +267,8 @@ def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path: Path)
 @pytest.mark.parametrize(
     ("given", "message"), [((2, 0), "the layers give 2 experts, not 3"), ((3, 1), "the layers give 4")]
 )
-def test_a_pool_is_what_the_layers_give(dense: Path, tmp_path: Path, given: tuple[int, int], message: str) -> None:
-    def experts(layer: int) -> ExpertWeights:
+def test_a_pool_is_what_the_layers_give(dense, tmp_path, given, message):
+    def experts(layer):
         whole = random_experts(layer)
         wider = {
             name: torch.cat([getattr(whole, name)] * 2)[: given[layer]] for name in ("gate_END", "up_END", "down_EDN")

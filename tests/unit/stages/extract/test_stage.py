@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +18,14 @@ SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory):
     return write_pico(
         tmp_path_factory.mktemp("dense"), "qwen3", intermediate=WIDTH, layers=LAYERS, dtype=torch.bfloat16
     )
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     parents = {"cluster": tmp_path / "cluster"}
     out = tmp_path / "out"
     for folder in (*parents.values(), out):
@@ -39,7 +38,7 @@ def job(tmp_path: Path) -> Job:
     return Job(parents, out, tmp_path / "scratch")
 
 
-def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
+def test_experts_are_the_dense_neurons(dense, job):
     table = run(job, model=ModelConfig(kind="local", path=str(dense)), shape=SHAPE)
     weights = load_file(dense / "model.safetensors")
     partition = Partition.load(job.parents["cluster"])
@@ -61,7 +60,7 @@ def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
     assert rows["most copies of a neuron"] == 1
 
 
-def test_layers_that_stay_dense_are_not_sliced(dense: Path, job: Job) -> None:
+def test_layers_that_stay_dense_are_not_sliced(dense, job):
     whole = Partition.load(job.parents["cluster"])
     for tensor in (whole.neurons, whole.always_on):
         tensor[0] = STAYS_DENSE
@@ -74,7 +73,7 @@ def test_layers_that_stay_dense_are_not_sliced(dense: Path, job: Job) -> None:
     assert rows["neurons dropped a layer"] == "11 of 40"
 
 
-def test_a_partition_of_another_shape(dense: Path, job: Job) -> None:
+def test_a_partition_of_another_shape(dense, job):
     other = MoEShape(experts=3, n=9, top_k=2, always_on=5)
     with pytest.raises(ContractError) as caught:
         run(job, model=ModelConfig(kind="local", path=str(dense)), shape=other)
@@ -86,7 +85,7 @@ def test_a_partition_of_another_shape(dense: Path, job: Job) -> None:
     assert list(job.out.iterdir()) == []
 
 
-def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense: Path, job: Job) -> None:
+def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense, job):
     """Layer 0 contributes no experts but keeps its always-on neurons."""
     neurons = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
     always_on = torch.arange(5).expand(LAYERS, 5).int()
