@@ -55,15 +55,14 @@ def test_targets_that_cannot_hold_it(source, requested, always_on, what, others)
     with pytest.raises(ConfigError) as caught:
         select_target({"model_type": source}, requested, always_on)
     error = caught.value
-    assert (error.what, error.where, error.do) == (
-        what,
-        "assemble.target",
-        f"assemble.target=auto, or one of {others}",
-    )
+    assert (error.what, error.where) == (what, "assemble.target")
+    assert error.do == f"assemble.target=auto, or one of {others}"
 
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
-WINDOWS = {"use_sliding_window": True}
+WINDOWS = {"use_sliding_window": True, "num_hidden_layers": 2}
+PARTIAL = {"partial_rotary_factor": 0.75}
+MIXED = ["full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize(
@@ -77,41 +76,17 @@ WINDOWS = {"use_sliding_window": True}
         ({"model_type": "mistral"}, "glm4_moe", "sliding_window", "mixtral"),
         ({"model_type": "llama", "head_dim": 8}, "qwen2_moe", "head_dim", "mixtral"),
         ({"model_type": "granite", "head_dim": 8}, "granitemoe", "head_dim", "tiny_onn"),
-        (
-            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"], **WINDOWS},
-            *("qwen3_moe", "use_sliding_window", "dots1"),
-        ),
-        (
-            {"model_type": "qwen2", "max_window_layers": 1, "num_hidden_layers": 2, **WINDOWS},
-            *("qwen2_moe", "use_sliding_window", "tiny_onn"),
-        ),
-        (
-            {"model_type": "qwen2", "max_window_layers": 0, "num_hidden_layers": 2, "sliding_window": None, **WINDOWS},
-            *("qwen2_moe", None, None),
-        ),
-        (
-            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
-            *("mixtral", "layer_types", "tiny_onn"),
-        ),
-        *(
-            (
-                {"model_type": "phi3", key: {"partial_rotary_factor": 0.75}},
-                *("mixtral", "partial_rotary_factor", "tiny_onn"),
-            )
-            for key in ("rope_parameters", "rope_scaling")
-        ),
+        (WINDOWS | {"model_type": "qwen3", "layer_types": MIXED}, "qwen3_moe", "use_sliding_window", "dots1"),
+        (WINDOWS | {"model_type": "qwen2", "max_window_layers": 1}, "qwen2_moe", "use_sliding_window", "tiny_onn"),
+        (WINDOWS | {"model_type": "qwen2", "max_window_layers": 0, "sliding_window": None}, "qwen2_moe", None, None),
+        ({"model_type": "mistral", "layer_types": MIXED}, "mixtral", "layer_types", "tiny_onn"),
+        ({"model_type": "phi3", "rope_parameters": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
+        ({"model_type": "phi3", "rope_scaling": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
     ],
 )
 def test_attention_that_a_target_cannot_hold(config, target, where, other):
     found = [(error.where, error.do) for error in check_target(SIZES | config, MOE_TARGETS[target], SHAPE)]
     assert found == ([(f"{where} in config.json", f"assemble.target={other}")] if where else [])
-
-
-def test_a_fault_is_one_whole_message():
-    (error,) = check_target(SIZES | {"model_type": "llama", "head_dim": 8}, MOE_TARGETS["qwen2_moe"], SHAPE)
-    assert str(error) == (
-        "qwen2_moe cannot have head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral"
-    )
 
 
 def test_shapes_that_a_target_cannot_hold():

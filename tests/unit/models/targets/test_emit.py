@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from models.experts import ExpertWeights
 from models.targets.config import MOE_TARGETS
 
 SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
-DENSE = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "glm4_moe"}
 
 
 def random_experts(layer):
@@ -25,19 +25,16 @@ def random_experts(layer):
     return ExpertWeights(*(torch.randn(size, generator=generator) for size in sizes))
 
 
-def emit(
-    dense,
-    out,
-    target="qwen2_moe",
-    experts=random_experts,
-    router=None,
-    dtype="source",
-):
+def emit(dense, out, target="qwen2_moe", *, experts=random_experts, router=None, shape=SHAPE, **more):
     rows = torch.ones(3, 24) if router is None else router
     emit_checkpoint(
-        dense, out, target=MOE_TARGETS[target], shape=SHAPE, routers=lambda _layer: rows, experts=experts, dtype=dtype
+        dense, out, target=MOE_TARGETS[target], shape=shape, routers=lambda _layer: rows, experts=experts, **more
     )
     return out
+
+
+def half_experts(_layer):
+    return ExpertWeights(**{name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()})
 
 
 @pytest.fixture(scope="module")
@@ -95,74 +92,44 @@ def test_the_tokens_are_the_dense_models_though_the_class_follows_the_architectu
         assert json.loads((out / path.name).read_text())["note"] == "é"
 
 
-def test_routers_are_written_as_they_are(dense, tmp_path):
-    router = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
-    emit(dense, tmp_path, router=router)
-    with ShardReader(tmp_path) as reader:
-        assert torch.equal(reader.tensor("model.layers.1.mlp.gate.weight"), router)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_number_format(dense, tmp_path, dtype):
-    emit(dense, tmp_path, dtype=dtype)
-    with ShardReader(tmp_path) as reader:
+    """Of all tensors but the selection bias."""
+    with ShardReader(emit(dense, tmp_path / "qwen2", dtype=dtype)) as reader:
         assert {reader.dtype(name) for name in reader.names} == {getattr(torch, dtype)}
         shared_row = reader.tensor("model.layers.0.mlp.shared_expert_gate.weight")
     assert (shared_row > 0).all()
     assert shared_row.sum() < 1e-5
-
-
-def test_selection_bias_stays_in_float32(dense, tmp_path):
-    emit(dense, tmp_path, target="glm4_moe", dtype="bfloat16")
-    with ShardReader(tmp_path) as reader:
+    with ShardReader(emit(dense, tmp_path / "glm4", "glm4_moe", dtype=dtype)) as reader:
         bias = reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias")
-    assert bias.dtype == torch.float32
-    assert torch.equal(bias, torch.zeros(3))
+    assert (bias.dtype, bias.tolist()) == (torch.float32, [0, 0, 0])
 
 
 def test_mixed_formats_are_kept(dense, tmp_path):
     """Experts in bfloat16, attention and router in float32."""
-    half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
-    emit(dense, tmp_path, experts=lambda _layer: ExpertWeights(**half))
-    with ShardReader(tmp_path) as reader:
+    router = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    with ShardReader(emit(dense, tmp_path, experts=half_experts, router=router)) as reader:
         assert reader.dtype("model.layers.0.mlp.experts.2.down_proj.weight") == torch.bfloat16
         assert reader.dtype("model.layers.0.self_attn.q_proj.weight") == torch.float32
-        assert reader.dtype("model.layers.0.mlp.gate.weight") == torch.float32
+        assert torch.equal(reader.tensor("model.layers.1.mlp.gate.weight"), router)
 
 
 @pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])
 def test_down_is_multiplied_in_float32_and_rounded_once(dense, tmp_path, dtype):
     """The scale 3 is no power of two; down is given in float32 and written in the gate's bfloat16."""
-    half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
-    half["down_EDN"] = random_experts(0).down_EDN
-    odd = MoEShape(experts=3, n=8, top_k=3, always_on=5)
-    emit_checkpoint(
-        dense,
-        tmp_path,
-        target=MOE_TARGETS["qwen2_moe"],
-        shape=odd,
-        routers=lambda _layer: torch.ones(3, 24),
-        experts=lambda _layer: ExpertWeights(**half),
-        dtype=dtype,
-    )
+    experts = replace(half_experts(0), down_EDN=random_experts(0).down_EDN)
+    emit(dense, tmp_path, experts=lambda _layer: experts, shape=replace(SHAPE, top_k=3), dtype=dtype)
     with ShardReader(tmp_path) as reader:
         written = reader.tensor("model.layers.0.mlp.experts.0.down_proj.weight")
     expected = torch.float32 if dtype == "float32" else torch.bfloat16
-    assert torch.equal(written, (half["down_EDN"][0] * 3).to(expected))
-    assert not torch.equal(written, half["down_EDN"][0].to(expected) * 3) or expected == torch.float32
+    assert torch.equal(written, (experts.down_EDN[0] * 3).to(expected))
+    assert not torch.equal(written, experts.down_EDN[0].to(expected) * 3) or expected == torch.float32
 
 
 def test_experts_and_routers_of_another_shape(dense, tmp_path):
-    narrow = replace(
-        random_experts(0), gate_END=torch.ones(3, 7, 24), up_END=torch.ones(3, 7, 24), down_EDN=torch.ones(3, 24, 7)
-    )
-    with pytest.raises(ContractError) as caught:
-        emit(dense, tmp_path / "narrow", experts=lambda _layer: narrow)
-    assert str(caught.value) == (
-        "3 experts of 7 neurons and 5 always-on neurons, not 3 experts of 8 neurons and 5 always-on neurons\n"
-        "  where: layer 0\n"
-        "  do:    stage=extract fresh=true"
-    )
+    with pytest.raises(ContractError, match=r"experts of 8 neurons .* not 3 experts of 9 neurons") as caught:
+        emit(dense, tmp_path / "narrow", shape=replace(SHAPE, n=9))
+    assert (caught.value.where, caught.value.do) == ("layer 0", "stage=extract fresh=true")
     with pytest.raises(ContractError, match=r"router of shape \(4, 24\) for 3 experts"):
         emit(dense, tmp_path / "router", router=torch.ones(4, 24))
 
@@ -193,34 +160,23 @@ def test_weights_that_another_number_format_cannot_hold(dense, tmp_path, part):
 
 
 def test_a_failed_emission_is_no_checkpoint(dense, tmp_path):
-    def fail_late(layer):
-        if layer == 1:
-            raise KeyboardInterrupt
-        return random_experts(layer)
-
     with pytest.raises(KeyboardInterrupt):
-        emit(dense, tmp_path, experts=fail_late)
+        emit(dense, tmp_path, experts=Mock(side_effect=[random_experts(0), KeyboardInterrupt]))
     assert list(tmp_path.iterdir()) == []
 
 
+PACKED = ("block_sparse_moe.input", "block_sparse_moe.output", "shared_mlp.input", "shared_mlp.output")
+
+
 def test_the_source_is_never_overwritten(dense):
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="the MoE would overwrite its source"):
         emit(dense, dense / ".")
-    assert caught.value.what == "the MoE would overwrite its source"
 
 
 @pytest.mark.parametrize(
     ("source", "target", "names"),
     [
-        (
-            "granite",
-            "granitemoeshared",
-            [
-                f"{part}.{side}_linear.weight"
-                for part in ("block_sparse_moe", "shared_mlp")
-                for side in ("input", "output")
-            ],
-        ),
+        ("granite", "granitemoeshared", [f"{part}_linear.weight" for part in PACKED]),
         ("smollm3", "tiny_onn", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     ],
 )
@@ -228,15 +184,7 @@ def test_packed_layouts(source, target, names, tmp_path):
     """Gate rows before up rows, each padded with zero neurons: always-on neurons 5 → 16, experts 8 → 16."""
     dense = write_pico(tmp_path / "dense", source, layers=1)
     given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
-    emit_checkpoint(
-        dense,
-        tmp_path / "moe",
-        target=MOE_TARGETS[target],
-        shape=SHAPE,
-        routers=lambda _layer: torch.ones(3, 24),
-        experts=lambda _layer: given,
-        pad_to=16,
-    )
+    emit(dense, tmp_path / "moe", target, pad_to=16)
     with ShardReader(tmp_path / "moe") as reader:
         gate_up, down, *shared = [reader.tensor(f"model.layers.0.{name}") for name in names]
     assert gate_up.shape == (3, 32, 24)
@@ -276,12 +224,5 @@ def test_a_pool_is_what_the_layers_give(dense, tmp_path, given, message):
         return replace(whole, **wider)
 
     with pytest.raises(ContractError, match=message):
-        emit_checkpoint(
-            dense,
-            tmp_path,
-            target=MOE_TARGETS["tiny_onn"],
-            shape=replace(SHAPE, topology="global_pool"),
-            routers=lambda _layer: torch.ones(3, 24),
-            experts=experts,
-        )
+        emit(dense, tmp_path, "tiny_onn", experts=experts, shape=replace(SHAPE, topology="global_pool"))
     assert not (tmp_path / "config.json").exists()

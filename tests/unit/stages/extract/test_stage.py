@@ -54,10 +54,8 @@ def test_experts_are_the_dense_neurons(dense, job):
         assert torch.equal(stored["always_on"], partition.always_on[layer])
     assert load_layer(job.out, 1).gate_END.dtype == torch.bfloat16
     rows = {str(name): value for name, value in table.rows}
-    assert rows["layers"] == 2
-    assert rows["experts a layer"] == 3
-    assert rows["neurons dropped a layer"] == "11 of 40"
-    assert rows["most copies of a neuron"] == 1
+    expected = {"layers": 2, "experts a layer": 3, "neurons dropped a layer": "11 of 40", "most copies of a neuron": 1}
+    assert rows.items() >= expected.items()
 
 
 def test_layers_that_stay_dense_are_not_sliced(dense, job):
@@ -75,13 +73,9 @@ def test_layers_that_stay_dense_are_not_sliced(dense, job):
 
 def test_a_partition_of_another_shape(dense, job):
     other = MoEShape(experts=3, n=9, top_k=2, always_on=5)
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(ContractError, match=r"\(2, 3, 8, 5, 40\), not \(2, 3, 9, 5, 40\)") as caught:
         run(job, model=ModelConfig(kind="local", path=str(dense)), shape=other)
-    assert str(caught.value) == (
-        "the partition has (layers, experts, n, always_on, width) = (2, 3, 8, 5, 40), not (2, 3, 9, 5, 40)\n"
-        "  where: stage=cluster\n"
-        "  do:    stage=cluster fresh=true"
-    )
+    assert (caught.value.where, caught.value.do) == ("stage=cluster", "stage=cluster fresh=true")
     assert list(job.out.iterdir()) == []
 
 

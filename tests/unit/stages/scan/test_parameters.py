@@ -19,8 +19,8 @@ PARAMETERS = [WatchedParameter("model.layers.0.mlp.up_proj.weight", "linear", 6,
 class Team(Workers):
     """The leading worker of three; `others` are the answers of the other two."""
 
-    world = 3
-    others = field(default_factory=list)
+    world: int = 3
+    others: list = field(default_factory=list)
 
     def gather(self, value):
         return [value, *(self.others if isinstance(value, bool) else [None, None])]
