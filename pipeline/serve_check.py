@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,17 +16,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, positive, say, some
+from instruments.errors import ConfigError, UserError, check_output, exit_code, positive, say
 from models.checkpoint.folder import read_checkpoint
 from models.config import GLOBAL_POOL, PER_LAYER, MoEShape
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
-from models.targets.tiny_onn import CODE_FILES, foreign_code
 from pipeline.clients import Clients, readable_copy, run_client
-from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, active_bytes, check_carve, llama_cpp_fault, write_gguf
+from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, check_carve, llama_cpp_fault, write_gguf
 from stages.artifacts.rendering import show
 
-OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
 # How to install a missing client.
 WANTED = {
     "transformers 4": "python -m venv t4 && t4/bin/pip install 'transformers==4.57.*' torch; --python t4/bin/python",
@@ -57,7 +54,6 @@ def main(words: Sequence[str] | None = None) -> int:
             known = ", ".join([*CONVERTED, *QUANTISED])
             what = f"unknown types: {', '.join(unknown)}; known are {known}"
             raise ConfigError(what, where="--types", do="--types q8_0")
-        check_code(wanted.checkpoint)
         with ExitStack() as copies:
             given = [wanted.checkpoint, *([wanted.dense] if wanted.dense else [])]
             models = [copies.enter_context(readable_copy(folder)) for folder in given]
@@ -72,22 +68,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0 if all(row.right for row in rows) else 1
 
     return exit_code(work)
-
-
-def check_code(folder: Path) -> None:
-    """Raises CheckpointError: clients would run code of the checkpoint, and not all of it is this project's."""
-    config = read_config(folder)
-    if not MOE_TARGETS[config["model_type"]].is_tiny_onn:
-        return
-    try:
-        found = foreign_code(folder, config)
-    except (OSError, ValueError) as error:
-        what = f"cannot read tokenizer_config.json: {error}"
-        raise CheckpointError(what, where=str(folder), do="copy it from the carve again") from error
-    if found:
-        what = f"serving TinyONN runs the code of the checkpoint, and this is not that of the project: {some(found, 3)}"
-        do = f"carve again, or replace them by {', '.join(CODE_FILES)} of models/tiny_onn"
-        raise CheckpointError(what, where=str(folder), do=do)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,7 +103,6 @@ class Row:
     same_tokens: bool | None = None  # the runtime's own tokenizer gives the reference's tokens
     prompt_ratio: float | None = None  # dense seconds over this model's, median of paired rounds
     decode_ratio: float | None = None
-    decode_ceiling: float | None = None  # dense bytes per token over this model's, of GGUF files, which mix formats
     fault: str = ""
     remedy: str = ""  # of the fault
 
@@ -144,8 +123,7 @@ def compare(runtime: str, form: str, found: Mapping[str, Any], reference: Mappin
     tokens = found["tokens"] == reference["tokens"] if "tokens" in found and "tokens" in reference else None
     largest = max(abs(ours - theirs) for ours, theirs in pairs)
     prompt, decode = (_ratio(found[f"{part}_seconds"]) for part in ("prompt", "decode"))
-    ceiling = found.get("decode_ceiling")
-    return Row(runtime, form, loss, loss - expected, largest, sum(best) / len(best), tokens, prompt, decode, ceiling)
+    return Row(runtime, form, loss, loss - expected, largest, sum(best) / len(best), tokens, prompt, decode)
 
 
 def _ratio(rounds: Sequence[Sequence[float]]) -> float | None:
@@ -202,7 +180,7 @@ class _Check:
         steps += [
             (f"transformers {self.found[python]['transformers']}", "f32", partial(self._transformers, python, None))
             for python in others
-            if self._has(python, "transformers") and "vllm" not in self.found[python]
+            if "transformers" in self.found[python] and "vllm" not in self.found[python]
         ]
         if (llama := self._holding("llama_cpp")) and not self._lacks_converter():
             runtime = self._name("llama.cpp", llama, "llama_cpp")
@@ -212,7 +190,7 @@ class _Check:
         return [first, *(_measured(runtime, form, measure, reference) for runtime, form, measure in steps)]
 
     def missing(self) -> dict[str, str]:
-        """Missing or too old runtimes → how to install them."""
+        """Missing runtimes → how to install them."""
         absent = {}
         if not any(versions.get("transformers", "").startswith("4.") for versions in self.found.values()):
             absent["transformers 4.57"] = WANTED["transformers 4"]
@@ -221,25 +199,16 @@ class _Check:
                 absent[name] = WANTED[module]
         if "llama.cpp" not in absent and self._lacks_converter():
             absent["llama.cpp"] = f"its converter is in no package: {INSTALL['converter']}"
-        for versions in self.found.values():
-            for module, version in versions.items():
-                if _numbers(version) < OLDEST[module]:
-                    wanted = f"{_package(module)}>={'.'.join(map(str, OLDEST[module]))}"
-                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{wanted}'"
         return absent
 
     def _lacks_converter(self) -> bool:
         return self.clients.llama_cpp is None and not llama_cpp_fault(self.config)
 
     def _holding(self, module: str) -> Path | None:
-        return next((python for python in self.clients.pythons if self._has(python, module)), None)
-
-    def _has(self, python: Path, module: str) -> bool:
-        version = self.found[python].get(module)
-        return version is not None and _numbers(version) >= OLDEST[module]
+        return next((python for python in self.clients.pythons if module in self.found[python]), None)
 
     def _name(self, runtime: str, python: Path, module: str) -> str:
-        return f"{runtime} ({_package(module)} {self.found[python][module]})"
+        return f"{runtime} ({module.replace('_cpp', '-cpp-python')} {self.found[python][module]})"
 
     def _transformers(self, python: Path, experts: str | None) -> dict[str, Any]:
         request = {**self.request, "threads": self.threads, "experts": experts, "remote": self.own}
@@ -254,11 +223,7 @@ class _Check:
                 file = Path(folder) / f"{number}.gguf"
                 write_gguf(Path(model), file, outtype, self.clients)
                 files.append(str(file))
-            found = run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
-            if self.request["rounds"]:
-                ours, dense = (active_bytes(Path(file), self.clients) for file in files)
-                found["decode_ceiling"] = dense / ours
-            return found
+            return run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
 
     def _vllm(self, python: Path) -> dict[str, Any]:
         target, dense = MOE_TARGETS[self.config["model_type"]], self.config.get("dense") or self.config
@@ -296,14 +261,6 @@ def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
     return start, ids
 
 
-def _package(module: str) -> str:
-    return module.replace("_cpp", "-cpp-python")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
 def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str, Any]) -> Row:
     sys.stderr.write(f"running {runtime}, {form}\n")
     try:
@@ -315,36 +272,26 @@ def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str,
 def ceilings(checkpoint: Path, dense: Path) -> dict[str, float]:
     """Upper bounds of the speed ratios: weights used per token, the dense model's over the carve's.
 
-    Embeddings are not counted; the output head is counted for decode only, since a prompt needs it once. Bytes have the
-    same ratio where all weights have one number format; see `Row.decode_ceiling` for other formats.
+    Embeddings are not counted; the output head is counted for decode only, since a prompt needs it once. They hold
+    where all weights have one number format.
     """
     ours, theirs = _active(checkpoint), _active(dense)
     return {part: theirs[part] / ours[part] for part in ("prompt", "decode")}
 
 
 def _active(folder: Path) -> dict[str, float]:
-    config = read_config(folder)
-    target, entries = MOE_TARGETS.get(config["model_type"]), read_checkpoint(folder)
-    routed: tuple[str, ...] = ()
-    share = 1.0
-    if target is not None:
-        routers = [entry.shape[0] for name, entry in entries.items() if _is_named(name, target.router)]
-        share = int(config["num_experts_per_tok"]) / routers[0]
-        # Each layer reads its experts of a pool.
-        share *= len(routers) if config.get("topology") == GLOBAL_POOL else 1
-        routed = (target.experts, *(target.packed or ()), *(target.packed_pool or ()))
-    layers = head = 0.0
+    config, share, layers, head = read_config(folder), 1.0, 0.0, 0.0
+    entries = read_checkpoint(folder)
+    for key in {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys():
+        share = config["num_experts_per_tok"] / config[key]
+    if config.get("topology") == GLOBAL_POOL:  # each layer reads its experts of a pool
+        share *= sum(name.endswith(".mlp.gate.weight") for name in entries)
     for name, entry in entries.items():
         if "embed_tokens" in name or name.startswith("lm_head"):
             head = float(prod(entry.shape))
-        else:
-            layers += prod(entry.shape) * (share if any(_is_named(name, form) for form in routed) else 1.0)
+        else:  # stacks of experts, and single ones
+            layers += prod(entry.shape) * (share if len(entry.shape) == 3 or ".experts." in name else 1.0)
     return {"prompt": layers, "decode": layers + head}
-
-
-def _is_named(name: str, form: str) -> bool:
-    """Whether a tensor has a name of this form, such as a target's `experts`."""
-    return re.fullmatch(re.sub(r"\\{\w+\\}", "[^.]+", re.escape(form)), name) is not None
 
 
 def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str, float] | None) -> str:
@@ -357,10 +304,10 @@ def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str
         for row in rows
     ]  # fmt: skip
     if ceiling:
-        columns += ["prompt, × dense (weights allow)", "decode, × dense (bytes allow)"]
+        columns += ["prompt, × dense (weights allow)", "decode, × dense (weights allow)"]
         for line, row in zip(lines, rows, strict=True):
             line += [_with(row.prompt_ratio, ceiling["prompt"])]
-            line += [_with(row.decode_ratio, row.decode_ceiling or ceiling["decode"])]
+            line += [_with(row.decode_ratio, ceiling["decode"])]
     table = tabulate(lines, columns, tablefmt="github", disable_numparse=True)
     remedies = {row.fault: row.remedy for row in rows if row.remedy}
     notes = "".join(f"{fault}: {how}\n" for fault, how in remedies.items())

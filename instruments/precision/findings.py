@@ -29,7 +29,6 @@ class OutputDiff:
     dtype: str = ""  # in low precision
     propagated: Distance | None = None  # whole model in low precision; None if it cannot be compared
     propagated_floor: float | None = None
-    unaligned: float = 0.0  # normalised L2 of `propagated`, including tokens with other choices
     own: Distance | None = None  # only this module in low precision, on the FP32 inputs
     own_floor: float | None = None
     own_failure: str = ""
@@ -100,7 +99,6 @@ class Diff:
     scripted: list[str] = field(default_factory=list)  # modules that refuse hooks
     only_one: list[str] = field(default_factory=list)  # calls made in only one of the two runs
     overflows: list[str] = field(default_factory=list)  # the first overflow, if it is between modules
-    passes: int = 0
     seconds: float = 0.0
 
     @property
@@ -187,7 +185,7 @@ def notes_of(diff: Diff) -> list[str]:
     """The verdict in words, the error of the final output, and all warnings."""
     return [
         _verdict(diff), *_summary(diff), *_oddities(diff),
-        f"{len(diff.outputs):,} outputs; {diff.passes} passes, {diff.seconds:.1f} s",
+        f"{len(diff.outputs):,} outputs, {diff.seconds:.1f} s",
     ]  # fmt: skip
 
 
