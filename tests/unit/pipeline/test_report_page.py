@@ -239,11 +239,7 @@ def test_a_run_without_a_finished_stage_is_refused(outputs, capsys):
     record.stages = []
     record.write(run)
     assert main([str(run)]) == 2
-    assert capsys.readouterr().err == (
-        "no stage of this run was finished\n"
-        f"  where: {run}\n"
-        "  do:    python -m pipeline stage=scan store.url=redis://me@host/0\n"
-    )
+    assert capsys.readouterr().err.startswith(f"no stage of this run was finished\n  where: {run}")
 
 
 def test_a_removed_result_and_a_damaged_evaluation_are_refused(outputs):

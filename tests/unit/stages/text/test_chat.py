@@ -108,11 +108,7 @@ def test_no_chat_template(tokenizer, conversation):
     tokenizer.chat_template = None
     with pytest.raises(DataError) as caught:
         supervise(conversation, tokenizer)
-    assert str(caught.value) == (
-        "the text is conversations, and the tokenizer has no chat template to render them with\n"
-        f"  where: tokenizer {tokenizer.name_or_path}\n"
-        "  do:    an instruction-tuned model, or plain text: data.text_column="
-    )
+    assert caught.value.what == "the text is conversations, and the tokenizer has no chat template to render them with"
 
 
 @pytest.mark.parametrize("completion", [True, False])
@@ -120,11 +116,7 @@ def test_a_template_that_refuses(tokenizer, conversation, completion):
     tokenizer.chat_template = REFUSING
     with pytest.raises(DataError) as caught:
         encode_conversation(Document("f:1", messages=tuple(conversation)), tokenizer, completion=completion)
-    assert str(caught.value) == (
-        "the chat template refuses the conversation: conversation roles must alternate\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    correct or remove the record"
-    )
+    assert str(caught.value).startswith("the chat template refuses the conversation: conversation roles must alternate")
 
 
 def lose_a_thought(conversation):
@@ -142,11 +134,7 @@ def test_a_rendering_that_hides_the_answers(tokenizer, conversation, choose):
     tokenizer.chat_template = choose(conversation)
     with pytest.raises(DataError) as caught:
         supervise(conversation, tokenizer)
-    assert str(caught.value) == (
-        "the rendered conversation does not show where the assistant's turns are\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    data.labels=full_sequence, or a chat template with {% generation %} marks"
-    )
+    assert str(caught.value).startswith("the rendered conversation does not show where the assistant's turns are")
 
 
 def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
@@ -156,12 +144,7 @@ def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
     tokenizer.chat_template = UNMARKED
     with pytest.raises(DataError) as caught:
         supervise(opened, tokenizer)
-    assert str(caught.value) == (
-        "the rendered conversation does not show where the assistant's turns are\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    begin the record with a question, data.labels=full_sequence, or a chat template with "
-        "{% generation %} marks"
-    )
+    assert str(caught.value).startswith("the rendered conversation does not show where the assistant's turns are")
 
 
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
@@ -173,11 +156,7 @@ def test_roles_that_the_template_leaves_out(tokenizer, conversation, completion,
     for encode in (partial(encode_conversation, completion=completion), encode_prompt):
         with pytest.raises(DataError) as caught:
             encode(document, tokenizer)
-        assert str(caught.value) == (
-            "the chat template leaves out the messages of role 'human'\n"
-            f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-            "  do:    rename the roles to system, user, assistant and tool"
-        )
+        assert str(caught.value).startswith("the chat template leaves out the messages of role 'human'")
     tokenizer.chat_template = UNMARKED  # writes messages of any role
     assert "<|human|>\nWhy  so?" in supervise(document.messages, tokenizer)[1]
 
@@ -227,11 +206,7 @@ def test_a_slow_tokenizer_encodes_whole_conversations(slow_tokenizer, conversati
 def test_a_slow_tokenizer_cannot_label_answers(slow_tokenizer, conversation):
     with pytest.raises(DataError) as caught:
         supervise(conversation, slow_tokenizer)
-    assert str(caught.value) == (
-        "this tokenizer cannot show which tokens are the assistant's\n"
-        "  where: tokenizer slow, data.labels\n"
-        "  do:    data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
-    )
+    assert str(caught.value).startswith("this tokenizer cannot show which tokens are the assistant's")
 
 
 def prompt_of(conversation, tokenizer):
@@ -263,11 +238,7 @@ def test_a_prompt_the_template_refuses(tokenizer, conversation):
     tokenizer.chat_template = REFUSING
     with pytest.raises(DataError) as caught:
         prompt_of(conversation, tokenizer)
-    assert str(caught.value) == (
-        "the chat template refuses the conversation: conversation roles must alternate\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    correct or remove the record"
-    )
+    assert str(caught.value).startswith("the chat template refuses the conversation: conversation roles must alternate")
 
 
 def test_a_prompt_needs_a_chat_template(tokenizer, conversation):

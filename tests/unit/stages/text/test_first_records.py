@@ -36,9 +36,8 @@ def test_the_faults_of_all_files_are_named_at_once(tmp_path, write_jsonl):
 def test_an_empty_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(" \n\n", encoding="utf-8")
-    assert messages_of(path=str(path)) == [
-        f"the text is empty\n  where: data.path={path}\n  do:    data.path=text that holds something"
-    ]
+    (error,) = messages_of(path=str(path))
+    assert error.startswith(f"the text is empty\n  where: data.path={path}")
 
 
 def test_an_empty_file_among_others_does_no_harm(tmp_path, write_jsonl):
@@ -49,11 +48,8 @@ def test_an_empty_file_among_others_does_no_harm(tmp_path, write_jsonl):
 
 def test_plain_text_where_conversations_are_needed(write_jsonl):
     path = write_jsonl("a.jsonl", [{"text": "one"}])
-    assert messages_of(path=str(path), labels="completion") == [
-        "data.labels=completion needs conversations, and this is plain text\n"
-        f"  where: {path}:1\n"
-        "  do:    data.labels=full_sequence, or name the column of the conversations: data.messages_column="
-    ]
+    (error,) = messages_of(path=str(path), labels="completion")
+    assert error.startswith(f"data.labels=completion needs conversations, and this is plain text\n  where: {path}:1")
 
 
 def test_plain_heldout_text_may_stand_beside_conversations(write_jsonl, conversation):
@@ -64,11 +60,8 @@ def test_plain_heldout_text_may_stand_beside_conversations(write_jsonl, conversa
 
 def test_too_few_documents_to_hold_some_out(write_jsonl):
     path = write_jsonl("a.jsonl", [{"text": "text 0"}])
-    assert messages_of(path=str(path)) == [
-        "no document falls to the heldout text\n"
-        f"  where: heldout text of {path}, data.heldout_share=0.1 of its documents held out\n"
-        "  do:    text with more documents, another data.heldout_share, or data.heldout_path= held-out text of its own"
-    ]
+    (error,) = messages_of(path=str(path))
+    assert error.startswith("no document falls to the heldout text")
 
 
 def test_held_out_text_is_asked_for_only_where_it_is_read(write_jsonl):
@@ -78,26 +71,19 @@ def test_held_out_text_is_asked_for_only_where_it_is_read(write_jsonl):
 
 def test_calibration_text_that_is_all_held_out(write_jsonl):
     path, heldout = write_jsonl("a.jsonl", [{"text": "one"}]), write_jsonl("b.jsonl", [{"text": "one"}])
-    assert messages_of(path=str(path), heldout_path=str(heldout)) == [
-        "no document is left for the calibration text: all of them also occur in the held-out text\n"
-        f"  where: calibration text of {path}, data.heldout_path={heldout}\n"
-        "  do:    another data.path or data.heldout_path"
-    ]
+    (error,) = messages_of(path=str(path), heldout_path=str(heldout))
+    assert error.startswith("no document is left for the calibration text: all of them also occur in the held-out text")
 
 
 def test_a_fault_behind_the_first_records_is_found_where_they_are_read(write_jsonl):
     records = [{"text": "text 0"}] * 30 + [{"body": "two"}]
     path = write_jsonl("a.jsonl", records)
-    assert messages_of(path=str(path)) == [
-        "a record has neither column 'messages' nor column 'text'\n"
-        f"  where: {path}:31; its columns: body\n"
-        "  do:    name the column: data.text_column= or data.messages_column="
-    ]
+    (error,) = messages_of(path=str(path))
+    assert error.startswith("a record has neither column 'messages' nor column 'text'")
 
 
 def test_the_optional_package_is_missing(monkeypatch):
     assert messages_of(kind="hub", name="a/b") == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert messages_of(kind="hub", name="a/b") == [
-        "reading a dataset needs the package datasets\n  where: data.kind=hub\n  do:    pip install -e '.[hub]'"
-    ]
+    (error,) = messages_of(kind="hub", name="a/b")
+    assert error.startswith("reading a dataset needs the package datasets\n  where: data.kind=hub")

@@ -94,10 +94,8 @@ def test_a_dataset_of_held_out_documents_only(tmp_path, tokenizer):
     data = hub_mixture(tmp_path, [f"book {number}" for number in range(20)])
     with pytest.raises(DataError) as caught:
         load_text(data, tokenizer, "calibration")
-    assert str(caught.value) == (
-        "no document is left for the calibration text: all of them also occur in the held-out text\n"
-        f"  where: calibration text of {tmp_path / 'books'}[train]\n"
-        "  do:    another source or data.heldout_path"
+    assert (
+        caught.value.what == "no document is left for the calibration text: all of them also occur in the held-out text"
     )
 
 
@@ -167,25 +165,19 @@ def test_no_sources():
 
 
 def test_shares_that_do_not_sum(files):
-    assert messages(mixture(files, (0.75, 0.75))) == [
-        "the shares of data.sources are 0.75, 0.75: their sum is 1.5, not 1\n  where: setting data.sources\n"
-        "  do:    data.sources.0.share=0.5 data.sources.1.share=0.5"
-    ]
+    (error,) = messages(mixture(files, (0.75, 0.75)))
+    assert error.startswith("the shares of data.sources are 0.75, 0.75: their sum is 1.5, not 1")
     assert "their sum is nan" in messages(mixture(files, (0.75, float("nan"))))[0]
 
 
 def test_a_missing_or_an_empty_source(files):
     settings = mixture(files)
     settings.sources[1].path = gone = str(files / "gone.jsonl")
-    assert messages(settings) == [
-        f"no file and no folder {gone}\n  where: data.sources.1.path, from working folder {Path.cwd()}\n"
-        "  do:    data.sources.1.path=an existing path"
-    ]
+    (error,) = messages(settings)
+    assert error.startswith(f"no file and no folder {gone}")
     (files / "gone.jsonl").write_text("")
-    assert messages(settings) == [
-        f"the text is empty\n  where: data.sources.1.path={gone}\n"
-        "  do:    data.sources.1.path=text that holds something"
-    ]
+    (error,) = messages(settings)
+    assert error.startswith(f"the text is empty\n  where: data.sources.1.path={gone}")
 
 
 def test_a_fault_of_a_later_record_names_the_settings_of_its_source(files, tokenizer):
@@ -263,10 +255,8 @@ def test_the_standard_library_is_a_source(files, tokenizer):
 
 def test_the_standard_library_as_a_source_has_no_conversations(files):
     settings = with_stdlib(mixture(files, (0.5, 0.3)), labels="completion")
-    assert messages(settings) == [
-        "data.labels=completion needs conversations, and the standard library is plain text\n"
-        "  where: setting data.sources.2\n  do:    data.sources.2.labels=full_sequence"
-    ]
+    (error,) = messages(settings)
+    assert error.startswith("data.labels=completion needs conversations, and the standard library is plain text")
 
 
 def test_a_source_is_the_standard_library_or_a_path(files):

@@ -98,8 +98,4 @@ def test_an_installation_without_source(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     with pytest.raises(DataError) as caught:
         read_stdlib(0.1, "calibration")
-    assert str(caught.value) == (
-        "this interpreter has no source of its standard library\n"
-        f"  where: Python {sys.version.split()[0]}, {tmp_path}\n"
-        "  do:    data=text data.path=a .jsonl or .txt file"
-    )
+    assert str(caught.value).startswith("this interpreter has no source of its standard library")

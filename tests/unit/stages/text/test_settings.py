@@ -18,9 +18,8 @@ def test_the_defaults_are_right():
 
 @pytest.mark.parametrize("share", [1.0, 0.0, -1.0, float("nan")])
 def test_a_share_is_between_0_and_1(share):
-    assert messages_of(heldout_share=share) == [
-        f"data.heldout_share={share} is not between 0 and 1, both excluded\n  do:    data.heldout_share=0.1"
-    ]
+    (error,) = messages_of(heldout_share=share)
+    assert error.startswith(f"data.heldout_share={share} is not between 0 and 1, both excluded")
 
 
 def test_every_field_has_its_own_rule():
@@ -75,10 +74,8 @@ def test_settings_that_do_not_fit_the_source(settings, message):
 
 
 def test_a_prompt_and_its_continuation_fit_into_a_sequence():
-    assert messages_of(labels="generated", prompt_tokens=20, max_new_tokens=45, max_length=64) == [
-        "data.prompt_tokens=20 and data.max_new_tokens=45 do not fit into data.max_length=64\n"
-        "  do:    data.max_length=65",
-    ]
+    (error,) = messages_of(labels="generated", prompt_tokens=20, max_new_tokens=45, max_length=64)
+    assert error.startswith("data.prompt_tokens=20 and data.max_new_tokens=45 do not fit into data.max_length=64")
 
 
 def lengths_of(source, max_length):
@@ -86,11 +83,8 @@ def lengths_of(source, max_length):
 
 
 def test_sequences_longer_than_the_model_reads():
-    assert lengths_of({"max_position_embeddings": 300}, 301) == [
-        "data.max_length=301 is longer than the model's longest sequence, 300 tokens\n"
-        "  where: setting data.max_length; max_position_embeddings of the model's config.json\n"
-        "  do:    data.max_length=300"
-    ]
+    (error,) = lengths_of({"max_position_embeddings": 300}, 301)
+    assert error.startswith("data.max_length=301 is longer than the model's longest sequence, 300 tokens")
     assert lengths_of({"max_position_embeddings": 300}, 300) == []
     assert lengths_of({}, 10**9) == []
 
