@@ -81,12 +81,6 @@ def test_a_failing_job_of_a_sweep_is_named_and_the_others_run(tmp_path, monkeypa
     )
 
 
-def test_a_faulty_sweep_starts_nothing(tmp_path, capsys):
-    assert cli.run_command(["-m", "experts=2,many", f"output_dir={tmp_path}"]) == 2
-    assert capsys.readouterr().err.startswith("experts=many should be a whole number or null\n  where: command line")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_faulty_file_under_conf(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("defaults: [schema, _self_]\nexpert: 3\n")
     monkeypatch.setattr(composition, "CONF", tmp_path)

@@ -76,10 +76,9 @@ def test_calibration_text_that_is_all_held_out(write_jsonl):
 
 
 def test_a_fault_behind_the_first_records_is_found_where_they_are_read(write_jsonl):
-    records = [{"text": "text 0"}] * 30 + [{"body": "two"}]
-    path = write_jsonl("a.jsonl", records)
+    path = write_jsonl("a.jsonl", [{"text": "text 0"}] * 30 + [{"body": "two"}])
     (error,) = messages_of(path=str(path))
-    assert error.startswith("a record has neither column 'messages' nor column 'text'")
+    assert f"{path}:31; its columns: body" in error
 
 
 def test_the_optional_package_is_missing(monkeypatch):

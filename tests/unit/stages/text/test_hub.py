@@ -1,4 +1,3 @@
-import sys
 import time
 
 import pytest
@@ -83,8 +82,3 @@ def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):
         "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it"
     )
     assert time.perf_counter() - started < 5
-
-
-def test_the_package_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert message_of(name="nobody/nothing").startswith("reading a dataset needs the package datasets")

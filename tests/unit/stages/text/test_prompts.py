@@ -96,8 +96,3 @@ def test_no_prompt_at_all(write_jsonl, tokenizer):
         caught.value.what
         == "no document makes a prompt; skipped: 2 (the prompt leaves data.max_length no room for data.max_new_tokens)"
     )
-
-
-def test_no_document(write_jsonl, tokenizer):
-    with pytest.raises(DataError, match="no document falls to the calibration text"):
-        load_prompts(config_of(write_jsonl("a.jsonl", [])), tokenizer)
