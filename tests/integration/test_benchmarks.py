@@ -25,14 +25,7 @@ ROWS = [
     "  one layer's activations",
     ".mscan write of a sequence, f32 ÷ its scan",
     ".mscan write of a sequence, log16 ÷ its scan",
-    *(
-        f"training step with the dump, {how} ÷ without"
-        for how in (
-            "disabled",
-            "statistics only",
-            "every tensor",
-        )
-    ),
+    *(f"training step with the dump, {how} ÷ without" for how in ("disabled", "statistics only", "every tensor")),
     "memory for tensors on their way, most used",
     "dump ÷ one .pt a tensor, written",
     "dump ÷ one .pt a tensor, read",

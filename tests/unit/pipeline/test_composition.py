@@ -46,9 +46,13 @@ def test_a_sweep_over_all_options_that_match_a_pattern(tmp_path, monkeypatch):
 
 def test_wrong_settings_of_all_jobs_are_found_before_the_first(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setattr(cli, "run_pipeline", None)
-    words = ["-m", "always_on=0,1024", "seed=-1,1", "train.language_model=0", "stage=train", "score.form=product"]
-    assert cli.run_command([*words, "score.method=random", f"output_dir={tmp_path}"]) == 2
-    assert capsys.readouterr().err.startswith("seed=-1 must be at least 0")
+    words = ["-m", "always_on=0,1024", "seed=-1,1", "train.language_model=0", "stage=train", f"output_dir={tmp_path}"]
+    assert cli.run_command(words) == 2
+    negative, nothing, always_on = capsys.readouterr().err.split("\n\n")
+    assert "setting seed; job 0, always_on=0 seed=-1; job 2, always_on=1024 seed=-1\n" in negative
+    assert "nothing is minimised" in nothing
+    assert "always_on=1024 leaves no neuron to route" in always_on
+    assert "; job 3, always_on=1024 seed=1\n" in always_on
     assert caplog.messages == []
     assert list(tmp_path.iterdir()) == []
 

@@ -55,17 +55,17 @@ def test_wrong_numbers_and_formats_are_refused_before_anything_loads(words, said
     assert said in capsys.readouterr().err
 
 
-def test_folders_without_a_checkpoint_are_all_named(tmp_path, capsys):
+def test_what_the_command_cannot_do_is_said_before_anything_loads(given, tmp_path, capsys, monkeypatch):
+    write_pico(tmp_path / "dense", "qwen2", tokenizer=True)
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "none"), str(tmp_path / "empty")]) == 2
-    assert capsys.readouterr().err.startswith("no config.json, so no checkpoint")
-
-
-def test_a_missing_harness_is_said(tmp_path, capsys, monkeypatch):
+    assert f"  where: {tmp_path / 'none'}, {tmp_path / 'empty'}\n" in capsys.readouterr().err
+    assert main([str(tmp_path / "dense"), "--device", "gpu", "--limit", "3"]) == 2
+    assert "unknown device 'gpu'\n  where: --device gpu" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    (tmp_path / "config.json").write_text("{}")
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("lm-evaluation-harness is not installed (lm_eval is missing)")
+    assert main([str(tmp_path / "dense")]) == 2
+    assert "pip install -e '.[harness]'" in capsys.readouterr().err
+    assert given == []
 
 
 @pytest.fixture
@@ -159,15 +159,6 @@ def test_a_damaged_checkpoint_gets_no_accuracy(given, tmp_path, capsys, damage, 
     assert given == []
 
 
-def test_an_unknown_device_is_refused(given, tmp_path, capsys):
-    """The harness would compute on another one."""
-    write_pico(tmp_path, "qwen2", tokenizer=True)
-    capsys.readouterr()
-    assert main([str(tmp_path), "--device", "gpu", "--limit", "3"]) == 2
-    assert capsys.readouterr().err == "unknown device 'gpu'\n  where: --device gpu\n  do:    --device cpu\n"
-    assert given == []
-
-
 ITEMS = [json.loads(line) for line in (TASKS / f"{TASK}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -186,10 +177,6 @@ def test_a_share_has_the_error_of_its_mean():
 def test_the_difference_is_taken_item_by_item():
     assert compare_answers(answers(1, 0, 1, 0, 1), answers(1, 0, 1, 1, 1)) == pytest.approx((0.2, 0.2))
     assert compare_answers(answers(1, 0, 1), answers(1, 0, 1)) == (0, 0)
-
-
-def test_items_of_a_kind():
-    assert answers(1, 0, 1, 0, 0).of_kind("even") == [1, 1, 0]
 
 
 def test_the_harness_log_is_read():

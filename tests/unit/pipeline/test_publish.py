@@ -63,13 +63,6 @@ def test_a_link_to_a_folder_is_an_added_file_and_what_no_loader_takes_is_none(fi
         verify(final, remedy="")
 
 
-def test_equal_results_have_equal_manifests(tmp_path):
-    make(tmp_path / "one" / "f00d")
-    make(tmp_path / "two" / "f00d")
-    one, two = ((tmp_path / name / "f00d" / "manifest.json").read_bytes() for name in ("one", "two"))
-    assert one == two
-
-
 def test_a_failed_stage_publishes_nothing_and_keeps_its_scratch(final):
     fail_halfway(final)
     assert not is_complete(final)
@@ -120,13 +113,6 @@ def test_what_killed_runs_left_is_removed_but_their_scratch_stays(final):
     remove_leftovers(final.parent)
     assert names(final.parent) == [".dead"]
     assert names(dead) == ["scratch"]
-
-
-def test_scratch_goes_once_its_result_is_published(final):
-    make(final)
-    (final.with_name(".f00d") / "scratch" / "inner").mkdir(parents=True)
-    remove_leftovers(final.parent)
-    assert names(final.parent) == ["f00d"]
 
 
 def test_an_old_result_is_put_back_when_its_replacement_was_killed(final):

@@ -12,13 +12,7 @@ from models.source import EMBEDDED, read_config
 from models.targets.config_json import count_carved, count_dense
 from pipeline.check import InvalidSettingsError, validate, width_errors
 from pipeline.settings import compose, register_schema
-from pipeline.shape import (
-    ShapeRequest,
-    describe_shape,
-    find_remedy,
-    log_shape,
-    shape_warnings,
-)
+from pipeline.shape import ShapeRequest, describe_shape, find_remedy, log_shape, shape_warnings
 from stages.assemble.config import AssembleConfig
 
 POOL = "topology=global_pool"
@@ -168,11 +162,6 @@ def test_an_error_is_gone_with_the_settings_it_names(said, model, words, do):
     assert set(DO.findall(str(caught.value))) == {do}
     _lines, left = said(model, *without_active(words), *do.split())
     assert left is None
-
-
-def test_chosen_experts_that_are_typed_are_kept_where_the_others_neurons_can_be_always_on(said):
-    _lines, warning = said("wide", "experts=58", "n=64", "top_k=39")
-    assert warning.startswith("dropped: 1,152 of 4,864 neurons a layer are in no expert and not always on")
 
 
 def test_a_model_too_narrow_for_any_good_shape_is_given_no_advice():

@@ -7,13 +7,7 @@ from instruments.errors import DataError
 from stages.text.batches import TokenSequence
 from stages.text.config import DataConfig
 from stages.text.generated import load_prompts
-from stages.text.sequences import (
-    find_begin,
-    load_text,
-    pack_documents,
-    select_usable,
-    truncate_documents,
-)
+from stages.text.sequences import find_begin, load_text, pack_documents, select_usable, truncate_documents
 
 
 def encoded(name, *ids, masked=0):
