@@ -12,8 +12,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.tensors import Arguments
-
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, including the recomputed forward pass of a checkpoint."""
@@ -107,14 +105,8 @@ class Call(NamedTuple):
         return f"{name} (call {self.number + 1})" if self.number else name
 
 
-class ModuleEvents:
-    """Receives module events; children finish before their parents. The base class ignores them."""
-
-    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """The module is about to run."""
-
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """The module has run."""
+# Called with the call, the module, and its arguments or its output; children finish before their parents.
+_Event = Callable[[Call, nn.Module, Any], None]
 
 
 @dataclass
@@ -137,19 +129,20 @@ class ModuleTracer:
 @contextmanager
 def trace_modules(
     model: nn.Module,
-    receiver: ModuleEvents,
+    after: _Event,
+    before: _Event | None = None,
     *,
     prefix: str = "",
     counts: Mapping[str, int] | None = None,
 ) -> Iterator[ModuleTracer]:
-    """Report the calls of `model` and of its submodules to `receiver`; the hooks are removed on exit.
+    """Report the calls of `model` and of its submodules; the hooks are removed on exit.
 
     `prefix`: full name of `model`, if it is a submodule; `counts`: calls so far.
     """
     tracer = ModuleTracer(Counter(counts or {}))
     with ExitStack() as hooks:
         for name, module in hookable_modules(model):
-            _hook(module, ".".join(filter(None, (prefix, name))), receiver, tracer, hooks)
+            _hook(module, ".".join(filter(None, (prefix, name))), before, after, tracer, hooks)
         yield tracer
 
 
@@ -158,18 +151,21 @@ def hookable_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [pair for pair in model.named_modules() if not isinstance(pair[1], torch.jit.ScriptModule)]
 
 
-def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer, hooks: ExitStack) -> None:
+def _hook(
+    module: nn.Module, name: str, begin: _Event | None, end: _Event, tracer: ModuleTracer, hooks: ExitStack
+) -> None:
     running: list[Call] = []  # a stack: calls may be recursive
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if tracer.open:
             running.append(Call(name, tracer.counts[name]))
             tracer.counts[name] += 1
-            receiver.before(running[-1], module, (args, kwargs))
+            if begin is not None:
+                begin(running[-1], module, (args, kwargs))
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
         if tracer.open:
-            receiver.after(running.pop(), module, output)
+            end(running.pop(), module, output)
 
     hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
     hooks.enter_context(module.register_forward_hook(after))

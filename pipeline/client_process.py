@@ -75,24 +75,6 @@ def quantise(source: str, out: str, outtype: str, threads: int) -> dict[str, str
     return {"out": out}
 
 
-def active_bytes(llama_cpp: str, file: str) -> dict[str, float]:
-    """Bytes of a GGUF file's weights that one generated token reads.
-
-    The quantiser keeps the output head and rows of odd lengths in larger types, so bytes differ from counts of weights.
-    """
-    sys.path[:0] = [f"{llama_cpp}/gguf-py"]
-    from gguf import GGUFReader  # noqa: PLC0415 - of llama.cpp
-
-    reader = GGUFReader(file)
-    architecture = reader.fields["general.architecture"].contents()
-    used, experts = (reader.fields.get(f"{architecture}.expert_{name}count") for name in ("used_", ""))
-    share = used.contents() / experts.contents() if used and experts else 1.0
-    sizes = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
-    if "output.weight" in sizes:  # otherwise the embedding is the output head, too
-        del sizes["token_embd.weight"]
-    return {"bytes": sum(size * (share if "_exps." in name else 1.0) for name, size in sizes.items())}
-
-
 def measure_transformers(
     models: Sequence[str], ids: Sequence[int], text: str, rounds: int, sizes: Sequence[int], threads: int,
     experts: str | None, remote: bool,
@@ -275,7 +257,6 @@ STEPS: dict[str, Callable[..., dict[str, Any]]] = {
     "probe": probe,
     "convert": convert,
     "quantise": quantise,
-    "active bytes": active_bytes,
     "transformers": measure_transformers,
     "llama.cpp": measure_llama,
     "vLLM": measure_vllm,

@@ -14,7 +14,7 @@ from models.checkpoint.folder import read_checkpoint
 from models.config import GLOBAL_POOL, MoEShape, setting_word
 from models.dense import rope_type_of
 from models.source import read_config
-from models.targets.config import MOE_TARGETS, check_target, targets_of
+from models.targets.config import MOE_TARGETS
 from pipeline.clients import Clients, no_checkpoint, readable_copy, run_client
 from pipeline.disk import explain_os_error, free_bytes
 from stages.artifacts.rendering import in_mib
@@ -24,7 +24,6 @@ CONVERTED = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.07}
 QUANTISED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
 # Weights of a row that share a scale, and the type that llama.cpp uses if the row length is no multiple of it.
 BLOCKS = {"q8_0": 32, "q4_0": 32, "q4_k_m": 256, "q5_k_m": 256, "q6_k": 256}
-FALLBACKS = {"q4_k_m": "q5_0 or q8_0", "q5_k_m": "q5_1 or q8_0", "q6_k": "q8_0"}
 INSTALL = {
     "llama_cpp": "pip install llama-cpp-python",
     "converter": "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, then "
@@ -104,20 +103,16 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
 def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
     """Notes on weights that llama.cpp silently writes in a larger type because their rows do not fit this type."""
     block = BLOCKS.get(outtype, 1)
-    shapes = [entry.shape for entry in read_checkpoint(checkpoint).values() if len(entry.shape) > 1]
-    odd = [shape for shape in shapes if shape[-1] % block]
-    if not odd:
+    rows = {entry.shape[-1] for entry in read_checkpoint(checkpoint).values() if len(entry.shape) > 1}
+    if not (odd := sorted(length for length in rows if length % block)):
         return []
-    share, lengths = sum(map(prod, odd)) / sum(map(prod, shapes)), {shape[-1] for shape in odd}
-    larger = {FALLBACKS.get(outtype, "16 bits") if length % 32 == 0 else "16 bits" for length in lengths}
     # Experts can be padded with zero neurons, the hidden size cannot.
     remedy = f"carve with assemble.pad_to={block}"
-    if read_config(checkpoint)["hidden_size"] in lengths:
+    if read_config(checkpoint)["hidden_size"] in odd:
         remedy = "--type q8_0" if block > BLOCKS["q8_0"] else "--type bf16"
     return [
-        f"{outtype} wants rows of multiples of {block}: {share:.0%} of the weights have rows of "
-        f"{', '.join(map(str, sorted(lengths)))} and are written as {' or '.join(sorted(larger))}, which is larger and "
-        f"may be slower; {remedy}"
+        f"{outtype} wants rows of multiples of {block}: weights with rows of {', '.join(map(str, odd))} are written in "
+        f"a larger type, and may be slower; {remedy}"
     ]
 
 
@@ -135,32 +130,20 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
 
 
 def _alternative(config: Mapping[str, Any]) -> str:
-    """The remedy: another target of the same dense family that llama.cpp runs, or another runtime."""
+    """The remedy: a carve that llama.cpp runs, or another runtime."""
     if config.get("mlp_only_layers"):
         return "carve with dense_layers=[]"
     if config.get("topology") == GLOBAL_POOL:
         return "carve with topology=per_layer: in llama.cpp no experts are shared by layers"
-    target, rope = MOE_TARGETS[config["model_type"]], rope_type_of(config)
-    runs = [other for other in MOE_TARGETS.values() if "llama.cpp" in other.runtimes]
-    if rope not in target.llama_cpp_ropes and (able := [other for other in runs if rope in other.llama_cpp_ropes]):
-        always_on = "" if able[0].has_shared else " always_on=0"
-        return f"carve with assemble.target={able[0].model_type}{always_on}, or serve it by transformers or vLLM"
-    # The dense model's config.json; that of a target for one dense family has the same keys.
-    source = config.get("dense") or {**config, "model_type": next(iter(target.sources), "")}
-    shared = target.has_shared and any(
-        isinstance(value, int) and value for key, value in config.items() if "shared" in key
-    )
-    shape = MoEShape(2, 1, 1, int(shared))
-    served = target.served_by(shape, source)
-    if "dense" in config or len(target.sources) == 1:
-        for other in targets_of(source["model_type"], shape.always_on):
-            if (
-                other in runs
-                and "llama.cpp" in other.served_by(shape, source)
-                and not check_target(source, other, shape)
-            ):
-                return f"carve with assemble.target={other.model_type}"
-    return "serve it by transformers" + (" or vLLM" if "vLLM" in served else "")
+    target, source, shape = MOE_TARGETS[config["model_type"]], config.get("dense") or config, MoEShape(2, 1, 1, 0)
+    families = {source["model_type"]} if "dense" in config else target.sources.keys()
+    able = [
+        other.model_type
+        for other in MOE_TARGETS.values()
+        if other is not target and families & other.sources.keys() and "llama.cpp" in other.served_by(shape, source)
+    ]
+    by = "serve it by transformers or vLLM" if "vLLM" in target.served_by(shape, source) else "serve it by transformers"
+    return f"carve with assemble.target={able[0]}, or {by}" if able else by
 
 
 def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> None:
@@ -193,13 +176,6 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
     except OSError as error:
         do = "free some space there, or name a file in another folder"
         raise explain_os_error(error, where="gguf", folder=out.parent, do=do) or error from error
-
-
-def active_bytes(file: Path, clients: Clients) -> float:
-    """Bytes of a GGUF file's weights that one generated token reads. Raises ConfigError, as `write_gguf` does."""
-    converter, python = _find_converter(clients)
-    bytes_read: float = run_client(python, "active bytes", {"llama_cpp": str(converter), "file": str(file)})["bytes"]
-    return bytes_read
 
 
 def _find_converter(clients: Clients) -> tuple[Path, Path]:

@@ -187,6 +187,13 @@ def _are_booleans(kind: Any, value: object) -> bool:  # noqa: ANN401 - an annota
     )
 
 
+# Settings of earlier versions → what to do instead.
+GONE = {
+    "extract.verify": "without it: the next stage checks the files' hashes",
+    "train.fsdp_config": "train.fsdp=true alone: every decoder layer is sharded",
+}
+
+
 def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     """The error for a setting that does not exist, with the closest existing one as the remedy."""
     key, _equals, value = word.lstrip("+").partition("=")
@@ -195,6 +202,8 @@ def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [
         by_last_word[name] for name in get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.7)
     ]
+    if key in GONE:
+        return ConfigError(f"there is no setting {key} any more", where=WHERE, do=GONE[key])
     remedy = f"{close[0]}={value}" if close else "python -m pipeline --cfg job lists the settings"
     return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
 

@@ -24,7 +24,7 @@ from models.source import read_config
 from models.targets.config import MOE_TARGETS
 from models.targets.tiny_onn import CODE_FILES, foreign_code
 from pipeline.clients import Clients, readable_copy, run_client
-from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, active_bytes, check_carve, llama_cpp_fault, write_gguf
+from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, check_carve, llama_cpp_fault, write_gguf
 from stages.artifacts.rendering import show
 
 OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
@@ -123,7 +123,6 @@ class Row:
     same_tokens: bool | None = None  # the runtime's own tokenizer gives the reference's tokens
     prompt_ratio: float | None = None  # dense seconds over this model's, median of paired rounds
     decode_ratio: float | None = None
-    decode_ceiling: float | None = None  # dense bytes per token over this model's, of GGUF files, which mix formats
     fault: str = ""
     remedy: str = ""  # of the fault
 
@@ -144,8 +143,7 @@ def compare(runtime: str, form: str, found: Mapping[str, Any], reference: Mappin
     tokens = found["tokens"] == reference["tokens"] if "tokens" in found and "tokens" in reference else None
     largest = max(abs(ours - theirs) for ours, theirs in pairs)
     prompt, decode = (_ratio(found[f"{part}_seconds"]) for part in ("prompt", "decode"))
-    ceiling = found.get("decode_ceiling")
-    return Row(runtime, form, loss, loss - expected, largest, sum(best) / len(best), tokens, prompt, decode, ceiling)
+    return Row(runtime, form, loss, loss - expected, largest, sum(best) / len(best), tokens, prompt, decode)
 
 
 def _ratio(rounds: Sequence[Sequence[float]]) -> float | None:
@@ -254,11 +252,7 @@ class _Check:
                 file = Path(folder) / f"{number}.gguf"
                 write_gguf(Path(model), file, outtype, self.clients)
                 files.append(str(file))
-            found = run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
-            if self.request["rounds"]:
-                ours, dense = (active_bytes(Path(file), self.clients) for file in files)
-                found["decode_ceiling"] = dense / ours
-            return found
+            return run_client(python, "llama.cpp", {**self.request, "models": files, "threads": self.threads})
 
     def _vllm(self, python: Path) -> dict[str, Any]:
         target, dense = MOE_TARGETS[self.config["model_type"]], self.config.get("dense") or self.config
@@ -315,36 +309,26 @@ def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str,
 def ceilings(checkpoint: Path, dense: Path) -> dict[str, float]:
     """Upper bounds of the speed ratios: weights used per token, the dense model's over the carve's.
 
-    Embeddings are not counted; the output head is counted for decode only, since a prompt needs it once. Bytes have the
-    same ratio where all weights have one number format; see `Row.decode_ceiling` for other formats.
+    Embeddings are not counted; the output head is counted for decode only, since a prompt needs it once. They hold
+    where all weights have one number format.
     """
     ours, theirs = _active(checkpoint), _active(dense)
     return {part: theirs[part] / ours[part] for part in ("prompt", "decode")}
 
 
 def _active(folder: Path) -> dict[str, float]:
-    config = read_config(folder)
-    target, entries = MOE_TARGETS.get(config["model_type"]), read_checkpoint(folder)
-    routed: tuple[str, ...] = ()
-    share = 1.0
-    if target is not None:
-        routers = [entry.shape[0] for name, entry in entries.items() if _is_named(name, target.router)]
-        share = int(config["num_experts_per_tok"]) / routers[0]
-        # Each layer reads its experts of a pool.
-        share *= len(routers) if config.get("topology") == GLOBAL_POOL else 1
-        routed = (target.experts, *(target.packed or ()), *(target.packed_pool or ()))
-    layers = head = 0.0
+    config, share, layers, head = read_config(folder), 1.0, 0.0, 0.0
+    entries = read_checkpoint(folder)
+    for key in {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys():
+        share = config["num_experts_per_tok"] / config[key]
+    if config.get("topology") == GLOBAL_POOL:  # each layer reads its experts of a pool
+        share *= sum(name.endswith(".mlp.gate.weight") for name in entries)
     for name, entry in entries.items():
         if "embed_tokens" in name or name.startswith("lm_head"):
             head = float(prod(entry.shape))
-        else:
-            layers += prod(entry.shape) * (share if any(_is_named(name, form) for form in routed) else 1.0)
+        else:  # stacks of experts, and single ones
+            layers += prod(entry.shape) * (share if len(entry.shape) == 3 or ".experts." in name else 1.0)
     return {"prompt": layers, "decode": layers + head}
-
-
-def _is_named(name: str, form: str) -> bool:
-    """Whether a tensor has a name of this form, such as a target's `experts`."""
-    return re.fullmatch(re.sub(r"\\{\w+\\}", "[^.]+", re.escape(form)), name) is not None
 
 
 def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str, float] | None) -> str:
@@ -357,10 +341,10 @@ def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str
         for row in rows
     ]  # fmt: skip
     if ceiling:
-        columns += ["prompt, × dense (weights allow)", "decode, × dense (bytes allow)"]
+        columns += ["prompt, × dense (weights allow)", "decode, × dense (weights allow)"]
         for line, row in zip(lines, rows, strict=True):
             line += [_with(row.prompt_ratio, ceiling["prompt"])]
-            line += [_with(row.decode_ratio, row.decode_ceiling or ceiling["decode"])]
+            line += [_with(row.decode_ratio, ceiling["decode"])]
     table = tabulate(lines, columns, tablefmt="github", disable_numparse=True)
     remedies = {row.fault: row.remedy for row in rows if row.remedy}
     notes = "".join(f"{fault}: {how}\n" for fault, how in remedies.items())

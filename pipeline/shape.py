@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import product
 from typing import Any
 
 from instruments.errors import ConfigError
@@ -224,38 +224,27 @@ def log_shape(request: ShapeRequest, shape: MoEShape | None, model: str) -> None
 
 
 def find_remedy(request: ShapeRequest) -> str | None:
-    """Settings of the closest shape without weaknesses, ready to paste; None if there is none."""
-    target = request.assemble.target
-    for name in dict.fromkeys([target, "auto", "tiny_onn"]):
-        tried = replace(request, assemble=replace(request.assemble, target=name))
-        for shape in filter(partial(_is_good, tried), _close_shapes(request)):
+    """Settings of a shape without weaknesses, ready to paste: the default of the first target that can hold it."""
+    target, pad_to = request.assemble.target, request.assemble.pad_to
+    # Half of the dense FFNs' neurons; by default a pool is as large for every model.
+    pool = request.layers * request.width // 2
+    # active=1 saves nothing.
+    active = request.active if request.active < 1 else 0.5
+    sizes = [
+        EXPERT_WIDTH if request.pooled else None,
+        pad_to,
+    ]  # experts padded to more than their width may be too many
+    for name, n in product(dict.fromkeys([target, "auto", "tiny_onn"]), sizes):
+        experts = max(1, pool // n) if request.pooled and n else None
+        assemble = replace(request.assemble, target=name)
+        tried = replace(request, experts=experts, n=n, top_k=None, always_on=None, active=active, assemble=assemble)
+        shape = resolve_shape(tried, request.width)
+        if _is_good(tried, shape):
             words = [f"experts={shape.experts}"] * (shape.experts != request.experts)
             words += [f"n={shape.n}"] * (shape.n != request.n)
             words += [f"top_k={shape.top_k}", f"always_on={shape.always_on}"]
             return " ".join([*words, *[f"assemble.target={name}"] * (name != target)])
     return None
-
-
-def _close_shapes(request: ShapeRequest) -> list[MoEShape]:
-    """Candidates to suggest instead of the requested shape, the closest first; some have weaknesses themselves."""
-    # active=1 saves nothing.
-    asked = replace(request, top_k=None, active=request.active if request.active < 1 else 0.5)
-    width, (experts, n) = request.width, fill_experts(request, request.width)
-    open_split = replace(asked, always_on=None)
-    sizes = dict.fromkeys([min(n, EXPERT_WIDTH), n, 64, 128, 256, 32, 16, 8, 4, 2, 1])
-    tried = [asked, open_split]
-    if request.pooled:
-        half = request.layers * width // 2  # of the dense FFNs' neurons
-        tried += [replace(open_split, experts=max(1, half // size), n=size) for size in sizes]
-        return [resolve_shape(candidate, width) for candidate in tried]
-    if request.experts and fill_experts(parts := replace(open_split, n=None), width)[1] >= EXPERT_WIDTH:
-        tried.append(parts)
-    for size in sizes:
-        tried.append(replace(open_split, experts=None, n=size))
-        tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
-    if request.top_k is not None and request.always_on is None:
-        tried.insert(0, replace(request, experts=experts, n=n, always_on=max(0, width - experts * n)))
-    return [resolve_shape(candidate, width) for candidate in tried]
 
 
 def _is_good(request: ShapeRequest, shape: MoEShape) -> bool:

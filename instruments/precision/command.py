@@ -1,10 +1,10 @@
 """`python -m pipeline.auto_diff`: FP32 against low precision, for any module and a sample of its input."""
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from runpy import run_path
 from typing import TYPE_CHECKING, Any
 
 from instruments.errors import ConfigError, check_output, exit_code, say
@@ -71,19 +71,14 @@ def find_model(place: str) -> "nn.Module":
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"there is no Python file {file or name}", where="--model", do="--model model.py:Net")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "it ends in .py"
-    assert spec.loader is not None, "it is a file"
-    held = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))  # it can import modules of its folder, as with `python FILE.py`
-    sys.modules[path.stem] = held  # dataclasses look up their module there
-    spec.loader.exec_module(held)
-    if not hasattr(held, name):
-        known = [key for key in vars(held) if not key.startswith("_")]
+    held = run_path(file, run_name=path.stem)
+    if name not in held:
+        known = [key for key in held if not key.startswith("_")]
         raise ConfigError(f"{path} has no {name}", where="--model", do=f"--model {path}:{(known or ['Net'])[-1]}")
     from torch import nn  # noqa: PLC0415
 
-    found: Any = getattr(held, name)
+    found: Any = held[name]
     made = found() if callable(found) and not isinstance(found, nn.Module) else found
     if not isinstance(made, nn.Module):
         what = f"{place} is {type(made).__name__}, no torch module"

@@ -100,7 +100,6 @@ class Diff:
     scripted: list[str] = field(default_factory=list)  # modules that refuse hooks
     only_one: list[str] = field(default_factory=list)  # calls made in only one of the two runs
     overflows: list[str] = field(default_factory=list)  # the first overflow, if it is between modules
-    passes: int = 0
     seconds: float = 0.0
 
     @property
@@ -187,7 +186,7 @@ def notes_of(diff: Diff) -> list[str]:
     """The verdict in words, the error of the final output, and all warnings."""
     return [
         _verdict(diff), *_summary(diff), *_oddities(diff),
-        f"{len(diff.outputs):,} outputs; {diff.passes} passes, {diff.seconds:.1f} s",
+        f"{len(diff.outputs):,} outputs, {diff.seconds:.1f} s",
     ]  # fmt: skip
 
 

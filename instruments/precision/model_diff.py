@@ -4,9 +4,6 @@ Each module has two errors: the propagated error, with the whole model in low pr
 this module in low precision, on the FP32 inputs. Both are compared with the error floor: the response, in FP32, to one
 unit in the last place. A module that amplifies every rounding is not at fault. The model's own output is also held to
 absolute limits.
-
-Outputs are stored on the host. If `memory_mib` is too small for all of them, the model runs again for each further
-window of outputs.
 """
 
 import copy
@@ -24,8 +21,8 @@ from torch import Tensor, nn
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
 from instruments.precision.findings import Diff
-from instruments.precision.passes import LowPrecisionPass, PerturbedPass, ReferencePass
-from instruments.precision.session import AUTOCAST, LowPrecision, Perturbation, Session
+from instruments.precision.passes import Comparison
+from instruments.precision.perturbation import AUTOCAST, LowPrecision, Perturbation
 from instruments.precision.verdict import DiffLimits
 from instruments.tensors import Arguments, find_tensors, map_tensors
 
@@ -103,10 +100,10 @@ def auto_diff(
         low: for mode=cast, a low-precision model made in another way (`from_pretrained(dtype=...)`).
         modules: globs on names of modules to compare; the model's own output always is.
         limits: on errors; None: the defaults.
-        memory_mib: host memory for stored outputs.
+        memory_mib: most host memory for stored outputs.
         seed: of the perturbation, and of random numbers that the model draws.
     Raises:
-        ConfigError: an invalid setting, or a ScriptModule.
+        ConfigError: an invalid setting, a ScriptModule, or more outputs than `memory_mib` holds.
         NumericsError: the model does not run in this precision.
     """
     started = perf_counter()
@@ -117,20 +114,15 @@ def auto_diff(
         lowered = LowPrecision(reference, precision, mode, low)
         diff = Diff(dtype_name(lowered.dtype), mode, limits or DiffLimits())
         perturbation = Perturbation(lowered.dtype, seed)
-        session = Session(reference, lowered, perturbation, device, wanted, memory_mib * 2**20, diff)
-        _run_passes(session, arguments_of(reference, sample, device))
+        passes = Comparison(reference, lowered, perturbation, device, wanted, memory_mib * 2**20, diff)
+        arguments = arguments_of(reference, sample, device)
+        passes.run_low(arguments)
+        passes.run_reference(arguments)
+        for draw in range(DRAWS):
+            passes.run_perturbed(arguments, draw)
+        passes.finish()
     diff.seconds = perf_counter() - started
     return diff
-
-
-def _run_passes(session: Session, arguments: Arguments) -> None:
-    while session.begin_window():
-        LowPrecisionPass(session).run(arguments)
-        ReferencePass(session).run(arguments)
-        for draw in range(DRAWS):
-            PerturbedPass(session, draw).run(arguments)
-    session.diff.passes = session.windows * (2 + DRAWS)
-    session.finish()
 
 
 def _select(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:

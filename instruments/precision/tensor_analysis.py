@@ -35,12 +35,9 @@ class ReductionLoss:
     length: int  # addends of a sum
     size: int  # of the axis
     one_by_one: float  # in sequence, every addition rounded
-    pairwise: float  # in a tree, every addition rounded
     fp32: float  # in FP32, from the unrounded values
-    mean: float  # the sum one by one, divided by the length: overflows if the sum does
     torch_sum: float | None  # torch.sum in the format, which adds in FP32; None if torch has none
     stagnant: float  # share of nonzero addends that are too small to change the partial sum
-    cancellation: float  # Σ|x| / |Σx|: factor by which errors are amplified
 
     @property
     def advice(self) -> str:
@@ -48,9 +45,8 @@ class ReductionLoss:
         if not self._bad(self.one_by_one) and not self._bad(self.torch_sum):
             return ""
         lost = f", {self.stagnant:.0%} of the addends lost" if self.stagnant > WORTH_A_WORD else ""
-        tree = f"; in pairs {self.pairwise:.1g}" if self.pairwise < self.one_by_one / 2 else ""
         errors = f"error {self.one_by_one:.1g} → {self.fp32:.1g}"
-        return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}{tree}){self._torch_advice}"
+        return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}){self._torch_advice}"
 
     def _bad(self, error: float | None) -> bool:
         return error is not None and error > WORTH_A_WORD and self.fp32 * 10 <= error
@@ -80,12 +76,9 @@ def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) 
     return ReductionLoss(
         dtype_name(target), axis, length, size,
         one_by_one=_error(exact_S, sums_S),
-        pairwise=_error(exact_S, _add_in_pairs(rounded_NS, target)),
         fp32=_error(exact_S, addends_NS.sum(0)),
-        mean=_error(exact_S / length, round_to(sums_S / length, target)),
         torch_sum=_error(exact_S, rounded_NS.to(target).sum(0)) if target.itemsize > 1 else None,
         stagnant=stagnant,
-        cancellation=float(addends_NS.double().abs().sum() / exact_S.abs().sum()) if bool(exact_S.any()) else 0.0,
     )  # fmt: skip
 
 
@@ -103,14 +96,6 @@ def _add_one_by_one(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> tu
         lost_S += (moved_S == sum_S) & (addend_S != 0)
         sum_S = moved_S
     return sum_S, float(lost_S.sum() / (addends_NS != 0).sum().clamp_min(1))
-
-
-def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> Float[Tensor, "S"]:
-    while len(addends_NS) > 1:
-        half = len(addends_NS) // 2
-        pairs_NS = round_to(addends_NS[:half] + addends_NS[half : 2 * half], target)
-        addends_NS = torch.cat([pairs_NS, addends_NS[2 * half :]])
-    return addends_NS[0]
 
 
 # Shares of the nonzero values.

@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from instruments.tensor_dump.index import STORED, Listing, TensorRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from torch import Tensor
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
@@ -43,7 +42,7 @@ def complaints_of(listing: Listing) -> Iterator[str]:
     if listing.torn:
         yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
     manifests = listing.manifests()
-    killed = [index.rank for index in listing.indices if index.rank not in manifests]
+    killed = [rank for rank in listing.ranks if rank not in manifests]
     if killed:
         yield f"ranks {some(map(str, killed), 3)} did not finish: listed tensors are complete, later ones are missing"
     for rank, manifest in sorted(manifests.items()):
@@ -61,7 +60,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         "records",
         f"{len(chosen):,} of {len(listing.records):,}, {len({source.module for source in sources})} modules",
     )
-    yield "processes", ", ".join(str(index.rank) for index in listing.indices)
+    yield "processes", ", ".join(map(str, listing.ranks))
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
     yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB; shared tensors count once"
     if labels:
@@ -90,49 +89,43 @@ def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, 
 _PANELS_ACROSS = 3
 _BLUE, _PALE = "#2b6ca3", "#a9c7e0"
 
-Named = tuple[str, "Tensor"]
 
-
-def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
-    """One panel per tensor: a histogram of its finite values in 120 equal bins, with a logarithmic count axis."""
-    figure, panels = _panels(tensors, "value")
-    for panel, (_name, values) in zip(panels, tensors, strict=True):
-        finite = values[values.isfinite()].float().numpy()
-        panel.set_yscale("log")
-        if len(finite):
-            panel.hist(finite, 120, color=_BLUE, histtype="stepfilled", log=True)
-    figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def draw_channels(tensors: Sequence[Named], path: Path) -> None:
-    """One panel per tensor: for every channel (last axis) the range and the 1st to 99th percentiles."""
-    figure, panels = _panels(tensors, "channel")
-    for panel, (_name, values) in zip(panels, tensors, strict=True):
-        if not values.numel():
-            continue
-        channels = values.float().reshape(-1, values.shape[-1] if values.ndim else 1).numpy()
-        low, high = channels.min(axis=0), channels.max(axis=0)
-        # For a picture, percentiles of about 16,384 evenly spaced rows are exact enough.
-        p1, p99 = np.percentile(channels[:: max(1, len(channels) // 16384)], (1, 99), axis=0)
-        panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
-        panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
-        panel.legend(fontsize=7)
-    figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _panels(tensors: Sequence[Named], quantity: str) -> tuple["Figure", list["Axes"]]:
+def draw(tensors: Sequence[tuple[str, "Tensor"]], path: Path, *, by_channel: bool) -> None:
+    """One panel per tensor: a histogram of its finite values, or the range of every channel (last axis)."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     columns = min(len(tensors), _PANELS_ACROSS)
     rows = -(-len(tensors) // columns)
     figure = Figure(figsize=(4.6 * columns, 2.9 * rows), dpi=110, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for panel, (name, _values) in zip(panels, tensors, strict=False):
+    for panel, (name, values) in zip(panels, tensors, strict=False):
         panel.set_title(name, fontsize=8)
-        panel.set_xlabel(quantity, fontsize=8)
+        panel.set_xlabel("channel" if by_channel else "value", fontsize=8)
+        (_draw_channels if by_channel else _draw_histogram)(panel, values)
     for panel in panels[len(tensors) :]:
         panel.set_axis_off()
-    return figure, panels[: len(tensors)]
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _draw_histogram(panel: "Axes", values: "Tensor") -> None:
+    """120 equal bins, with a logarithmic count axis."""
+    finite = values[values.isfinite()].float().numpy()
+    panel.set_yscale("log")
+    if len(finite):
+        panel.hist(finite, 120, color=_BLUE, histtype="stepfilled", log=True)
+
+
+def _draw_channels(panel: "Axes", values: "Tensor") -> None:
+    """The range and the 1st to 99th percentiles."""
+    if not values.numel():
+        return
+    channels = values.float().reshape(-1, values.shape[-1] if values.ndim else 1).numpy()
+    low, high = channels.min(axis=0), channels.max(axis=0)
+    # For a picture, percentiles of about 16,384 evenly spaced rows are exact enough.
+    p1, p99 = np.percentile(channels[:: max(1, len(channels) // 16384)], (1, 99), axis=0)
+    panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
+    panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
+    panel.legend(fontsize=7)
 
 
 DIFFERENT = 3
@@ -186,15 +179,13 @@ def _show(wanted: argparse.Namespace) -> int:
         do = f"python -m pipeline.dump show {wanted.folder} --list"
         raise ConfigError(what, where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}", do=do)
     say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
-    for out, draw in ((wanted.histogram, draw_histograms), (wanted.channels, draw_channels)):
+    for out, by_channel in ((wanted.histogram, False), (wanted.channels, True)):
         if out:
-            _draw(listing, chosen, out, draw)
+            _draw_first(listing, chosen, out, by_channel=by_channel)
     return 0
 
 
-def _draw(
-    listing: Listing, chosen: Sequence[TensorRecord], out: Path, draw: Callable[[Sequence[Named], Path], None]
-) -> None:
+def _draw_first(listing: Listing, chosen: Sequence[TensorRecord], out: Path, *, by_channel: bool) -> None:
     from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table needs neither torch nor matplotlib
 
     # A tensor that several layers share is drawn once.
@@ -208,7 +199,7 @@ def _draw(
         tensors = [(f"{record.source.module}\n{record.source.tensor}", reader.load(record)) for record in shown]
     if not tensors:
         raise ConfigError("no tensor to draw: only statistics were kept", where=str(out), do="dump with keep=tensors")
-    draw(tensors, out)
+    draw(tensors, out, by_channel=by_channel)
     rest = f", the first {len(shown)} of {len(stored)}: --module, --tensor and --step choose"
     sys.stdout.write(f"\n{out}{rest if len(stored) > len(shown) else ''}\n")
 

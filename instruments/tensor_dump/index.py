@@ -101,6 +101,14 @@ class TensorRecord:
     rounding: RoundingError | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def name_as(self, quant_type: str, timestamp: str | None = None) -> str:
+        """The name with another number format, and another form of the time."""
+        source = self.source
+        return make_name(
+            timestamp or self.timestamp, self.counter, source.layer_type, source.layer, source.direction, quant_type,
+            source.tensor,
+        )  # fmt: skip
+
     def to_row(self) -> dict[str, Any]:
         """The record as JSON values."""
         nested = {name: vars(part) for name in _PARTS if (part := getattr(self, name)) is not None}
@@ -156,22 +164,21 @@ def _size(shape: Sequence[int]) -> int:
     return prod(max(side, 1) for side in shape)
 
 
-def make_name(timestamp: str, counter: int, source: Source, quant_type: str) -> str:
+def make_name(
+    timestamp: str, counter: int, layer_type: str, layer: int | None, operation: str, quant_type: str, tensor: str
+) -> str:
     """`{timestamp}_{counter:04}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}`.
 
     The counter alone is unique over all processes of a dump.
     """
-    layer = "none" if source.layer is None else source.layer
-    kind = source.layer_type.replace("_", "-")  # readers split names at underscores
-    return f"{timestamp}_{counter:04}_{kind}_L{layer}_{source.direction}_{quant_type}_{source.tensor}"
+    number = "none" if layer is None else layer
+    kind = layer_type.replace("_", "-")  # readers split names at underscores
+    return f"{timestamp}_{counter:04}_{kind}_L{number}_{operation}_{quant_type}_{tensor}"
 
 
 def now() -> str:
     """UTC to the microsecond, without characters special in file names and without the separator of record names."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
-
-
-_NAMED = 5  # records that the manifest names of each kind
 
 
 @dataclass
@@ -184,10 +191,8 @@ class Manifest:
     captured: dict[str, dict[str, int]] = field(default_factory=dict)  # module → tensor → count
     never_fired: list[str] = field(default_factory=list)  # modules without any tensor
     missing: dict[str, list[str]] = field(default_factory=dict)  # module that ran → tensors never captured
-    zero_gradients: int = 0
-    nonfinite: int = 0
-    first_zero_gradients: list[str] = field(default_factory=list)  # names of records
-    first_nonfinite: list[str] = field(default_factory=list)
+    zero_gradients: list[str] = field(default_factory=list)  # names of records
+    nonfinite: list[str] = field(default_factory=list)
     not_dumped: dict[str, dict[str, str]] = field(default_factory=dict)  # module → tensor → reason
     dropped: int = 0
     statistics_only: int = 0  # although bytes were requested
@@ -201,11 +206,9 @@ class Manifest:
         self.dropped += record.status == DROPPED
         self.statistics_only += bytes_wanted and record.status == STATISTICS
         if statistics is not None and statistics.nonfinite:
-            self.nonfinite += 1
-            self.first_nonfinite += [record.name] * (self.nonfinite <= _NAMED)
+            self.nonfinite.append(record.name)
         elif statistics is not None and statistics.all_zero and source.direction == "backward":
-            self.zero_gradients += 1
-            self.first_zero_gradients += [record.name] * (self.zero_gradients <= _NAMED)
+            self.zero_gradients.append(record.name)
 
     def finish(self, steps: int, *, held_back: bool = False) -> None:
         """Compare captured with expected tensors, after `steps` dumped steps.
@@ -238,12 +241,10 @@ class Manifest:
                 f"{name}: {', '.join(tensors)} ({', '.join(sorted(set(tensors.values())))})"
                 for name, tensors in self.not_dumped.items()
             ],
+            "gradients are zero everywhere": self.zero_gradients,
+            "tensors hold values that are not finite": self.nonfinite,
         }
         yield from (f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names)
-        if self.zero_gradients:
-            yield f"{self.zero_gradients} gradients are zero everywhere, first {'; '.join(self.first_zero_gradients)}"
-        if self.nonfinite:
-            yield f"{self.nonfinite} tensors hold values that are not finite, first {'; '.join(self.first_nonfinite)}"
         if self.dropped:
             yield f"{self.dropped} tensors dropped: the memory was full; raise memory_mib"
         if self.statistics_only:
@@ -252,20 +253,14 @@ class Manifest:
             yield f"{self.lost} tensors lost to a disk that failed"
 
 
-FORMAT, VERSION = "tiny-onn tensor dump", 4
+FORMAT, VERSION = "tiny-onn tensor dump", 5
 
 
-@dataclass(frozen=True)
-class Index:
-    """The index that one process has written."""
+def read_index(path: Path) -> tuple[int, list[TensorRecord], int]:
+    """One process's rank, its records, and the number of bytes of an unfinished last line.
 
-    rank: int
-    records: tuple[TensorRecord, ...]
-    torn: int  # bytes of an unfinished line
-
-
-def read_index(path: Path) -> Index:
-    """All complete lines of one process's index. Raises ContractError: another format or version, or damaged."""
+    Raises ContractError: another format or version, or damaged.
+    """
     whole, _, rest = _read_bytes(path).rpartition(b"\n")
     first, *lines = whole.split(b"\n")
     header = _parse(path, first, "line 1: ", lambda content: content)
@@ -275,8 +270,8 @@ def read_index(path: Path) -> Index:
         )
     if not is_count(header.get("rank")):
         raise _damaged(path, "its first line names no rank")
-    records = (_parse(path, line, f"line {number}: ", TensorRecord.from_row) for number, line in enumerate(lines, 2))
-    return Index(header["rank"], tuple(records), len(rest))
+    records = [_parse(path, line, f"line {number}: ", TensorRecord.from_row) for number, line in enumerate(lines, 2)]
+    return header["rank"], records, len(rest)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -324,24 +319,18 @@ class Listing:
         paths = sorted(self.folder.glob("index-*.jsonl"))
         if not paths:
             raise ContractError("no tensor dump here: no index-*.jsonl", where=str(folder), do="name a dump's folder")
-        self.indices = [read_index(path) for path in paths]
-
-    @cached_property
-    def records(self) -> tuple[TensorRecord, ...]:
-        """All records, in the order of capture."""
-        found = [record for index in self.indices for record in index.records]
-        return tuple(sorted(found, key=lambda record: (record.counter, record.rounded_from is not None)))
+        indices = [read_index(path) for path in paths]
+        self.ranks = [rank for rank, _records, _torn in indices]
+        found = [record for _rank, records, _torn in indices for record in records]
+        # In the order of capture.
+        self.records = tuple(sorted(found, key=lambda record: (record.counter, record.rounded_from is not None)))
+        self.torn = sum(torn for _rank, _records, torn in indices)  # bytes of last lines of killed processes
 
     @cached_property
     def missing_files(self) -> tuple[str, ...]:
         """Files that are in the index but not in the folder."""
         named = sorted({record.file for record in self.records if record.file is not None})
         return tuple(name for name in named if not (self.folder / name).is_file())
-
-    @property
-    def torn(self) -> int:
-        """Bytes of incomplete last lines, left by killed processes."""
-        return sum(index.torn for index in self.indices)
 
     def manifests(self) -> dict[int, Manifest]:
         """Manifests by rank; a killed process has none. Raises ContractError."""

@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
 from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump.config import BACKWARD, FORWARD, TENSORS, DumpConfig
-from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
+from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, now
 from instruments.tensor_dump.parts import Part, RankInfo, keep_tokens
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import Capture, DumpWriter, Held
@@ -277,13 +277,14 @@ class Recorder:
         info, timestamp, quant_type = self._rank_info, now(), quant_type_of(tensor)
         counter = self._captured * info.world + info.rank
         self._captured += 1
-        return TensorRecord(
-            name=make_name(timestamp, counter, source, quant_type), counter=counter, timestamp=timestamp,
+        record = TensorRecord(
+            name="", counter=counter, timestamp=timestamp,
             rank=info.rank, source=source, parallel=info.parallel, placement=placement, shape=tuple(kept.shape),
             dtype=dtype_name(tensor.dtype), device=str(tensor.device), requires_grad=tensor.requires_grad,
             quant_type=quant_type, label=self._config.quant_type, autocast=autocast_type_of(tensor),
             status=status, metadata=self._metadata,
         )  # fmt: skip
+        return replace(record, name=record.name_as(quant_type))
 
     def _hold(self, kept: Tensor) -> Held:
         """Copy the tensor or compute its statistics, depending on settings and free memory."""

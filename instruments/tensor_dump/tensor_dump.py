@@ -7,7 +7,6 @@ recomputed; each process of a job writes its own files into the same folder.
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -25,8 +24,8 @@ from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig,
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
 from instruments.tensor_dump.parts import RankInfo, rank_and_world
-from instruments.tensor_dump.recorder import Recorder, Watched, quant_type_of
-from instruments.tensor_dump.writer import DumpWriter, HostMemory, IndexFile
+from instruments.tensor_dump.recorder import Recorder, Watched
+from instruments.tensor_dump.writer import DumpWriter, HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +82,6 @@ def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iter
         for name, parameter in root.named_parameters():
             if parameter.ndim >= 2 and id(parameter) not in seen:
                 yield plain_name(name)
-
-
-def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
-    """Warn where the format of weights differs from the label; records hold both."""
-    weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
-    real = Counter(quant_type_of(weight) for weight in weights.values())
-    if found := ", ".join(f"{count} in {kind}" for kind, count in sorted(real.items()) if kind != label):
-        logger.warning(
-            "quant_type=%s is a label: the parameters of watched modules are %s; records say both", label, found
-        )
 
 
 def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
@@ -193,11 +182,10 @@ class TensorDump:
             raise ConfigError(what, where="TensorDump", do=do)
         config, rank_info = self.config, self.identity
         header = {"started": now(), "world": rank_info.world, "config": asdict(config)}
-        index = IndexFile(self.folder, rank_info.rank, header)
         on_gpu = any(parameter.is_cuda for root in self._roots for parameter in root.parameters())
         self._memory = HostMemory(config.memory_mib * 2**20, pinned=on_gpu)
         self.manifest = Manifest({one.name: one.expected(config) for one in self.watched}, self._unseen)
-        writer = DumpWriter(self.folder, rank_info.rank, index, self._memory, config, self.manifest)
+        writer = DumpWriter(self.folder, rank_info.rank, header, self._memory, config, self.manifest)
         recorder = Recorder(config, writer, rank_info, self.metadata)
         self._running = recorder, writer
         _DUMPED.update(modules)
@@ -209,8 +197,6 @@ class TensorDump:
         for one in self.watched:
             for hook in one.hook(one, recorder):
                 self._hooks.enter_context(hook)
-        if config.quant_type is not None:
-            warn_of_label(config.quant_type, self.watched)
         return self
 
     def join_pass(self, model: nn.Module) -> None:

@@ -8,7 +8,7 @@ in `{date}_{time}_{counter:04}_{layer_type}_L{layer}_{operation}_{quant_type}_{t
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.dtypes import dtype_name
 from instruments.errors import ContractError
 from instruments.files import whole_file
 from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
-from instruments.tensor_dump.index import STORED, Statistics, is_bare
+from instruments.tensor_dump.index import STORED, Statistics, is_bare, make_name
 from instruments.tensor_dump.parts import rank_and_world
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.statistics import measure
@@ -44,14 +43,13 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     for record in tqdm(stored, desc="export", unit="tensor", disable=None):
         source, time = record.source, _read_time(record.timestamp)
         label = record.quant_type if rounded or record.label is None else record.label
-        info = _describe(record.statistics, record.shape, record.dtype, record.device, record.requires_grad)
-        named = _facts(time, source.layer_type, source.direction, label, source.tensor, source.layer)
+        named = (source.layer_type, source.layer, source.direction, label, source.tensor)
         more = {
             "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
             "rounding": record.rounding and vars(record.rounding), **record.metadata,
         }  # fmt: skip
-        path = folder / _file_name(time, record.counter, named)
-        _write(path, reader.load(record), info, {**vars(source), **named, **more})
+        info = {"device": record.device, "requires_grad": record.requires_grad, "is_leaf": None}
+        _write(folder, time, record.counter, named, reader.load(record), record.statistics, info, vars(source), more)
     return len(stored)
 
 
@@ -115,43 +113,12 @@ def save_tensor(
     if not enabled:
         return None
     rank, world = rank_and_world()
-    kept, now = tensor.detach().to("cpu", copy=True), datetime.now(UTC)
-    info = _describe(measure(kept), kept.shape, tensor.dtype, str(tensor.device), tensor.requires_grad)
-    named = _facts(now, layer_type, operation, quant_type, tensor_name, layer_idx)
+    kept, named = tensor.detach().to("cpu", copy=True), (layer_type, layer_idx, operation, quant_type, tensor_name)
+    info = {"device": str(tensor.device), "requires_grad": tensor.requires_grad, "is_leaf": tensor.is_leaf}
+    more = {"rank": rank, **(metadata or {}), **facts}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _file_name(now, next(_SAVED) * world + rank, named)
-    _write(path, kept, {**info, "is_leaf": tensor.is_leaf}, {**named, "rank": rank, **(metadata or {}), **facts})
-    return str(path)
-
-
-def _facts(
-    time: datetime, layer_type: str, operation: str, quant_type: str, tensor_name: str, layer: int | None
-) -> dict[str, Any]:
-    return {
-        "layer_type": layer_type, "operation": operation, "quant_type": quant_type, "tensor_name": tensor_name,
-        "layer_idx": layer, "save_time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }  # fmt: skip
-
-
-def _describe(
-    found: Statistics | None, shape: Sequence[int], dtype: object, device: str, requires_grad: bool
-) -> dict[str, Any]:
-    """`tensor_info`; is_leaf is None where a dump did not record it. Statistics cover the finite values."""
-    numbers = (found.minimum, found.maximum, found.mean, found.std) if found else (None,) * 4
-    return {
-        "shape": list(shape), "dtype": f"torch.{dtype_name(dtype)}", "device": device, "requires_grad": requires_grad,
-        "is_leaf": None, **dict(zip(("min", "max", "mean", "std"), numbers, strict=True)),
-    }  # fmt: skip
-
-
-def _file_name(time: datetime, counter: int, facts: Mapping[str, Any]) -> str:
-    layer = "none" if facts["layer_idx"] is None else facts["layer_idx"]
-    kind = str(facts["layer_type"]).replace("_", "-")  # readers split names at underscores
-    parts = (f"{time:%Y%m%d_%H%M%S}", f"{counter:04}", kind, f"L{layer}", facts["operation"], facts["quant_type"])
-    name = "_".join(map(str, (*parts, facts["tensor_name"])))
-    if not is_bare(name):
-        raise ContractError(f"{name!r} is no name of a file", where="save_tensor", do="tensor_name='query'")
-    return f"{name}.pt"
+    counter = next(_SAVED) * world + rank
+    return str(_write(folder, datetime.now(UTC), counter, named, kept, measure(kept), info, {}, more))
 
 
 def _read_time(timestamp: str) -> datetime:
@@ -161,6 +128,26 @@ def _read_time(timestamp: str) -> datetime:
         raise ContractError(f"{timestamp!r} is no time", where="index of the dump", do="dump again") from error
 
 
-def _write(path: Path, tensor: Tensor, info: dict[str, Any], metadata: dict[str, Any]) -> None:
-    with whole_file(path) as unfinished:
-        torch.save({"tensor": tensor, "tensor_info": info, "metadata": metadata}, unfinished)
+def _write(
+    folder: Path,
+    time: datetime,
+    counter: int,
+    named: tuple[str, int | None, str, str, str],
+    tensor: Tensor,
+    found: Statistics | None,
+    info: Mapping[str, Any],
+    source: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> Path:
+    """Write a tensor; statistics are of the finite values, is_leaf is None where a dump did not record it."""
+    name = make_name(f"{time:%Y%m%d_%H%M%S}", counter, *named)
+    if not is_bare(name):
+        raise ContractError(f"{name!r} is no name of a file", where="save_tensor", do="tensor_name='query'")
+    numbers = (found.minimum, found.maximum, found.mean, found.std) if found else (None,) * 4
+    shown = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), **info}
+    shown |= zip(("min", "max", "mean", "std"), numbers, strict=True)
+    facts = dict(zip(("layer_type", "layer_idx", "operation", "quant_type", "tensor_name"), named, strict=True))
+    whole = {**source, **facts, "save_time": time.strftime("%Y-%m-%d %H:%M:%S"), **more}
+    with whole_file(folder / f"{name}.pt") as unfinished:
+        torch.save({"tensor": tensor, "tensor_info": shown, "metadata": whole}, unfinished)
+    return folder / f"{name}.pt"

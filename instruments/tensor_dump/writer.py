@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
+from io import BufferedWriter
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +23,7 @@ from instruments.errors import ContractError, UserError
 from instruments.files import sync, whole_file
 from instruments.safetensors_files import checksum_of
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord, make_name
+from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord
 from instruments.tensor_dump.rounding import round_into
 from instruments.tensor_dump.statistics import measure, read_moments
 
@@ -101,37 +102,23 @@ class Held:
 Capture = tuple[TensorRecord, Held]
 
 
-class IndexFile:
-    """An index being written, locked by one process."""
-
-    def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
-        """Create the index of `rank`. Raises ContractError: the folder has a dump of this rank, finished or running."""
-        path = folder / f"index-{rank:05}.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        try:
-            flock(self._file, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            what = f"another process is dumping into this folder as rank {rank}"
-            do = "give every dump a folder of its own; processes of one job need torch.distributed to tell ranks"
-            raise ContractError(what, where=str(path), do=do) from None
-        if self._file.tell():
-            self._file.close()
-            what = "the folder holds a dump already"
-            raise ContractError(what, where=str(path), do="another folder, or remove this one if it is not needed")
-        self.add([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
-        sync(folder)
-
-    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows; they are on the disk on return. Their tensors' bytes must already be there."""
-        self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file and release its lock."""
-        self._file.close()
+def create_index(folder: Path, rank: int) -> BufferedWriter:
+    """The empty index of `rank`, locked. Raises ContractError: the folder has a dump of this rank, finished or not."""
+    path = folder / f"index-{rank:05}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        what = f"another process is dumping into this folder as rank {rank}"
+        do = "give every dump a folder of its own; processes of one job need torch.distributed to tell ranks"
+        raise ContractError(what, where=str(path), do=do) from None
+    if file.tell():
+        file.close()
+        what = "the folder holds a dump already"
+        raise ContractError(what, where=str(path), do="another folder, or remove this one if it is not needed")
+    return file
 
 
 # Most rows that wait for a file to be closed; rows without bytes would otherwise never be written.
@@ -142,12 +129,23 @@ class DumpWriter:
     """Writes captures in the order of `put`; `close` waits until all are on the disk."""
 
     def __init__(
-        self, folder: Path, rank: int, index: IndexFile, memory: HostMemory, config: DumpConfig, manifest: Manifest
+        self,
+        folder: Path,
+        rank: int,
+        header: Mapping[str, Any],
+        memory: HostMemory,
+        config: DumpConfig,
+        manifest: Manifest,
     ) -> None:
-        """Start the thread; it returns memory to `memory` and counts captures in the `manifest`."""
+        """Create the index and start the thread, which frees `memory` and counts captures in the `manifest`.
+
+        Raises ContractError: the folder is in use.
+        """
         self.failure: BaseException | None = None  # of the thread; later captures count as lost
         self._told = False  # whether `check` has raised it
-        self._folder, self._rank, self._index, self.memory = folder, rank, index, memory
+        self._folder, self._rank, self._index, self.memory = folder, rank, create_index(folder, rank), memory
+        self._append([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
+        sync(folder)
         self._config, self.manifest = config, manifest
         self._queue: SimpleQueue[Capture | Event | None] = SimpleQueue()
         # Of the next file: its tensors, their bytes, the rows that wait for it and the memory that it frees.
@@ -222,7 +220,7 @@ class DumpWriter:
         self.manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
         if held.rounded:
-            name = make_name(record.timestamp, record.counter, record.source, held.rounded["quant_type"])
+            name = record.name_as(held.rounded["quant_type"])
             self._rows.append(replace(record, name=name, rounded_from=record.name, **held.rounded))
 
     def _keep(self, record: TensorRecord, held: Held, data: Tensor) -> None:
@@ -250,8 +248,14 @@ class DumpWriter:
                 save_file(self._tensors, unfinished, metadata={"format": "pt"})
             self._shards += 1
         if self._rows:
-            self._index.add([record.to_row() for record in self._rows])
+            self._append([record.to_row() for record in self._rows])
         self._release()
+
+    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows to the index; they are on the disk on return."""
+        self._index.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        self._index.flush()
+        os.fsync(self._index.fileno())
 
     def _release(self) -> None:
         self._tensors, self._rows, self._bytes = {}, [], 0

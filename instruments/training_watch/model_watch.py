@@ -1,9 +1,9 @@
 """Watch a model during training: hooks on the model and on the optimizers that are given, on nothing else.
 
 Gradient norms are measured at the end of each backward pass: before unscaling and clipping, and multiplied by the loss
-scale of that moment. They are judged when a given optimizer steps (with a closure, after its first evaluation), when
-the loop calls `watch.step`, or else at the next forward pass, if the gradients have changed until then: by a step of
-an optimizer that was not given, by hand, or because a scaler skipped the step.
+scale of that moment. They are judged when a given optimizer has stepped, when the loop calls `watch.step`, or else at
+the next forward pass, if the gradients have changed until then: by a step of an optimizer that was not given, by hand,
+or because a scaler skipped the step.
 """
 
 import weakref
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
 from instruments.hooks import OwnHook, in_backward, in_training_pass
@@ -84,7 +83,7 @@ class ModelWatch:
             self._hooks.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
             self._hooks.callback(model.register_forward_hook(OwnHook(self._end), with_kwargs=True).remove)
         for optimizer in self.optimizers:
-            self._optimizer_hooks.callback(_before_each_step(optimizer, self._before_step).remove)
+            self._optimizer_hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
             if not self._names_of([optimizer]):
                 logger.warning("no parameter of the optimizer is one of the model's: its steps are not watched")
         self._hook_parameters()
@@ -222,7 +221,7 @@ class ModelWatch:
         asked = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
         return {name for name, one in self.measurement.parameters.items() if not optimizers or id(one) in asked}
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         # An optimizer for each parameter steps as soon as its gradient is there.
         if not in_backward() and self._names_of([optimizer]):
             self._judge(optimizer)
@@ -255,27 +254,6 @@ _OPEN: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
 
 def _unwrap(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer, or accelerate's wrapper of one
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _before_each_step(optimizer: Optimizer, look: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Call `look` before each step; if a closure computes the gradients (LBFGS), after its first evaluation."""
-
-    def before(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            look(optimizer)
-            return None
-        waiting = [look]
-
-        def evaluate(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - any closure
-            result = closure(*given, **named)
-            if waiting:
-                waiting.pop()(optimizer)
-            return result
-
-        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
-
-    return optimizer.register_step_pre_hook(before)
 
 
 def watch_model(

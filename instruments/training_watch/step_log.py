@@ -9,13 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instruments.errors import ContractError, check_output, exit_code, say
 from instruments.json_kinds import Kind, check_fields, is_count, is_number, is_text, kind_of, list_of, plain_json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 logger = logging.getLogger(__name__)
 
@@ -151,36 +148,31 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def check_log(path: Path) -> list[dict[str, Any]]:
-    """Read and validate the complete lines of a log. Raises ContractError: it is not a log of steps."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
-        lines = read_step_log(path)
-        for number, line in enumerate(lines, 1):
-            _check_line(number, line)
-        if not any({"loss", "gradient_norm"} & line.keys() for line in lines):
-            raise ValueError("it holds neither losses nor gradient norms")
-        if stepless := sum("step" not in line for line in lines):
-            raise ValueError(f"{stepless} lines say no step")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ContractError(f"cannot be read: {error}", where=str(path), do="name a log of watch_model") from error
-    return lines
-
-
 _FIGURES = ("loss", "gradient_norm", "loss_scale")
 _KINDS: dict[str, Kind] = dict.fromkeys(_FIGURES, lambda value: is_number(value) or value in ("nan", "inf", "-inf")) | {
     "step": is_count, "anomalies": list_of(kind_of(Anomaly)), "warnings": list_of(is_text),
 }  # fmt: skip
 
 
-def _check_line(number: int, line: object) -> None:
-    """Raise ValueError if a line is not a step of a log."""
-    present = line.keys() if isinstance(line, dict) else ()
+def check_log(path: Path) -> list[dict[str, Any]]:
+    """Read and validate the complete lines of a log. Raises ContractError: it is not a log of steps."""
+    place = ""
     try:
-        check_fields(line, {name: kind for name, kind in _KINDS.items() if name in present})
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from error
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
+        lines = read_step_log(path)
+        for number, line in enumerate(lines, 1):
+            place = f"line {number}: "
+            present = {"step", *line} if isinstance(line, dict) else ()
+            check_fields(line, {name: kind for name, kind in _KINDS.items() if name in present})
+        place = ""
+        if not any({"loss", "gradient_norm"} & line.keys() for line in lines):
+            raise ValueError("it holds neither losses nor gradient norms")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ContractError(
+            f"cannot be read: {place}{error}", where=str(path), do="name a log of watch_model"
+        ) from error
+    return lines
 
 
 def describe(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -213,31 +205,21 @@ def draw_training_steps(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 1 + 2.2 * len(present)), layout="constrained")
     panels = figure.subplots(len(present), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (name, label, logarithmic) in zip(panels, present, strict=True):
-        _draw_curve(panel, [(line["step"], float(line[name])) for line in lines if name in line], logarithmic)
+        points = [(line["step"], float(line[name])) for line in lines if name in line]
+        finite = [value if math.isfinite(value) else math.nan for _step, value in points]
+        steps, dots = [step for step, _value in points], "." if len(points) < 60 else None
+        panel.plot(steps, finite, color="#2b6ca3", linewidth=1.2, marker=dots)
+        if lost := [step for step, value in points if not math.isfinite(value)]:
+            edge = panel.get_xaxis_transform()
+            panel.scatter(lost, [0.97] * len(lost), transform=edge, marker="x", color="#c62828", label="not finite")
+            panel.legend(fontsize=8)
+        if logarithmic and any(value > 0 for value in finite):
+            panel.set_yscale("log")
         panel.set_ylabel(label)
-        _mark_findings(panel, lines)
+        for line in lines:
+            severities = {found["severity"] for found in line.get("anomalies", ())}
+            severities |= {"warning"} if line.get("warnings") else set()
+            for severity in severities & _COLOURS.keys():
+                panel.axvline(line["step"], color=_COLOURS[severity], linewidth=0.8, alpha=0.5, zorder=0)
     panels[-1].set_xlabel("step")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
-
-
-def _draw_curve(panel: "Axes", points: Sequence[tuple[int, float]], logarithmic: bool) -> None:
-    """Draw a line through finite values, and crosses at the upper edge for the others."""
-    steps = [step for step, _value in points]
-    values = [value if math.isfinite(value) else math.nan for _step, value in points]
-    panel.plot(steps, values, color="#2b6ca3", linewidth=1.2, marker="." if len(points) < 60 else None)
-    lost = [step for step, value in points if not math.isfinite(value)]
-    if lost:
-        edge = panel.get_xaxis_transform()
-        panel.scatter(lost, [0.97] * len(lost), transform=edge, marker="x", color="#c62828", label="not finite")
-        panel.legend(fontsize=8)
-    if logarithmic and any(value > 0 for value in values):
-        panel.set_yscale("log")
-
-
-def _mark_findings(panel: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
-    for line in lines:
-        severities = {found["severity"] for found in line.get("anomalies", ())}
-        severities |= {"warning"} if line.get("warnings") else set()
-        for severity, colour in _COLOURS.items():
-            if severity in severities:
-                panel.axvline(line["step"], color=colour, linewidth=0.8, alpha=0.5, zorder=0)

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from instruments.errors import ContractError
-from models.config import MoEShape
 from models.routing import LinearRouter, rounded
 from stages.artifacts.tensor_file import TensorFile
 
@@ -67,13 +65,43 @@ class Scores(TensorFile):
     chosen: Tensor
 
 
-class _Layers(TensorFile):
-    """What the partitions of both topologies share."""
+@dataclass(frozen=True)
+class Partition(TensorFile):
+    """Neurons of every expert and the always-on neurons of every layer, both sorted.
+
+    A neuron is always on, or in one or more experts (never twice in one), or dropped. The experts of a layer are cut
+    from it, those of a pool serve all layers. A layer that stays dense has no experts; its row of `always_on` has no
+    meaning.
+    """
+
+    VERSION: ClassVar[int] = 3
+    FILE: ClassVar[str] = "partition.safetensors"
 
     width: int  # F
-    neurons: Tensor  # int32, sorted within an expert
-    always_on: Tensor  # (L, S) int32, sorted
-    description: str  # how it was made, in a sentence
+    neurons: Tensor  # (P, N) int32: the experts of all layers, in the layer they were cut from
+    home: Tensor  # (P,) int32, the layer an expert was cut from; ascends
+    always_on: Tensor  # (L, S) int32
+    pooled: bool = False  # all layers share the experts
+    description: str = ""  # how it was made, in a sentence
+
+    def __post_init__(self) -> None:
+        shapes = [tuple(tensor.shape) for tensor in (self.neurons, self.home, self.always_on)]
+        if [len(shape) for shape in shapes] != [2, 1, 2] or len(self.neurons) != len(self.home):
+            raise ContractError(f"partition shapes {', '.join(map(str, shapes))}")
+        if len(self.home) and (self.home.diff() < 0).any() | (self.home[0] < 0) | (self.home[-1] >= self.layers):
+            raise ContractError(f"home layers do not ascend within 0..{self.layers - 1}", where="partition")
+        for layer in self.carved_layers:
+            self._check_layer(layer)
+
+    def _check_layer(self, layer: int) -> None:
+        neurons_EN, always_S, where = self.neurons_of(layer), self.always_on[layer], f"partition, layer {layer}"
+        used = torch.cat([neurons_EN.flatten(), always_S])
+        if len(used) and (used.min() < 0 or used.max() >= self.width):
+            raise ContractError(f"neuron index outside 0..{self.width - 1}", where=where)
+        if any(len(row.unique()) != len(row) for row in [*neurons_EN, always_S]):
+            raise ContractError("a neuron is twice in one expert", where=where)
+        if torch.isin(neurons_EN, always_S).any():
+            raise ContractError("an always-on neuron is also in an expert", where=where)
 
     @property
     def layers(self) -> int:
@@ -81,19 +109,28 @@ class _Layers(TensorFile):
         return len(self.always_on)
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """L, E, N, S, F."""
-        experts, n = self.neurons.shape[-2:]
-        return self.layers, experts, n, self.always_on.shape[1], self.width
+    def given(self) -> list[int]:
+        """Number of experts cut from each layer."""
+        return [*map(int, self.home.long().bincount(minlength=self.layers))]
 
     @property
     def carved_layers(self) -> list[int]:
         """The layers that do not stay dense."""
-        return [*range(self.layers)]
+        return [layer for layer, given in enumerate(self.given) if given or self.pooled]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """L, E, N, S, F."""
+        experts = len(self.neurons) if self.pooled else max(self.given)
+        return self.layers, experts, self.neurons.shape[1], self.always_on.shape[1], self.width
 
     def neurons_of(self, layer: int) -> Tensor:
         """(e, N) neurons of the experts cut from the layer."""
-        return self.neurons[layer]
+        return self.neurons[self.home == layer]
+
+    def routed(self, layer: int) -> Tensor:
+        """(E, N) neurons of the experts that the layer's router chooses from."""
+        return self.neurons if self.pooled else self.neurons_of(layer)
 
     @property
     def multiplicity(self) -> Tensor:
@@ -105,84 +142,6 @@ class _Layers(TensorFile):
     def dropped(self) -> int:
         """Number of neurons of the carved layers that are neither in an expert nor always on."""
         return int((self.multiplicity == 0).sum()) - len(self.carved_layers) * self.always_on.shape[1]
-
-    def check_layers(self, name: str) -> None:
-        """Raise ContractError if the experts and always-on neurons of a layer are no valid partition."""
-        for layer in self.carved_layers:
-            neurons_EN, always_S, where = self.neurons_of(layer), self.always_on[layer], f"{name}, layer {layer}"
-            used = torch.cat([neurons_EN.flatten(), always_S])
-            if len(used) and (used.min() < 0 or used.max() >= self.width):
-                raise ContractError(f"neuron index outside 0..{self.width - 1}", where=where)
-            if any(len(row.unique()) != len(row) for row in [*neurons_EN, always_S]):
-                raise ContractError("a neuron is twice in one expert", where=where)
-            if torch.isin(neurons_EN, always_S).any():
-                raise ContractError("an always-on neuron is also in an expert", where=where)
-
-
-STAYS_DENSE = -1  # in place of every neuron of a layer that stays dense
-
-
-@dataclass(frozen=True)
-class Partition(_Layers):
-    """Neurons of every expert, sorted within the expert, and the always-on neurons, sorted.
-
-    A neuron is always on, or in one or more experts (never twice in one), or dropped. Layers that stay dense have
-    STAYS_DENSE everywhere.
-    """
-
-    VERSION: ClassVar[int] = 2
-    FILE: ClassVar[str] = "partition.safetensors"
-
-    width: int  # F
-    neurons: Tensor  # (L, E, N) int32
-    always_on: Tensor  # (L, S) int32
-    description: str = ""
-
-    def __post_init__(self) -> None:
-        if self.neurons.ndim != 3 or self.always_on.ndim != 2 or len(self.neurons) != len(self.always_on):
-            raise ContractError(f"partition shapes {tuple(self.neurons.shape)} and {tuple(self.always_on.shape)}")
-        self.check_layers("partition")
-
-    @property
-    def carved_layers(self) -> list[int]:
-        """The layers that do not stay dense."""
-        return [layer for layer, neurons_EN in enumerate(self.neurons) if not bool((neurons_EN == STAYS_DENSE).all())]
-
-
-@dataclass(frozen=True)
-class PoolPartition(_Layers):
-    """The partition of a pool: all layers share the experts; the neurons of one expert come from one layer."""
-
-    VERSION: ClassVar[int] = 1
-    FILE: ClassVar[str] = "pool_partition.safetensors"
-
-    width: int  # F
-    neurons: Tensor  # (E, N) int32, in the expert's home layer
-    home: Tensor  # (E,) int32, the layer an expert was cut from; ascends
-    always_on: Tensor  # (L, S) int32
-    description: str = ""
-
-    def __post_init__(self) -> None:
-        shapes = [tuple(tensor.shape) for tensor in (self.neurons, self.home, self.always_on)]
-        if [len(shape) for shape in shapes] != [2, 1, 2] or len(self.neurons) != len(self.home):
-            raise ContractError(f"pool partition shapes {', '.join(map(str, shapes))}")
-        if len(self.home) and (self.home.diff() < 0).any() | (self.home[0] < 0) | (self.home[-1] >= self.layers):
-            raise ContractError(f"home layers do not ascend within 0..{self.layers - 1}", where="pool partition")
-        self.check_layers("pool partition")
-
-    @property
-    def given(self) -> list[int]:
-        """Number of experts in the pool from each layer."""
-        return [*map(int, self.home.long().bincount(minlength=self.layers))]
-
-    def neurons_of(self, layer: int) -> Tensor:
-        """(e, N) neurons of the pool's experts from this layer."""
-        return self.neurons[self.home == layer]
-
-
-def load_partition(folder: Path, shape: MoEShape) -> Partition | PoolPartition:
-    """Read the partition; its class follows from the shape's topology. Raises ContractError."""
-    return PoolPartition.load(folder) if shape.pooled else Partition.load(folder)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from models.routing import GateKind, LinearRouter
 from models.source import read_config
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target
-from stages.artifacts.carve import Partition, PoolPartition, Routers
+from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.tensor_file import layer_file, load_contract, save_contract
 
 
@@ -113,7 +113,7 @@ class CheckpointFormat:
 
     def loop(
         self,
-        partition: Partition | PoolPartition,
+        partition: Partition,
         layer: int,
         experts: ExpertWeights,
         router: LinearRouter,
@@ -121,9 +121,9 @@ class CheckpointFormat:
         device: torch.device,
     ) -> ExpertLoop:
         """The MoE of one layer in fp32, as the checkpoint computes it; with a pool it routes over all experts."""
-        neurons_EN = partition.neurons if self.shape.pooled else partition.neurons[layer]
+        neurons_EN, always_S = partition.routed(layer), partition.always_on[layer]
         return ExpertLoop(
-            experts.to(device, torch.float32), neurons_EN.to(device), partition.always_on[layer].to(device),
+            experts.to(device, torch.float32), neurons_EN.to(device), always_S.to(device),
             router.to(device), self.shape.top_k, partition.width, act, self.gate,
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ class CheckpointFormat:
         fitted: Mapping[int, LinearRouter],
         logit_std: float,
         experts: Callable[[int], ExpertWeights],
-        partition: Partition | PoolPartition,
+        partition: Partition,
         projection: str,
     ) -> None:
         """Write the routers, and `checkpoint/` with its model card.

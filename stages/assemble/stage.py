@@ -15,7 +15,7 @@ from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
 from models.targets.base import MoETarget
-from stages.artifacts.carve import Partition, PoolPartition, load_partition
+from stages.artifacts.carve import Partition
 from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
@@ -91,7 +91,7 @@ def load_advice(assemble: AssembleConfig) -> str:
     return " ".join([*words, f"assemble.balance={price:g}"])
 
 
-def summarise_pool(reports: Sequence[RouterReport], partition: PoolPartition, shape: MoEShape) -> Table:
+def summarise_pool(reports: Sequence[RouterReport], partition: Partition, shape: MoEShape) -> Table:
     """One row per layer: how well its router chooses, and how often it chooses experts cut from the same layer."""
     given = partition.given
     rows = [
@@ -132,7 +132,7 @@ def run(
     """Write `checkpoint/` and the routers."""
     context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed, job)
     checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
-    partition = load_partition(job.parents["cluster"], shape)
+    partition = Partition.load(job.parents["cluster"])
     pool = load_pool(job.parents["extract"], partition.layers, context.device) if shape.pooled else None
     with LayerStream(context.folder, device=context.device) as stream:
         reports = fit_all(stream, context, checkpoint, partition, pool, assemble, job.scratch)
@@ -149,7 +149,7 @@ def run(
         projection="none: experts are the dense slices",
     )
     check_number_format(job.out / "checkpoint", checkpoint.dtype, context.text, context.device)
-    if isinstance(partition, PoolPartition):
+    if partition.pooled:
         return summarise_pool([*reports.values()], partition, shape)
     return summarise(reports, checkpoint.target, shape, partition, assemble)
 
@@ -188,7 +188,7 @@ def fit_all(
     stream: LayerStream,
     context: CalibrationContext,
     checkpoint: CheckpointFormat,
-    partition: Partition | PoolPartition,
+    partition: Partition,
     pool: Sequence[ExpertWeights] | None,
     assemble: AssembleConfig,
     scratch: Path,
@@ -209,7 +209,7 @@ def fit_all(
         settings = RouterSettings(
             assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, sources=sources
         )
-        neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
+        neurons_EN = partition.routed(index).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
         task, router = fit_layer(layer, experts, neurons_EN, always_S, checkpoint.shape.top_k, settings)
         router = set_logit_std(router, layer.inputs[:text], logit_std(assemble, checkpoint.gate))
@@ -255,10 +255,10 @@ def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: i
 
 
 def column_scales(
-    reports: Mapping[int, RouterReport], assemble: AssembleConfig, partition: Partition | PoolPartition
+    reports: Mapping[int, RouterReport], assemble: AssembleConfig, partition: Partition
 ) -> Mapping[int, Tensor]:
     """Per layer, the (E, N) scale of its own experts' down columns; in a pool, all layers determine it together."""
-    if isinstance(partition, Partition):
+    if not partition.pooled:
         return {layer: report.scale_EN for layer, report in reports.items()}
     scale_EN = reports[0].scale_EN
     if assemble.mode == "train":

@@ -15,7 +15,7 @@ from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN
 from models.source import resolve_folder
-from stages.artifacts.carve import STAYS_DENSE, NeuronStatistics, Partition, PoolPartition, Scores, load_partition
+from stages.artifacts.carve import NeuronStatistics, Partition, Scores
 from stages.artifacts.tensor_file import TensorFile
 from stages.calibration.batches import DealtLayer
 from stages.calibration.share import sample_rows
@@ -172,27 +172,24 @@ class Homes(TensorFile):
 def save_partition(
     folder: Path, partitions: Mapping[int, LayerPartition], layers: int, shape: MoEShape, width: int, description: str
 ) -> None:
-    """Write all layers as one `Partition` or, for a pool, `PoolPartition`, and the neurons' homes.
+    """Write all layers as one `Partition`, and the neurons' homes.
 
     Of the `layers`, those without a partition stay dense.
     """
     home_LF = torch.full((layers, width), ALWAYS_ON, dtype=torch.int32)
-    always_on_LS = torch.full((layers, shape.always_on), STAYS_DENSE, dtype=torch.int32)
-    neurons = [torch.full((shape.experts, shape.n), STAYS_DENSE, dtype=torch.int32)] * layers
+    always_on_LS = torch.zeros(layers, shape.always_on, dtype=torch.int32)
+    neurons = [torch.empty(0, shape.n, dtype=torch.int32)] * layers
     for layer, partition in partitions.items():
         home_LF[layer], always_on_LS[layer] = partition.home_F, partition.always_on_S
         neurons[layer] = partition.neurons_EN.int()
     Homes(home_LF).save(folder)
-    if shape.pooled:
-        home_E = torch.arange(layers, dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
-        PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
-    else:
-        Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)
+    home_P = torch.arange(layers, dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
+    Partition(width, torch.cat(neurons), home_P, always_on_LS, shape.pooled, description).save(folder)
 
 
-def load_layers(folder: Path, shape: MoEShape) -> dict[int, LayerPartition]:
+def load_layers(folder: Path) -> dict[int, LayerPartition]:
     """Read the partitions that `save_partition` wrote. Raises ContractError."""
-    partition, home_LF, found = load_partition(folder, shape), Homes.load(folder).home_LF.long(), {}
+    partition, home_LF, found = Partition.load(folder), Homes.load(folder).home_LF.long(), {}
     for layer in partition.carved_layers:
         home_F = home_LF[layer]
         always_on_S, dropped_X = ((home_F == role).nonzero().flatten() for role in (ALWAYS_ON, DROPPED))

@@ -86,7 +86,7 @@ def open_activities(context: CalibrationContext) -> Iterator[DealtLayer | None]:
 def find_done(job: Job, shape: MoEShape, layers: int) -> Mapping[int, LayerPartition | None]:
     """Layers to carve → their partitions in an earlier result, or those that a killed run finished."""
     if job.earlier is not None:
-        return load_layers(job.earlier, shape)
+        return load_layers(job.earlier)
     carved = [layer for layer in range(layers) if layer not in shape.dense_layers]
     return {layer: load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in carved}
 

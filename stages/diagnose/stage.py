@@ -17,12 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments import safetensors_files
 from instruments.errors import CheckpointError, ConfigError, DataError
-from instruments.hooks import Call, ModuleEvents, trace_modules
+from instruments.hooks import Call, trace_modules
 from instruments.precision import findings, tensor_analysis
 from instruments.precision.comparison import find_format
 from instruments.precision.model_diff import auto_diff
+from instruments.precision.perturbation import CAST
 from instruments.precision.plot import draw_diff, draw_tensor
-from instruments.precision.session import CAST
 from instruments.static_check.check import static_check
 from instruments.tensors import find_tensors
 from instruments.training_watch.model_watch import watch_model
@@ -174,33 +174,25 @@ def diff_model(request: Request) -> Table:
     return Table(title, findings.COLUMNS, findings.rows_of(diff), findings.notes_of(diff))
 
 
-class _Outputs(ModuleEvents):
-    """Collects the outputs of the selected modules, in the order of execution."""
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns = patterns
-        self.found: dict[str, Tensor] = {}
-
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """Copy the output tensors to the CPU; the model may change them later."""
-        if any(fnmatchcase(call.module, pattern) for pattern in self.patterns):
-            kept = {f"{call}{path}": tensor for path, tensor in find_tensors(output).items()}
-            self.found |= {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
-
-
 @torch.no_grad()
 def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Tensor]:
     """FP32 outputs of the modules whose names match a glob. Raises ConfigError: no module matches."""
     model = load_model(request, torch.float32)
-    outputs = _Outputs(patterns)
-    with trace_modules(model, outputs):
+    outputs: dict[str, Tensor] = {}
+
+    def keep(call: Call, _module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
+        if any(fnmatchcase(call.module, pattern) for pattern in patterns):
+            for path, tensor in find_tensors(output).items():
+                outputs[f"{call}{path}"] = tensor.to("cpu", copy=True)  # the model may change it later
+
+    with trace_modules(model, keep):
         model(**load_sample(request, model), use_cache=False)
-    if not outputs.found:
+    if not outputs:
         names = [name for name, _ in model.named_modules() if name]
         what = f"no module that ran is called {', '.join(patterns)}"
         do = f"diagnose.analyze_tensor.modules=['{names[-1]}']"
         raise ConfigError(what, where="setting diagnose.analyze_tensor.modules", do=do)
-    return outputs.found
+    return outputs
 
 
 def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
 from models.source import read_config
 from models.stream import LayerStream
 from models.targets.config import MOE_TARGETS, check_target
-from stages.artifacts.carve import NeuronStatistics, Partition, PoolPartition, Routers, load_partition
+from stages.artifacts.carve import NeuronStatistics, Partition, Routers
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, layer_seed
@@ -44,7 +44,7 @@ def run(
 ) -> Table:
     """Write `evaluation.json` and `evaluation.md`."""
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
-    partition = load_partition(job.parents["cluster"], shape)
+    partition = Partition.load(job.parents["cluster"])
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
     sequences, pad_id = load_text(data, tokenizer, "heldout").sequences, padding_id(tokenizer)
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
@@ -116,9 +116,7 @@ def spread_sequences(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBa
     return [single[index] for index in evenly_spaced(len(single), wanted)]
 
 
-def read_facts(
-    job: Job, stage: str, context: CalibrationContext, partition: Partition | PoolPartition, shape: MoEShape
-) -> FactsOf:
+def read_facts(job: Job, stage: str, context: CalibrationContext, partition: Partition, shape: MoEShape) -> FactsOf:
     """Results of earlier stages by layer; routers and a pool's experts are those of `stage`."""
     statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF = statistics.contribution
@@ -126,7 +124,7 @@ def read_facts(
 
     def facts_of(index: int, ffn: DenseFFN) -> LayerFacts:
         device = ffn.gate_FD.device
-        neurons_EN = (partition.neurons if pool else partition.neurons_of(index)).to(device).long()
+        neurons_EN = partition.routed(index).to(device).long()
         always_S, router = partition.always_on[index].to(device).long(), routers.layer(index).to(device)
         return LayerFacts(
             ffn,

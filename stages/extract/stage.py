@@ -10,7 +10,7 @@ from models.config import ModelConfig, MoEShape
 from models.dense import dense_family
 from models.experts import slice_experts
 from models.source import read_config, resolve_folder
-from stages.artifacts.carve import Partition, PoolPartition, load_partition
+from stages.artifacts.carve import Partition
 from stages.artifacts.experts import ExtractedLayer
 from stages.artifacts.job import Job, Table
 
@@ -19,7 +19,7 @@ def run(job: Job, *, model: ModelConfig, shape: MoEShape) -> Table:
     """Copy the neurons of the partition into one file per layer that does not stay dense. Raises ContractError."""
     folder = resolve_folder(model)
     config = read_config(folder)
-    partition = load_partition(job.parents["cluster"], shape)
+    partition = Partition.load(job.parents["cluster"])
     wanted = config["num_hidden_layers"], shape.experts, shape.n, shape.always_on, config["intermediate_size"]
     if partition.sizes != wanted:
         what = f"the partition has (layers, experts, n, always_on, width) = {partition.sizes}, not {wanted}"
@@ -33,13 +33,13 @@ def run(job: Job, *, model: ModelConfig, shape: MoEShape) -> Table:
     return summarise(partition, size, perf_counter() - started)
 
 
-def summarise(partition: Partition | PoolPartition, size: int, seconds: float) -> Table:
+def summarise(partition: Partition, size: int, seconds: float) -> Table:
     """The closing table."""
     _layers, experts, n, always_on, width = partition.sizes
     layers = len(partition.carved_layers)
     rows = [
         ("layers", layers),
-        ("experts in all" if isinstance(partition, PoolPartition) else "experts a layer", experts),
+        ("experts in all" if partition.pooled else "experts a layer", experts),
         ("neurons an expert", n),
         ("always-on neurons a layer", always_on),
         ("neurons dropped a layer", f"{partition.dropped / layers:.0f} of {width}"),

@@ -13,7 +13,7 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.ffn import ffn_modules
 from models.loading import execution_device, release_freed_memory
 from models.stream import LayerStream
-from stages.artifacts.carve import Partition, PoolPartition, Routers
+from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.experts import ROUTED, CheckpointFormat, FormatSettings, load_pool
 from stages.artifacts.job import NOTHING, Job, Table, Workers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
@@ -180,7 +180,7 @@ def run_pool(
     job: Job, context: CalibrationContext, checkpoint: CheckpointFormat, routers: Routers, project: ProjectConfig
 ) -> Table:
     """Write `checkpoint/` and the routers; `routers` are those of stage=assemble."""
-    partition, workers = PoolPartition.load(job.parents["cluster"]), job.workers
+    partition, workers = Partition.load(job.parents["cluster"]), job.workers
     with LayerStream(context.folder, device=context.device) as stream:
         samples, act = sample_layers(stream, context.batches, project.pool_tokens, workers, context.memory)
     loops = [
@@ -227,7 +227,7 @@ def part_pool(loops: Sequence[ExpertLoop], workers: Workers) -> Sequence[ExpertL
     return parts
 
 
-def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[ExpertWeights]:
+def split_pool(loops: Sequence[ExpertLoop], partition: Partition) -> list[ExpertWeights]:
     """Every layer's own experts of the pool, and its always-on neurons."""
     ends = accumulate(partition.given)
     return [
@@ -240,7 +240,7 @@ STEPS = ("as cut", "after alignment", "at the end")
 
 
 def summarise_pool(
-    outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None, partition: PoolPartition
+    outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None, partition: Partition
 ) -> Table:
     """One row per layer: relative error of the FFN's output on validation tokens after each step."""
     rows = [

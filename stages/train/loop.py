@@ -43,7 +43,7 @@ from stages.train.objective import (
     move_biases,
     stretch,
 )
-from stages.train.phases import Phase, rate_factor, rates_of
+from stages.train.phases import Phase, rate_factor
 from stages.train.record import Record, drop_older, find_latest, mark_whole, saved_step
 
 logger = logging.getLogger(__name__)
@@ -295,6 +295,14 @@ class PhaseLoop:
             handle.remove()
         if self.monitor is not None:
             self.monitor.remove()
+
+
+_RATES = {"router_rate": Part.ROUTER, "expert_rate": Part.EXPERTS, "rest_rate": Part.REST}
+
+
+def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
+    """Peak rates as arguments of `parameter_groups`; 0 for parts that do not learn."""
+    return {name: getattr(settings, name) if part in phase.learns else 0.0 for name, part in _RATES.items()}
 
 
 def is_due(step: int, every: int, settings: TrainConfig) -> bool:

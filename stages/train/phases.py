@@ -27,7 +27,6 @@ _LEARNS = {
     "experts": frozenset({Part.ROUTER, Part.EXPERTS}),
     "all": frozenset(Part),
 }
-_RATES = {"router_rate": Part.ROUTER, "expert_rate": Part.EXPERTS, "rest_rate": Part.REST}
 
 
 def make_phases(settings: TrainConfig, step_tokens: float) -> list[Phase]:
@@ -49,8 +48,3 @@ def rate_factor(step: int, phase: Phase, settings: TrainConfig) -> float:
     start = max(warmup, math.floor((1 - settings.decay_share) * phase.steps))
     progress = min(1.0, max(0, step - start) / max(1, phase.steps - start))
     return settings.final_rate + (1 - settings.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
-    """Peak rates as arguments of `parameter_groups`; 0 for parts that do not learn."""
-    return {name: getattr(settings, name) if part in phase.learns else 0.0 for name, part in _RATES.items()}

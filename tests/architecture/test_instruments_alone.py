@@ -10,12 +10,12 @@ REPOSITORY = Path(__file__).parents[2]
 # Public entry → its import line, and libraries that it must not load.
 ENTRIES = {
     "watch_model": (
-        "from instruments.precision import watch_model",
+        "from tiny_onn import watch_model",
         ("transformers", "jaxtyping", "numba", "matplotlib"),
     ),
-    "auto_diff": ("from instruments.precision import auto_diff", ("transformers", "matplotlib")),
-    "analyze_tensor": ("from instruments.precision import analyze_tensor", ("transformers", "matplotlib")),
-    "static_check": ("from instruments.precision import static_check", ("torch", "transformers")),
+    "auto_diff": ("from tiny_onn import auto_diff", ("transformers", "matplotlib")),
+    "analyze_tensor": ("from tiny_onn import analyze_tensor", ("transformers", "matplotlib")),
+    "static_check": ("from tiny_onn import static_check", ("torch", "transformers")),
     "TensorDump": ("from instruments.tensor_dump.tensor_dump import TensorDump", ("transformers", "matplotlib")),
     "DumpReader": ("from instruments.tensor_dump.reader import DumpReader", ("transformers", "matplotlib")),
     "ParameterTensorScanner": (
@@ -37,7 +37,7 @@ def foreign_project(tmp_path_factory):
     foreign = "raise ImportError('a module of the foreign project')\n"
     for name in ("models.py", "utils.py", "pipeline.py", "models/__init__.py", "stages/__init__.py"):
         (project / name).write_text(foreign)
-    for package in ("instruments", "models", "stages", "pipeline"):
+    for package in ("instruments", "models", "stages", "pipeline", "tiny_onn"):
         (installed / package).symlink_to(REPOSITORY / package)
     return project, installed
 

@@ -3,43 +3,51 @@ import torch
 
 from instruments.errors import ContractError
 from models.routing import LinearRouter
-from stages.artifacts.carve import STAYS_DENSE, NeuronStatistics, Partition, Routers
+from stages.artifacts.carve import NeuronStatistics, Partition, Routers
 
-L, E, N, F, S = 2, 3, 4, 20, 5
-NEURONS = torch.stack([torch.arange(E * N).view(E, N), torch.arange(E * N).view(E, N) + 1]).int()
-ALWAYS_ON = torch.tensor([[12, 13, 14, 15, 16], [0, 14, 15, 16, 19]], dtype=torch.int32)
-
-
-def changed(layer, expert, slot, neuron):
-    neurons = NEURONS.clone()
-    neurons[layer, expert, slot] = neuron
-    return neurons
+L, E, N, F, S = 3, 5, 4, 20, 2
+NEURONS = torch.stack([torch.arange(N) + start for start in (0, 4, 0, 3, 8)]).int()
+HOME = torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32)  # no experts from layer 1; layer 2 has neuron 3 twice
+ALWAYS_ON = torch.tensor([[12, 13], [0, 14], [18, 19]], dtype=torch.int32)
 
 
+def changed(tensor, index, value):
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+@pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("always_on", [ALWAYS_ON, ALWAYS_ON[:, :0]], ids=["always on", "none always on"])
-def test_round_trip(tmp_path, always_on):
-    Partition(F, NEURONS, always_on).save(tmp_path)
+def test_round_trip(tmp_path, always_on, pooled):
+    Partition(F, NEURONS, HOME, always_on, pooled, "by hand").save(tmp_path)
     read = Partition.load(tmp_path)
-    assert read.width == F
-    assert torch.equal(read.neurons, NEURONS)
-    assert torch.equal(read.always_on, always_on)
-    assert read.neurons.dtype == read.always_on.dtype == torch.int32
+    experts = E if pooled else 3
+    assert (read.description, read.pooled, read.sizes) == ("by hand", pooled, (L, experts, N, always_on.shape[1], F))
+    for name, tensor in (("neurons", NEURONS), ("home", HOME), ("always_on", always_on)):
+        assert torch.equal(getattr(read, name), tensor)
+        assert getattr(read, name).dtype == torch.int32
 
 
-def test_multiplicity_counts_the_experts_of_each_neuron():
-    copies = Partition(F, changed(1, 2, 3, 4), ALWAYS_ON).multiplicity
-    assert copies[0].tolist() == [1] * 12 + [0] * 8
-    assert copies[1].tolist() == [0, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+def test_each_layer_knows_its_experts_and_those_of_its_router():
+    pool, partition = (Partition(F, NEURONS, HOME, ALWAYS_ON, pooled) for pooled in (True, False))
+    assert pool.given == partition.given == [2, 0, 3]
+    for layer in range(L):
+        own = NEURONS[layer == HOME]
+        assert torch.equal(pool.neurons_of(layer), own)
+        assert torch.equal(pool.routed(layer), NEURONS)
+        assert torch.equal(partition.routed(layer), own)
+    assert pool.multiplicity.shape == (L, F)
+    assert pool.multiplicity[0].tolist() == [1] * 8 + [0] * 12
+    assert not pool.multiplicity[1].any()
+    assert pool.multiplicity[2].tolist() == [1, 1, 1, 2, 1, 1, 1, 0, 1, 1, 1, 1] + [0] * 8
 
 
-def test_layers_that_stay_dense_hold_nothing_and_drop_nothing(tmp_path):
-    dense = torch.full_like(NEURONS[:1], STAYS_DENSE)
-    nothing = torch.full_like(ALWAYS_ON[:1], STAYS_DENSE)
-    Partition(F, torch.cat([dense, NEURONS]), torch.cat([nothing, ALWAYS_ON])).save(tmp_path)
-    mixed, plain = Partition.load(tmp_path), Partition(F, NEURONS, ALWAYS_ON)
-    assert (mixed.layers, mixed.carved_layers) == (L + 1, [1, 2])
-    assert torch.equal(mixed.multiplicity, plain.multiplicity)
-    assert mixed.dropped == plain.dropped == L * (F - E * N - S)
+def test_layers_that_stay_dense_drop_nothing():
+    mixed = Partition(F, NEURONS, HOME, changed(ALWAYS_ON, 1, -1))
+    assert (mixed.layers, mixed.carved_layers) == (L, [0, 2])
+    assert mixed.multiplicity.shape == (2, F)
+    assert mixed.dropped == (F - 8 - S) + (F - 11 - S)
 
 
 def test_routers_of_layers_that_stay_dense_are_zeros():
@@ -50,30 +58,31 @@ def test_routers_of_layers_that_stay_dense_are_zeros():
 
 
 @pytest.mark.parametrize(
-    ("neurons", "always_on", "what", "layer"),
+    ("neurons", "home", "always_on", "what", "where"),
     [
-        (changed(1, 0, 2, 20), ALWAYS_ON, "neuron index outside 0..19", 1),
-        (changed(0, 0, 2, -1), ALWAYS_ON, "neuron index outside 0..19", 0),
-        (changed(1, 0, 0, 2), ALWAYS_ON, "a neuron is twice in one expert", 1),
-        (changed(0, 1, 3, 14), ALWAYS_ON, "an always-on neuron is also in an expert", 0),
-        (NEURONS, torch.where(ALWAYS_ON == 16, 15, ALWAYS_ON), "a neuron is twice in one expert", 0),
-        (NEURONS, ALWAYS_ON[:1], "partition shapes (2, 3, 4) and (1, 5)", None),
-        (NEURONS[0], ALWAYS_ON, "partition shapes (3, 4) and (2, 5)", None),
+        (NEURONS, HOME.flip(0), ALWAYS_ON, "home layers do not ascend within 0..2", "partition"),
+        (NEURONS, changed(HOME, 4, 3), ALWAYS_ON, "home layers do not ascend within 0..2", "partition"),
+        (NEURONS, HOME[:4], ALWAYS_ON, "partition shapes (5, 4), (4,), (3, 2)", ""),
+        (changed(NEURONS, (4, 0), F), HOME, ALWAYS_ON, "neuron index outside 0..19", "partition, layer 2"),
+        (changed(NEURONS, (0, 2), -1), HOME, ALWAYS_ON, "neuron index outside 0..19", "partition, layer 0"),
+        (changed(NEURONS, (0, 0), 12), HOME, ALWAYS_ON, "an always-on neuron is also in an expert",
+         "partition, layer 0"),
+        (changed(NEURONS, (3, 1), 3), HOME, ALWAYS_ON, "a neuron is twice in one expert", "partition, layer 2"),
+        (NEURONS, HOME, changed(ALWAYS_ON, (0, 0), 13), "a neuron is twice in one expert", "partition, layer 0"),
     ],
-)
-def test_what_is_no_partition_is_refused(neurons, always_on, what, layer):
+)  # fmt: skip
+def test_what_is_no_partition_is_refused(neurons, home, always_on, what, where):
     with pytest.raises(ContractError) as error:
-        Partition(F, neurons, always_on)
-    assert error.value.what == what
-    assert error.value.where == ("" if layer is None else f"partition, layer {layer}")
+        Partition(F, neurons, home, always_on)
+    assert (error.value.what, error.value.where) == (what, where)
 
 
 def test_another_contract_is_refused(tmp_path):
-    Partition(F, NEURONS, ALWAYS_ON).save(tmp_path)
+    Partition(F, NEURONS, HOME, ALWAYS_ON).save(tmp_path)
     (tmp_path / Partition.FILE).rename(tmp_path / NeuronStatistics.FILE)
     with pytest.raises(ContractError) as error:
         NeuronStatistics.load(tmp_path)
-    assert str(error.value).startswith("expected NeuronStatistics version 2, found Partition version 2")
+    assert str(error.value).startswith("expected NeuronStatistics version 2, found Partition version 3")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,7 @@ def test_another_contract_is_refused(tmp_path):
     [(lambda path: path.unlink(), "missing"), (lambda path: path.write_bytes(path.read_bytes()[:-3]), "truncated")],
 )
 def test_a_partition_that_is_not_there_or_truncated(tmp_path, damage, what):
-    Partition(F, NEURONS, ALWAYS_ON).save(tmp_path)
+    Partition(F, NEURONS, HOME, ALWAYS_ON).save(tmp_path)
     damage(tmp_path / Partition.FILE)
     with pytest.raises(ContractError, match=f"cannot read Partition: {Partition.FILE} is .*{what}") as error:
         Partition.load(tmp_path)

@@ -68,7 +68,8 @@ def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
     partition = load_file(carve.stage("cluster") / "partition.safetensors")
     assert math.log2(gate_scale).is_integer()
     compared = 0
-    for layer, (neurons_EN, always_S) in enumerate(zip(partition["neurons"], partition["always_on"], strict=True)):
+    neurons_LEN = partition["neurons"].unflatten(0, (len(partition["always_on"]), -1))
+    for layer, (neurons_EN, always_S) in enumerate(zip(neurons_LEN, partition["always_on"], strict=True)):
         prefix = f"model.layers.{layer}."
         for part in PARTS:
             weight = dense[f"{prefix}mlp.{part}_proj.weight"]
@@ -80,7 +81,7 @@ def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
                 compared += 1
             if shared:
                 assert_slice(moe[prefix + shared.format(part)], weight, always_S, part, shared_scale)
-    assert compared == 3 * partition["neurons"].shape[:2].numel()
+    assert compared == 3 * neurons_LEN.shape[:2].numel()
 
 
 def unscaled(written, wanted, *, copies):
@@ -112,7 +113,9 @@ def assert_slice(written, weight, neurons, part, gate_scale):
 
 def test_replicated_neurons_stay_raw_slices(carves):
     """100 experts out of 40 neurons: every neuron is used, and none twice in an expert."""
-    neurons_LEN = load_file(carves["qwen3-hundred"].stage("cluster") / "partition.safetensors")["neurons"]
+    neurons_LEN = load_file(carves["qwen3-hundred"].stage("cluster") / "partition.safetensors")["neurons"].unflatten(
+        0, (2, -1)
+    )
     assert neurons_LEN.shape == (2, 100, 3)
     for neurons_EN in neurons_LEN:
         assert sorted(neurons_EN.flatten().unique().tolist()) == list(range(40))
@@ -121,7 +124,7 @@ def test_replicated_neurons_stay_raw_slices(carves):
 
 def test_dropped_neurons_are_those_of_lowest_score(carves):
     carve = carves["llama-dropped"]
-    neurons_LEN = load_file(carve.stage("cluster") / "partition.safetensors")["neurons"]
+    neurons_LEN = load_file(carve.stage("cluster") / "partition.safetensors")["neurons"].unflatten(0, (2, -1))
     scores_LF = load_file(carve.stage("score") / "scores.safetensors")["chosen"]
     for neurons_EN, scores_F in zip(neurons_LEN, scores_LF, strict=True):
         kept = torch.zeros(40, dtype=torch.bool).index_fill_(0, neurons_EN.flatten().long(), value=True)

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from pico import write_pico
 from safetensors.torch import load_file
 
-from pipeline.cli import run_command
-from stages.artifacts.carve import PoolPartition, Routers
+from pipeline.cli import INVALID, run_command
+from stages.artifacts.carve import Partition, Routers
 from stages.text.config import DataConfig
 
 L, D, F, E, N, K, S = 3, 24, 40, 7, 6, 2, 4
@@ -45,7 +45,7 @@ def last_carve(words):
 
 
 def test_experts_are_the_neurons_of_highest_score_cut_from_their_layers(carve):
-    partition = PoolPartition.load(carve.stage("cluster"))
+    partition = Partition.load(carve.stage("cluster"))
     assert partition.sizes == (L, E, N, S, F)
     assert min(partition.given) >= 1
     dense = load_file(carve.dense / "model.safetensors")
@@ -115,7 +115,7 @@ def test_fewer_experts_than_layers(words, capsys):
     few = ["experts=1", "top_k=1", "always_on=0", "project=none"]
     assert run_command([*words, *few, "stage=project"]) == 0
     found = last_carve(words)
-    partition = PoolPartition.load(found.stage("cluster"))
+    partition = Partition.load(found.stage("cluster"))
     assert sorted(partition.given) == [0, 0, 1]
     moe = load_file(found.checkpoints["project"] / "model.safetensors")
     assert moe["experts.down_proj"].shape == (1, D, 8)
@@ -131,3 +131,8 @@ def test_a_pool_is_trained_like_any_checkpoint(words, carve):
     assert before.keys() == after.keys()
     assert not torch.equal(before["experts.down_proj"], after["experts.down_proj"])
     assert Routers.load(trained.parent).rows.shape == (L, E, D)
+
+
+def test_a_target_without_pools_is_refused(words, capsys):
+    assert run_command([*words, "assemble.target=qwen3_moe", "always_on=0"]) == INVALID
+    assert "no pool that all layers share" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def only(folder):
 
 
 def test_experts_are_slices_of_the_decoded_weights_bit_for_bit(carve, twin):
-    neurons = load_file(only(carve / "cluster") / "partition.safetensors")["neurons"]
+    neurons = load_file(only(carve / "cluster") / "partition.safetensors")["neurons"].unflatten(0, (2, -1))
     written = load_file(only(carve / "assemble") / "checkpoint" / "model.safetensors")
     for layer, neurons_EN in enumerate(neurons):
         mlp = twin.model.layers[layer].mlp

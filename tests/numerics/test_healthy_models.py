@@ -4,8 +4,8 @@ import healthy_models
 import pytest
 import torch
 
-from instruments.precision import auto_diff, watch_model
 from instruments.precision.verdict import Verdict
+from tiny_onn import auto_diff, watch_model
 
 QUICK = {"cnn residual", "lstm deep", "vit", "encoder torch", "decoder llama", "moe plain"}
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in healthy_models.MODELS]

@@ -22,7 +22,7 @@ from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.routing import GateKind, LinearRouter
 from models.targets.config import MOE_TARGETS
-from stages.artifacts.carve import PoolPartition
+from stages.artifacts.carve import Partition
 from stages.artifacts.experts import join_pool
 
 L, D, F, E, N, K, S = 3, 24, 40, 5, 7, 2, 3
@@ -40,7 +40,9 @@ def case(tmp_path_factory):
         [torch.randperm(F, generator=torch.Generator().manual_seed(layer)) for layer in range(L)]
     ).int()
     neurons = torch.stack([orders[0, 3:10], orders[0, 10:17], orders[2, 3:10], orders[2, 10:17], orders[2, 17:24]])
-    partition = PoolPartition(F, neurons, torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32), orders[:, :S].contiguous())
+    partition = Partition(
+        F, neurons, torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32), orders[:, :S].contiguous(), pooled=True
+    )
     rows_LED = torch.randn(L, E, D, generator=torch.Generator().manual_seed(8))
     bias_LE = torch.randn(L, E, generator=torch.Generator().manual_seed(9)) / 10
     with ShardReader(dense) as reader:

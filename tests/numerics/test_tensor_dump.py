@@ -208,19 +208,6 @@ def test_microbatches_of_one_step_are_told_apart(recomputed, load, passes, tmp_p
     assert len({record.key for record in weights}) == 1
 
 
-def test_names_tell_what_they_should_and_are_unique(load, passes, dump):
-    reader, *_ = dump(load(), passes)
-    names = [record.name for record in reader.records]
-    assert len(set(names)) == len(names)
-    for record in reader.records:
-        timestamp, counter, layer_type, layer, operation, quant_type, tensor = record.name.split("_", 6)
-        source = record.source
-        assert (timestamp, int(counter), quant_type) == (record.timestamp, record.counter, record.quant_type)
-        assert (layer_type, operation, tensor) == (source.layer_type, source.direction, source.tensor)
-        outside = source.module in {"lm_head", "model.embed_tokens"}
-        assert layer == ("Lnone" if outside else f"L{source.module.split('.')[2]}")
-
-
 def test_autocast_is_recorded_beside_the_real_format(load, passes, tmp_path, read):
     model = load()
     with TensorDump(model, tmp_path / "dump", DumpConfig(tensors=["input", "query"], modules=["*layers.1*"])) as dumped:
@@ -232,7 +219,7 @@ def test_autocast_is_recorded_beside_the_real_format(load, passes, tmp_path, rea
 
 
 @pytest.mark.parametrize(("quantization", "stored"), [("nf4", torch.uint8), ("fp4", torch.uint8), ("int8", torch.int8)])
-def test_packed_weights_are_called_what_they_are(tmp_path, read, caplog, quantization, stored):
+def test_packed_weights_are_called_what_they_are(tmp_path, read, quantization, stored):
     folder = write_pico(tmp_path / "pico", "qwen3", hidden=64, intermediate=64)
     model = load_dense(ModelConfig(kind="local", path=str(folder), device="cpu", quantization=quantization), folder)
     with TensorDump(model, tmp_path / "dump", DumpConfig(tensors=["input", "weight"], quant_type="mxfp8")) as dumped:
@@ -242,7 +229,6 @@ def test_packed_weights_are_called_what_they_are(tmp_path, read, caplog, quantiz
     for record in reader.select(module="model.layers.*", tensor="weight"):
         assert (record.quant_type, record.label) == (quantization, "mxfp8")
         assert reader.load(record).dtype == stored
-    assert f"14 in {quantization}" in caplog.text
 
 
 @pytest.mark.gpu

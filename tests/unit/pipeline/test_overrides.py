@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.overrides import command_line, override_errors
+from pipeline.overrides import GONE, command_line, override_errors
 from pipeline.settings import register_schema
 
 
@@ -99,3 +99,10 @@ def test_a_number_turns_nothing_on(word):
 def test_words_and_0_and_1_are_booleans(word):
     register_schema()
     assert not override_errors([word], sweep=False)
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_setting_of_an_earlier_version_is_answered(key):
+    register_schema()
+    ((error,),) = override_errors([f"{key}=true"], sweep=False).values()
+    assert error.do == GONE[key]

@@ -94,30 +94,17 @@ def test_experts_that_are_typed_stay_as_typed(said):
 
 WARNED = [
     ("embedded", ["top_k=16", "always_on=0"], {"no saving", "no routing"}),
-    ("embedded", ["top_k=12", "always_on=256"], {"no saving"}),
     ("embedded", ["active=1"], {"no saving", "larger"}),
     ("embedded", ["experts=1", "assemble.target=tiny_onn"], {"no routing", "dropped"}),
-    ("embedded", ["experts=2", "n=500", "always_on=0"], {"dropped"}),
-    ("embedded", ["experts=8"], {"dropped"}),
     ("embedded", ["n=8"], {"little routing", "dropped"}),
-    ("embedded", ["experts=17"], {"little routing", "larger"}),
-    ("embedded", ["experts=100", "n=256"], {"larger"}),
     ("embedded", ["experts=100", "n=256", "always_on=0", "assemble.target=qwen3_moe"], {"larger"}),
-    ("embedded", ["always_on=0", "top_k=16", "assemble.target=qwen3_moe"], {"no saving", "no routing"}),
     ("embedded", ["assemble.pad_to=128"], {"larger"}),
     ("embedded", ["assemble.pad_to=256", "active=0.05"], {"larger"}),
-    ("embedded", ["experts=12", "top_k=1", "always_on=256", "n=30"], {"little routing", "dropped"}),
     ("embedded", [POOL, "experts=100", "n=256"], {"no smaller", "larger"}),
     ("embedded", [POOL, "experts=4", "top_k=4"], {"no routing"}),
     ("embedded", [POOL, "top_k=1", "always_on=960"], {"no saving", "little routing", "no smaller"}),
-    ("wide", ["experts=16", "n=64"], {"little routing", "dropped"}),
-    ("wide", ["experts=40", "n=64"], {"little routing"}),
-    ("wide", ["experts=1"], {"no routing", "dropped"}),
     ("wide", ["experts=2", "active=0.05"], {"dropped"}),
     ("wide", ["top_k=39"], {"dropped"}),
-    ("wide", ["active=1"], {"no saving", "no routing"}),
-    ("wide", ["experts=16", "n=64", "active=0.05"], {"dropped"}),
-    ("wide", ["experts=100", "n=256"], {"little routing", "larger"}),
     ("wide", ["experts=100", "n=256", "assemble.target=glm4_moe"], {"little routing", "larger"}),
 ]
 
@@ -139,27 +126,20 @@ def test_a_warning_is_gone_with_the_settings_it_names(said, model, words, kinds)
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "do"),
+    ("model", "words"),
     [
-        ("embedded", ["n=1025"], "experts=12 n=64 top_k=4 always_on=256"),
-        ("embedded", ["n=1025", "always_on=1000", "top_k=17"], "experts=12 n=64 top_k=4 always_on=256"),
-        ("embedded", ["top_k=17"], "top_k=4 always_on=256"),
-        ("embedded", ["top_k=17", "assemble.target=qwen3_moe", "always_on=0"], "top_k=8 always_on=0"),
-        ("embedded", ["always_on=1024"], "top_k=4 always_on=256"),
-        ("embedded", ["always_on=1000"], "top_k=4 always_on=256"),
-        ("embedded", ["always_on=1023", "active=0.05"], "top_k=1 always_on=0"),
-        ("embedded", ["experts=3", "top_k=4"], "n=256 top_k=1 always_on=256"),
-        ("embedded", [POOL, "n=1025"], "experts=32 n=64 top_k=8 always_on=0"),
-        ("embedded", [POOL, "top_k=17"], "top_k=8 always_on=0"),
-        ("wide", ["n=9999"], "experts=58 n=64 top_k=20 always_on=1152"),
-        ("wide", ["experts=1", "n=4865"], "experts=58 n=64 top_k=20 always_on=1152"),
-        ("wide", ["always_on=4863"], "experts=58 n=64 top_k=20 always_on=1152"),
+        ("embedded", ["n=1025", "always_on=1000", "top_k=17"]),
+        ("embedded", ["top_k=17", "assemble.target=qwen3_moe", "always_on=0"]),
+        ("embedded", ["always_on=1023", "active=0.05"]),
+        ("embedded", ["experts=3", "top_k=4"]),
+        ("embedded", [POOL, "top_k=17"]),
+        ("wide", ["n=9999"]),
     ],
 )
-def test_an_error_is_gone_with_the_settings_it_names(said, model, words, do):
+def test_an_error_is_gone_with_the_settings_it_names(said, model, words):
     with pytest.raises(InvalidSettingsError) as caught:
         said(model, *words)
-    assert set(DO.findall(str(caught.value))) == {do}
+    (do,) = set(DO.findall(str(caught.value)))
     _lines, left = said(model, *without_active(words), *do.split())
     assert left is None
 

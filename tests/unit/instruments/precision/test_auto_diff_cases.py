@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision import auto_diff
 from instruments.precision.findings import notes_of, reason
 from instruments.precision.verdict import DiffLimits, Verdict
+from tiny_onn import auto_diff
 
 B, T, D, F = 3, 7, 48, 80
 
@@ -203,32 +203,6 @@ def test_complex_outputs_are_compared_as_pairs():
     assert found.shape == (B, T, D // 2 + 1, 2)
     assert 0 < found.propagated.normalised_l2 < found.propagated_floor
     assert diff.verdict is Verdict.OK
-
-
-class Fields(dict):
-    """Outputs of a model; pytree does not look inside."""
-
-
-def test_a_model_that_returns_a_kind_of_dict():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(D, D)
-
-        def forward(self, x):
-            return Fields(scores=self.line(x))
-
-    diff = auto_diff(Net(), sample())
-    assert [one.name for one in diff.outputs] == ["line", "(model)['scores']"]
-    assert diff.outputs[1].propagated_floor > 2**-9
-    assert diff.silent == []
-
-
-def test_a_model_in_float64():
-    model = nn.Sequential(nn.Linear(D, F), nn.Linear(F, 5)).double().train()
-    assert auto_diff(model, sample().double()).verdict is Verdict.OK
-    assert model[0].weight.dtype == torch.float64
-    assert model.training
 
 
 def test_the_low_precision_model_keeps_its_mode():

@@ -46,15 +46,6 @@ def test_underflow_is_counted_among_values_above_zero(small, verdict):
     assert loss(analyze_tensor(values), "bfloat16").flushed == 0
 
 
-def test_a_verdict_says_what_is_really_lost():
-    subnormal = torch.full((300,), 2.0**-20)
-    assert loss(analyze_tensor(subnormal), "float16").flushed == 1.0
-    assert analyze_tensor(subnormal).verdict("fp16") is Verdict.OK  # exact, so nothing is lost
-    coarse = torch.full((300,), 1.4 * 2.0**-24)  # rounds to 2^-24: nothing underflows, but 29 % of the norm is lost
-    assert loss(analyze_tensor(coarse), "float16").underflow == 0
-    assert analyze_tensor(coarse).verdict("fp16") is Verdict.SEVERE
-
-
 @pytest.mark.parametrize(
     ("name", "edge"),
     [("float8_e4m3fn", 464.0), ("float8_e5m2", 61440.0), ("float16", 65520.0), ("bfloat16", 3.3961775e38)],
@@ -81,21 +72,6 @@ def test_scaled_by_its_largest_value():
         analyze_tensor(values, scale="max")
 
 
-@pytest.mark.parametrize("target", ["bf16", "fp16"])
-def test_advice_also_for_what_torch_sum_does(target):
-    (sums, _) = analyze_tensor(torch.ones(3, 4000), [target]).reductions
-    assert sums.advice.endswith("; torch.sum adds in fp32 and rounds once: 0, as it is") or sums.torch_sum < 0.003
-    cancelling = normal(3, 4000) + 1000.0
-    cancelling -= cancelling.double().mean(1, keepdim=True).float() - 0.01
-    offset = torch.cat([cancelling + 1000.0, torch.full((3, 4000), -1000.0)], 1)
-    (bad, _) = analyze_tensor(offset, [target]).reductions
-    assert bad.torch_sum > 0.01
-    assert "torch.sum errs as well" in bad.advice
-    assert bad.advice.endswith("as its inputs are rounded, and cancel: keep them in float32")
-    assert all(one.advice == "" for one in analyze_tensor(normal(3, 40).abs(), [target]).reductions)
-    assert analyze_tensor(torch.ones(3, 40), ["e4m3"]).reductions[0].torch_sum is None
-
-
 def test_sums_are_those_of_a_loop():
     values = normal(5, 400).abs()
     found = analyze_tensor(values, ["bfloat16"])
@@ -107,9 +83,6 @@ def test_sums_are_those_of_a_loop():
     exact = values.double().sum(1)
     assert last.one_by_one == pytest.approx(float((total.double() - exact).norm() / exact.norm()), rel=1e-6)
     assert last.fp32 < 1e-6
-    assert last.pairwise < last.one_by_one / 2
-    assert last.mean == pytest.approx(last.one_by_one, rel=0.2)
-    assert last.cancellation == pytest.approx(1)
     assert first.one_by_one < 0.01
 
 
@@ -119,7 +92,7 @@ def test_a_running_sum_that_stands_still():
     assert sums.stagnant == pytest.approx((1000 - 256) / 1000)  # 256 + 1 = 256 in bfloat16
     assert sums.one_by_one == pytest.approx(1 - 0.256)
     assert sums.advice == (
-        "sum over dim -1 in fp32: error 0.7 → 0 (bfloat16 one by one, 74% of the addends lost; in pairs 0); "
+        "sum over dim -1 in fp32: error 0.7 → 0 (bfloat16 one by one, 74% of the addends lost); "
         "torch.sum adds in fp32 and rounds once: 0, as it is"
     )
 

@@ -17,6 +17,7 @@ def tensor():
 def test_all_of_them(tensor):
     kept, placement = keep_tokens(tensor, Part.whole(tensor, 1), DumpConfig())
     assert kept is tensor
+    assert keep_tokens(tensor, Part.whole(tensor, None), DumpConfig(max_tokens=1))[0] is tensor  # a weight
     assert (placement.global_shape, placement.offset, placement.tokens) == ((B, T, D), (0, 0, 0), None)
 
 
@@ -40,11 +41,6 @@ def test_a_subset_of_the_whole_and_of_parts(tensor, settings, chosen):
         assert where.global_shape == (B, len(chosen), D)
         joined[:, where.offset[1] : where.offset[1] + mine.shape[1]] = mine
     assert torch.equal(joined, tensor[:, chosen])
-
-
-def test_weights_have_no_tokens():
-    weight = torch.randn(T, D)
-    assert keep_tokens(weight, Part.whole(weight, None), DumpConfig(max_tokens=1))[0] is weight
 
 
 def test_parts_made_of_pieces():

@@ -38,11 +38,6 @@ def nearest(value, grid):
     return math.copysign(grid[code], value)
 
 
-def test_the_grids_are_those_of_the_specification():
-    assert GRIDS["E2M1"][1] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    assert (GRIDS["E4M3"][1][1], GRIDS["E4M3"][1][8], GRIDS["E4M3"][1][-1]) == (2**-9, 2**-6, 448)
-
-
 @pytest.mark.parametrize("name", GRIDS)
 def test_elements_are_rounded_to_the_nearest_ties_to_even(name):
     element, grid = GRIDS[name]
@@ -116,16 +111,9 @@ def decode(code):
 HIF8_GRID = sorted(decode(code) for code in range(128))
 
 
-def test_hifloat8_has_the_precision_that_the_paper_states():
-    finite = [value for value in HIF8_GRID if 0 < value < math.inf]
-    assert len(set(HIF8_GRID)) == 128
-    assert (finite[0], finite[-1]) == (2.0**-22, 2.0**15)
-    per_exponent = {
-        exponent: sum(math.frexp(value)[1] - 1 == exponent for value in finite) for exponent in range(-22, 16)
-    }
-    expected = {exponent: 8 if abs(exponent) <= 3 else 4 if abs(exponent) <= 7 else 2 for exponent in range(-15, 16)}
-    expected |= {15: 1} | dict.fromkeys(range(-22, -15), 1)
-    assert per_exponent == expected
+def test_every_hifloat8_code_is_kept():
+    values = torch.tensor([sign * value for value in HIF8_GRID for sign in (1.0, -1.0)])
+    assert torch.equal(round_to_hifloat8(values), values)
 
 
 def test_hifloat8_rounds_to_nearest_and_ties_away_from_zero():

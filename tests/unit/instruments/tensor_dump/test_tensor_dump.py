@@ -159,15 +159,12 @@ def test_a_rounded_copy_with_its_error(folder, quant_type):
             assert copy.rounding.relative_l2 > 0
 
 
-@pytest.mark.parametrize("label", ["mxfp8", "bf16"])
-def test_a_label_is_recorded_with_the_real_format(folder, caplog, label):
+def test_a_label_is_recorded_with_the_real_format(folder):
     model = Small().to(torch.bfloat16)
-    with TensorDump(model, folder, environment={"CUSTOM_QUANT_TYPE": label}) as dump:
+    with TensorDump(model, folder, environment={"CUSTOM_QUANT_TYPE": "mxfp8"}) as dump:
         model(inputs(0).to(torch.bfloat16)).backward()
         dump.step()
-    assert {(record.quant_type, record.label) for record in Listing(folder).records} == {("bf16", label)}
-    said = "quant_type=mxfp8 is a label: the parameters of watched modules are 4 in bf16"
-    assert (said in caplog.text) == (label == "mxfp8")
+    assert {(record.quant_type, record.label) for record in Listing(folder).records} == {("bf16", "mxfp8")}
 
 
 def test_modules_that_never_ran_zeros_and_nan_are_reported(folder, caplog):
@@ -189,8 +186,7 @@ def test_modules_that_never_ran_zeros_and_nan_are_reported(folder, caplog):
     manifest = dump.manifest
     assert manifest.never_fired == ["unused"]
     assert manifest.missing == {}
-    assert manifest.zero_gradients == len(manifest.first_zero_gradients) == 2
-    assert manifest.nonfinite == len(manifest.first_nonfinite) == 2
+    assert len(manifest.zero_gradients) == len(manifest.nonfinite) == 2
     assert "1 modules never fired: unused" in caplog.text
     assert "2 gradients are zero everywhere" in caplog.text
     assert "2 tensors hold values that are not finite" in caplog.text

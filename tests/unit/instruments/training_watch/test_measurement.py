@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from unit.instruments.training_watch.watched_net import D, H, Net, T, V, batch, loss_of, norm_of
 from unit.instruments.training_watch.watched_net import train as train_unseen
 
-from instruments.precision import watch_model
 from instruments.training_watch.step_log import WatchConfig
+from tiny_onn import watch_model
 
 
 def train(model, steps=3):

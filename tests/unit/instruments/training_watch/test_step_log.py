@@ -9,8 +9,8 @@ import pytest
 import torch
 from unit.instruments.training_watch.watched_net import Net, loss_of
 
-from instruments.precision import watch_model
 from instruments.training_watch.step_log import Anomaly, StepReport, main
+from tiny_onn import watch_model
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_metrics_of_stage_train_can_be_read(tmp_path, capsys):
 
 
 def test_files_that_are_no_log(tmp_path, capsys):
-    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "other.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "text").write_text("words\n")
     assert main([str(tmp_path / "other.jsonl")]) == 1
     assert main([str(tmp_path / "text")]) == 1
@@ -76,7 +76,7 @@ def test_files_that_are_no_log(tmp_path, capsys):
         ({"step": 1, "loss": [1]}, "line 2: loss missing or of another type"),
         ({"step": 1, "anomalies": 3}, "line 2: anomalies missing or of another type"),
         ({"step": 1, "anomalies": [{}]}, "line 2: anomalies missing or of another type"),
-        ({"loss": 1.0}, "1 lines say no step"),
+        ({"loss": 1.0}, "line 2: step missing or of another type"),
     ],
 )
 def test_a_line_of_another_kind(tmp_path, capsys, line, words):

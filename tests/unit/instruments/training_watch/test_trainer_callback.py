@@ -7,8 +7,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from unit.instruments.training_watch.watched_net import Net, hooks_of, loss_of
 
-from instruments.precision import WatchCallback
 from instruments.training_watch.step_log import read_step_log
+from tiny_onn import WatchCallback
 
 
 def test_norms_are_those_before_clipping_and_losses_those_of_all_micro_batches(tmp_path):

@@ -9,10 +9,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 from unit.instruments.training_watch.watched_net import D, H, Net, V, batch, loss_of, train
 
-from instruments.precision import watch_model
 from instruments.static_check.check import static_check
 from instruments.training_watch.step_log import WatchConfig
 from instruments.training_watch.verdict import check_loss_scale
+from tiny_onn import watch_model
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pico import write_pico
 
 from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
-from stages.artifacts.carve import Partition, PoolPartition, Scores
+from stages.artifacts.carve import Partition, Scores
 from stages.artifacts.job import Job
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
@@ -74,7 +74,7 @@ def test_always_on_neurons_are_those_of_highest_score(job, planted, scores):
 def test_dropped_neurons_are_those_of_lowest_score(job, planted, scores, method):
     _table, partition = cluster(job, grouped(method=method))
     for layer in range(L):
-        used = {*partition.neurons[layer].flatten().tolist(), *partition.always_on[layer].tolist()}
+        used = {*partition.neurons_of(layer).flatten().tolist(), *partition.always_on[layer].tolist()}
         assert set(range(F)) - used == {int(scores.chosen[layer].argmin())}
 
 
@@ -99,14 +99,14 @@ def test_alignment_ranks_neurons_to_deal_out_even_if_all_are_routed(job, plant, 
     table, partition = cluster(job, aligned, model=dense, data=data, shape=shape)
     assert table.notes[0] == "experts by rank; dealt-out neurons by alignment"
     assert (partition.multiplicity == 1).all()
-    for neurons_EN in partition.neurons:
+    for neurons_EN in map(partition.neurons_of, range(L)):
         assert not torch.equal(neurons_EN % 3, torch.arange(3).int()[:, None].expand(3, 8))  # dealt out by index
 
 
 def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, scores):
     table, partition = cluster(job)
-    assert partition.neurons.shape == (L, 3, 6)
-    dropped_L = [F - 5 - len(neurons_EN.unique()) for neurons_EN in partition.neurons]
+    assert partition.sizes[:3] == (L, 3, 6)
+    dropped_L = [F - 5 - len(neurons_EN.unique()) for neurons_EN in map(partition.neurons_of, range(L))]
     assert dropped_L == [1, 1]
     for layer, row in enumerate(table.rows):
         assert float(row[3].removesuffix("×")) > 2
@@ -139,8 +139,8 @@ def test_layers_do_not_depend_on_each_other(job, planted, scores):
     replace(statistics, **tensors).save(job.parents["scan"])
     replace(scores, chosen=scores.chosen[:1]).save(job.parents["score"])
     _table, alone = cluster(job, config)
-    assert torch.equal(alone.neurons[0], both.neurons[0])
-    assert not torch.equal(both.neurons[0], both.neurons[1])
+    assert torch.equal(alone.neurons_of(0), both.neurons_of(0))
+    assert not torch.equal(both.neurons_of(0), both.neurons_of(1))
 
 
 @pytest.mark.parametrize("dense_layer", range(L))
@@ -154,7 +154,7 @@ def test_a_layer_that_stays_dense_is_not_grouped(job, planted, dense_layer):
     mixed, partition = cluster(job, config, shape=replace(SHAPE, dense_layers=(dense_layer,)))
     (carved,) = partition.carved_layers
     assert carved == 1 - dense_layer
-    assert torch.equal(partition.neurons[carved], plain.neurons[carved])
+    assert torch.equal(partition.neurons_of(carved), plain.neurons_of(carved))
     assert torch.equal(partition.always_on[carved], plain.always_on[carved])
     assert mixed.rows == [table.rows[carved]]
     assert [path.name for path in job.out.glob("*.png")] == [f"neuron_map_layer_{carved:03}.png"]
@@ -172,7 +172,7 @@ def test_the_seed_decides(job, planted):
 def test_a_pool_takes_the_neurons_of_highest_score_from_every_layer(job, planted, scores, experts, always_on):
     shape = MoEShape(experts, 6, 2, always_on, "global_pool")
     table = run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
-    partition = PoolPartition.load(job.out)
+    partition = Partition.load(job.out)
     assert partition.sizes == (L, experts, 6, always_on, F)
     assert (min(partition.given) == 0) == (experts < L)
     assert partition.multiplicity.max() == 1
@@ -187,7 +187,7 @@ def test_a_pool_takes_the_neurons_of_highest_score_from_every_layer(job, planted
 def test_a_pool_of_more_places_than_neurons_holds_all_of_them(job, planted):
     shape = MoEShape(11, 6, 2, 0, "global_pool")
     run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
-    partition = PoolPartition.load(job.out)
+    partition = Partition.load(job.out)
     assert sorted(partition.given) == [5, 6]
     assert (partition.multiplicity >= 1).all()
 
@@ -249,7 +249,7 @@ def test_gate_rows_group_neurons_that_listen_alike(job, planted, tmp_path):
     table, partition = cluster(
         job, config, model=ModelConfig(kind="local", path=str(folder)), shape=MoEShape(2, F // 2, 1, 0)
     )
-    assert sorted(kind_F[partition.neurons[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
+    assert sorted(kind_F[partition.neurons_of(1).long()].unique(dim=1).flatten().tolist()) == [0, 1]
     how = "experts by balanced_kmeans on gate_rows; no neuron is always on or dropped"
     assert table.notes[0] == partition.description == how
 

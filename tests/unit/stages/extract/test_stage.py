@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from instruments.errors import ContractError
 from models.config import ModelConfig, MoEShape
-from stages.artifacts.carve import STAYS_DENSE, Partition, PoolPartition
+from stages.artifacts.carve import Partition
 from stages.artifacts.experts import load_layer
 from stages.artifacts.job import Job
 from stages.artifacts.tensor_file import layer_file
@@ -35,7 +35,8 @@ def job(tmp_path: Path) -> Job:
         [torch.randperm(WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(LAYERS)]
     ).int()
     # The other 11 neurons are dropped.
-    Partition(WIDTH, neurons[:, 5:29].reshape(LAYERS, 3, 8), neurons[:, :5].contiguous()).save(parents["cluster"])
+    routed, home = neurons[:, 5:29].reshape(LAYERS * 3, 8), torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
+    Partition(WIDTH, routed, home, neurons[:, :5].contiguous()).save(parents["cluster"])
     return Job(parents, out, tmp_path / "scratch")
 
 
@@ -45,13 +46,13 @@ def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
     partition = Partition.load(job.parents["cluster"])
     for layer in range(LAYERS):
         gate, up, down = (weights[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        neurons_EN = partition.neurons[layer].long()
+        neurons_EN = partition.neurons_of(layer).long()
         experts, stored = load_layer(job.out, layer), load_file(layer_file(job.out, layer))
         assert torch.equal(experts.gate_END, gate[neurons_EN])
         assert torch.equal(experts.up_END, up[neurons_EN])
         assert torch.equal(experts.down_EDN, down[:, neurons_EN].transpose(0, 1))
         assert torch.equal(experts.shared_down_DS, down[:, partition.always_on[layer].long()])
-        assert torch.equal(stored["neurons"], partition.neurons[layer])
+        assert torch.equal(stored["neurons"], partition.neurons_of(layer))
         assert torch.equal(stored["always_on"], partition.always_on[layer])
     assert load_layer(job.out, 1).gate_END.dtype == torch.bfloat16
     rows = {str(name): value for name, value in table.rows}
@@ -63,9 +64,7 @@ def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
 
 def test_layers_that_stay_dense_are_not_sliced(dense: Path, job: Job) -> None:
     whole = Partition.load(job.parents["cluster"])
-    for tensor in (whole.neurons, whole.always_on):
-        tensor[0] = STAYS_DENSE
-    whole.save(job.parents["cluster"])
+    replace(whole, neurons=whole.neurons_of(1), home=whole.home[3:]).save(job.parents["cluster"])
     shape = replace(SHAPE, dense_layers=(0,))
     table = run(job, model=ModelConfig(kind="local", path=str(dense)), shape=shape)
     assert [path.name for path in job.out.iterdir()] == [layer_file(job.out, 1).name]
@@ -90,7 +89,7 @@ def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense: Path, job: J
     """Layer 0 contributes no experts but keeps its always-on neurons."""
     neurons = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
     always_on = torch.arange(5).expand(LAYERS, 5).int()
-    PoolPartition(WIDTH, neurons, torch.ones(3, dtype=torch.int32), always_on).save(job.parents["cluster"])
+    Partition(WIDTH, neurons, torch.ones(3, dtype=torch.int32), always_on, pooled=True).save(job.parents["cluster"])
     shape = replace(SHAPE, topology="global_pool")
     table = run(job, model=ModelConfig(kind="local", path=str(dense)), shape=shape)
     assert dict(table.rows)["experts in all"] == 3

@@ -8,7 +8,7 @@ from integration.forked import as_workers
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
-from stages.artifacts.carve import PoolPartition
+from stages.artifacts.carve import Partition
 from stages.artifacts.experts import join_pool
 from stages.calibration.batches import LayerSample
 from stages.project.carved_model import gather_parts
@@ -29,11 +29,12 @@ from stages.routing.fit import RouterSettings
 
 L, D, F, E, N, K, S = 3, 6, 20, 4, 5, 2, 2
 SILU = torch.nn.functional.silu
-PARTITION = PoolPartition(
+PARTITION = Partition(
     F,
     torch.stack([torch.arange(start, start + N) for start in (0, 5, 2, 9)]).int(),
     torch.tensor([0, 0, 2, 2], dtype=torch.int32),
     torch.tensor([[18, 19]] * L, dtype=torch.int32),
+    pooled=True,
 )
 
 

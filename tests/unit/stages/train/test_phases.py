@@ -2,7 +2,8 @@ import pytest
 
 from models.training import Part
 from stages.train.config import TrainConfig
-from stages.train.phases import make_phases, rate_factor, rates_of
+from stages.train.loop import rates_of
+from stages.train.phases import make_phases, rate_factor
 
 
 def test_phases_follow_each_other_and_have_their_share():

@@ -1,9 +1,8 @@
-"""State shared by the runs of one auto_diff: the low-precision model, stored outputs, discrete choices."""
+"""What the passes of auto_diff change: low precision, perturbed outputs, restored buffers; and equal choices."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
 from instruments.hooks import Call, hookable_modules
 from instruments.precision.comparison import changed_rows, find_format, ulp
-from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.tensors import as_real, find_tensors, map_tensors
 
 AUTOCAST, CAST = "autocast", "cast"
@@ -169,77 +167,3 @@ class EqualChoiceRows:
         rows = self._by_count.get(count)
         alike = rows.to(exact.device) if rows is not None and bool(rows.any()) and not bool(rows.all()) else None
         return measure_distance(exact, found.to(exact.device), alike)
-
-
-@dataclass
-class Session:
-    """Models and results of one auto_diff; `waiting`: stored low-precision outputs, later those of the reference."""
-
-    reference: nn.Module
-    low: LowPrecision
-    perturbation: Perturbation
-    device: torch.device
-    wanted: frozenset[str]  # names of modules to compare
-    budget: int  # bytes for stored outputs
-    diff: Diff
-    waiting: dict[Key, Tensor] = field(default_factory=dict)
-    types: dict[Call, list[torch.dtype | None]] = field(default_factory=dict)  # of arguments in low precision
-    broken: dict[Key, Tensor] = field(default_factory=dict)  # masks of NaN and inf in low precision; inputs and outputs
-    low_choices: dict[Key, Tensor] = field(default_factory=dict)
-    reference_choices: dict[Key, Tensor] = field(default_factory=dict)
-    outputs: dict[Key, OutputDiff] = field(default_factory=dict)
-    choices: dict[Key, ChoiceDiff] = field(default_factory=dict)
-    order: dict[Call, int] = field(default_factory=dict)
-    windows: int = 0
-    _seen: set[Key] = field(default_factory=set)
-    _bytes: int = 0
-    _left: bool = True
-
-    def begin_window(self) -> bool:
-        """Start the next window of outputs; False if no output is left to compare."""
-        if not self._left:
-            return False
-        self.waiting, self._bytes, self._left = {}, 0, False
-        self.windows += 1
-        return True
-
-    def keep(self, key: Key, low: Tensor) -> None:
-        """Store a low-precision output if the budget allows; counts 4 bytes a value, for its FP32 reference."""
-        if key in self._seen or key[0].module not in self.wanted:
-            return
-        size = 4 * low.numel()
-        if self.waiting and self._bytes + size > self.budget:
-            self._left = True
-            return
-        self._bytes += size
-        self._seen.add(key)
-        self.waiting[key] = low.to("cpu", copy=True)
-
-    def floor(self, perturbed: Distance, *, chained: bool) -> float:
-        """Error floor from a perturbed run: at least half a unit in the last place, or one unit if `chained`.
-
-        An output dominated by one huge value is off by that much in every draw, and by more after several modules.
-        """
-        return max(perturbed.normalised_l2, torch.finfo(self.low.dtype).eps * (1.0 if chained else 0.5))
-
-    @contextmanager
-    def seeded(self) -> Iterator[None]:
-        """Seed torch's random numbers inside; restore their state on exit."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self.perturbation.seed)
-            yield
-
-    def finish(self) -> None:
-        """Fill `diff` with the results, in the order of the reference pass."""
-        self.diff.outputs = sorted(self.outputs.values(), key=lambda output: self.order[output.call])
-        self.diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
-        self.diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
-        called = {call.module for call in self.order}
-        hookable = dict(hookable_modules(self.reference))
-        self.diff.scripted = [name for name, _module in self.reference.named_modules() if name not in hookable]
-        # Outermost modules that did not run; containers without a forward are left out.
-        for name, module in hookable.items():
-            runs = getattr(type(module), "forward", None) is not nn.Module.forward
-            below = any(name.startswith(f"{outer}.") for outer in self.diff.unused)
-            if name and runs and name not in called and not below:
-                self.diff.unused.append(name)
