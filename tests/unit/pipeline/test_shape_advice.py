@@ -160,9 +160,7 @@ def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
 @pytest.mark.parametrize(
     ("target", "dense", "said"),
     [
-        ("auto", (), "Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp"),
         ("auto", (0,), "Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp"),
-        ("qwen3_moe", (), "Qwen3MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp"),
         ("qwen3_moe", (0,), "Qwen3MoeForCausalLM: transformers, vLLM, SGLang; not llama.cpp"),
         ("tiny_onn", (), "TinyONNForCausalLM: transformers, vLLM; not SGLang, llama.cpp"),
     ],
@@ -170,8 +168,7 @@ def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
 def test_runtimes_that_a_carve_gives_up_are_named(target, dense, said):
     source = read_config(EMBEDDED)
     request = ShapeRequest(16, 64, None, None, 0.5, assemble=AssembleConfig(target=target), source=source)
-    always_on = 0 if target == "qwen3_moe" else 256
-    shape = MoEShape(16, 64, 4, always_on, dense_layers=dense)
+    shape = MoEShape(16, 64, 4, 0 if target == "qwen3_moe" else 256, dense_layers=dense)
     assert describe_shape(request, shape)[-1] == f"serving     {said}"
 
 

@@ -50,28 +50,17 @@ def test_conversations(tmp_path, write_jsonl, conversation):
     assert document.messages == tuple(conversation)
 
 
-def test_a_missing_column(folder):
-    assert message_of(name=str(folder), text_column="body").startswith(
-        "a record has neither column 'messages' nor column 'body'"
-    )
-
-
-def test_missing_splits_are_found_when_the_first_is_read(folder):
-    assert message_of(name=str(folder), split="training", heldout_split="validation").startswith(
-        "the dataset has no split training and no split validation"
-    )
-
-
-def test_a_missing_subset(folder):
-    assert message_of(name=str(folder), subset="large").startswith(
-        "cannot read the dataset: BuilderConfig 'large' not found. Available: ['default']"
-    )
-
-
-def test_offline_mode():
-    assert message_of(name="nobody/nothing").startswith(
-        "cannot read the dataset: Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)"
-    )
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"text_column": "body"}, "a record has neither column 'messages' nor column 'body'"),
+        ({"split": "training", "heldout_split": "validation"}, "no split training and no split validation"),
+        ({"subset": "large"}, "cannot read the dataset: BuilderConfig 'large' not found. Available: ['default']"),
+        ({"name": "nobody/nothing"}, "Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)"),
+    ],
+)
+def test_what_a_dataset_lacks_is_said(folder, settings, what):
+    assert what in message_of(**{"name": str(folder)} | settings).splitlines()[0]
 
 
 def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):

@@ -166,7 +166,7 @@ def test_a_missing_or_an_empty_source(files):
     settings = mixture(files)
     settings.sources[1].path = gone = str(files / "gone.jsonl")
     (error,) = messages(settings)
-    assert error.startswith(f"no file and no folder {gone}")
+    assert error.startswith(f"no file and no folder {gone}\n  where: data.sources.1.path, ")
     (files / "gone.jsonl").write_text("")
     (error,) = messages(settings)
     assert error.startswith(f"the text is empty\n  where: data.sources.1.path={gone}")

@@ -38,13 +38,6 @@ def test_packing_joins_and_cuts():
     ]
 
 
-def test_packing_loses_no_token():
-    documents = [encoded(str(length), *range(length)) for length in (5, 1, 13, 0, 4, 7)]
-    sequences = list(pack_documents(documents, max_length=6))
-    assert [id_ for sequence in sequences for id_ in sequence.ids] == [id_ for each in documents for id_ in each.ids]
-    assert [len(sequence.ids) for sequence in sequences] == [6, 6, 6, 6, 6]
-
-
 def test_every_sequence_starts_with_the_begin_token_of_the_tokenizer():
     documents = [encoded("a", 9, 1, 2), encoded("b", 9, 3, 4, 5, 6, 7, 8)]  # 9 begins
     packed = list(pack_documents(documents, max_length=4, begin=9))
@@ -80,11 +73,6 @@ def test_usable_sequences_until_enough_and_the_names_of_those_passed_over():
         "the only label is at the first token, which nothing predicts": ["c"],
         "fewer than 2 tokens": ["d"],
     }
-
-
-def test_a_last_cut_that_leaves_no_label_is_left_out():
-    sequences = [TokenSequence("a", [1, 2, 3], [1, 2, 3]), TokenSequence("b", [4, 5, 6], [-100, -100, 6])]
-    assert select_usable(sequences, wanted=5).sequences == sequences[:1]
 
 
 @pytest.mark.usefixtures("no_heldout")
@@ -207,3 +195,8 @@ def test_a_token_without_an_embedding(write_jsonl, tokenizer, load):
     with pytest.raises(DataError) as caught:
         load(data, tokenizer, *(["calibration"] if load is load_text else []))
     assert str(caught.value).startswith("the tokenizer makes token 4096, '<|new|>', and the model has 4096")
+
+
+def test_a_last_cut_that_leaves_no_label_is_left_out():
+    sequences = [TokenSequence("a", [1, 2, 3], [1, 2, 3]), TokenSequence("b", [4, 5, 6], [-100, -100, 6])]
+    assert select_usable(sequences, wanted=5).sequences == sequences[:1]
