@@ -173,7 +173,6 @@ def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokeniz
     ("records", "settings", "what"),
     [
         ([chat("a", "b"), {"text": "plain"}], {"labels": "completion"}, "data.labels=completion needs conversations"),
-        ([{"text": ""}], {}, "the text is empty"),
         ([chat("long " * 20, "b")], {"labels": "completion", "packing": "single"}, "every label is masked: none of 1"),
     ],
 )
