@@ -4,15 +4,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from models.config import MoEShape
 from models.dense import rope_type_of
 from models.targets.base import BLOCK, RUNTIMES, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
-
-_PLAIN = MappingProxyType({"model_type": "llama"})  # the config.json of a dense model that every runtime knows
-
 
 # owner/name on the hub; any other source is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
@@ -31,15 +27,9 @@ def render_card(
     source: str,
     target: MoETarget,
     shape: MoEShape,
-    width: int,
-    layers: int,
-    dropped: int,
-    most_copies: int,
-    partition: str,
-    router: str,
-    projection: str,
+    rows: Mapping[str, object],
+    dense: Mapping[str, Any],
     pad_to: int | None = None,
-    dense: Mapping[str, Any] = _PLAIN,
 ) -> str:
     """The card as Markdown, with the front matter that hubs read.
 
@@ -47,23 +37,26 @@ def render_card(
         source: the dense model's repository or folder; of a folder's path only the last part is shown.
         target: the architecture.
         shape: shape of the experts.
-        width: F of the dense FFN.
-        layers: L.
-        dropped: neurons in no expert, summed over layers.
-        most_copies: most copies of one neuron.
-        partition: how neurons were grouped.
-        router: how routers were fitted.
-        projection: result of stage=project, or a note that it has not run.
-        pad_to: see `expert_width`.
+        rows: what was done by which method, with its results.
         dense: config.json of the dense model.
+        pad_to: see `expert_width`.
     """
     # Without characters of markup.
     name = re.sub(r"[^\w .+/-]", "_", source if _REPOSITORY.fullmatch(source) else Path(source).name).strip() or "dense"
+    width, layers = int(dense["intermediate_size"]), int(dense["num_hidden_layers"])
     share = f"{shape.active_width / width:.0%}"
     if shape.dense_layers:
         share += f"; on average over all layers {shape.active_share(width, layers):.0%}"
     remote_code = ", trust_remote_code=True" if target.is_tiny_onn else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(target, shape, pad_to, dense))
+    facts = {
+        "architecture": f"`{target.architecture}`",
+        "experts": _experts(shape, layers),
+        "always-on neurons": shape.always_on,
+        "active FFN width": f"{shape.active_width} of the dense model's {width} ({share})",
+        **rows,
+    }
+    table = "\n".join(f"| {what} | {value} |" for what, value in facts.items())
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -76,15 +69,7 @@ A Mixture-of-Experts cut out of the dense model `{name}` with Tiny-ONN.
 
 | | |
 |---|---|
-| architecture | `{target.architecture}` |
-| experts | {_experts(shape, layers)} |
-| always-on neurons | {shape.always_on} |
-| active FFN width | {shape.active_width} of the dense model's {width} ({share}) |
-| neurons left out | {dropped} in all layers together |
-| most copies of one neuron | {most_copies} |
-| partition | {partition} |
-| router | {router} |
-| projection | {projection} |
+{table}
 {_TRAINING.format(NO_TRAINING)}
 
 ```python
@@ -113,9 +98,7 @@ def _experts(shape: MoEShape, layers: int) -> str:
     )
 
 
-def suitable_runtimes(
-    target: MoETarget, shape: MoEShape, pad_to: int | None = None, dense: Mapping[str, Any] = _PLAIN
-) -> list[str]:
+def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None, dense: Mapping[str, Any]) -> list[str]:
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     served = target.served_by(shape, dense)

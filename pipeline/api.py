@@ -58,7 +58,7 @@ def carve(
     steps = start(words)
     last = steps[-1].folder
     table = Manifest.read(last, remedy="fresh=True").table if is_complete(last) else NOTHING  # plan=True runs nothing
-    rows = {str(row[0]): dict(zip(table.columns[1:], row[1:], strict=False)) for row in table.rows}
+    rows = {str(row[0]): dict(zip(table.columns[1:], map(_figure, row[1:]), strict=False)) for row in table.rows}
     return CarveResult(find_checkpoint(steps), table, rows)
 
 
@@ -71,6 +71,14 @@ def evaluate(
 ) -> CarveResult:
     """Compare a carve with the dense model and the baselines; takes what `carve` takes, and carves what is missing."""
     return carve(model, data=data, settings=settings, stage="evaluate", **dials)
+
+
+def _figure(cell: object) -> object:
+    """A cell of a table as a number, if it is one."""
+    try:
+        return float(str(cell).replace(",", ""))
+    except ValueError:
+        return cell
 
 
 def _select(group: str, chosen: str | Path) -> list[str]:

@@ -4,8 +4,8 @@ import argparse
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -21,17 +21,9 @@ TASKS = REPOSITORY / "stages/evaluate/tasks"
 TASK = "carve_choices"
 
 
-@dataclass(frozen=True)
-class Answers:
-    """One model's answers by item id: 1 right, 0 wrong."""
-
-    right: Mapping[str, float]  # the answer of largest log-likelihood
-    right_by_length: Mapping[str, float]  # of largest log-likelihood per character
-    kinds: Mapping[str, str]
-
-    def of_kind(self, kind: str) -> list[float]:
-        """Right or wrong for every item of one kind."""
-        return [self.right[name] for name, found in self.kinds.items() if found == kind]
+# The harness's log of a model's items: the item is `doc`; `acc` is 1 if the answer of largest log-likelihood is right,
+# `acc_norm` if that of largest log-likelihood per character is.
+Answers = Sequence[Mapping[str, Any]]
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
@@ -73,25 +65,8 @@ def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, li
         # `mean_and_error` computes the errors; the harness would draw 100,000 resamples.
         bootstrap_iters=0,
     )
-    return collect_answers(found["samples"][TASK])
-
-
-def collect_answers(samples: Sequence[Mapping[str, Any]]) -> Answers:
-    """Collect the harness's log of each item."""
-    return Answers(
-        {sample["doc"]["id"]: float(sample["acc"]) for sample in samples},
-        {sample["doc"]["id"]: float(sample["acc_norm"]) for sample in samples},
-        {sample["doc"]["id"]: sample["doc"]["kind"] for sample in samples},
-    )
-
-
-def compare_answers(first: Answers, second: Answers) -> tuple[float, float]:
-    """Accuracy of the second model minus that of the first, and the standard error.
-
-    The items are the same, so the error is that of the differences per item. It is far smaller than the errors of the
-    two accuracies if both models are mostly right or wrong together.
-    """
-    return mean_and_error(second.right[name] - first.right[name] for name in first.right)
+    answers: Answers = found["samples"][TASK]
+    return answers
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -127,20 +102,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def show_answers(answers: Mapping[str, Answers]) -> str:
-    """Two tables, overall and by kind of item; differences are to the first checkpoint."""
+    """Two tables, overall and by kind of item; differences are to the first checkpoint.
+
+    The items are the same, so the error of a difference is that of the differences per item. It is far smaller than
+    the errors of the two accuracies if both models are mostly right or wrong together.
+    """
     first = next(iter(answers.values()))
-    kinds = list(dict.fromkeys(first.kinds.values()))
+    kinds = Counter(item["doc"]["kind"] for item in first)
+    before = {item["doc"]["id"]: item["acc"] for item in first}
     rows, by_kind = [], []
-    for name, found in answers.items():
-        figures = [_percent(*mean_and_error(each.values())) for each in (found.right, found.right_by_length)]
-        above = "" if found is first else _percent(*compare_answers(first, found), "+.1f")
-        rows.append([name, *figures, above])
-        by_kind.append([name, *(f"{100 * fmean(found.of_kind(kind)):.1f}" for kind in kinds)])
+    for name, items in answers.items():
+        row = [name, *(_percent(*mean_and_error(item[figure] for item in items)) for figure in ("acc", "acc_norm"))]
+        above = mean_and_error(item["acc"] - before[item["doc"]["id"]] for item in items)
+        rows.append([*row, "" if items is first else _percent(*above, "+.1f")])
+        right = {kind: [item["acc"] for item in items if item["doc"]["kind"] == kind] for kind in kinds}
+        by_kind.append([name, *(f"{100 * fmean(found):.1f}" for found in right.values())])
     overall = ["checkpoint", "accuracy, %", "by length, %", "above the first, points"]
-    headers = ["accuracy, %", *(f"{kind} ({len(first.of_kind(kind))})" for kind in kinds)]
+    headers = ["accuracy, %", *(f"{kind} ({count})" for kind, count in kinds.items())]
     return (
         f"{tabulate(rows, overall, disable_numparse=True)}\n\n{tabulate(by_kind, headers, disable_numparse=True)}\n\n"
-        f"{len(first.right)} items; ± is one standard error, that of a difference taken item by item\n"
+        f"{len(first)} items; ± is one standard error, that of a difference taken item by item\n"
     )
 
 

@@ -101,8 +101,9 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
     if override.is_hydra_override() or override.is_delete():
         return
     if override.is_sweep_override() and not sweep:
-        do = f"python -m pipeline -m {shlex.quote(word)}{_if_one_value(word)}"
-        yield ConfigError(f"{word} is a sweep over several values", where=WHERE, do=do)
+        do = f"python -m pipeline -m {shlex.quote(word)}"
+        what = f"{word} is a sweep over values; a text with a comma needs quotes in quotes, a list brackets"
+        yield ConfigError(what, where=WHERE, do=do)
         return
     values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
     if not values:
@@ -148,16 +149,6 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
         where=WHERE,
         do=setting_word(key, value) if is_text else _example(key, kind),
     )
-
-
-def _if_one_value(word: str) -> str:
-    """The remedy for commas that are part of a text, such as a file's name, or separate the items of a list."""
-    key, _equals, value = word.lstrip("+").partition("=")
-    kind = find_type(key)
-    kinds = {kind, *get_args(kind)} if key in TYPES else set()
-    if list in {get_origin(part) for part in kinds}:
-        return f"; for one list: {shlex.quote(f'{key}=[{value}]')}"
-    return f"; for one text with a comma: {setting_word(key, value)}" if str in kinds else ""
 
 
 def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation

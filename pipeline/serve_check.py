@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,17 +16,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, positive, say, some
+from instruments.errors import ConfigError, UserError, check_output, exit_code, positive, say
 from models.checkpoint.folder import read_checkpoint
 from models.config import GLOBAL_POOL, PER_LAYER, MoEShape
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
-from models.targets.tiny_onn import CODE_FILES, foreign_code
 from pipeline.clients import Clients, readable_copy, run_client
 from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, check_carve, llama_cpp_fault, write_gguf
 from stages.artifacts.rendering import show
 
-OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
 # How to install a missing client.
 WANTED = {
     "transformers 4": "python -m venv t4 && t4/bin/pip install 'transformers==4.57.*' torch; --python t4/bin/python",
@@ -57,7 +54,6 @@ def main(words: Sequence[str] | None = None) -> int:
             known = ", ".join([*CONVERTED, *QUANTISED])
             what = f"unknown types: {', '.join(unknown)}; known are {known}"
             raise ConfigError(what, where="--types", do="--types q8_0")
-        check_code(wanted.checkpoint)
         with ExitStack() as copies:
             given = [wanted.checkpoint, *([wanted.dense] if wanted.dense else [])]
             models = [copies.enter_context(readable_copy(folder)) for folder in given]
@@ -72,22 +68,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0 if all(row.right for row in rows) else 1
 
     return exit_code(work)
-
-
-def check_code(folder: Path) -> None:
-    """Raises CheckpointError: clients would run code of the checkpoint, and not all of it is this project's."""
-    config = read_config(folder)
-    if not MOE_TARGETS[config["model_type"]].is_tiny_onn:
-        return
-    try:
-        found = foreign_code(folder, config)
-    except (OSError, ValueError) as error:
-        what = f"cannot read tokenizer_config.json: {error}"
-        raise CheckpointError(what, where=str(folder), do="copy it from the carve again") from error
-    if found:
-        what = f"serving TinyONN runs the code of the checkpoint, and this is not that of the project: {some(found, 3)}"
-        do = f"carve again, or replace them by {', '.join(CODE_FILES)} of models/tiny_onn"
-        raise CheckpointError(what, where=str(folder), do=do)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -200,7 +180,7 @@ class _Check:
         steps += [
             (f"transformers {self.found[python]['transformers']}", "f32", partial(self._transformers, python, None))
             for python in others
-            if self._has(python, "transformers") and "vllm" not in self.found[python]
+            if "transformers" in self.found[python] and "vllm" not in self.found[python]
         ]
         if (llama := self._holding("llama_cpp")) and not self._lacks_converter():
             runtime = self._name("llama.cpp", llama, "llama_cpp")
@@ -210,7 +190,7 @@ class _Check:
         return [first, *(_measured(runtime, form, measure, reference) for runtime, form, measure in steps)]
 
     def missing(self) -> dict[str, str]:
-        """Missing or too old runtimes → how to install them."""
+        """Missing runtimes → how to install them."""
         absent = {}
         if not any(versions.get("transformers", "").startswith("4.") for versions in self.found.values()):
             absent["transformers 4.57"] = WANTED["transformers 4"]
@@ -219,25 +199,16 @@ class _Check:
                 absent[name] = WANTED[module]
         if "llama.cpp" not in absent and self._lacks_converter():
             absent["llama.cpp"] = f"its converter is in no package: {INSTALL['converter']}"
-        for versions in self.found.values():
-            for module, version in versions.items():
-                if _numbers(version) < OLDEST[module]:
-                    wanted = f"{_package(module)}>={'.'.join(map(str, OLDEST[module]))}"
-                    absent[f"{module} {version}"] = f"too old: pip install --upgrade '{wanted}'"
         return absent
 
     def _lacks_converter(self) -> bool:
         return self.clients.llama_cpp is None and not llama_cpp_fault(self.config)
 
     def _holding(self, module: str) -> Path | None:
-        return next((python for python in self.clients.pythons if self._has(python, module)), None)
-
-    def _has(self, python: Path, module: str) -> bool:
-        version = self.found[python].get(module)
-        return version is not None and _numbers(version) >= OLDEST[module]
+        return next((python for python in self.clients.pythons if module in self.found[python]), None)
 
     def _name(self, runtime: str, python: Path, module: str) -> str:
-        return f"{runtime} ({_package(module)} {self.found[python][module]})"
+        return f"{runtime} ({module.replace('_cpp', '-cpp-python')} {self.found[python][module]})"
 
     def _transformers(self, python: Path, experts: str | None) -> dict[str, Any]:
         request = {**self.request, "threads": self.threads, "experts": experts, "remote": self.own}
@@ -288,14 +259,6 @@ def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
         what = f"the text has {len(ids)} tokens, and predicting one from another needs at least 2"
         raise ConfigError(what, where="--text", do="--text FILE with more text")
     return start, ids
-
-
-def _package(module: str) -> str:
-    return module.replace("_cpp", "-cpp-python")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str, Any]) -> Row:

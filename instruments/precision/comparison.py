@@ -66,7 +66,6 @@ class AxisRange:
     largest_at: int
     smallest: float  # above 0
     smallest_at: int
-    zero: int  # slices that are all zero
 
     @property
     def ratio(self) -> float:
@@ -81,10 +80,10 @@ def axis_ranges(values: Shaped[Tensor, "..."]) -> list[AxisRange]:
     for axis in long_axes(values) if values.numel() else ():
         by_slice = sizes_along(sizes, axis).double()
         above = torch.where(by_slice > 0, by_slice, torch.inf)
-        facts = [by_slice.amax(), above.amin(), (by_slice == 0).sum(), by_slice.argmax(), above.argmin()]
-        largest, smallest, zero, largest_at, smallest_at = torch.stack(facts).tolist()
+        facts = [by_slice.amax(), above.amin(), by_slice.argmax(), above.argmin()]
+        largest, smallest, largest_at, smallest_at = torch.stack(facts).tolist()
         smallest = smallest if largest else 0.0
-        found.append(AxisRange(axis, len(by_slice), largest, int(largest_at), smallest, int(smallest_at), int(zero)))
+        found.append(AxisRange(axis, len(by_slice), largest, int(largest_at), smallest, int(smallest_at)))
     return found
 
 

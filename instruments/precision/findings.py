@@ -29,7 +29,6 @@ class OutputDiff:
     dtype: str = ""  # in low precision
     propagated: Distance | None = None  # whole model in low precision; None if it cannot be compared
     propagated_floor: float | None = None
-    unaligned: float = 0.0  # normalised L2 of `propagated`, including tokens with other choices
     own: Distance | None = None  # only this module in low precision, on the FP32 inputs
     own_floor: float | None = None
     own_failure: str = ""

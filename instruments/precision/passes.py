@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instruments.distance import Distance, measure_distance
+from instruments.distance import Distance
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError, NumericsError
 from instruments.hooks import Call, ModuleTracer, hookable_modules, trace_modules
@@ -200,8 +200,6 @@ class Comparison:
             limits=self.diff.limits,
         )  # fmt: skip
         found.propagated = self._alike.distance(exact, arrived.to(exact.device))
-        if found.propagated is not None:
-            found.unaligned = measure_distance(exact, arrived.to(exact.device)).normalised_l2
         found.own, floor = (
             EqualChoiceRows(self.reference_choices, trial.choices).distance(exact, trial.outputs.get(path))
             for trial in (trials.low, trials.perturbed)

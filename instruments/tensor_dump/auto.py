@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from instruments.tensor_dump.config import ENABLED, FOLDER, read_settings
 from instruments.tensor_dump.tensor_dump import TensorDump, find_modules
@@ -31,19 +30,15 @@ class AutoDump:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Check every module call until a model in training runs. Raises ConfigError: invalid TENSOR_SAVE_CONFIG."""
         self.dump: TensorDump | None = None
-        self._dumped: set[nn.Module] = set()  # the dumped model's modules
-        self._warned = self._seen = False
         self._environment = {FOLDER: "tensor_logs", **environment}
         self._config = read_settings(environment)
-        self._handles: list[RemovableHandle] = [
-            register_module_forward_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._waiting = register_module_forward_pre_hook(self._before)
+        self._stepping = register_optimizer_step_post_hook(self._after_step)
 
     def close(self) -> None:
         """End the dump and remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._waiting.remove()
+        self._stepping.remove()
         if self.dump is None:
             logger.warning("tensor dump: no model ran with gradients, and nothing was dumped")
         else:
@@ -51,32 +46,17 @@ class AutoDump:
 
     def _before(self, module: nn.Module, _args: object) -> None:
         """Hook before every module; the model itself is called before its parts."""
-        if module in self._dumped or self._warned:
-            return
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
-        if not trained or not find_modules([module]):
+        if self.dump is not None or not trained or not find_modules([module]):
             return
-        if self.dump is not None:
-            self._warned = True
-            logger.warning(
-                "tensor dump: %s runs outside the dumped module and is not dumped; to dump the model that holds both, "
-                "use TensorDump(model)",
-                type(module).__name__,
-            )
-            return
-        self._dumped = set(module.modules())
+        self._waiting.remove()
         self.dump = TensorDump(module, config=self._config, environment=self._environment).__enter__()
         self.dump.join_pass(module)
         logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
 
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         """Hook after every optimizer; a second optimizer stepping for the same passes ends no step."""
-        if self.dump is None:
-            return
-        if not self._seen:  # the first step has called all modules
-            self._seen = True
-            self._handles.pop(0).remove()
-        if self.dump.microbatches:
+        if self.dump is not None and self.dump.microbatches:
             self.dump.step()
 
 

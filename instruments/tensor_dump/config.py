@@ -31,46 +31,29 @@ QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 
 @dataclass
 class DumpConfig:
-    """Selects tensors by module, step, process and token, and sets how they are buffered and stored."""
+    """Selects tensors by module, step, process and token, and sets how they are buffered and stored.
 
-    # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear, Conv1D,
-    # convolution, embedding, attention and experts' layer.
+    conf/dump/default.yaml explains each setting.
+    """
+
     modules: list[str] = field(default_factory=lambda: ["*"], metadata={"nonempty": True})
-    # Tensors to keep. Layers with a weight: input, weight, grad_output; attention, as passed to its kernel: query, key,
-    # value, grad_query, grad_key, grad_value; fused experts also expert: the expert of each row. On request: output,
-    # and grad_weight, what one backward pass adds to the weight's gradient.
     tensors: list[str] = field(
         default_factory=lambda: list(DEFAULT_TENSORS), metadata={"choices": ALL_TENSORS, "nonempty": True}
     )
-    # Steps to dump: the first, then one in every_steps, ...
     first_step: int = field(default=0, metadata={"minimum": 0})
     every_steps: int = field(default=1, metadata={"minimum": 1})
-    # ... at most this many; null: no limit.
     max_steps: int | None = field(default=None, metadata={"minimum": 1})
-    # Global ranks of the processes that dump; null: all.
     ranks: list[int] | None = field(default=None, metadata={"minimum": 0})
-    # Token positions to keep: the first, then one in every_tokens, ...
     first_token: int = field(default=0, metadata={"minimum": 0})
     every_tokens: int = field(default=1, metadata={"minimum": 1})
-    # ... at most this many of a sequence; null: all.
     max_tokens: int | None = field(default=None, metadata={"minimum": 1})
-    # Also keep tensors that are recomputed in the backward pass (gradient checkpointing), marked as such. Gradients
-    # are always kept once.
     recomputed: bool = False
-    # tensors: bytes and statistics; statistics: only shape, range, mean and deviation.
     keep: str = field(default="tensors", metadata={"choices": ("tensors", "statistics")})
-    # Keep the last so many steps in memory and write them only when a loss is not finite; null: write every step.
     last_steps: int | None = field(default=None, metadata={"minimum": 1})
-    # MiB of host memory for tensors that wait to be written; pinned where there is a GPU.
     memory_mib: int = field(default=512, metadata={"minimum": 1})
-    # When that memory is full: block (training waits), drop (the tensor is counted, not kept), statistics (only its
-    # statistics are kept).
     when_full: str = field(default="block", metadata={"choices": ("block", "drop", "statistics")})
-    # MiB after which a file is closed; a closed file survives a kill.
     shard_mib: int = field(default=64, metadata={"minimum": 1})
-    # The number format under study: hifp8, mxfp8, mxfp4, bf16 or fp16. The real format is recorded as well.
     quant_type: str | None = field(default=None, metadata={"choices": QUANT_TYPES})
-    # Also store every tensor rounded into quant_type, with its error.
     fake_quant: bool = False
 
 
@@ -91,14 +74,14 @@ def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
 SETTINGS = "TENSOR_SAVE_CONFIG"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_WORDS = {ENABLED: (*_YES, *_NO), QUANT_TYPE: QUANT_TYPES}  # of variables that accept only these
 
 
 def read_variable(name: str, environment: Mapping[str, str]) -> str | None:
     """The value of a variable; None if it is not set, empty, or invalid, which `read_control` reports."""
     word = environment.get(name, "").strip()
-    word = word.lower() if name == ENABLED else word
-    return word if word and word in _WORDS.get(name, (word,)) else None
+    if name == ENABLED:
+        return (dict.fromkeys(_YES, "true") | dict.fromkeys(_NO, "false")).get(word.lower())
+    return word if word and (name != QUANT_TYPE or word in QUANT_TYPES) else None
 
 
 def read_control(

@@ -130,7 +130,6 @@ class Measurement:
         self._modules = _find_hooked(model) if config.activations else []
         self._hooked = frozenset(name for name, _module in self._modules)
         self.scales: list[float] = []
-        self.rises = self.falls = 0  # of the loss scale
         self._histories: dict[int | None, History] = defaultdict(History)  # by id of the optimizer
         self._was_read = False  # `peaks` have been reported; the next output starts new ones
         self._order: dict[str, int] = {}  # module → place in the order of execution
@@ -197,12 +196,12 @@ class Measurement:
         self.with_gradient |= norms.keys() - set(missing)
         found += self.name_without_gradient(self.config.gradient_steps) + self._judge_unseen(layers, outputs)
         if known_scale is not None:
-            found += self._judge_scale(known_scale)
+            found += verdict.check_loss_scale(known_scale, self.scales, self.config)
+            self.scales = [*self.scales[-self.config.falls :], known_scale]
         largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
         return StepReport(
             step, known_loss, math.hypot(*layers.values()), known_scale, layers,
             None if largest is None else (largest.module, largest.value), tuple(found), _ranges(outputs),
-            self.rises, self.falls,
         )  # fmt: skip
 
     def _fetch(
@@ -221,14 +220,6 @@ class Measurement:
         known_loss, known_scale = (None if one is None else next(numbers) for one in (loss, scale))
         outputs = [Output(name, dtype, next(numbers), next(numbers)) for name, _call, dtype in self.peaks]
         return norms, known_loss, known_scale, outputs
-
-    def _judge_scale(self, scale: float) -> list[Anomaly]:
-        """Find a loss scale that is low or keeps falling; counts its rises and falls."""
-        last = self.scales[-1] if self.scales else scale
-        self.rises, self.falls = self.rises + (scale > last), self.falls + (scale < last)
-        found = verdict.check_loss_scale(scale, self.scales, self.config)
-        self.scales = [*self.scales[-self.config.falls :], scale]
-        return found
 
     def _by_layer(
         self, norms: Mapping[str, float], factor: float, outputs: Sequence[Output]

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,15 @@ class StepReport:
     largest_output: tuple[str, float] | None  # module, value
     anomalies: tuple[Anomaly, ...]
     outputs: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # minimum and maximum by module
-    scale_rises: int = 0  # of the loss scale, so far
-    scale_falls: int = 0
 
     def record(self, *, layers: bool) -> dict[str, object]:
         """Values for JSON; layers and outputs only if `layers` or if there are findings."""
-        output, scaled, details = self.largest_output, self.loss_scale is not None, layers or self.anomalies
+        output, details = self.largest_output, layers or self.anomalies
         facts = {
             "step": self.step,
             "gradient_norm": self.gradient_norm,
             "loss": self.loss,
             "loss_scale": self.loss_scale,
-            "loss_scale_rises": self.scale_rises if scaled else None,
-            "loss_scale_falls": self.scale_falls if scaled else None,
             "largest_output": None if output is None else {"module": output[0], "value": output[1]},
             "layers": self.layers if details else None,
             "outputs": self.outputs if self.outputs and details else None,
@@ -184,9 +181,9 @@ def describe(lines: Sequence[Mapping[str, Any]]) -> str:
     for kind, count in Counter(kind for _step, kind, _message in found).items():
         step, message = next((step, message) for step, other, message in found if other == kind)
         text += f"{kind} ({count:,} times), first at step {step}: {message}\n"
-    scaled = [line for line in lines if "loss_scale_falls" in line]
-    if scaled:
-        text += f"loss scale: {scaled[-1]['loss_scale_rises']} rises, {scaled[-1]['loss_scale_falls']} falls\n"
+    if scales := [float(line["loss_scale"]) for line in lines if "loss_scale" in line]:
+        rises, falls = (sum(sign * (b - a) > 0 for a, b in pairwise(scales)) for sign in (1, -1))
+        text += f"loss scale: {rises} rises, {falls} falls\n"
     return text
 
 

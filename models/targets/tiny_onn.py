@@ -2,12 +2,10 @@
 
 import shutil
 from collections.abc import Mapping
-from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
 from models import tiny_onn
-from models.checkpoint.folder import read_json
 from models.dense import DENSE_FAMILIES, activation_of, keeps_tied
 from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
 
@@ -104,20 +102,3 @@ TARGETS = (
         is_tiny_onn=True,
     ),
 )
-
-
-def foreign_code(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Code that loading with `trust_remote_code` could run and this project did not write: files, and named classes.
-
-    `config` is its config.json. Raises OSError, ValueError: tokenizer_config.json is not readable.
-    """
-    (package,) = tiny_onn.__path__
-    files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*.py"))]
-    found = [
-        name for name in files if name not in CODE_FILES or not cmp(folder / name, Path(package) / name, shallow=False)
-    ]
-    for settings in (config, *map(read_json, folder.glob("tokenizer_config.json"))):
-        named = (settings.get("auto_map") or {}) if isinstance(settings, dict) else {}
-        classes = named.values() if isinstance(named, dict) else [named]
-        found += [str(name) for name in classes if name not in AUTO_CLASSES.values()]
-    return found

@@ -153,10 +153,13 @@ class CheckpointFormat:
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
         )
-        card = render_card(
-            source=self.model.source_name, target=self.target, shape=self.shape, width=partition.width,
-            layers=partition.layers, dropped=partition.dropped, most_copies=int(partition.multiplicity.max()),
-            partition=partition.description, router=self.settings.router, projection=projection,
-            pad_to=self.settings.pad_to, dense=read_config(self.source),
-        )  # fmt: skip
+        rows = {
+            "neurons left out": f"{partition.dropped} in all layers together",
+            "most copies of one neuron": int(partition.multiplicity.max()),
+            "partition": partition.description,
+            "router": self.settings.router,
+            "projection": projection,
+        }
+        dense, pad_to = read_config(self.source), self.settings.pad_to
+        card = render_card(self.model.source_name, self.target, self.shape, rows, dense, pad_to)
         (out / "checkpoint/README.md").write_text(card, encoding="utf-8")

@@ -1,17 +1,14 @@
 """dump: run the dense model on text and write the tensors of attention and of layers with weights."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from instruments.errors import ConfigError, UserError
+from instruments.errors import ConfigError
 from instruments.tensor_dump.index import STORED, Listing, Manifest
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
@@ -52,7 +49,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
         save_memory(dense, asked=dump.gradient_checkpointing)
     started = perf_counter()
     # The embedding hook comes before the dump, so that the dump sees embeddings with a gradient.
-    with errors_of_disk(), gradients_from_embeddings(dense), make_dump(dense, job, dump, model.label) as dumped:
+    with gradients_from_embeddings(dense), make_dump(dense, job, dump, model.label) as dumped:
         for batch in tqdm(batches, desc="dump", unit="step"):
             dumped.step(read_batch(dense, batch, gradients=dump.gradients))
     assert dumped.manifest is not None
@@ -66,17 +63,6 @@ def make_dump(dense: PreTrainedModel, job: Job, dump: DumpStageConfig, label: st
     except ConfigError as error:
         what, do = (re.sub(r"\b(modules|tensors)=", r"dump.\1=", text) for text in (error.what, error.do))
         raise ConfigError(what, where=error.where.replace("setting ", "setting dump."), do=do) from error
-
-
-@contextmanager
-def errors_of_disk() -> Iterator[None]:
-    """Re-raise the original disk errors: the remedies in the dump's errors are for users' own training loops."""
-    try:
-        yield
-    except UserError as error:
-        if isinstance(error.__cause__, OSError | SafetensorError):
-            raise error.__cause__ from error
-        raise
 
 
 def read_batch(dense: PreTrainedModel, batch: TokenBatch, *, gradients: bool) -> float:

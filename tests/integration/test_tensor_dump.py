@@ -181,7 +181,12 @@ def test_the_stage_dumps_the_configured_model(words, tmp_path, capsys):
     assert run_command([*words, "dump.steps=2", "dump.quant_type=mxfp8", "dump.fake_quant=true"]) == 0
 
 
-def test_the_stage_with_recomputed_layers_dumps_the_same(words, tmp_path, capsys):
+def test_the_stage_without_gradients(words, tmp_path):
+    assert run_command([*words, "dump.gradients=false", 'dump.modules=["*layers.1.*"]']) == 0
+    assert {record.source.direction for record in Listing(published(tmp_path)).records} == {"forward"}
+
+
+def test_the_stage_with_recomputed_layers_dumps_the_same(words, tmp_path):
     assert run_command(words) == 0
     plain = published(tmp_path)
     assert run_command([*words, "dump.gradient_checkpointing=true"]) == 0

@@ -47,7 +47,7 @@ def measure(model, settings, heldout, **groups):
     """Carve what is missing, and print the loss gap on each held-out text."""
     for path in heldout:
         found = evaluate(model, data="mixture", settings={**settings, "data.heldout_path": path}, **groups)
-        print(f"{Path(path).name:40}{found.figures['this MoE']['loss gap (nats)']}")  # noqa: T201
+        print(f"{Path(path).name:40}{found.figures['this MoE']['loss gap (nats)']:+.4f}")  # noqa: T201
 
 
 def main():

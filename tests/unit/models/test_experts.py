@@ -19,12 +19,6 @@ def test_an_expert_is_the_gated_ffn_of_its_neurons() -> None:
     torch.testing.assert_close(expert(x), by_hand)
 
 
-def test_batches_keep_their_shape() -> None:
-    expert = TinyONNExpert(hidden_size=6, n=5)
-    assert expert(torch.ones(2, 7, 6)).shape == (2, 7, 6)
-    assert [tuple(parameter.shape) for parameter in expert.parameters()] == [(5, 6), (5, 6), (6, 5)]
-
-
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardReader]:
     dense = write_pico(tmp_path_factory.mktemp("dense"), "llama", intermediate=37, dtype=torch.bfloat16)

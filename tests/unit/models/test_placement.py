@@ -1,7 +1,6 @@
 import pytest
 import torch
 from pico import write_pico
-from torch import nn
 
 from models import loading as module
 from models.config import ModelConfig
@@ -57,7 +56,3 @@ def test_what_does_not_fit_stays_on_disk(folder, device_map, memory):
     for mine, theirs in zip(ffn_modules(offloaded), ffn_modules(whole), strict=True):
         assert torch.equal(dense_weight(mine.down_proj), theirs.down_proj.weight)
     assert is_offloaded(offloaded)
-
-
-def test_stray_meta_weights_count():
-    assert is_offloaded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, device="meta")))

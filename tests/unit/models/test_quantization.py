@@ -55,11 +55,6 @@ def test_dense_weights_are_those_that_transformers_decodes(plain, kind):
         model(torch.arange(5)[None])  # an int8 layer moves the scales out of its weight in its first pass
 
 
-def test_a_plain_weight_is_not_copied():
-    layer = nn.Linear(3, 5)
-    assert dense_weight(layer).data_ptr() == layer.weight.data_ptr()
-
-
 def test_int8_layers_say_nothing_at_every_product(plain, caplog):
     model = load_dense(ModelConfig(device="cpu", quantization="int8"), plain)
     model(torch.arange(5)[None])

@@ -1,13 +1,168 @@
+"""Folders and cache keys of sources, and messages of the hub; no test connects to the real one."""
+
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from pico import write_pico
 
+from instruments.errors import UserError
+from models.check import check_source
 from models.config import ModelConfig
-from models.source import EMBEDDED, read_source_config, resolve_folder, source_cache_key
+from models.source import EMBEDDED, hub_answers, read_source_config, resolve_folder, source_cache_key
+
+UNREACHABLE = (
+    "HF_HUB_OFFLINE is set and the model is not in the cache\n"
+    "  where: model.name=nobody/nothing, model.revision=main\n"
+    "  do:    HF_HUB_OFFLINE=0 before the command, or model=local model.path=<its folder>"
+)
+
+
+def hub(name: str | None = "nobody/nothing", revision: str | None = None) -> ModelConfig:
+    return ModelConfig(kind="hub", name=name, revision=revision)
+
+
+def test_no_connection_and_nothing_cached() -> None:
+    assert [str(error) for error in check_source(hub())] == [UNREACHABLE]
+    for read in (resolve_folder, source_cache_key):
+        with pytest.raises(UserError) as caught:
+            read(hub())
+        assert str(caught.value) == UNREACHABLE
+
+
+@pytest.fixture
+def deaf_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        yield address
+
+
+def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server: str) -> None:
+    started = time.perf_counter()
+    assert [str(error) for error in check_source(hub())] == [
+        f"the hub cannot be reached at {deaf_server} and the model is not in the cache\n"
+        "  where: model.name=nobody/nothing, model.revision=main\n"
+        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
+        "or model=local model.path=<its folder>"
+    ]
+    assert 2 < time.perf_counter() - started < 5
+
+
+def test_a_command_asks_such_a_hub_once(tmp_path: Path) -> None:
+    """Runs in a fresh process, since the hub's client sends its own request once per process and waits 5 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "pipeline", "model=qwen1_5_4b", f"output_dir={tmp_path}"]
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        run = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+        assert run.returncode != 0
+        assert f"the hub cannot be reached at {address}" in run.stderr
+        server.accept()[0].close()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@pytest.mark.parametrize(("status", "answers"), [(200, True), (404, True), (503, False)])
+def test_what_counts_as_an_answer(status: int, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_words: object) -> None:
+            """Print no log of requests."""
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert hub_answers() is answers
+
+
+def test_a_name_the_hub_does_not_allow() -> None:
+    (error,) = check_source(hub("a b//c", "v2"))
+    assert error.what.startswith("the hub refused: Repo id must be in the form")
+    assert error.where == "model.name=a b//c, model.revision=v2"
+    assert error.do == "check model.name and model.revision; for a gated model: hf auth login"
+
+
+def test_no_name() -> None:
+    assert [str(error) for error in check_source(hub(None))] == [
+        "model=hub needs a repository\n  where: model.name\n  do:    model.name=Qwen/Qwen2.5-0.5B"
+    ]
+
+
+CONFIG = (
+    '{"model_type": "qwen2", "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, '
+    '"num_hidden_layers": 2, "vocab_size": 61}'
+)
+
+
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub that returns config.json of commit 0123abc; return its path."""
+    config = tmp_path / "0123abc" / "config.json"
+    config.parent.mkdir()
+    config.write_text(CONFIG)
+    monkeypatch.setattr("models.source.hf_hub_download", lambda *_args, **_more: str(config))
+    return config
+
+
+def test_pickle_repositories_are_refused_before_they_are_downloaded(
+    fetched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [SimpleNamespace(filename=name) for name in ("config.json", "pytorch_model.bin")]
+    monkeypatch.setattr("models.source.hub_answers", lambda: True)
+    monkeypatch.setattr("models.source.snapshot_download", lambda *_args, dry_run, **_more: files)
+    (error,) = check_source(hub())
+    assert error.what == "pickle checkpoint refused: pytorch_model.bin can run any code when opened"
+    assert error.where == "nobody/nothing"
+
+
+def test_off_line_with_a_cached_model_is_fine(fetched: Path) -> None:
+    fetched.with_name("model.safetensors").touch()
+    assert check_source(hub()) == []
+
+
+def test_off_line_with_a_cached_config_alone_is_said_before_anything_starts(fetched: Path) -> None:
+    assert [error.what for error in check_source(hub())] == [
+        "HF_HUB_OFFLINE is set and the model's weights are not in the cache"
+    ]
+
+
+def test_identity_is_the_commit(fetched: Path) -> None:
+    assert source_cache_key(hub()) == {"name": "nobody/nothing", "commit": "0123abc"}
+
+
+def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(_name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append(allow_patterns)
+        return "folder"
+
+    monkeypatch.setattr("models.source.snapshot_download", snapshot)
+    resolve_folder(hub())
+    trusted = hub()
+    trusted.trust_remote_code = True
+    resolve_folder(trusted)
+    assert "*.py" not in asked[0]
+    assert asked[1] == [*asked[0], "*.py"]
+    assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked[1])
 
 
 @pytest.fixture

@@ -16,11 +16,18 @@ from transformers import AutoTokenizer
 from unit.pipeline.served_carves import make_hostile, write_carve
 
 from models.source import EMBEDDED
-from pipeline.harness import TASK, TASKS, Answers, collect_answers, compare_answers, main, mean_and_error, show_answers
+from pipeline.harness import TASK, TASKS, main, mean_and_error, show_answers
 
-KINDS = {"value-1": "value", "text-1": "text", "text-2": "text"}
-DENSE = Answers({"value-1": 1.0, "text-1": 0.0, "text-2": 1.0}, {"value-1": 1.0, "text-1": 1.0, "text-2": 1.0}, KINDS)
-CARVED = Answers({"value-1": 0.0, "text-1": 0.0, "text-2": 1.0}, {"value-1": 1.0, "text-1": 0.0, "text-2": 0.0}, KINDS)
+
+def answers(right, by_length):
+    names = [("value-1", "value"), ("text-1", "text"), ("text-2", "text")]
+    return [
+        {"doc": {"id": name, "kind": kind}, "acc": acc, "acc_norm": norm}
+        for (name, kind), acc, norm in zip(names, right, by_length, strict=True)
+    ]
+
+
+DENSE, CARVED = answers([1.0, 0.0, 1.0], [1.0, 1.0, 1.0]), answers([0.0, 0.0, 1.0], [1.0, 0.0, 0.0])
 TABLE = """\
 checkpoint    accuracy, %    by length, %    above the first, points
 ------------  -------------  --------------  -------------------------
@@ -162,32 +169,9 @@ def test_a_damaged_checkpoint_gets_no_accuracy(given, tmp_path, capsys, damage, 
 ITEMS = [json.loads(line) for line in (TASKS / f"{TASK}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def answers(*right):
-    names = [f"item-{number}" for number in range(len(right))]
-    kinds = ["even" if number % 2 == 0 else "odd" for number in range(len(right))]
-    by_name = dict(zip(names, map(float, right), strict=True))
-    return Answers(by_name, dict(by_name), dict(zip(names, kinds, strict=True)))
-
-
 def test_a_share_has_the_error_of_its_mean():
     assert mean_and_error([1, 0, 0, 1, 1]) == pytest.approx((0.6, math.sqrt(0.6 * 0.4 / 4)))
     assert math.isnan(mean_and_error([1.0])[1])
-
-
-def test_the_difference_is_taken_item_by_item():
-    assert compare_answers(answers(1, 0, 1, 0, 1), answers(1, 0, 1, 1, 1)) == pytest.approx((0.2, 0.2))
-    assert compare_answers(answers(1, 0, 1), answers(1, 0, 1)) == (0, 0)
-
-
-def test_the_harness_log_is_read():
-    logged = [
-        {"doc": {"id": "value-01a", "kind": "value"}, "acc": 1.0, "acc_norm": 0.0},
-        {"doc": {"id": "text-02b", "kind": "text"}, "acc": 0.0, "acc_norm": 1.0},
-    ]
-    found = collect_answers(logged)
-    assert found.right == {"value-01a": 1.0, "text-02b": 0.0}
-    assert found.right_by_length == {"value-01a": 0.0, "text-02b": 1.0}
-    assert found.kinds == {"value-01a": "value", "text-02b": "text"}
 
 
 def test_items_are_well_formed_and_every_place_is_right_equally_often():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from unit.pipeline.served_carves import change_settings, write_carve
+from unit.pipeline.served_carves import write_carve
 
 from models.source import read_config
 from pipeline import clients, serve_check
@@ -173,29 +173,3 @@ def test_without_a_tokenizer_the_vocabulary_of_the_dense_model_gives_the_text(tm
     monkeypatch.setattr(serve_check, "run_client", lambda *_: {})
     check = serve_check._Check.of(serve_check._parser().parse_args([str(tmp_path)]), [tmp_path])
     assert check.request["ids"][:3] == [0, 7, 3]
-
-
-def add_generation(folder):
-    (folder / "custom_generate").mkdir()
-    (folder / "custom_generate/generate.py").write_text("raise SystemExit\n")
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda moe: change_settings(moe, "config.json", auto_map={"AutoModel": "someone/model--modeling.Model"}),
-         "someone/model--modeling.Model"),
-        (lambda moe: change_settings(moe, "tokenizer_config.json", auto_map=["tokens.Tokenizer"]),
-         "['tokens.Tokenizer']"),
-        (add_generation, "custom_generate/generate.py"),
-        (lambda moe: (moe / "modeling_tiny_onn.py").write_text("raise SystemExit\n"), "modeling_tiny_onn.py"),
-    ],
-)  # fmt: skip
-def test_tiny_onn_with_foreign_code_is_refused(tmp_path, capsys, monkeypatch, change, named):
-    monkeypatch.setattr(serve_check, "run_client", lambda *_: pytest.fail("a client runs the checkpoint's code"))
-    moe = write_carve(tmp_path, "tiny_onn", "smollm3", 64)
-    serve_check.check_code(moe)
-    change(moe)
-    capsys.readouterr()  # progress bars
-    assert serve_check.main([str(moe)]) == 1
-    assert f"this is not that of the project: {named}\n" in capsys.readouterr().err

@@ -224,8 +224,6 @@ def test_other_choices_are_counted_and_not_taken_for_errors():
     assert 0 < choice.propagated < 0.05
     assert choice.own == choice.propagated
     assert choice.floor > choice.propagated
-    after = next(output for output in diff.outputs if output.name == "after")
-    assert after.unaligned > 5 * after.propagated.normalised_l2
     assert diff.verdict is Verdict.OK, notes_of(diff)
     assert any(note.startswith("discrete choices (experts of a token): ") for note in notes_of(diff))
 

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from instruments.tensor_dump.auto import AutoDump
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.reader import DumpReader
@@ -150,16 +149,3 @@ def test_calls_without_gradients_outside_a_forward_pass_are_an_evaluation(folder
         running.step()
     records = Listing(folder).select(module="encoder", tensor="input")
     assert [record.source.evaluation for record in records] == [False, True]
-
-
-def test_auto_says_which_part_of_a_model_is_dumped(folder, caplog):
-    model = Coder()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    auto = AutoDump({"TENSOR_SAVE_ENABLED": "1", "TENSOR_SAVE_DIR": str(folder)})
-    try:
-        for _ in range(2):
-            model.training_step(torch.ones(T, D)).backward()
-            optimizer.step()
-    finally:
-        auto.close()
-    assert caplog.text.count("Linear runs outside the dumped module and is not dumped") == 1

@@ -104,15 +104,6 @@ def test_pipes_are_not_waited_for(dump, capsys):
         (dump / name).write_bytes(data)
 
 
-def test_names_do_not_steer_the_terminal(dump, capsys):
-    path = dump / "index-00000.jsonl"
-    path.write_text(path.read_text().replace('"layers.0"', '"\\u001b[2Jlayers.0"'))
-    assert main(["show", str(dump)]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert "\\x1b[2Jlayers" in shown
-
-
 @pytest.mark.parametrize("placement", [{"offset": [1, 0]}, {"global_shape": [2**30, 2**30]}, {"pieces": [7, 2]}])
 def test_a_part_that_does_not_fit_is_not_joined(dump, placement):
     rows = (dump / "index-00000.jsonl").read_text().splitlines()

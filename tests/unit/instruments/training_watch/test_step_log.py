@@ -37,7 +37,7 @@ def test_summary_and_pictures(log, tmp_path, capsys):
     assert main([str(log), "--plot", str(tmp_path / "a.png")]) == 0
     assert capsys.readouterr().out == (
         f"6 steps, 0 to 5; 2 findings\nnot_finite (2 times), first at step 4: NaN first in head\n"
-        f"loss scale: 0 rises, 0 falls\n{tmp_path}/a.png\n"
+        f"loss scale: 5 rises, 0 falls\n{tmp_path}/a.png\n"
     )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert main([str(log), "--plot", str(tmp_path / "a.svg")]) == 0

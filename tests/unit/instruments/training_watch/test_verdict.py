@@ -20,7 +20,6 @@ from tiny_onn import watch_model
     [
         ("nan weight", "not_finite", "middle", "NaN first in the output of middle (float32); finite until norm"),
         ("inf input", "not_finite", "first", "NaN first in the output of first (float32); it ran first: look at the"),
-        ("vanishing", "vanishing", None, "the gradient vanishes: its norm is"),
         ("overflowing norm", "exploding", "first", "the gradient explodes: its norm is inf"),
         ("gradient", "not_finite", "middle", "that of middle, of 3 layers, while all outputs of the model are finite"),
     ],
@@ -28,7 +27,7 @@ from tiny_onn import watch_model
 def test_planted_faults_are_named(fault, kind, where, words, caplog):
     model = Net()
     x, y = batch()
-    factor = {"vanishing": 1e-9, "overflowing norm": 1e25}.get(fault, 1.0)
+    factor = 1e25 if fault == "overflowing norm" else 1.0
     if fault == "nan weight":
         model.middle.weight.data[2, 3] = math.nan
     elif fault == "inf input":
@@ -41,7 +40,7 @@ def test_planted_faults_are_named(fault, kind, where, words, caplog):
         loss.backward()
         anomaly = watch.step(loss=None if fault == "inf input" else loss).anomalies[0]
     assert anomaly.kind == kind
-    assert anomaly.where[:1] == ((where,) if where else ())
+    assert anomaly.where[0] == where
     assert words in anomaly.message
     assert caplog.messages[0] == f"step 0: {anomaly.message}"
 
@@ -85,7 +84,6 @@ def test_a_scaler_that_finds_no_scale():
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert (watch.last.scale_rises, watch.last.scale_falls) == (0, 10)
     assert kinds[:2] == [None, {("skipped", "note")}]
     assert kinds[4] == {("skipped", "note"), ("loss_scale", "warning")}  # loss scale 64
     assert ("falling_scale", "warning") in kinds[6]

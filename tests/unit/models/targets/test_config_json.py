@@ -120,14 +120,6 @@ def test_keys_that_a_source_leaves_out_mean_its_own_defaults() -> None:
     assert qwen3["eos_token_id"] is None
 
 
-def test_qwen2_moe_never_renormalises() -> None:
-    """llama.cpp never renormalises gates of qwen2_moe, for any config.json."""
-    source = {"model_type": "qwen2", **SIZES}
-    for experts in (6, 8, 100):
-        config = emit_config(source, MOE_TARGETS["qwen2_moe"], MoEShape(experts, 16, 2, 20), "float32")
-        assert config["norm_topk_prob"] is False
-
-
 @pytest.mark.parametrize(
     ("target", "source", "always_on", "pad_to", "expected"),
     [
@@ -148,12 +140,6 @@ def test_widths_of_experts_and_always_on_neurons(
 ) -> None:
     dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 16, 2, always_on)
     assert emit_config(dense, MOE_TARGETS[target], shape, "float32", pad_to).items() >= expected.items()
-
-
-def test_granite_keeps_its_multipliers() -> None:
-    given = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.1}
-    config = emitted("granite", "granitemoe", **given)
-    assert config.items() >= (given | {"residual_multiplier": 1.0}).items()
 
 
 def test_longrope_is_said_for_both_generations() -> None:
