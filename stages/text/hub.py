@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 
 from instruments.errors import DataError
-from models.hub import CONNECT, hub_answers, offline_by_choice
+from models.source import CONNECT, hub_answers, offline_by_choice
 from stages.text.config import DataConfig, list_sources
 from stages.text.documents import Document, Split, read_record, take_share
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from models.config import MoEShape
-from pipeline.shape import ShapeRequest, dense_layer_errors, largest_power_of_two, resolve_shape, shape_faults
+from pipeline.shape import ShapeRequest, dense_layer_errors, resolve_shape, shape_faults
 
 POOL = "global_pool"
 QWEN = 4864
@@ -49,41 +49,28 @@ def test_dense_layers_that_cannot_be(request_, said):
         # Experts cover the FFN exactly: they get half of the active width.
         (ShapeRequest(16, 64, None, None, 0.5), 1024, MoEShape(16, 64, 4, 256)),
         (ShapeRequest(16, 64, None, None, 0.25), 1024, MoEShape(16, 64, 2, 128)),
-        (ShapeRequest(16, 64, None, None, 0.05), 1024, MoEShape(16, 64, 1, 0)),
-        (ShapeRequest(16, 304, None, None, 0.5), QWEN, MoEShape(16, 304, 4, 1216)),
         (ShapeRequest(2, 512, None, None, 0.5), 1024, MoEShape(2, 512, 1, 0)),
         # E·N < F: the other neurons are always on, and top_k is the largest that fits.
         (ShapeRequest(58, 64, None, None, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
-        (ShapeRequest(58, 64, None, None, 0.75), QWEN, MoEShape(58, 64, 39, 1152)),
-        (ShapeRequest(67, 64, None, None, 0.25), QWEN, MoEShape(67, 64, 10, 576)),
         (ShapeRequest(15, 68, None, None, 0.5), 1024, MoEShape(15, 68, 7, 4)),
-        (ShapeRequest(40, 64, None, None, 0.5), QWEN, MoEShape(40, 64, 2, 2304)),
         # With all other neurons always on, fewer than 2 experts would fit; with active=1, all 16 fit.
         (ShapeRequest(39, 64, None, None, 0.5), QWEN, MoEShape(39, 64, 16, 1408)),
         (ShapeRequest(16, 64, None, None, 0.5), QWEN, MoEShape(16, 64, 8, 1920)),
         (ShapeRequest(16, 64, None, None, 1.0), QWEN, MoEShape(16, 64, 16, 3840)),
-        (ShapeRequest(3, 64, None, None, 0.5), 1024, MoEShape(3, 64, 1, 448)),
         (ShapeRequest(1, 64, None, None, 0.5), 1024, MoEShape(1, 64, 1, 448)),
         # E·N > F: top_k is 1, unless a given always_on leaves room for more.
         (ShapeRequest(100, 256, None, None, 0.5), 1024, MoEShape(100, 256, 1, 256)),
-        (ShapeRequest(100, 256, None, None, 0.25), 1024, MoEShape(100, 256, 1, 0)),
         (ShapeRequest(100, 256, None, None, 0.5), QWEN, MoEShape(100, 256, 1, 2176)),
-        (ShapeRequest(17, 64, None, None, 0.5), 1024, MoEShape(17, 64, 1, 448)),
         (ShapeRequest(100, 256, None, 0, 0.5), 1024, MoEShape(100, 256, 2, 0)),
         # Either top_k or always_on is given.
         (ShapeRequest(16, 64, 3, None, 0.5), 1024, MoEShape(16, 64, 3, 320)),
-        (ShapeRequest(58, 64, 39, None, 0.5), QWEN, MoEShape(58, 64, 39, 0)),
         (ShapeRequest(16, 64, None, 0, 0.5), 1024, MoEShape(16, 64, 8, 0)),
         (ShapeRequest(16, 64, None, 500, 0.5), 1024, MoEShape(16, 64, 1, 500)),
-        (ShapeRequest(58, 64, None, 1152, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
         (ShapeRequest(16, 64, None, 1000, 0.5), QWEN, MoEShape(16, 64, 8, 1000)),
-        (ShapeRequest(1, 64, None, 0, 0.5), 1024, MoEShape(1, 64, 1, 0)),
         # Given dials are kept, valid or not.
-        (ShapeRequest(16, 64, 16, 0, 0.5), 1024, MoEShape(16, 64, 16, 0)),
         (ShapeRequest(16, 64, 17, None, 0.5), 1024, MoEShape(16, 64, 17, 0)),
         (ShapeRequest(16, 64, None, 2000, 0.5), 1024, MoEShape(16, 64, 1, 2000)),
         # A pool has no always-on neurons unless they are given.
-        (ShapeRequest(16, 64, None, None, 0.5, POOL), 1024, MoEShape(16, 64, 8, 0, POOL)),
         (ShapeRequest(100, 256, None, None, 0.5, POOL), QWEN, MoEShape(100, 256, 8, 0, POOL)),
         (ShapeRequest(16, 64, None, 200, 0.5, POOL), 1024, MoEShape(16, 64, 4, 200, POOL)),
         (ShapeRequest(3, 64, 2, None, 0.5, POOL), 1024, MoEShape(3, 64, 2, 0, POOL)),
@@ -100,22 +87,16 @@ def test_open_dials_fill_the_active_share(dials, width, expected):
     ("dials", "width", "expected"),
     [
         (ShapeRequest(None, None, None, None, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
-        (ShapeRequest(None, None, None, None, 0.75), QWEN, MoEShape(58, 64, 39, 1152)),
         (ShapeRequest(None, None, None, None, 0.25), QWEN, MoEShape(67, 64, 10, 576)),
         (ShapeRequest(None, None, None, None, 0.05), QWEN, MoEShape(148, 32, 3, 128)),
         (ShapeRequest(None, None, None, None, 0.5), 1024, MoEShape(12, 64, 4, 256)),
-        (ShapeRequest(None, None, None, None, 0.5), 40, MoEShape(8, 4, 3, 8)),
         (ShapeRequest(None, None, None, None, 0.5), 2, MoEShape(2, 1, 1, 0)),
-        (ShapeRequest(None, 32, None, None, 0.5), QWEN, MoEShape(116, 32, 40, 1152)),
         (ShapeRequest(None, 256, None, None, 0.5), QWEN, MoEShape(14, 256, 4, 1280)),
         (ShapeRequest(None, 9999, None, None, 0.5), QWEN, MoEShape(1, 9999, 1, 0)),
         (ShapeRequest(16, None, None, None, 0.5), QWEN, MoEShape(16, 232, 5, 1152)),
-        (ShapeRequest(100, None, None, None, 0.5), QWEN, MoEShape(100, 40, 39, 864)),
         (ShapeRequest(5, None, None, None, 0.05), 1004, MoEShape(5, 192, 1, 0)),
-        (ShapeRequest(2000, None, None, None, 0.5), QWEN, MoEShape(2000, 2, 784, 864)),
         (ShapeRequest(9999, None, None, None, 0.5), QWEN, MoEShape(9999, 1, 1, 2431)),
         (ShapeRequest(None, None, None, None, 0.5, POOL), QWEN, MoEShape(100, 256, 8, 0, POOL)),
-        (ShapeRequest(None, 64, None, None, 0.5, POOL), QWEN, MoEShape(100, 64, 32, 0, POOL)),
         (ShapeRequest(32, None, None, None, 0.5, POOL), QWEN, MoEShape(32, 256, 8, 0, POOL)),
     ],
 )
@@ -144,11 +125,6 @@ def test_no_more_experts_are_chosen_than_there_are_with_any_dial_left_open(width
                 assert 1 <= shape.top_k <= shape.experts
                 assert topology == POOL or shape.top_k < shape.experts or shape.experts == 1
                 assert shape_faults(shape, width) == [] or shape.n > width - shape.always_on
-
-
-@pytest.mark.parametrize(("bound", "power"), [(0, 0), (1, 1), (2, 2), (3, 2), (31, 16), (32, 32)])
-def test_largest_power_of_two(bound, power):
-    assert largest_power_of_two(bound) == power
 
 
 def test_good_shapes_pass():

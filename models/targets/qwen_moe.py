@@ -1,0 +1,49 @@
+"""Qwen2-MoE (a shared expert behind a gate σ(g·x)) and Qwen3-MoE (no always-on neurons)."""
+
+from typing import Any
+
+from models.targets.base import LAYER, ConfigInput, MoETarget
+
+
+def _expert_keys(given: ConfigInput) -> dict[str, Any]:
+    return {
+        "num_experts": given.shape.experts,
+        "moe_intermediate_size": given.width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [*given.shape.dense_layers],
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+
+
+TARGETS = (
+    MoETarget(
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        sources={"qwen2": 1, "llama": 3, "mistral": 3, "phi3": 3},
+        config_keys=lambda given: (
+            _expert_keys(given)
+            | {
+                "qkv_bias": given.dense["model_type"] == "qwen2",
+                "shared_expert_intermediate_size": given.shared,
+            }
+        ),
+        runtimes=("vLLM", "SGLang", "llama.cpp"),
+        shared=LAYER + "mlp.shared_expert.{part}.weight",
+        shared_router=LAYER + "mlp.shared_expert_gate.weight",
+        expert_modules=("experts", "shared_expert", "shared_expert_gate"),
+        dense_layers="any",
+        always_has_shared=True,
+        normalised=lambda _shape: False,  # the family does not renormalise, and llama.cpp cannot
+        head_dim=False,  # in transformers 4
+    ),
+    MoETarget(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        sources={"qwen3": 1},
+        config_keys=lambda given: _expert_keys(given) | {"attention_bias": bool(given.dense.get("attention_bias"))},
+        runtimes=("vLLM", "SGLang", "llama.cpp"),
+        dense_layers="any",
+        output_bias=True,
+    ),
+)
