@@ -29,7 +29,7 @@ def test_every_damaged_file_is_named(folder):
         verify(folder, remedy=REMEDY)
     assert str(caught.value) == (
         "the result of scan is damaged\n"
-        f"  where: {folder}/a is missing; {folder}/b has 4 bytes; 3 were published; "
+        f"  where: {folder}/a is missing; {folder}/b was changed after it was published; "
         f"{folder}/c was changed after it was published\n"
         "  do:    python -m pipeline stage=scan fresh=true"
     )
