@@ -84,7 +84,8 @@ def test_two_processes_and_one_folder(tmp_path):
     finally:
         process.kill()
         process.communicate()
-    assert str(error.value).startswith("another process is dumping into this folder as rank 0")
+    assert error.value.what == "another process is dumping into this folder as rank 0"
+    assert error.value.where == str(tmp_path / "dump" / "index-00000.jsonl")
     with pytest.raises(ContractError, match="the folder holds a dump already"):
         run(tmp_path / "dump", steps=1)
 

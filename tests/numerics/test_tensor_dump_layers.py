@@ -102,6 +102,23 @@ def test_convolutions(tmp_path):
             assert torch.equal(reader.load(record), getattr(model, name).weight.grad)
 
 
+def test_weight_gradients_of_microbatches_are_apart(tmp_path):
+    model, passes, alone = make("gpt2"), [batch(0), batch(1)], []
+    for inputs in passes:
+        plain = make("gpt2")
+        plain(**inputs).loss.backward()
+        alone.append(plain.transformer.h[1].mlp.c_fc.weight.grad)
+    with TensorDump(model, tmp_path / "dump", DumpConfig(tensors=["grad_weight"]), environment={}) as dump:
+        losses = [model(**inputs).loss for inputs in passes]
+        for loss in losses:
+            loss.backward()
+        dump.step()
+    with DumpReader(tmp_path / "dump") as reader:
+        for microbatch, expected in enumerate(alone):
+            (record,) = reader.select(module="transformer.h.1.mlp.c_fc", microbatch=microbatch)
+            assert torch.equal(reader.load(record), expected)
+
+
 @pytest.mark.parametrize("how", ["model", "part", "in place"])
 def test_a_compiled_model_is_refused_before_the_first_step(how, tmp_path):
     model = make("gpt2")
@@ -111,7 +128,7 @@ def test_a_compiled_model_is_refused_before_the_first_step(how, tmp_path):
         model.transformer.h[1] = torch.compile(model.transformer.h[1], backend="eager")
     else:
         model.compile(backend="eager")
-    with pytest.raises(ConfigError, match=r"the model is compiled(.|\n)*TORCHDYNAMO_DISABLE=1"):
+    with pytest.raises(ConfigError, match="the model is compiled"):
         TensorDump(model, tmp_path / "dump", environment={}).__enter__()
     assert not (tmp_path / "dump").exists()
 
