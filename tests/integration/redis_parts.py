@@ -16,6 +16,7 @@ SHAPES = {
     "bits_LRf": ((LAYERS, SLOTS, (WIDTH + 7) // 8), torch.uint8),
 }
 IDENTITY = {"scan": "f1", "code": "c1"}
+OPENED = []
 WEIGHTS = [{name: f"model.layers.{n}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} for n in range(LAYERS)]
 
 
@@ -40,7 +41,22 @@ def make_part(*batches, tokens=TOKENS):
 def open_store(url, namespace="t:", *, identity=IDENTITY, shapes=SHAPES, every=0.0, fresh=False):
     """A store of these parts for which a flush is always due."""
     config = StoreConfig("redis", every, url, namespace)
-    return open_redis_store(config, shapes, label="pico", identity=identity, weights=WEIGHTS, fresh=fresh)
+    store = open_redis_store(config, shapes, label="pico", identity=identity, weights=WEIGHTS, fresh=fresh)
+    OPENED.append(store)
+    return store
+
+
+def close_stores():
+    """Close all stores that a test has opened."""
+    while OPENED:
+        OPENED.pop().close()
+
+
+def flush(store, *batches):
+    """Add these batches and send them; returns the store."""
+    store.sums.add(make_part(*batches))
+    store.flush()
+    return store
 
 
 def assert_equal(found, wanted):

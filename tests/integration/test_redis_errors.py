@@ -5,20 +5,19 @@ import subprocess
 import sys
 
 import pytest
-from integration.redis_parts import assert_equal, make_part, open_store
+from integration.redis_parts import assert_equal, close_stores, flush, make_part, open_store
 from integration.redis_server import free_port, running
 
 from instruments.errors import ConfigError, UserError
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import _warn_of_loss, check_store, connect
 
-GO_ON = "then the same command, without fresh=true: it goes on from the last flush"
-
 
 @pytest.fixture
 def server(tmp_path):
     with running(tmp_path) as server:
         yield server
+        close_stores()
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +43,21 @@ def test_no_server_is_named(monkeypatch):
     monkeypatch.delenv("TINY_ONN_REDIS_URL", raising=False)
     caught = refusal(None)
     assert caught.type is ConfigError
-    assert str(caught.value) == (
-        "store.kind=redis names no server\n"
-        "  where: settings store.url and TINY_ONN_REDIS_URL\n"
-        "  do:    store.url=redis://localhost:6379/0"
-    )
+    assert caught.value.where == "settings store.url and TINY_ONN_REDIS_URL"
 
 
-NO_ADDRESSES = (
-    "localhost:6379 http://me:s3same@host/0 redis:// redis://host:many/0 redis://host/one unix:// redis://[::1"
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:6379",
+        "http://me:s3same@host/0",
+        "redis://",
+        "redis://host:many/0",
+        "redis://host/one",
+        "unix://",
+        "redis://[::1",
+    ],
 )
-
-
-@pytest.mark.parametrize("url", NO_ADDRESSES.split())
 def test_no_address(url):
     caught = refusal(url)
     assert caught.type is ConfigError
@@ -65,12 +66,10 @@ def test_no_address(url):
 
 def test_options_of_a_url_change_neither_numbers_nor_keys(server):
     store = open_store(f"{server.url}?decode_responses=true&db=3")
-    store.sums.add(make_part(0, 1))
-    store.flush()
+    flush(store, 0, 1)
     assert_equal(store.collect(), make_part(0, 1))
     assert store.place.startswith(f"Redis at 127.0.0.1:{server.port}, database 3, ")
     assert store.client.info("keyspace").keys() == {"db3"}
-    store.close()
 
 
 @pytest.mark.parametrize("option", ["ssl_ca_cert=ca.pem", "socket_timeout=soon"])
@@ -88,11 +87,10 @@ def test_the_package_is_missing(monkeypatch):
 
 
 def test_nobody_answers():
-    assert str(refusal("redis://me:s3same@127.0.0.1:9/2").value) == (
-        "the Redis server cannot be reached: Error 111 connecting to 127.0.0.1:9. Connection refused.\n"
-        "  where: Redis at 127.0.0.1:9, database 2\n"
-        f"  do:    start it (redis-server) or correct store.url, {GO_ON}"
-    )
+    error = refusal("redis://me:s3same@127.0.0.1:9/2").value
+    assert error.what.startswith("the Redis server cannot be reached: ")
+    assert error.where == "Redis at 127.0.0.1:9, database 2"
+    assert "without fresh=true: it goes on from the last flush" in error.do
 
 
 def test_the_server_goes_away_for_good(server, monkeypatch):
@@ -106,7 +104,6 @@ def test_the_server_goes_away_for_good(server, monkeypatch):
     server.start()
     store.flush()
     assert_equal(store.collect(), make_part(0))
-    store.close()
 
 
 @pytest.mark.parametrize("login", ["", ":s3sama@"])
@@ -140,9 +137,7 @@ def follow(client, remedy):
 
 
 def test_memory_is_full(server):
-    store = open_store(server.url)
-    store.sums.add(make_part(0))
-    store.flush()
+    store = flush(open_store(server.url), 0)
     store.collect()
     client = server.client()
     client.config_set("maxmemory", "1kb")
@@ -154,7 +149,6 @@ def test_memory_is_full(server):
     follow(client, caught.value.do)
     store.flush()
     assert_equal(store.collect(), make_part(0, 1))
-    store.close()
 
 
 def test_memory_that_fills_up_between_commit_and_sums_loses_nothing(server):
@@ -165,7 +159,6 @@ def test_memory_that_fills_up_between_commit_and_sums_loses_nothing(server):
         store.collect()
     server.client().config_set("maxmemory", "0")
     assert_equal(store.collect(), make_part(0))
-    store.close()
 
 
 def test_a_server_that_drops_keys(server):
@@ -210,10 +203,8 @@ def test_a_user_with_just_the_rights_that_the_message_names(server):
         commands=["+info", "+ping"],
     )
     store = open_store(server.url.replace("//", "//scan:pw@"))
-    store.sums.add(make_part(0))
-    store.flush()
+    flush(store, 0)
     assert_equal(store.collect(), make_part(0))
-    store.close()
 
 
 def test_a_cluster(tmp_path):

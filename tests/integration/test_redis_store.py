@@ -7,7 +7,17 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from integration.redis_parts import LAYERS, SHAPES, WIDTH, assert_equal, make_part, open_store, scan_slowly
+from integration.redis_parts import (
+    LAYERS,
+    SHAPES,
+    WIDTH,
+    assert_equal,
+    close_stores,
+    flush,
+    make_part,
+    open_store,
+    scan_slowly,
+)
 from integration.redis_proxy import LossyProxy
 from integration.redis_server import running
 
@@ -27,12 +37,8 @@ def shared_server(tmp_path_factory):
 @pytest.fixture
 def server(shared_server):
     shared_server.client().flushall()
-    return shared_server
-
-
-def flush(store, *batches):
-    store.sums.add(make_part(*batches))
-    store.flush()
+    yield shared_server
+    close_stores()
 
 
 def test_every_row_is_a_hash_of_running_sums(server):
@@ -54,7 +60,6 @@ def test_every_row_is_a_hash_of_running_sums(server):
     assert [totals[name] for name in ("batches", "tokens", "samples", "loss_sum")] == ["2", "10", "4", "2"]
     assert float(totals["sum_abs:1"]) == part["sum_abs"][1].sum()
     assert client.dbsize() == LAYERS * 3 * WIDTH + LAYERS + len(("identity", "done", "totals"))
-    store.close()
 
 
 def test_the_namespace_may_be_empty_and_has_a_default(server):
@@ -77,7 +82,6 @@ def test_sums_keep_their_digits_down_to_17_decimals(server, size, error):
     found = store.collect()
     for name, value in total.tensors.items():
         torch.testing.assert_close(found.tensors[name], value, rtol=error, atol=0)
-    store.close()
 
 
 @pytest.mark.parametrize(("value", "where"), [(torch.inf, "not finite"), (1e-14, "too small for Redis")])
@@ -89,7 +93,6 @@ def test_sums_that_redis_cannot_keep_are_not_sent(server, value, where):
     with pytest.raises(NumericsError, match=f"{where}.*: sum_sq\n  where: stage=scan, batches 2 to 3\n"):
         store.flush()
     assert store.done() == set()
-    store.close()
 
 
 def test_a_flush_that_somebody_else_made_is_dropped(server):
@@ -99,8 +102,6 @@ def test_a_flush_that_somebody_else_made_is_dropped(server):
     assert second.done() == {0, 1}
     flush(second, 2)
     assert_equal(second.collect(), make_part(0, 1, 2))
-    first.close()
-    second.close()
 
 
 def test_what_a_dead_worker_committed_is_added_by_the_next(server):
@@ -112,8 +113,6 @@ def test_what_a_dead_worker_committed_is_added_by_the_next(server):
     flush(other, 2)
     assert_equal(other.collect(), make_part(0, 1, 2))
     assert not server.client().exists("t:scan:pending")
-    dying.close()
-    other.close()
 
 
 def test_a_commit_may_be_repeated(server):
@@ -122,7 +121,6 @@ def test_a_commit_may_be_repeated(server):
     assert_equal(store.collect(), make_part(0))
     assert [store.apply(), store.commit(make_part(0))] == [0, "refused"]
     assert_equal(store.collect(), make_part(0))
-    store.close()
 
 
 @pytest.mark.parametrize("lost", ["t:scan:bits:0", "t:scan:identity"])
@@ -140,7 +138,6 @@ def test_what_the_server_lost_before_a_commit_is_sent_again(server, monkeypatch,
     flush(store, 0)
     assert len(sent) == 2
     assert_equal(store.collect(), make_part(0))
-    store.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,29 +148,26 @@ def test_lost_answers_change_nothing(server, seed):
         flush(store, batch)
     assert_equal(store.collect(), make_part(*range(12)))
     assert proxy.broken > 5
-    store.close()
     proxy.close()
 
 
 def test_two_workers_at_once(server):
-    context = forking()
-    started = context.Event()
-    workers = [context.Process(target=scan_slowly, args=(server.url, first, 12, 0.01, started)) for first in (0, 6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
+    workers = [start_worker(server, first, 12) for first in (0, 6)]
+    for worker, _started in workers:
         worker.join(60)
         assert worker.exitcode == 0
     store = open_store(server.url)
     assert_equal(store.collect(), make_part(*range(12)))
-    store.close()
 
 
-def forking():
-    """Processes that are forked from a process that has imported torch."""
+def start_worker(server, first, batches):
+    """A scan in a process that is forked from one that has imported torch; and the event of its start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stages.accumulators.redis_store"])
-    return context
+    started = context.Event()
+    worker = context.Process(target=scan_slowly, args=(server.url, first, batches, 0.01, started))
+    worker.start()
+    return worker, started
 
 
 @pytest.mark.parametrize("append_only", [True, False], ids=["append-only file", "no file: everything is lost"])
@@ -181,9 +175,7 @@ def test_workers_and_server_killed_at_random_moments(tmp_path, append_only):
     luck, batches, seen = random.Random(append_only), 80, []
     with running(tmp_path, append_only=append_only) as server:
         for kill in range(10):
-            started = forking().Event()
-            worker = forking().Process(target=scan_slowly, args=(server.url, 8 * kill, batches, 0.01, started))
-            worker.start()
+            worker, started = start_worker(server, 8 * kill, batches)
             assert started.wait(60)
             time.sleep(luck.uniform(0.02, 0.2))
             if kill % 3 == 2:
@@ -225,23 +217,13 @@ def test_due_waits_for_the_time_and_for_the_server(server):
     store.adding = None
     store.flush()
     assert not store.due()
-    store.close()
 
 
 STRANGE = {
-    "a row of another type": (
-        lambda client: client.set(DOWN, "mine"),
-        f"a Redis key under the scan's namespace is of another type: {DOWN}",
-    ),
-    "a field that is no number": (
-        lambda client: client.hset(UP, "sum_grad_norm", "high"),
-        f"sums in Redis were changed by somebody else: a field of {UP} is not a number",
-    ),
+    "a row of another type": lambda client: client.set(DOWN, "mine"),
+    "a field that is no number": lambda client: client.hset(UP, "sum_grad_norm", "high"),
     **{
-        f"{key} of another type": (
-            lambda client, key=f"t:scan:{key}": (client.delete(key), client.xadd(key, {"a": 1})),
-            "a Redis key under the scan's namespace is of another type: ",
-        )
+        f"{key} of another type": lambda client, key=f"t:scan:{key}": (client.delete(key), client.xadd(key, {"a": 1}))
         for key in ("done", "totals", "pending")
     },
 }
@@ -249,30 +231,21 @@ STRANGE = {
 
 @pytest.mark.parametrize("kind", STRANGE)
 def test_keys_that_another_program_overwrote_stop_the_scan(server, kind):
-    store = open_store(server.url)
-    flush(store, 0)
+    store = flush(open_store(server.url), 0)
     store.collect()
-    overwrite, what = STRANGE[kind]
-    overwrite(server.client())
+    STRANGE[kind](server.client())
     store.sums.add(make_part(1))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"is of another type|is not a number") as caught:
         [store.flush(), store.collect()]
-    assert caught.value.what.startswith(what)
     assert caught.value.do.startswith("the same command with stage=scan fresh=true")
-    store.close()
 
 
 def test_another_identity_is_refused_and_named(server):
-    flush(first := open_store(server.url), 0)
-    first.close()
+    flush(open_store(server.url), 0)
     with pytest.raises(ContractError) as caught:
         open_store(server.url, identity={"scan": "f1", "code": "c2", "torch": "9.9"})
-    assert str(caught.value) == (
-        "Redis holds sums of a scan with code c1 (here c2), torch unset (here 9.9)\n"
-        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
-        "another store.namespace; or the code that began this scan"
-    )
+    assert caught.value.what.endswith("a scan with code c1 (here c2), torch unset (here 9.9)")
+    assert caught.value.where == f"Redis at 127.0.0.1:{server.port}, database 0, namespace t:"
     with pytest.raises(ContractError, match=r"a scan with another sums\n"):
         open_store(server.url, shapes=SHAPES | {"sum_abs": ((LAYERS, WIDTH + 1), torch.float64)})
     for held in ("mine", "[]", "3", "[" * 99_999, '{"facts": 3}'):
@@ -284,13 +257,8 @@ def test_another_identity_is_refused_and_named(server):
 def test_keys_that_no_scan_made_are_not_added_to(server):
     key = "t:param:model.layers.1.mlp.down_proj.weight:row:0"
     server.client().hset(key, "sum_act", 3)
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(ContractError, match=f"the Redis key {key} is there, but no scan has begun"):
         open_store(server.url)
-    assert str(caught.value) == (
-        f"the Redis key {key} is there, but no scan has begun under this namespace\n"
-        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    another store.namespace, or delete all keys under this one"
-    )
 
 
 def test_fresh_deletes_this_namespace_and_no_other(server):
@@ -303,8 +271,6 @@ def test_fresh_deletes_this_namespace_and_no_other(server):
     flush(store, 1)
     assert_equal(store.collect(), make_part(1))
     assert_equal(other.collect(), make_part(3))
-    for each in (other, old, store):
-        each.close()
 
 
 OTHER_ROW = ROW.replace(":7", ":8")
@@ -320,35 +286,31 @@ ATTACKS = {
         client.hincrbyfloat(ROW, "sum_taylor", -1000), client.hincrbyfloat(OTHER_ROW, "sum_taylor", 1000)
     ),
     "a counter deleted": lambda client: client.hdel("t:scan:totals", "samples"),
-    "a counter that is none": lambda client: client.hset("t:scan:totals", "loss_sum", "nan"),
     "a counter of nothing": lambda client: client.hset("t:scan:totals", "evil", 1),
     "totals deleted": lambda client: client.delete("t:scan:totals"),
     "a total overwritten": lambda client: client.hset("t:scan:totals", "sum_abs:0", 1),
     "a batch more": lambda client: client.sadd("t:scan:done", 5),
     "a batch less": lambda client: client.srem("t:scan:done", 0),
+    "a counter that is none": lambda client: client.hset("t:scan:totals", "loss_sum", "nan"),
     "marks deleted": lambda client: client.delete("t:scan:done"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_sums_that_somebody_changed_are_refused(server, attack):
-    store = open_store(server.url)
-    flush(store, 0, 1)
+    store = flush(open_store(server.url), 0, 1)
     store.collect()
     ATTACKS[attack](server.client())
     with pytest.raises(ContractError) as caught:
         store.collect()
     assert caught.value.what.startswith("sums in Redis were changed by somebody else: ")
     assert caught.value.do == "the same command with stage=scan fresh=true, which starts the scan over"
-    store.close()
 
 
 @pytest.mark.parametrize("key", ["t:scan:identity", "t:scan:done", "t:scan:totals", ROW])
 def test_fresh_starts_over_from_any_content(server, key):
-    flush(store := open_store(server.url), 0)
-    store.close()
+    flush(open_store(server.url), 0)
     server.client().delete(key)
     server.client().xadd(key, {"a": 1})
     flush(store := open_store(server.url, fresh=True), 1)
     assert_equal(store.collect(), make_part(1))
-    store.close()

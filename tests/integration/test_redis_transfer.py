@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.redis_parts import IDENTITY, SHAPES, assert_equal, make_part, open_store
+from integration.redis_parts import IDENTITY, SHAPES, assert_equal, close_stores, flush, make_part, open_store
 from integration.redis_server import running
 from safetensors.torch import save_file
 
@@ -16,8 +16,6 @@ from pipeline.store import main
 from stages.accumulators.redis_store import RedisStore
 from stages.accumulators.store import LocalStore
 from stages.accumulators.sums import load_sums
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +28,8 @@ def shared_server(tmp_path_factory):
 def server(shared_server, monkeypatch):
     shared_server.client().flushall()
     monkeypatch.setenv("TINY_ONN_REDIS_URL", shared_server.url)
-    return shared_server
+    yield shared_server
+    close_stores()
 
 
 @pytest.fixture
@@ -47,7 +46,6 @@ def test_there_and_back(server, command, tmp_path):
     store = open_store(server.url)
     part = make_part(0, 1)
     store.commit(part)  # not added yet
-    store.close()
     file = tmp_path / "sums.safetensors"
     assert command("export", file, "--namespace", "t:") == (0, f"2 batches, 10 tokens in {file}\n")
     assert_equal(load_sums(file)[0], part)
@@ -56,14 +54,10 @@ def test_there_and_back(server, command, tmp_path):
     assert command("import", file, "--namespace", "copy:") == (0, told)  # a second import changes nothing
     copy = open_store(server.url, "copy:")
     assert_equal(copy.collect(), part)
-    copy.close()
 
 
 def test_the_local_store_goes_on_from_an_export(server, command, tmp_path):
-    store = open_store(server.url)
-    store.sums.add(make_part(0, 1))
-    store.flush()
-    store.close()
+    flush(open_store(server.url), 0, 1)
     assert command("export", tmp_path / "sums.0.safetensors", "--namespace", "t:", "--url", server.url)[0] == 0
     local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0)
     local.sums.add(make_part(2))
@@ -76,32 +70,22 @@ def test_redis_goes_on_from_a_local_store(server, command, tmp_path):
         local.sums.add(make_part(worker))
         local.flush()
         assert command("import", tmp_path / f"sums.{worker}.safetensors", "--namespace", "t:")[0] == 0
-    store = open_store(server.url)
-    store.sums.add(make_part(2))
-    store.flush()
+    store = flush(open_store(server.url), 2)
     assert_equal(store.collect(), make_part(0, 1, 2))
-    store.close()
 
 
 def test_a_namespace_is_dropped(server, command):
     for namespace in ("t:", "kept:"):
-        store = open_store(server.url, namespace)
-        store.sums.add(make_part(0, 1))
-        store.flush()
-        store.collect()
-        store.close()
+        flush(open_store(server.url, namespace), 0, 1).collect()
     assert command("drop", "--namespace", "t:") == (0, "2 batches deleted\n")
     assert not server.client().keys("t:*")
     assert len(server.client().keys("kept:*")) > 100
 
 
 def test_files_of_overlapping_batches_or_another_scan_are_refused(server, command, tmp_path):
-    store = open_store(server.url)
-    store.sums.add(make_part(0, 1))
-    store.flush()
+    store = flush(open_store(server.url), 0, 1)
     local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0)
-    local.sums.add(make_part(1, 2, 3))
-    local.flush()
+    flush(local, 1, 2, 3)
     code, said = command("import", local.path, "--namespace", "t:")
     assert code == 1
     assert said.startswith("1 of the file's 3 batches are in Redis already")
@@ -111,7 +95,6 @@ def test_files_of_overlapping_batches_or_another_scan_are_refused(server, comman
     assert code == 1
     assert said.startswith("Redis holds sums of a scan with code c1 (here c2)\n")
     assert_equal(store.collect(), make_part(0, 1))
-    store.close()
 
 
 def test_a_namespace_without_a_scan(server, command, tmp_path):
@@ -121,11 +104,26 @@ def test_a_namespace_without_a_scan(server, command, tmp_path):
         assert said.startswith("there is no scan under the namespace (empty)\n")
 
 
+def test_files_that_cannot_be_read_or_written(server, command, tmp_path):
+    torn, others, foreign = (tmp_path / name for name in ("torn", "others", "foreign"))
+    torn.write_bytes(b"\0" * 20)
+    save_file({"weight": torch.ones(2)}, others)
+    save_file({"weight": torch.ones(2)}, foreign, metadata={"facts": '{"counters": {}, "done": []}'})
+    for file in (tmp_path / "missing", torn, others, foreign):
+        code, said = command("import", file, "--namespace", "t:")
+        assert (code, said.startswith("this file holds no sums of a scan: ")) == (1, True), said
+    code, said = command("export", tmp_path / "none" / "sums.safetensors", "--namespace", "t:")
+    assert (code, said.startswith(f"there is no folder {tmp_path / 'none'}\n")) == (2, True), said
+    open_store(server.url)
+    if Path("/proc/sys").exists():  # a folder that not even root may write to
+        code, said = command("export", "/proc/sys/sums.safetensors", "--namespace", "t:")
+        assert code == 1
+        assert said.startswith(("access denied: ", "the file cannot be written: ")), said
+
+
 def test_a_flush_that_comes_while_all_is_read_is_whole_in_the_export(server, command, tmp_path, monkeypatch):
     """A commit marks batches before their sums are added: an export between the two would lose the sums."""
-    store = open_store(server.url)
-    store.sums.add(make_part(0))
-    store.flush()
+    store = flush(open_store(server.url), 0)
     original = RedisStore.read
 
     def read_after_a_commit(reader):
@@ -137,34 +135,26 @@ def test_a_flush_that_comes_while_all_is_read_is_whole_in_the_export(server, com
     file = tmp_path / "sums.safetensors"
     assert command("export", file, "--namespace", "t:") == (0, f"2 batches, 10 tokens in {file}\n")
     assert_equal(load_sums(file)[0], make_part(0, 1))
-    store.close()
 
 
 def test_an_export_that_never_finds_rest_gives_up(server, command, tmp_path, monkeypatch):
-    store = open_store(server.url)
-    original, batches = RedisStore.read, iter(range(10))
+    store, original, batches = open_store(server.url), RedisStore.read, iter(range(10))
 
     def read_after_a_commit(reader):
         store.commit(make_part(next(batches)))
         return original(reader)
 
     monkeypatch.setattr(RedisStore, "read", read_after_a_commit)
-    file = tmp_path / "sums.safetensors"
-    code, said = command("export", file, "--namespace", "t:")
+    code, said = command("export", tmp_path / "sums.safetensors", "--namespace", "t:")
     assert code == 1
     assert said.startswith("other workers flush to these sums faster than they can be read\n")
-    assert not file.exists()
-    store.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "held",
     [
-        '{"layout": 7}',
-        "words",
-        "[]",
-        "[" * 99_999,
-        '{"layout": 4}',
+        *('{"layout": 7}', "words", "[]", "[" * 99_999, '{"layout": 4}'),
         '{"layout": 4, "weights": 1, "sums": {"sum_abs": [[99, 1000000000000], "float64"]}}',
     ],
     ids=range(6),
@@ -177,44 +167,12 @@ def test_another_layout_is_refused(server, command, tmp_path, held):
         assert said.startswith("the scan under the namespace t: has another layout than 4\n")
 
 
-@pytest.mark.parametrize("kind", ["missing", "torn", "of tensors", "of other tensors"])
-def test_no_file_of_sums(server, command, tmp_path, kind):
-    file = tmp_path / "sums.safetensors"
-    if kind == "torn":
-        file.write_bytes(b"\0" * 20)
-    if kind.startswith("of"):
-        facts = None if kind == "of tensors" else {"facts": '{"counters": {}, "done": []}'}
-        save_file({"weight": torch.ones(2)}, file, metadata=facts)
-    code, said = command("import", file, "--namespace", "t:")
-    assert code == 1
-    assert said.startswith("this file holds no sums of a scan: ")
-
-
-def test_no_folder_to_write_to(server, command, tmp_path):
-    code, said = command("export", tmp_path / "none" / "sums.safetensors", "--namespace", "t:")
-    assert code == 2
-    assert said.startswith(f"there is no folder {tmp_path / 'none'}\n")
-
-
 def test_errors_of_the_server_are_found_before_torch_is_loaded(tmp_path):
     code = "import sys; from pipeline.store import main; print(main(), 'torch' in sys.modules)"
     words = ["export", "sums.safetensors", "--namespace", "t:", "--url", "redis://me:s3same@127.0.0.1:9"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "1 False\n"
     assert done.stderr.startswith("the Redis server cannot be reached: ")
     assert "s3same" not in done.stderr
-
-
-@pytest.mark.skipif(not Path("/proc/sys").exists(), reason="needs a folder that not even root may write to")
-def test_a_folder_nobody_may_write_to(server, command):
-    open_store(server.url).close()
-    code, said = command("export", "/proc/sys/sums.safetensors", "--namespace", "t:")
-    assert code == 1
-    assert said.startswith(("access denied: ", "the file cannot be written: ")), said

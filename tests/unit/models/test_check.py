@@ -4,23 +4,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from instruments.errors import CheckpointError, ConfigError, UserError
-from models import check, quantization
+from instruments.errors import CheckpointError, ConfigError
+from models import check
 from models.check import check_source
-from models.config import ModelConfig, MoEShape
-from models.emit import emit_checkpoint
-from models.experts import ExpertWeights
+from models.config import ModelConfig
 from models.quantization import stored_quantization
-from models.targets.config import MOE_TARGETS
 
 INDEX = "model.safetensors.index.json"
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
@@ -29,27 +24,27 @@ GPTQ = {"quantization_config": {"quant_method": "gptq"}}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     return write_pico(tmp_path_factory.mktemp("whole"), "qwen2", max_shard_size="12KB")
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
+def folder(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
-def faults(folder: Path, **settings: str) -> list[UserError]:
+def faults(folder, **settings):
     return check_source(ModelConfig(kind="local", path=str(folder), **settings))
 
 
-def edit_config(folder: Path, **changes: object) -> None:
+def edit_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change_tensors(folder, change):
     """Edit a checkpoint's tensors and write them as one shard."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
         path.unlink()
@@ -58,23 +53,23 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_whole_checkpoints_have_no_faults(folder: Path) -> None:
+def test_whole_checkpoints_have_no_faults(folder):
     assert len(list(folder.glob("*.safetensors"))) > 2
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}  # in old checkpoints
     change_tensors(folder, lambda tensors: tensors.update(buffer))
     assert faults(folder) == check_source(ModelConfig()) == []
 
 
-def test_places_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_places_that_are_no_checkpoint(folder, tmp_path):
     for path, what, where in (
-        (tmp_path / "gone", f"no checkpoint: {tmp_path / 'gone'} does not exist", "model.path"),
-        (folder / "config.json", f"no checkpoint: {folder / 'config.json'} is a file, not a folder", "model.path"),
-        (tmp_path, "no checkpoint: cannot read config.json (No such file or directory)", str(tmp_path)),
-        (Path("a" * 5000), f"no checkpoint: {'a' * 5000} cannot be opened (File name too long)", "model.path"),
+        (tmp_path / "gone", "does not exist", "model.path"),
+        (folder / "config.json", "is a file, not a folder", "model.path"),
+        (tmp_path, "cannot read config.json", str(tmp_path)),
+        (Path("a" * 5000), "cannot be opened (File name too long)", "model.path"),
     ):
         (error,) = faults(path)
-        assert (error.what, error.where) == (what, where)
-        assert error.do == "model.path=<folder with config.json and model.safetensors>"
+        assert (what in error.what, error.where) == (True, where)
+        assert error.do.startswith("model.path=<folder")
     (error,) = check_source(ModelConfig(kind="local"))
     assert isinstance(error, ConfigError)
     assert error.where == "model.path"
@@ -88,40 +83,32 @@ def test_places_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
         ("[" * 200_000, "config.json is no JSON: it is nested too deeply"),
     ],
 )
-def test_broken_config(folder: Path, text: str, reason: str) -> None:
+def test_broken_config(folder, text, reason):
     (folder / "config.json").write_text(text)
-    (error,) = faults(folder)
-    assert error.what.startswith(reason)
+    assert faults(folder)[0].what.startswith(reason)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_numbers_that_are_not_finite_anywhere_in_the_config(folder: Path, number: str) -> None:
+def test_numbers_that_are_not_finite_anywhere_in_the_config(folder, number):
     path = folder / "config.json"
     path.write_text(path.read_text().rstrip().removesuffix("}") + f', "of_others": [{number}]}}')
     assert faults(folder)[0].what.startswith("config.json is no JSON: Out of range float values")
 
 
-def without_weights(folder: Path) -> None:
+def without_weights(folder):
     for path in folder.glob("model*"):
         path.unlink()
 
 
-def test_pickles_are_refused_whether_or_not_there_is_other_code(folder: Path) -> None:
+def only_pickles(folder):
     without_weights(folder)
-    names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
-    for name in names:
-        (folder / name).write_bytes(b"never opened")
-    assert [str(error) for error in faults(folder)] == [
-        f"pickle checkpoint refused: {', '.join(names)} can run any code when opened\n"
-        f"  where: {folder}\n"
-        "  do:    give a safetensors checkpoint, or convert one you trust: "
-        "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-    ]
+    (folder / "pytorch_model.bin").write_bytes(b"never opened")
 
 
 @pytest.mark.parametrize(
     ("damage", "what", "do"),
     [
+        (only_pickles, "pickle checkpoint refused: pytorch_model.bin can run any", "give a safetensors checkpoint"),
         (without_weights, "no model.safetensors or model.safetensors.index.json", "give a safetensors checkpoint"),
         (lambda folder: (folder / INDEX).unlink(), "no model.safetensors or", f"copy {INDEX} from the source of these"),
         (
@@ -138,7 +125,7 @@ def test_pickles_are_refused_whether_or_not_there_is_other_code(folder: Path) ->
         ),
     ],
 )
-def test_shards_that_cannot_be_found(folder: Path, damage: Callable[[Path], object], what: str, do: str) -> None:
+def test_weights_that_cannot_be_found(folder, damage, what, do):
     damage(folder)
     error = faults(folder)[0]
     assert isinstance(error, CheckpointError)
@@ -146,29 +133,23 @@ def test_shards_that_cannot_be_found(folder: Path, damage: Callable[[Path], obje
     assert error.do.startswith(do)
 
 
-def edit_index(folder: Path, shard: str) -> None:
+def edit_index(folder, shard):
     """Put one more tensor into the index."""
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.extra.weight"] = shard
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def test_every_damaged_shard_is_named(folder: Path) -> None:
-    missing, cut, corrupt = sorted(folder.glob("*.safetensors"))[:3]
+def test_index_and_shards_must_agree_and_every_damaged_shard_is_named(folder):
+    missing, cut, corrupt, *_, whole = sorted(folder.glob("*.safetensors"))
+    edit_index(folder, whole.name)
+    (error,) = faults(folder)
+    assert error.what.endswith("not in the shard the index names: model.extra.weight")
+    assert error.where == str(folder / INDEX)
     missing.unlink()
     cut.write_bytes(cut.read_bytes()[:-10])
     corrupt.write_bytes(b"\x40" + bytes(7) + b"\x00" * 200)
     assert [error.where for error in faults(folder)] == [str(missing), str(cut), str(corrupt)]
-
-
-def test_index_and_shards_must_agree(folder: Path) -> None:
-    edit_index(folder, next(folder.glob("*.safetensors")).name)
-    (error,) = faults(folder)
-    assert error.what.endswith("tensors are not in the shard the index names: model.extra.weight")
-    assert error.where == str(folder / INDEX)
-
-
-def test_missing_shards_are_one_message(folder: Path) -> None:
     names = {f"model.layers.{layer}.x": f"shard-{layer:06}.safetensors" for layer in range(20_000)}
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
     (error,) = faults(folder)
@@ -177,13 +158,11 @@ def test_missing_shards_are_one_message(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", INDEX, "more.safetensors"])
-def test_pipes_and_devices_are_not_read(folder: Path, file: str) -> None:
-    (folder / file).unlink(missing_ok=True)
-    os.mkfifo(folder / file)
-    assert faults(folder)[0].what == f"{file}: a pipe, a socket or a device, and no file of a checkpoint"
-    (folder / file).unlink()
-    (folder / file).symlink_to("/dev/zero")
-    assert faults(folder)[0].what == f"{file}: a pipe, a socket or a device, and no file of a checkpoint"
+def test_pipes_and_devices_are_not_read(folder, file):
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (folder / file).unlink(missing_ok=True)
+        make(folder / file)
+        assert faults(folder)[0].what.startswith(f"{file}: a pipe, a socket or a device")
 
 
 @pytest.mark.parametrize(
@@ -191,33 +170,16 @@ def test_pipes_and_devices_are_not_read(folder: Path, file: str) -> None:
     [
         ("gpt2", "architecture 'gpt2' has no gated FFN"),
         ("bert", "architecture 'bert' is not supported"),
+        ("qwen2_moe", "architecture 'qwen2_moe' is not supported"),
         (None, "architecture None is not supported"),
     ],
 )
-def test_other_architectures_and_damage_are_reported_together(folder: Path, model_type: str | None, what: str) -> None:
+def test_other_architectures_and_damage_are_reported_together(folder, model_type, what):
     edit_config(folder, model_type=model_type)
     next(folder.glob("*.safetensors")).unlink()
     architecture, _damage = faults(folder)
     assert architecture.what == what
     assert architecture.do.startswith("choose a dense model of one of these: gemma2, gemma3_text, granite, llama, ")
-
-
-def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
-    shape = MoEShape(experts=3, n=8, top_k=2, always_on=0)
-    slices = ExpertWeights(
-        *(torch.zeros(3, 8, 24), torch.zeros(3, 8, 24), torch.zeros(3, 24, 8)),
-        *(torch.zeros(0, 24), torch.zeros(0, 24), torch.zeros(24, 0)),
-    )
-    emit_checkpoint(
-        whole,
-        tmp_path,
-        target=MOE_TARGETS["qwen2_moe"],
-        shape=shape,
-        routers=lambda _layer: torch.zeros(3, 24),
-        experts=lambda _layer: slices,
-    )
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert [error.what for error in faults(tmp_path)] == ["architecture 'qwen2_moe' is not supported"]
 
 
 @pytest.mark.parametrize(
@@ -230,21 +192,12 @@ def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
             ({key: value}, "with attention to later tokens this is no model of the next token", f"{key} in config.json")
             for key, value in (("is_causal", False), ("is_causal", None), ("use_bidirectional_attention", True))
         ),
-        (
-            {"dtype": None, "torch_dtype": "torch.float64"},
-            "transformers' kernels for experts have no float64",
-            "dtype in config.json",
-        ),
+        ({"dtype": None, "torch_dtype": "torch.float64"}, "transformers' kernels for experts", "dtype in config.json"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
-            "a position encoding of its own per layer has no MoE counterpart",
-            "rope_parameters in config.json",
+            *("a position encoding of its own per layer", "rope_parameters in config.json"),
         ),
-        (
-            {"layer_types": ["full_attention"]},
-            "layer_types names 1 layers, num_hidden_layers=2",
-            "config.json",
-        ),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers=2", "config.json"),
         *(
             ({key: value}, "config.json holds values that no model has", f"{key}={value!r}")
             for key, value in (
@@ -268,29 +221,26 @@ def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_configurations_that_cannot_be_carved(folder: Path, changes: dict[str, object], what: str, where: str) -> None:
+def test_configurations_that_cannot_be_carved(folder, changes, what, where):
     edit_config(folder, **changes)
     (error,) = faults(folder)
-    assert (error.what, error.where) == (what, where)
+    assert (error.what[: len(what)], error.where) == (what, where)
 
 
-def test_numbers_of_heads_that_do_not_fit(folder: Path) -> None:
+def test_numbers_that_do_not_fit_each_other(folder):
     edit_config(folder, num_attention_heads=5)
     assert [error.what.split(",")[0] for error in faults(folder)] == [
         "hidden_size=24 is no multiple of num_attention_heads=5",
         "num_attention_heads=5 is no multiple of num_key_value_heads=2",
     ]
-
-
-def test_ten_million_layers_are_compared_with_the_tensors_first(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=10**7, layer_types=None)
+    edit_config(folder, num_attention_heads=4, num_hidden_layers=10**7, layer_types=None)
     began = time.monotonic()
     (error,) = faults(folder)
     assert time.monotonic() - began < 5
-    assert error.what == "config.json says 10,000,000 layers, and the weights are 27 tensors in all"
+    assert error.what.startswith("config.json says 10,000,000 layers, and the weights are 27 tensors")
 
 
-def test_settings_and_source_are_checked_together(folder: Path) -> None:
+def test_settings_and_source_are_checked_together(folder):
     edit_config(folder, mlp_bias=True, quantization_config={"quant_method": "awq"})
     assert [error.what for error in faults(folder, device_map="auto", cpu_memory="lots")] == [
         "model.cpu_memory=lots is no amount of memory",
@@ -320,10 +270,8 @@ def test_settings_and_source_are_checked_together(folder: Path) -> None:
         ("adapter.0", lambda _none: torch.ones(2), "1 tensors are unknown to this architecture"),
     ],
 )
-def test_tensors_that_config_does_not_describe(
-    folder: Path, name: str, change: Callable[[torch.Tensor | None], torch.Tensor] | None, what: str
-) -> None:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
+def test_tensors_that_config_does_not_describe(folder, name, change, what):
+    def edit(tensors):
         old = tensors.pop(name, None)
         if change is not None:
             tensors[name] = change(old)
@@ -334,11 +282,8 @@ def test_tensors_that_config_does_not_describe(
     assert error.where.startswith(name)
 
 
-@pytest.mark.parametrize("dtype", ["U32", "I32"])
-@pytest.mark.parametrize(
-    "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"]
-)
-def test_weights_are_floating_point_numbers(folder: Path, name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("model.norm.weight", "U32"), ("model.embed_tokens.weight", "I32")])
+def test_weights_are_floating_point_numbers(folder, name, dtype):
     """The bytes of F32 numbers, read as integers, are weights up to 2³¹."""
     shard = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
     content = shard.read_bytes()
@@ -351,49 +296,34 @@ def test_weights_are_floating_point_numbers(folder: Path, name: str, dtype: str)
 
 
 @pytest.mark.parametrize(
-    ("config", "kind"),
+    ("config", "kind", "allowed"),
     [
-        ({}, None),
-        ({"quantization_config": None}, None),
-        (NF4, "nf4"),
-        (INT8, "int8"),
-        (GPTQ, "gptq"),
-        ({"quantization_config": {"load_in_4bit": True}}, "fp4"),
-        ({"quantization_config": {"bits": 3}}, "unknown"),
+        ({}, None, {"none", "nf4", "fp4", "int8"}),
+        ({"quantization_config": None}, None, {"none", "nf4", "fp4", "int8"}),
+        (NF4, "nf4", {"none", "nf4"}),
+        (INT8, "int8", {"none", "int8"}),
+        (GPTQ, "gptq", set()),
+        ({"quantization_config": {"load_in_4bit": True}}, "fp4", {"none", "fp4"}),
+        ({"quantization_config": {"bits": 3}}, "unknown", set()),
     ],
 )
-def test_how_a_checkpoint_is_stored(config: dict[str, object], kind: str | None) -> None:
+def test_how_a_checkpoint_is_stored_and_how_it_may_be_loaded(config, kind, allowed):
     assert stored_quantization(config) == kind
+    for asked in ("none", "nf4", "fp4", "int8"):
+        assert (asked in allowed) is ([*check.check_quantization(ModelConfig(quantization=asked), config)] == [])
 
 
 @pytest.mark.parametrize(
-    ("asked", "config", "allowed"),
+    ("settings", "config", "what"),
     [
-        *(("nf4", {}, True), ("int8", {}, True), ("none", NF4, True), ("nf4", NF4, True), ("none", INT8, True)),
-        *(("int8", NF4, False), ("nf4", GPTQ, False)),
+        ({"quantization": "fp4"}, {}, "model.quantization=fp4 needs the package bitsandbytes"),
+        ({}, INT8, "a checkpoint stored in int8 needs the package bitsandbytes"),
     ],
 )
-def test_quantisation_that_a_source_allows(asked: str, config: dict[str, object], allowed: bool) -> None:
-    assert ([*check.check_quantization(ModelConfig(quantization=asked), config)] == []) is allowed
-
-
-@pytest.mark.parametrize(
-    ("settings", "config", "machine", "what"),
-    [
-        ({"quantization": "fp4"}, {}, "x86_64", "model.quantization=fp4 needs the package bitsandbytes"),
-        ({}, INT8, "x86_64", "a checkpoint stored in int8 needs the package bitsandbytes"),
-        ({"quantization": "nf4"}, {}, "riscv64", "model.quantization=nf4 needs the package bitsandbytes, which is not"),
-    ],
-)
-def test_without_bitsandbytes(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], config: dict[str, object], machine: str, what: str
-) -> None:
+def test_without_bitsandbytes(monkeypatch, settings, config, what):
     monkeypatch.setattr(check, "find_spec", lambda _name: None)
-    monkeypatch.setattr(quantization, "machine", lambda: machine)
-    monkeypatch.setattr(quantization.sys, "platform", "linux")
     (error,) = check.check_quantization(ModelConfig(**settings), config)
-    assert error.what.startswith(what)
-    assert error.do.startswith("pip install" if machine == "x86_64" else "model.quantization=none")
+    assert error.what == what
     assert [*check.check_quantization(ModelConfig(), {})] == []
 
 
@@ -408,22 +338,16 @@ def test_without_bitsandbytes(
         ({"kind": "hub", "name": "a/b", "path": "/my x"}, "model=local 'model.path=/my x'"),
     ],
 )
-def test_settings_of_another_kind_of_source_are_refused(settings: dict[str, str], do: str | None) -> None:
+def test_settings_of_another_kind_of_source_are_refused(settings, do):
     assert [error.do for error in check.check_kind(ModelConfig(**settings))] == ([do] if do else [])
 
 
-@pytest.mark.parametrize("amount", ["20GiB", "512 MB", "1.5GB", "60KB", "900kb"])
-def test_amounts_of_memory(amount: str) -> None:
-    model = ModelConfig(device_map="auto", gpu_memory=amount, cpu_memory=amount, hidden_memory=amount)
-    assert list(check.check_placement(model)) == []
-
-
-def test_limits_of_memory_that_are_none_or_without_effect() -> None:
+def test_limits_of_memory():
+    for amount in ("20GiB", "512 MB", "1.5GB", "60KB", "900kb"):
+        model = ModelConfig(device_map="auto", gpu_memory=amount, cpu_memory=amount, hidden_memory=amount)
+        assert list(check.check_placement(model)) == []
     wrong = ModelConfig(device_map="auto", gpu_memory="20", cpu_memory="much", hidden_memory="half")
-    assert [error.where for error in check.check_placement(wrong)] == [
-        "model.gpu_memory",
-        "model.cpu_memory",
-        "model.hidden_memory",
-    ]
+    found = [error.where for error in check.check_placement(wrong)]
+    assert found == ["model.gpu_memory", "model.cpu_memory", "model.hidden_memory"]
     (error,) = check.check_placement(ModelConfig(cpu_memory="8GiB"))
     assert error.do == "model.device_map=auto model.cpu_memory=8GiB"

@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_pico(tmp_path_factory.mktemp("pico"), "llama", dtype=torch.bfloat16)
 
 
-def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder: Path) -> None:
+def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder):
     dense = load_dense(ModelConfig(device="cpu"), folder)
     assert not dense.training
     assert not any(parameter.requires_grad for parameter in dense.parameters())
@@ -30,14 +30,14 @@ def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder: Path) -> None:
     assert load_dense(ModelConfig(device="cpu", dtype="bfloat16"), folder).dtype == torch.bfloat16
 
 
-def test_auto_takes_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu() -> None:
+def test_auto_takes_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu():
     assert resolve_dtype(ModelConfig(), CPU) == torch.float32
     assert resolve_dtype(ModelConfig(), torch.device("cuda")) is None
     assert resolve_dtype(ModelConfig(dtype="float16"), CPU) == torch.float16
 
 
 @pytest.mark.parametrize(("device", "what"), [("gpu", "unknown device 'gpu'"), ("cuda:2", "device cuda:2 is not here")])
-def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, device: str, what: str) -> None:
+def test_devices_that_are_not_here(monkeypatch, device, what):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device(ModelConfig(device="cuda:1")) == torch.device("cuda:1")
     with pytest.raises(ConfigError, match=what) as caught:
@@ -45,7 +45,7 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, device: str,
     assert caught.value.where == "model.device"
 
 
-def test_the_checkpoints_own_class_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoints_own_class_is_not_run(tmp_path, monkeypatch):
     """It may compute something else than transformers' class, by which other stages run the same layers."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = write_pico(tmp_path / "pico", "llama")
@@ -55,13 +55,8 @@ def test_the_checkpoints_own_class_is_not_run(tmp_path: Path, monkeypatch: pytes
     assert type(load_dense(model, folder)) is LlamaForCausalLM
 
 
-def test_tokenizer_of_the_embedded_model() -> None:
-    tokenizer = load_tokenizer(EMBEDDED, trust_remote_code=False)
-    assert tokenizer.decode(tokenizer("def main():")["input_ids"]) == "def main():"
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3_text"])
-def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
+def test_an_empty_tokenizer_is_none(tmp_path, family):
     """Without tokenizer files, transformers returns an empty one for Qwen; for Gemma, one that knows no word."""
     folder = write_pico(tmp_path, family)
     with pytest.raises(CheckpointError, match="no usable tokenizer: ") as caught:
@@ -70,10 +65,9 @@ def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
     assert caught.value.do == "put the model's tokenizer files beside its config.json"
 
 
-def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
+def test_the_tokenizer_of_another_model(tmp_path):
     folder = write_pico(tmp_path, "qwen2", tokenizer=True)
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"vocab_size": 4096', '"vocab_size": 61'))
+    change_config(folder, vocab_size=61)
     with pytest.raises(CheckpointError, match="no usable tokenizer: it has 4096 tokens, the model 61"):
         load_tokenizer(folder, trust_remote_code=False)
 
@@ -86,7 +80,7 @@ def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
         ({"num_labels": "many"}, "'str' object"),
     ],
 )
-def test_a_tokenizer_is_not_blamed_for_the_config(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+def test_a_tokenizer_is_not_blamed_for_the_config(tmp_path, changes, reason):
     folder = write_pico(tmp_path, "qwen3", tokenizer=True)
     change_config(folder, **changes)
     with pytest.raises(CheckpointError) as caught:
@@ -109,24 +103,20 @@ def change_config(folder, **changes):
         ({"vocab_size": 10**9}, "config.json says a model of "),
         ({"model_type": "nothing"}, "transformers cannot load this checkpoint: "),
         ({"intermediate_size": 24}, ""),
+        (None, "1 weights of the model are not in the checkpoint"),
     ],
 )
 def test_a_config_of_another_model(tmp_path, changes, what):
     folder = write_pico(tmp_path, "qwen2")
-    change_config(folder, **changes)
+    change_config(folder, **(changes or {}))
+    if changes is None:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        save_file({**tensors, "spare": torch.zeros(5000)}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as caught:
         load_dense(ModelConfig(kind="local", path=str(folder), device="cpu"), folder)
     assert caught.value.what.startswith(what)
     assert str(folder) in caught.value.where
-
-
-def test_missing_weights_are_not_drawn(tmp_path):
-    folder = write_pico(tmp_path, "qwen2")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file({**tensors, "spare": torch.zeros(5000)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="1 weights of the model are not in the checkpoint"):
-        load_dense(ModelConfig(kind="local", path=str(folder), device="cpu"), folder)
 
 
 def test_a_copied_tokenizer_is_spelled_for_transformers_4_and_5(tmp_path):
@@ -141,50 +131,36 @@ def test_a_copied_tokenizer_is_spelled_for_transformers_4_and_5(tmp_path):
     assert copied == stored
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (EMBEDDED, out)]
     text = "<|user|>\nprint(1)<|assistant|><|endoftext|>"
+    ours = load_tokenizer(EMBEDDED, trust_remote_code=False)
+    assert ours.decode(ours(text)["input_ids"]) == text
     assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
     assert tokenizers[0].all_special_tokens == tokenizers[1].all_special_tokens
 
 
-@pytest.fixture
-def copied(tmp_path):
-    """Source and destination of a tokenizer."""
-    for name in ("source", "out"):
-        (tmp_path / name).mkdir()
-    return tmp_path / "source", tmp_path / "out"
-
-
-def test_code_of_a_tokenizer_is_not_asked_for_in_the_copy(copied, caplog):
-    source, out = copied
-    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}, "a": "é"}))
-    for name in ("x.py", "tokenizer_x.py", "tokenizer.PKL", "LICENSE.so"):
-        (source / name).write_text("raise SystemExit")
-    copy_tokenizer_files(source, out)
-    assert [path.name for path in out.iterdir()] == ["tokenizer_config.json"]
-    assert json.loads((out / "tokenizer_config.json").read_bytes()) == {"a": "é"}
-    assert "auto_map of tokenizer_config.json is left out" in caplog.text
-
-
-def test_every_file_of_a_tokenizer_that_is_read_is_copied(copied):
-    source, out = copied
-    names = {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "merges.txt", "chat_template.jinja", "NOTICE"}
+def test_files_of_a_tokenizer_that_are_read_are_copied_and_its_code_is_not(tmp_path, caplog):
+    source, out = tmp_path / "source", tmp_path / "out"
     template = Path("additional_chat_templates/tool_use.jinja")
-    (source / template).parent.mkdir()
-    for name in (*names, template, "notes.txt", "model.safetensors"):
+    (source / template).parent.mkdir(parents=True)
+    out.mkdir()
+    names = {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "merges.txt", "chat_template.jinja", "NOTICE"}
+    code = {"x.py", "tokenizer_x.py", "tokenizer.PKL", "LICENSE.so"}
+    for name in (*names, *code, template, "notes.txt", "model.safetensors"):
         (source / name).write_text("{}")
     # Half a surrogate pair is valid JSON, but has no UTF-8.
-    (source / "tokenizer_config.json").write_text('{"pad_token": "\\ud800", "auto_map": {}}')
+    (source / "tokenizer_config.json").write_text(
+        '{"pad_token": "\\ud800", "auto_map": {"AutoTokenizer": ["x.Y", null]}}'
+    )
     copy_tokenizer_files(source, out)
     assert {path.name for path in out.iterdir()} == names | {template.parent.name, "tokenizer_config.json"}
     assert (out / template).exists()
     assert json.loads((out / "tokenizer_config.json").read_text()) == {"pad_token": "\ud800"}
+    assert "auto_map of tokenizer_config.json is left out" in caplog.text
 
 
-def test_padding_has_an_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_has_an_embedding(tmp_path, caplog):
     folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
-    tokenizer, known = (
-        load_tokenizer(folder, trust_remote_code=False),
-        json.loads((folder / "config.json").read_text())["vocab_size"],
-    )
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    known = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer.pad_token = None
     assert padding_id(tokenizer) == 0
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(7)

@@ -21,25 +21,23 @@ def load(folder, **settings):
     return load_dense(ModelConfig(device="cpu", **settings), folder)
 
 
-def test_a_model_on_one_device(folder):
+def test_a_model_that_fits_is_not_offloaded(folder):
     assert placement(ModelConfig(), CUDA) == {"device_map": {"": CUDA}}
     model = load(folder)
-    assert not is_offloaded(model)
     assert input_device(model) == CPU
+    assert not any(map(is_offloaded, (model, load(folder, device_map="auto"))))
+    stray = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, device="meta"))
+    assert is_offloaded(stray)
 
 
 def test_limits_of_memory(monkeypatch):
     monkeypatch.setattr(module, "get_max_memory", lambda: {0: 70, 1: 80, "cpu": 900})
-    logit_std = ModelConfig(device_map="balanced")
-    assert placement(logit_std, CPU) == {"device_map": "balanced", "max_memory": {"cpu": 900}}
-    assert placement(logit_std, CUDA) == {"device_map": "balanced", "max_memory": {0: 70, 1: 80, "cpu": 900}}
+    balanced = ModelConfig(device_map="balanced")
+    assert placement(balanced, CPU) == {"device_map": "balanced", "max_memory": {"cpu": 900}}
+    assert placement(balanced, CUDA) == {"device_map": "balanced", "max_memory": {0: 70, 1: 80, "cpu": 900}}
     limited = ModelConfig(device_map="auto", gpu_memory="20GiB", cpu_memory="6GiB")
     expected = {0: "20GiB", 1: "20GiB", "cpu": "6GiB"}
     assert placement(limited, CUDA) == {"device_map": "auto", "max_memory": expected}
-
-
-def test_a_model_that_fits_is_not_offloaded(folder):
-    assert not is_offloaded(load(folder, device_map="auto"))
 
 
 # 60KB: some layers on the CPU, the others on disk; 1KB: everything on disk.

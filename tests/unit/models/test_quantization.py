@@ -44,7 +44,7 @@ def test_a_stored_checkpoint_is_loaded_as_it_is(plain, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["none", *QUANTISED])
-def test_dense_weights_are_those_that_transformers_decodes(plain, kind):
+def test_dense_weights_are_those_that_transformers_decodes(plain, kind, caplog):
     model = load_dense(ModelConfig(device="cpu", quantization=kind), plain)
     for _ in range(2):
         for name, expected in decoded_weights(model):
@@ -53,40 +53,28 @@ def test_dense_weights_are_those_that_transformers_decodes(plain, kind):
             assert weight.dtype == torch.float32
             assert not weight.requires_grad
         model(torch.arange(5)[None])  # an int8 layer moves the scales out of its weight in its first pass
-
-
-def test_int8_layers_say_nothing_at_every_product(plain, caplog):
-    model = load_dense(ModelConfig(device="cpu", quantization="int8"), plain)
-    model(torch.arange(5)[None])
     assert caplog.text == ""
 
 
-def test_without_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="quantisation needs the package bitsandbytes"):
-        import_bitsandbytes()
-
-
-def test_a_bitsandbytes_without_code_for_any_device(monkeypatch):
+def test_no_bitsandbytes_or_one_without_code_for_any_device(monkeypatch):
     monkeypatch.setattr(import_bitsandbytes(), "supported_torch_devices", {"elsewhere"})
     with pytest.raises(ConfigError) as caught:
         require_bitsandbytes("nf4")
     assert caught.value.what.startswith("bitsandbytes cannot be used here: None of the available devices")
     assert caught.value.where == "weights in nf4"
-    assert caught.value.do == (
-        "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
-    )
+    assert "model.quantization=none" in caught.value.do
+    monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="quantisation needs the package bitsandbytes"):
+        import_bitsandbytes()
 
 
 def test_a_quantised_model_that_does_not_fit(plain):
     model = ModelConfig(device="cpu", quantization="nf4", device_map="auto", cpu_memory="12KB")
     with pytest.raises(ConfigError) as caught:
         load_dense(model, plain)
-    assert str(caught.value) == (
-        "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices\n"
-        "  where: model.device_map\n"
-        "  do:    model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
-    )
+    assert caught.value.what.startswith("quantised layers cannot be offloaded")
+    assert caught.value.where == "model.device_map"
+    assert "larger model.gpu_memory and model.cpu_memory" in caught.value.do
 
 
 def test_its_import_asks_the_hub_for_no_kernel():

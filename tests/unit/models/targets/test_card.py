@@ -7,6 +7,11 @@ from models.targets.config import MOE_TARGETS
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 PLAIN = {"model_type": "llama"}
+SHAPE = MoEShape(64, 256, 8, 0)
+
+
+def runtimes(target, shape=SHAPE, pad_to=None, **dense):
+    return suitable_runtimes(MOE_TARGETS[target], shape, pad_to, PLAIN | dense)
 
 
 def sizes(width, layers):
@@ -55,38 +60,30 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
     assert "/home/me" not in card
 
 
-def test_the_active_share_of_a_card_is_that_of_its_widths():
+def test_the_active_width_and_the_pool_of_a_card():
     shape = MoEShape(experts=16, n=40, top_k=4, always_on=240, dense_layers=(0,))
     card = render_card("org/dense", MOE_TARGETS["qwen2_moe"], shape, {}, sizes(1000, 4))
-    width = "| active FFN width | 400 of the dense model's 1000 (40%; on average over all layers 55%) |"
-    assert width in card
-
-
-def test_the_card_of_a_pool_says_that_all_layers_share_it():
-    shape = MoEShape(100, 256, 8, 0, "global_pool")
-    card = render_card("org/dense", MOE_TARGETS["tiny_onn"], shape, {}, sizes(4864, 24))
-    assert (
-        "| experts | 100 of 256 neurons in all, one pool shared by 24 layers; each layer's router sends a token to 8 |"
-        in card
-    )
+    assert "400 of the dense model's 1000 (40%; on average over all layers 55%)" in card
+    card = render_card("org/dense", MOE_TARGETS["tiny_onn"], MoEShape(100, 256, 8, 0, GLOBAL_POOL), {}, sizes(4864, 24))
+    assert "100 of 256 neurons in all, one pool shared by 24 layers; each layer's router sends a token to 8" in card
     assert card.count("trust_remote_code=True)") == 2
 
 
 @pytest.mark.parametrize(
     ("target", "shape", "expected"),
     [
-        ("qwen3_moe", MoEShape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit the fused kernels."),
+        ("qwen3_moe", SHAPE, "vLLM, SGLang: expert count and width suit the fused kernels."),
         ("qwen3_moe", MoEShape(100, 256, 8, 0), "E = 100, N = 256 take a slower path; the fast one needs E a power of"),
         ("qwen3_moe", MoEShape(64, 64, 8, 0), "two and N % 128 == 0 (`assemble.pad_to=128` gives that)."),
         ("qwen3_moe", MoEShape(58, 64, 8, 0), "two and N % 128 == 0."),  # padding alone would not give it
         ("qwen3_moe", MoEShape(64, 64, 8, 0), "converts it; N = 64 suits Q8_0 and Q4_0; K-quants want"),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "12 always-on neurons are padded with zero neurons to 16."),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
-        ("flex_olmo", MoEShape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
-        ("tiny_onn", MoEShape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
+        ("flex_olmo", SHAPE, "\nSGLang, llama.cpp: do not know this architecture."),
+        ("tiny_onn", SHAPE, "needs `trust_remote_code=True`"),
         ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM: runs no pool of experts that layers share.\n"),
         ("qwen2_moe", MoEShape(64, 256, 8, 0, dense_layers=(0,)), "\nllama.cpp: runs dense layers only in"),
-        ("qwen3_moe", MoEShape(64, 256, 8, 0), "with 5, train with `experts_implementation="),
+        ("qwen3_moe", SHAPE, "with 5, train with `experts_implementation="),
         ("qwen3_moe", MoEShape(64, 100, 8, 0), "padded with zero neurons to 104"),
         ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
         ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),
@@ -97,22 +94,20 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
     ],
 )
 def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
-    assert expected in "\n".join(suitable_runtimes(MOE_TARGETS[target], shape, None, PLAIN))
+    assert expected in "\n".join(runtimes(target, shape))
 
 
 def test_a_gate_that_cannot_speak_is_said():
-    said = {
-        target.model_type
-        for target in MOE_TARGETS.values()
-        if any("always 1" in line for line in suitable_runtimes(target, MoEShape(100, 256, 1, 0), None, PLAIN))
-    }
-    assert said == {"qwen3_moe", "mixtral", "granitemoe", "granitemoeshared"}
-    for shape in (MoEShape(100, 256, 2, 0), MoEShape(1, 256, 1, 0)):
-        assert "always 1" not in "\n".join(suitable_runtimes(MOE_TARGETS["mixtral"], shape, None, PLAIN))
+    def said(experts, top_k):
+        shape = MoEShape(experts, 256, top_k, 0)
+        return {name for name in MOE_TARGETS if "always 1" in "\n".join(runtimes(name, shape))}
+
+    assert said(100, 1) == {"qwen3_moe", "mixtral", "granitemoe", "granitemoeshared"}
+    assert said(100, 2) == said(1, 1) == set()
 
 
 def test_padding_that_was_asked_for_is_said_and_judged():
-    text = "\n".join(suitable_runtimes(MOE_TARGETS["qwen2_moe"], MoEShape(64, 100, 8, 20), 256, PLAIN))
+    text = "\n".join(runtimes("qwen2_moe", MoEShape(64, 100, 8, 20), 256))
     assert "Experts are padded with zero neurons to 256, a multiple of 256; the output is the same." in text
     assert "20 always-on neurons are padded with zero neurons to 256." in text
     assert "suit the fused kernels" in text
@@ -121,8 +116,7 @@ def test_padding_that_was_asked_for_is_said_and_judged():
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_no_runtime_is_named_for_experts_with_another_activation_than_silu(target):
-    dense = {"model_type": "gemma2"}
-    said = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, dense)
+    said = runtimes(target, model_type="gemma2")
     for name in MOE_TARGETS[target].runtimes:
         assert f"{name}: has only SiLU for these experts, not gelu_pytorch_tanh." in said
     assert not any("kernels" in line or "pipeline.gguf` converts" in line for line in said)
@@ -142,7 +136,7 @@ def test_no_runtime_is_named_for_experts_with_another_activation_than_silu(targe
     ],
 )
 def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
-    lines = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, {"model_type": "llama"} | dense)
+    lines = runtimes(target, **dense)
     (said,) = [line.removeprefix("llama.cpp: ") for line in lines if line.startswith("llama.cpp: ")]
     assert said == f"{fault}." if fault else "`python -m pipeline.gguf` converts it" in said
 
@@ -152,8 +146,7 @@ def test_keys_that_stay_rotated_for_short_texts_are_said():
     long = {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 2048}
 
     def said(target, dense):
-        lines = suitable_runtimes(MOE_TARGETS[target], MoEShape(64, 256, 8, 0), None, dense)
-        return [line for line in lines if "use_cache=False" in line]
+        return [line for line in runtimes(target, **dense) if "use_cache=False" in line]
 
     (line,) = said("mixtral", long)
     assert line.startswith("transformers: generation that begins within 2,048 tokens and goes beyond is wrong")

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -30,16 +29,14 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 4}
         ({"model_type": "qwen2", "head_dim": 8}, 5, "glm4_moe"),
     ],
 )
-def test_auto_takes_the_first_target_that_can_hold_the_attention(
-    source: str | dict[str, Any], always_on: int, target: str
-) -> None:
+def test_auto_takes_the_first_target_that_can_hold_the_attention(source, always_on, target):
     config = SIZES | ({"model_type": source} if isinstance(source, str) else source)
     assert select_target(config, "auto", always_on).model_type == target
     assert select_target(config, target, always_on).model_type == target
 
 
 @pytest.mark.parametrize("source", DENSE_FAMILIES)
-def test_no_two_targets_of_a_source_have_one_rank(source: str) -> None:
+def test_no_two_targets_of_a_source_have_one_rank(source):
     ranks = [target.sources[source] for target in targets_of(source, 0)]
     assert ranks == sorted(set(ranks))
 
@@ -54,19 +51,18 @@ def test_no_two_targets_of_a_source_have_one_rank(source: str) -> None:
         ("granite", "granitemoe", 3, "granitemoe has no always-on neurons, 3 are wanted", "granitemoeshared, tiny_onn"),
     ],
 )
-def test_targets_that_cannot_hold_it(source: str, requested: str, always_on: int, what: str, others: str) -> None:
+def test_targets_that_cannot_hold_it(source, requested, always_on, what, others):
     with pytest.raises(ConfigError) as caught:
         select_target({"model_type": source}, requested, always_on)
     error = caught.value
-    assert (error.what, error.where, error.do) == (
-        what,
-        "assemble.target",
-        f"assemble.target=auto, or one of {others}",
-    )
+    assert (error.what, error.where) == (what, "assemble.target")
+    assert error.do == f"assemble.target=auto, or one of {others}"
 
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
-WINDOWS = {"use_sliding_window": True}
+WINDOWS = {"use_sliding_window": True, "num_hidden_layers": 2}
+PARTIAL = {"partial_rotary_factor": 0.75}
+MIXED = ["full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize(
@@ -80,46 +76,20 @@ WINDOWS = {"use_sliding_window": True}
         ({"model_type": "mistral"}, "glm4_moe", "sliding_window", "mixtral"),
         ({"model_type": "llama", "head_dim": 8}, "qwen2_moe", "head_dim", "mixtral"),
         ({"model_type": "granite", "head_dim": 8}, "granitemoe", "head_dim", "tiny_onn"),
-        (
-            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"], **WINDOWS},
-            *("qwen3_moe", "use_sliding_window", "dots1"),
-        ),
-        (
-            {"model_type": "qwen2", "max_window_layers": 1, "num_hidden_layers": 2, **WINDOWS},
-            *("qwen2_moe", "use_sliding_window", "tiny_onn"),
-        ),
-        (
-            {"model_type": "qwen2", "max_window_layers": 0, "num_hidden_layers": 2, "sliding_window": None, **WINDOWS},
-            *("qwen2_moe", None, None),
-        ),
-        (
-            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
-            *("mixtral", "layer_types", "tiny_onn"),
-        ),
-        *(
-            (
-                {"model_type": "phi3", key: {"partial_rotary_factor": 0.75}},
-                *("mixtral", "partial_rotary_factor", "tiny_onn"),
-            )
-            for key in ("rope_parameters", "rope_scaling")
-        ),
+        (WINDOWS | {"model_type": "qwen3", "layer_types": MIXED}, "qwen3_moe", "use_sliding_window", "dots1"),
+        (WINDOWS | {"model_type": "qwen2", "max_window_layers": 1}, "qwen2_moe", "use_sliding_window", "tiny_onn"),
+        (WINDOWS | {"model_type": "qwen2", "max_window_layers": 0, "sliding_window": None}, "qwen2_moe", None, None),
+        ({"model_type": "mistral", "layer_types": MIXED}, "mixtral", "layer_types", "tiny_onn"),
+        ({"model_type": "phi3", "rope_parameters": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
+        ({"model_type": "phi3", "rope_scaling": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
     ],
 )
-def test_attention_that_a_target_cannot_hold(
-    config: dict[str, Any], target: str, where: str | None, other: str | None
-) -> None:
+def test_attention_that_a_target_cannot_hold(config, target, where, other):
     found = [(error.where, error.do) for error in check_target(SIZES | config, MOE_TARGETS[target], SHAPE)]
     assert found == ([(f"{where} in config.json", f"assemble.target={other}")] if where else [])
 
 
-def test_a_fault_is_one_whole_message() -> None:
-    (error,) = check_target(SIZES | {"model_type": "llama", "head_dim": 8}, MOE_TARGETS["qwen2_moe"], SHAPE)
-    assert str(error) == (
-        "qwen2_moe cannot have head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral"
-    )
-
-
-def test_shapes_that_a_target_cannot_hold() -> None:
+def test_shapes_that_a_target_cannot_hold():
     llama, one = SIZES | {"model_type": "llama"}, MoEShape(experts=1, n=16, top_k=1, always_on=0)
     (error,) = check_target(llama, MOE_TARGETS["glm4_moe"], one)
     assert (error.where, error.do) == ("experts=1", "assemble.target=mixtral")
@@ -131,7 +101,7 @@ def test_shapes_that_a_target_cannot_hold() -> None:
 
 
 @pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
-def test_only_the_own_class_says_a_pool(source: str) -> None:
+def test_only_the_own_class_says_a_pool(source):
     assert select_target(SIZES | {"model_type": source}, "auto", 0, pooled=True).model_type == "tiny_onn"
     assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
 
@@ -152,7 +122,7 @@ def test_only_the_own_class_says_a_pool(source: str) -> None:
         ("granitemoeshared", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
     ],
 )
-def test_who_carries_the_scale(target: str, experts: int, gate_scale: GateScale) -> None:
+def test_who_carries_the_scale(target, experts, gate_scale):
     assert gate_scale_of(MOE_TARGETS[target], MoEShape(experts, 16, 4, 0)) == gate_scale
 
 
@@ -170,9 +140,7 @@ def test_who_carries_the_scale(target: str, experts: int, gate_scale: GateScale)
         ("granitemoeshared", "softmax_of_chosen", 1.0, None),
     ],
 )
-def test_the_gate_of_one_expert_depends_on_its_logit_where_it_can(
-    target: str, kind: str, down_scale: float, routed_scaling_factor: float | None
-) -> None:
+def test_the_gate_of_one_expert_depends_on_its_logit_where_it_can(target, kind, down_scale, routed_scaling_factor):
     shape = MoEShape(experts=100, n=16, top_k=1, always_on=8)
     gate_scale = gate_scale_of(MOE_TARGETS[target], shape)
     assert (gate_scale.down_scale, gate_scale.routed_scaling_factor) == (down_scale, routed_scaling_factor)

@@ -1,6 +1,3 @@
-from pathlib import Path
-from typing import Any
-
 import pytest
 from pico import write_pico
 
@@ -9,23 +6,23 @@ from models.dense import DENSE_FAMILIES, check_features, check_tensors
 from models.source import read_config
 
 
-def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+def shapes_of(folder):
     with ShardReader(folder) as reader:
         return {name: reader.shape(name) for name in reader.names}
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("model_type", DENSE_FAMILIES)
-def test_the_table_names_every_tensor_of_a_checkpoint(model_type: str, biased: bool, tmp_path: Path) -> None:
+def test_the_table_names_every_tensor_of_a_checkpoint(model_type, biased, tmp_path):
     family = DENSE_FAMILIES[model_type]
-    more: dict[str, Any] = {"attention_bias": True} if biased and family.qkv_bias == "attention_bias" else {}
+    more = {"attention_bias": True} if biased and family.qkv_bias == "attention_bias" else {}
     folder = write_pico(tmp_path, model_type, hidden=24, intermediate=40, **more)
     config = read_config(folder)
     assert check_features(config, family) == []
     assert check_tensors(shapes_of(folder), config, family) == []
 
 
-def test_a_fused_projection_of_another_shape(tmp_path: Path) -> None:
+def test_a_fused_projection_of_another_shape(tmp_path):
     folder = write_pico(tmp_path, "phi3", layers=1)
     config = read_config(folder)
     shapes = shapes_of(folder) | {"model.layers.0.mlp.gate_up_proj.weight": (78, 24)}
@@ -37,7 +34,7 @@ def test_a_fused_projection_of_another_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "smollm3"])
-def test_rotations_that_differ_between_layers_are_for_gemma_3_alone(model_type: str) -> None:
+def test_rotations_that_differ_between_layers_are_for_gemma_3_alone(model_type):
     sizes = dict.fromkeys(
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"), 8
     )

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +18,14 @@ SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory):
     return write_pico(
         tmp_path_factory.mktemp("dense"), "qwen3", intermediate=WIDTH, layers=LAYERS, dtype=torch.bfloat16
     )
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     parents = {"cluster": tmp_path / "cluster"}
     out = tmp_path / "out"
     for folder in (*parents.values(), out):
@@ -40,7 +39,7 @@ def job(tmp_path: Path) -> Job:
     return Job(parents, out, tmp_path / "scratch")
 
 
-def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
+def test_experts_are_the_dense_neurons(dense, job):
     table = run(job, model=ModelConfig(kind="local", path=str(dense)), shape=SHAPE)
     weights = load_file(dense / "model.safetensors")
     partition = Partition.load(job.parents["cluster"])
@@ -56,13 +55,11 @@ def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
         assert torch.equal(stored["always_on"], partition.always_on[layer])
     assert load_layer(job.out, 1).gate_END.dtype == torch.bfloat16
     rows = {str(name): value for name, value in table.rows}
-    assert rows["layers"] == 2
-    assert rows["experts a layer"] == 3
-    assert rows["neurons dropped a layer"] == "11 of 40"
-    assert rows["most copies of a neuron"] == 1
+    expected = {"layers": 2, "experts a layer": 3, "neurons dropped a layer": "11 of 40", "most copies of a neuron": 1}
+    assert rows.items() >= expected.items()
 
 
-def test_layers_that_stay_dense_are_not_sliced(dense: Path, job: Job) -> None:
+def test_layers_that_stay_dense_are_not_sliced(dense, job):
     whole = Partition.load(job.parents["cluster"])
     replace(whole, neurons=whole.neurons_of(1), home=whole.home[3:]).save(job.parents["cluster"])
     shape = replace(SHAPE, dense_layers=(0,))
@@ -73,19 +70,15 @@ def test_layers_that_stay_dense_are_not_sliced(dense: Path, job: Job) -> None:
     assert rows["neurons dropped a layer"] == "11 of 40"
 
 
-def test_a_partition_of_another_shape(dense: Path, job: Job) -> None:
+def test_a_partition_of_another_shape(dense, job):
     other = MoEShape(experts=3, n=9, top_k=2, always_on=5)
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(ContractError, match=r"\(2, 3, 8, 5, 40\), not \(2, 3, 9, 5, 40\)") as caught:
         run(job, model=ModelConfig(kind="local", path=str(dense)), shape=other)
-    assert str(caught.value) == (
-        "the partition has (layers, experts, n, always_on, width) = (2, 3, 8, 5, 40), not (2, 3, 9, 5, 40)\n"
-        "  where: stage=cluster\n"
-        "  do:    stage=cluster fresh=true"
-    )
+    assert (caught.value.where, caught.value.do) == ("stage=cluster", "stage=cluster fresh=true")
     assert list(job.out.iterdir()) == []
 
 
-def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense: Path, job: Job) -> None:
+def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense, job):
     """Layer 0 contributes no experts but keeps its always-on neurons."""
     neurons = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
     always_on = torch.arange(5).expand(LAYERS, 5).int()

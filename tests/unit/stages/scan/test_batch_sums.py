@@ -56,13 +56,8 @@ def test_ties_at_the_limit_are_all_active_and_zeros_never(sum_up):
     h = torch.tensor([[2.0, -2.0, 2.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 7.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     found, _ = sum_up(h, None, torch.arange(3), ScanConfig(active_share=0.4))
     assert found[3].tolist() == [1, 1, 1, 0, 1]
-
-
-@pytest.mark.parametrize("sum_up", FUNCTIONS)
-def test_at_least_one_neuron_is_active(sum_up):
-    assert (
-        sum_up(torch.tensor([[3.0, 1.0, 2.0]]), None, torch.arange(1), ScanConfig(active_share=1e-9))[0][3].sum() == 1
-    )
+    one, _ = sum_up(h[:1, 2:], None, torch.arange(1), ScanConfig(active_share=1e-9))
+    assert one[3].sum() == 1  # at least one is active
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e20])
@@ -89,8 +84,5 @@ def test_threads_change_nothing():
 @pytest.mark.parametrize("width", [1, 8, 13, 24])
 def test_bits_are_those_of_numpy(width):
     active = torch.rand(5, width, generator=torch.Generator().manual_seed(width)) > 0.5
-    assert np.array_equal(pack_bits(active).numpy(), np.packbits(active.numpy(), axis=1))
-
-
-def test_no_rows_have_no_bits():
-    assert pack_bits(torch.zeros(0, 13, dtype=torch.bool)).shape == (0, 2)
+    for rows in (active, active[:0]):
+        assert np.array_equal(pack_bits(rows).numpy(), np.packbits(rows.numpy(), axis=1))

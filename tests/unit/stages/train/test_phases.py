@@ -6,20 +6,19 @@ from stages.train.loop import rates_of
 from stages.train.phases import make_phases, rate_factor
 
 
-def test_phases_follow_each_other_and_have_their_share():
-    settings = TrainConfig(tokens=1000, router_share=0.2, experts_share=0.5, all_share=0.3)
-    phases = make_phases(settings, step_tokens=10)
-    assert [(phase.name, phase.first, phase.steps) for phase in phases] == [
-        ("router", 0, 20),
-        ("experts", 20, 50),
-        ("all", 70, 30),
-    ]
-    assert phases[-1].last == 100
-
-
-def test_a_phase_without_a_share_is_none_and_a_small_one_has_a_step():
-    settings = TrainConfig(tokens=100, router_share=0.001, experts_share=0.0, all_share=0.9)
-    assert [(phase.name, phase.steps) for phase in make_phases(settings, 10.0)] == [("router", 1), ("all", 9)]
+@pytest.mark.parametrize(
+    ("tokens", "shares", "phases"),
+    [
+        (1000, (0.2, 0.5, 0.3), [("router", 0, 20), ("experts", 20, 50), ("all", 70, 30)]),
+        (100, (0.001, 0.0, 0.9), [("router", 0, 1), ("all", 1, 9)]),  # a small share has a step, one of 0 has none
+    ],
+)
+def test_phases_follow_each_other_and_have_their_share(tokens, shares, phases):
+    router, experts, everything = shares
+    settings = TrainConfig(tokens=tokens, router_share=router, experts_share=experts, all_share=everything)
+    found = make_phases(settings, step_tokens=10)
+    assert [(phase.name, phase.first, phase.steps) for phase in found] == phases
+    assert found[-1].last == sum(phases[-1][1:])
 
 
 def test_parts_that_do_not_learn_have_no_rate():
