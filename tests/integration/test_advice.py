@@ -64,9 +64,7 @@ def advised(text: str) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize(
-    "router", [["assemble=residual_ridge"], ["assemble=error", "assemble.router_steps=200", "assemble.balance=0.01"]]
-)
+@pytest.mark.parametrize("router", [["assemble=residual_ridge"], ["assemble=error", "assemble.balance=0.01"]])
 def test_experts_that_are_not_used_come_into_use(carve, router):
     words = [*CROWDED, *router]
     before = carve(*words)
