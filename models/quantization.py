@@ -5,14 +5,10 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from platform import machine
 from types import ModuleType
 from typing import Any
 
 from instruments.errors import ConfigError
-
-# Platforms that bitsandbytes is published for, as sys.platform and platform.machine() name them.
-_PLATFORMS = {"linux x86_64", "linux aarch64", "win32 AMD64", "win32 ARM64", "darwin arm64"}
 
 
 def stored_quantization(config: Mapping[str, Any]) -> str | None:
@@ -28,12 +24,9 @@ def stored_quantization(config: Mapping[str, Any]) -> str | None:
 
 
 def missing_bitsandbytes(what: str) -> ConfigError:
-    """The error for a missing bitsandbytes, with the remedy for this platform."""
-    platform = f"{sys.platform} {machine()}"
-    known = platform in _PLATFORMS
-    what = f"{what} needs the package bitsandbytes" + ("" if known else f", which is not made for {platform}")
-    do = "pip install -e '.[quantization]'" if known else "model.quantization=none and an unquantised checkpoint"
-    return ConfigError(what, where="model.quantization", do=do)
+    """The error for a missing bitsandbytes, which is not made for every platform."""
+    do = "pip install -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
+    return ConfigError(f"{what} needs the package bitsandbytes", where="model.quantization", do=do)
 
 
 def import_bitsandbytes(what: str = "quantisation") -> ModuleType:

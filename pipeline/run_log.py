@@ -10,7 +10,9 @@ from typing import TextIO
 
 from instruments.errors import printable, redact
 
-OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
+# In an installed package, all our names begin with its own.
+_PACKAGE = __name__.removesuffix("pipeline.run_log")
+OWN_LOGGERS = (*(_PACKAGE + name for name in ("pipeline", "stages", "models")), "py.warnings")
 
 
 class RedactingFormatter(logging.Formatter):

@@ -30,7 +30,7 @@ def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
         groups.setdefault((kind, record.source.tensor), []).append(record)
     rows = [_row(kind, tensor, records) for (kind, tensor), records in groups.items()]
     table = tabulate(rows, COLUMNS, disable_numparse=True)
-    facts = tabulate(list(_facts(listing, chosen)), tablefmt="plain", disable_numparse=True)
+    facts = tabulate(list(facts_of(listing, chosen)), tablefmt="plain", disable_numparse=True)
     complaints = "".join(f"{line}\n" for line in complaints_of(listing))
     return f"{facts}\n\n{table}\n" + (f"\n{complaints}" if complaints else "")
 
@@ -49,7 +49,8 @@ def complaints_of(listing: Listing) -> Iterator[str]:
         yield from (f"rank {rank}: {complaint}" for complaint in manifest.complaints())
 
 
-def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
+def facts_of(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
+    """Number of records, modules, processes and steps, and the size of the tensors."""
     sources = [record.source for record in chosen]
     steps = sorted({source.step for source in sources})
     stored = {(record.file, record.key): record for record in chosen if record.status == STORED}
@@ -61,7 +62,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         f"{len(chosen):,} of {len(listing.records):,}, {len({source.module for source in sources})} modules",
     )
     yield "processes", ", ".join(map(str, listing.ranks))
-    yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
+    yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}" if steps else "0"
     yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB; shared tensors count once"
     if labels:
         real = sorted({record.quant_type for record in chosen})

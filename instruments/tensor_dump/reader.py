@@ -33,13 +33,11 @@ class DumpReader(Listing):
 
     def load(self, record: TensorRecord) -> Tensor:
         """A private copy on the CPU. Raises ContractError: bytes not kept, or a missing or damaged file."""
-        if record.status != STORED:
-            do = "dump with keep=tensors, when_full=block or more memory_mib"
-            raise self._refuse(record, f"has no bytes: its status is {record.status}", do)
+        entry = self._entry(record)
         try:
-            tensor = self._files.read(self._entry(record), str(record.key))
+            tensor = self._files.read(entry, str(record.key))
         except CheckpointError as error:
-            raise self._unreadable(record, error) from error
+            raise self._refuse(record, f"cannot be read: {error.what}") from error
         if (tuple(tensor.shape), str(tensor.dtype)) != (record.shape, f"torch.{record.dtype}"):
             found, said = f"{tensor.dtype} {list(tensor.shape)}", f"{record.dtype} {list(record.shape)}"
             raise self._refuse(record, f"is {found} in its file, the index says {said}")
@@ -49,22 +47,23 @@ class DumpReader(Listing):
 
     def _entry(self, record: TensorRecord) -> TensorEntry:
         """Location of the bytes. Raises ContractError."""
+        if record.status != STORED:
+            do = "dump with keep=tensors, when_full=block or more memory_mib"
+            raise self._refuse(record, f"has no bytes: its status is {record.status}", do)
         name, key = str(record.file), str(record.key)
         try:
             if name not in self._shards:
                 self._shards[name] = read_header(self.folder / name)
-            if key not in self._shards[name]:
-                raise CheckpointError(f"there is no tensor {key}")
         except CheckpointError as error:
-            raise self._unreadable(record, error) from error
+            raise self._refuse(record, f"cannot be read: {error.what}") from error
+        if key not in self._shards[name]:
+            raise self._refuse(record, f"cannot be read: there is no tensor {key}")
         return self._shards[name][key]
 
-    def _refuse(self, record: TensorRecord, what: str, do: str = "copy the whole dump again") -> ContractError:
+    def _refuse(
+        self, record: TensorRecord, what: str, do: str = "copy that file here again; all other tensors can be read"
+    ) -> ContractError:
         return ContractError(f"{record.name} {what}", where=str(self.folder / (record.file or "")), do=do)
-
-    def _unreadable(self, record: TensorRecord, error: CheckpointError) -> ContractError:
-        do = "copy that file here again; all other tensors can be read"
-        return self._refuse(record, f"cannot be read: {error.what}", do)
 
     def join(self, record: TensorRecord) -> Tensor:
         """The whole tensor, joined from the parts of a tensor-parallel group.

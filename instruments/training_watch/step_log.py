@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -172,14 +171,23 @@ def check_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def count_findings(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, int, str]]:
+    """Each kind of finding with its severity, number of steps, first step and first message."""
+    found: dict[str, tuple[str, str, int, int, str]] = {}
+    for line in lines:
+        named = [(one["kind"], one["severity"], one["message"]) for one in line.get("anomalies", ())]
+        for kind, severity, message in named + [("warning", WARNING, words) for words in line.get("warnings", ())]:
+            first = found.get(kind, (kind, severity, 0, line["step"], message))
+            found[kind] = (*first[:2], first[2] + 1, *first[3:])
+    return list(found.values())
+
+
 def describe(lines: Sequence[Mapping[str, Any]]) -> str:
     """Number of steps, and each kind of finding with its count, first step and message."""
-    found = [(line["step"], one["kind"], one["message"]) for line in lines for one in line.get("anomalies", ())]
-    found += [(line["step"], "warning", words) for line in lines for words in line.get("warnings", ())]
-    steps = {line["step"] for line in lines}
-    text = f"{len(steps):,} steps, {min(steps)} to {max(steps)}; {len(found):,} findings\n"
-    for kind, count in Counter(kind for _step, kind, _message in found).items():
-        step, message = next((step, message) for step, other, message in found if other == kind)
+    found, steps = count_findings(lines), {line["step"] for line in lines}
+    total = sum(count for _kind, _severity, count, _step, _message in found)
+    text = f"{len(steps):,} steps, {min(steps)} to {max(steps)}; {total:,} findings\n"
+    for kind, _severity, count, step, message in found:
         text += f"{kind} ({count:,} times), first at step {step}: {message}\n"
     if scales := [float(line["loss_scale"]) for line in lines if "loss_scale" in line]:
         rises, falls = (sum(sign * (b - a) > 0 for a, b in pairwise(scales)) for sign in (1, -1))

@@ -1,7 +1,6 @@
 """diagnose: one numerical check of the dense model, a checkpoint, a tensor or training code."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -26,7 +25,7 @@ from instruments.precision.plot import draw_diff, draw_tensor
 from instruments.static_check.check import static_check
 from instruments.tensors import find_tensors
 from instruments.training_watch.model_watch import watch_model
-from instruments.training_watch.step_log import NOTE, StepReport, draw_training_steps, read_step_log
+from instruments.training_watch.step_log import NOTE, StepReport, count_findings, draw_training_steps, read_step_log
 from models.config import ModelConfig
 from models.loading import input_device, load_tokenizer, load_whole, padding_id, placement, resolve_device
 from models.source import resolve_folder
@@ -131,11 +130,7 @@ def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Ten
 
 def summarise(reports: Sequence[StepReport], precision: str) -> Table:
     """One row per kind of finding; ranges of gradient norms in the notes."""
-    found = [(report.step, one) for report in reports for one in report.anomalies]
-    counts = Counter(one.kind for _step, one in found)
-    first = {one.kind: (step, one) for step, one in reversed(found)}
-    rows = [(kind, first[kind][1].severity, count, first[kind][0], first[kind][1].message)
-            for kind, count in counts.items()]  # fmt: skip
+    rows = count_findings([report.record(layers=False) for report in reports])
     norms = [report.gradient_norm for report in reports]
     ordered = sorted(reports[-1].layers.items(), key=lambda item: item[1])
     weakest, strongest = (f"{name} ({norm:.2g})" for name, norm in (ordered[0], ordered[-1]))
@@ -143,7 +138,7 @@ def summarise(reports: Sequence[StepReport], precision: str) -> Table:
         f"gradient norm {min(norms):.3g} to {max(norms):.3g}",
         f"in the last step: weakest layer {weakest}, strongest {strongest}",
     ]
-    bad = sum(one.severity != NOTE for _step, one in first.values())
+    bad = sum(severity != NOTE for _kind, severity, _count, _step, _message in rows)
     title = f"{len(reports)} passes in {precision}: {f'{bad} kinds of findings' if bad else 'ok'}"
     return Table(title, ("finding", "severity", "steps", "first", "what"), rows, notes)
 

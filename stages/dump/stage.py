@@ -9,7 +9,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.index import STORED, Listing, Manifest
+from instruments.tensor_dump.command import facts_of
+from instruments.tensor_dump.index import Listing, Manifest
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
 from models.loading import load_dense, load_tokenizer, padding_id
@@ -25,16 +26,8 @@ from stages.text.sequences import load_text
 def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
     """The result table; its notes name missing or suspicious records."""
     listing = Listing(folder)
-    stored = {record.key for record in listing.records if record.status == STORED}
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    rows = [
-        ("modules", f"{len(manifest.expected)}"),
-        ("steps", f"{manifest.steps}"),
-        ("records", f"{len(listing.records)}"),
-        ("tensors stored, those that layers share once", f"{len(stored)}"),
-        ("written", f"{size / 2**20:.1f} MiB"),
-        ("time", f"{seconds:.1f} s, {size / 2**20 / max(seconds, 1e-9):.0f} MiB/s"),
-    ]
+    _folder, *facts = facts_of(listing, listing.select())
+    rows = [*facts, ("time", f"{seconds:.1f} s")]
     return Table("Tensors dumped", ("what", "value"), rows, list(manifest.complaints()))
 
 

@@ -57,15 +57,6 @@ def test_no_such_layer(tmp_path: Path) -> None:
     assert caught.value.where == str(layer_file(tmp_path, 8))
 
 
-def test_one_flipped_bit_is_seen(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ContractError, match="does not match its checksum") as caught:
-        load_layer(path.parent, 7)
-    assert caught.value.do == "run the stage that writes it again, with fresh=true"
-
-
 @pytest.mark.parametrize(
     ("missing", "facts", "what"),
     [

@@ -177,11 +177,11 @@ def test_a_cut_anywhere_in_the_last_segment_is_a_torn_tail(path):
 def test_a_file_without_its_closing_header_is_not_closed(path):
     write(path)
     whole = path.read_bytes()
-    for length in range(len(whole) - SEGMENT_HEADER.size, len(whole)):
-        path.write_bytes(whole[:length])
+    end = len(whole) - SEGMENT_HEADER.size
+    for at in range(end, len(whole)):
+        path.write_bytes(whole[:at])
         scan = read_mscan(path)
-        assert (len(scan.sequences), scan.torn, scan.closed) == (11, length - len(whole) + SEGMENT_HEADER.size, False)
-    for at in range(len(whole) - SEGMENT_HEADER.size, len(whole)):
+        assert (len(scan.sequences), scan.torn, scan.closed) == (11, at - end, False)
         path.write_bytes(whole)
         edit(path, at, bytes([whole[at] ^ 1]))
         assert not read_mscan(path).closed
@@ -288,16 +288,6 @@ def test_a_killed_writer_loses_the_unsealed_segment_at_most(path):
     assert np.allclose(scan.activation()[-1], record([kept[-1]]).activation_BP[0], rtol=1e-3)
 
 
-def test_added_records_survive_an_error(path):
-    with (  # noqa: PT012
-        pytest.raises(KeyboardInterrupt),
-        a_writer(path) as writer,
-    ):
-        writer.add(record([0, 1]))
-        raise KeyboardInterrupt
-    assert len(read_mscan(path).sequences) == 2
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -320,40 +310,14 @@ def test_another_version_is_refused(path, version):
     assert refusal(path)[0] == f"scan.mscan is of .mscan version {version}; 3 is known here"
 
 
-@pytest.mark.parametrize(("length", "part"), [(7, "the first 16"), (15, "the first 16"), (100, "a header of ")])
-def test_a_file_cut_in_its_header_is_damaged(path, length, part):
-    write(path)
-    path.write_bytes(path.read_bytes()[:length])
-    assert f"damaged: truncated at {length} bytes, in {part}" in refusal(path)[0]
-
-
-@pytest.mark.parametrize("offset", [7, 12, 16, 60])
-def test_a_damaged_header_does_not_match_its_checksum(path, offset):
-    write(path)
-    edit(path, offset, bytes([path.read_bytes()[offset] ^ 4]))
-    assert "checksum of the header" in refusal(path)[0]
-
-
 @pytest.mark.parametrize("segment", [0, 1, 2])
-def test_the_error_names_the_damaged_payload(path, segment):
+@pytest.mark.parametrize(("offset", "part"), [(4, "its header"), (500, "its payload")])
+def test_the_error_names_the_damaged_segment(path, segment, offset, part):
     write(path)
-    starts = [*segment_starts(path), path.stat().st_size]
-    edit(path, starts[segment] + 500, b"\xff")
-    assert refusal(path) == (
-        f"scan.mscan is damaged: the checksum of segment {segment} does not match",
-        f"{path}, its payload, bytes {starts[segment] + 40} to {starts[segment + 1]}",
-    )
-
-
-@pytest.mark.parametrize("offset", range(0, 40, 3))
-def test_the_error_names_the_damaged_segment_header(path, offset):
-    write(path)
-    start = segment_starts(path)[1]
-    edit(path, start + offset, bytes([path.read_bytes()[start + offset] ^ 1]))
-    assert refusal(path) == (
-        "scan.mscan is damaged: the checksum of segment 1 does not match",
-        f"{path}, its header, bytes {start} to {start + 40}",
-    )
+    edit(path, segment_starts(path)[segment] + offset, b"\xff")
+    what, where = refusal(path)
+    assert what == f"scan.mscan is damaged: the checksum of segment {segment} does not match"
+    assert where.startswith(f"{path}, {part}, bytes ")
 
 
 def test_a_lost_segment_in_the_middle_is_noticed(path):
@@ -361,13 +325,6 @@ def test_a_lost_segment_in_the_middle_is_noticed(path):
     starts, content = segment_starts(path), path.read_bytes()
     path.write_bytes(content[: starts[1]] + content[starts[2] :])
     assert "the checksum of segment 1 does not match" in refusal(path)[0]
-
-
-def test_a_segment_after_the_closing_header_is_noticed(path):
-    write(path)
-    starts, content = segment_starts(path), path.read_bytes()
-    path.write_bytes(content + content[starts[-1] :])
-    assert "the checksum of segment 2 does not match" in refusal(path)[0]
 
 
 def test_unverified_reading_still_checks_headers(path):
@@ -426,11 +383,6 @@ def test_a_record_that_does_not_fit_is_refused(path, settings, wrong, what):
     with a_writer(path, **settings) as writer, pytest.raises(ContractError, match=what):
         writer.add(wrong)
     assert read_mscan(path).sequences == []
-
-
-def test_an_unknown_encoding_is_refused(path):
-    with pytest.raises(ContractError, match=r"^encoding=log8 is none of f32, log16\n"):
-        a_writer(path, encoding="log8")
 
 
 def test_sequences_and_tokens_that_are_not_in_the_file(path):

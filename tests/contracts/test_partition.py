@@ -82,11 +82,7 @@ def test_another_contract_is_refused(tmp_path):
     (tmp_path / Partition.FILE).rename(tmp_path / NeuronStatistics.FILE)
     with pytest.raises(ContractError) as error:
         NeuronStatistics.load(tmp_path)
-    assert str(error.value) == (
-        "expected NeuronStatistics version 2, found Partition version 3\n"
-        f"  where: {tmp_path / NeuronStatistics.FILE}\n"
-        "  do:    run the stage that writes it again, with fresh=true"
-    )
+    assert str(error.value).startswith("expected NeuronStatistics version 2, found Partition version 3")
 
 
 @pytest.mark.parametrize(

@@ -5,50 +5,36 @@ from operator import methodcaller
 
 import pytest
 import torch
-from integration.wording import message
 from safetensors.torch import load_file, save_file
 
 from pipeline.cli import run_command
 
 SHARD = "model-0000{}-of-00003.safetensors"
-RESTORE = "download or copy the file again"
 
 
 def test_damaged_shards_are_all_named(refused, source):
     corrupt, cut, lost = (source / SHARD.format(number) for number in (1, 2, 3))
     corrupt.write_bytes(b"\x40" + bytes(7) + bytes(200))
-    whole = cut.stat().st_size
     cut.write_bytes(cut.read_bytes()[:-10])
     lost.unlink()
-    reason = "unreadable header (JSONDecodeError: Expecting value: line 1 column 1 (char 0))"
-    assert refused(*words_for(source)) == "\n".join(
-        [
-            message(f"{corrupt.name} is damaged: {reason}", corrupt, RESTORE),
-            message(f"{cut.name} is damaged: truncated: {whole - 10} bytes, the header says {whole}", cut, RESTORE),
-            message(f"{lost.name} is missing", lost, RESTORE),
-        ]
-    )
+    errors = refused(*words_for(source)).split("\n\n")
+    for error, path, what in zip(errors, (corrupt, cut, lost), ("header", "truncated: ", "is missing"), strict=True):
+        assert what in error.splitlines()[0]
+        assert f"  where: {path}" in error
 
 
 @pytest.mark.usefixtures("without_weights")
 def test_a_tokenizer_that_knows_no_token(failed, source):
     for path in source.glob("*token*"):
         path.unlink()
-    assert failed(*words_for(source)) == message(
-        "no usable tokenizer: it finds no token in plain text",
-        source,
-        "put the model's tokenizer files beside its config.json",
-    )
+    assert failed(*words_for(source)).startswith("no usable tokenizer: it finds no token in plain text\n")
 
 
 @pytest.mark.parametrize("option", ["default", "forward_only"])
 def test_weights_that_are_not_finite(failed, source, text, option):
     change_ffn(source, "up", lambda weight: weight.index_fill_(0, torch.tensor([3]), torch.nan))
-    assert failed(*words_for(source, text), f"scan={option}") == message(
-        "1 tensors hold weights that are not finite",
-        "model.layers.1.mlp.up_proj.weight",
-        "download or copy the checkpoint again, or model.dtype=float32 if its numbers are too large for float16",
-    )
+    said = failed(*words_for(source, text), f"scan={option}")
+    assert said.startswith("1 tensors hold weights that are not finite\n  where: model.layers.1.mlp.up_proj.weight\n")
 
 
 def zero_ffns(source):

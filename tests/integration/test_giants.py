@@ -84,14 +84,6 @@ def test_giant_tensors_of_which_config_says_less(source):
     assert seconds < SECONDS
 
 
-def test_what_a_giant_model_lacks_is_said_before_it_is_read(source):
-    set_vocabulary(source, GIANT // 4 // 24)
-    code, text, seconds = refusal(source, "model.device=cuda:99")
-    assert code != 0
-    assert "device cuda:99 is not here" in text
-    assert seconds < 4 * SECONDS  # torch is imported to find devices
-
-
 def test_lack_of_memory(source):
     set_vocabulary(source, 5_000_000)
     code, text, _seconds = refusal(source, memory=16 * 2**30)

@@ -61,12 +61,6 @@ def test_a_scan_with_layers_on_disk_finds_the_same(source, text, whole, tmp_path
         assert torch.equal(tensor, whole[name]), name
 
 
-def test_a_forward_only_scan_with_layers_on_disk(source, text, whole, tmp_path):
-    words = ("scan=forward_only", "model.device_map=sequential", "model.cpu_memory=450KB")
-    found = scanned(source, text, tmp_path, *words)
-    assert torch.equal(found["sum_abs"], whole["sum_abs"])
-
-
 def evaluate(source, text, outputs, *words):
     """The evaluation record of the whole chain, without speed."""
     sparse = ["stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"]

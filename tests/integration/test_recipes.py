@@ -25,15 +25,7 @@ def checkpoint(tmp_path_factory):
     words = [
         *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text", "cluster.map=none"),
         *(f"data.path={folder / 'text.txt'}", "data.tokens=500", "data.max_length=50", f"output_dir={folder}"),
-        *(
-            "experts=4",
-            "n=8",
-            "top_k=2",
-            "always_on=8",
-            "stage=assemble",
-            "cluster=rank",
-            "assemble=residual_ridge",
-        ),
+        *("experts=4", "n=8", "top_k=2", "always_on=8", "stage=assemble", "cluster=rank", "assemble=residual_ridge"),
     ]
     assert run_command(words) == 0
     return str((folder / "latest/checkpoint").resolve())

@@ -50,14 +50,6 @@ def test_a_scan_of_one_document_needs_no_held_out_text_and_says_how_to_go_on(sou
     assert last_lines(capsys)["next"][0] == "cluster groups the neurons into experts"
 
 
-def test_assemble_says_that_its_checkpoint_is_not_the_one_to_use(source, text, tmp_path, capsys):
-    words = [*words_of_pico(source / "pico", text), f"output_dir={tmp_path}", "experts=5", "n=8", "cluster.map=none"]
-    assert run_command([*words, "stage=assemble"]) == 0
-    said = last_lines(capsys)
-    assert said["checkpoint"][1] == str(tmp_path / "latest" / "checkpoint")
-    assert said["next"][-1] == shlex.join(["python", "-m", "pipeline", *words, "stage=project"])
-
-
 def fail(*_args, **_settings):
     raise UserError("no score")
 

@@ -84,11 +84,8 @@ def test_two_processes_and_one_folder(tmp_path):
     finally:
         process.kill()
         process.communicate()
-    assert str(error.value) == (
-        "another process is dumping into this folder as rank 0\n"
-        f"  where: {tmp_path / 'dump' / 'index-00000.jsonl'}\n"
-        "  do:    give every dump a folder of its own; processes of one job need torch.distributed to tell ranks"
-    )
+    assert error.value.what == "another process is dumping into this folder as rank 0"
+    assert error.value.where == str(tmp_path / "dump" / "index-00000.jsonl")
     with pytest.raises(ContractError, match="the folder holds a dump already"):
         run(tmp_path / "dump", steps=1)
 
@@ -155,17 +152,6 @@ def test_an_unchanged_script_is_dumped_by_its_environment_alone(tmp_path):
         assert {record.label for record in reader.records} == {"mxfp8"}
         assert list(reader.manifests()[0].complaints()) == []
     assert "the folder holds a dump already" in train_with(tmp_path, TENSOR_SAVE_ENABLED="1").stderr
-
-
-def test_the_viewer_lists_without_torch(tmp_path):
-    run(tmp_path / "dump", steps=1)
-    code = (
-        "import sys; from instruments.tensor_dump.command import main; code = main(sys.argv[1:]);"
-        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules); sys.exit(code)"
-    )
-    words = [sys.executable, "-c", code, "show", str(tmp_path / "dump")]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.fixture

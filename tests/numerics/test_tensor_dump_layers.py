@@ -119,14 +119,6 @@ def test_weight_gradients_of_microbatches_are_apart(tmp_path):
             assert torch.equal(reader.load(record), expected)
 
 
-COMPILED = (
-    "the model is compiled: fused kernels have no inputs and outputs of layers to dump\n"
-    "  where: TensorDump, torch.compile\n"
-    "  do:    TORCHDYNAMO_DISABLE=1 in the environment of this run, which makes torch.compile do nothing; or dump "
-    "before the model is compiled"
-)
-
-
 @pytest.mark.parametrize("how", ["model", "part", "in place"])
 def test_a_compiled_model_is_refused_before_the_first_step(how, tmp_path):
     model = make("gpt2")
@@ -136,9 +128,8 @@ def test_a_compiled_model_is_refused_before_the_first_step(how, tmp_path):
         model.transformer.h[1] = torch.compile(model.transformer.h[1], backend="eager")
     else:
         model.compile(backend="eager")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="the model is compiled"):
         TensorDump(model, tmp_path / "dump", environment={}).__enter__()
-    assert str(error.value) == COMPILED
     assert not (tmp_path / "dump").exists()
 
 

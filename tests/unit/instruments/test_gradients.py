@@ -54,22 +54,6 @@ def test_a_known_gram_matrix_is_used(operands):
     torch.testing.assert_close(rows.double(), 4 * explicit(x, grad)[1], rtol=1e-5, atol=0)
 
 
-def test_gram_of_half_precision_in_chunks(operands, monkeypatch):
-    x = operands[1].bfloat16()
-    monkeypatch.setattr("instruments.gradients._CACHE_FLOATS", B * T)
-    torch.testing.assert_close(gram_matrix(x), x.float() @ x.float().mT, rtol=1e-6, atol=1e-6)
-
-
-def test_a_sample_without_gradient_has_norm_zero(operands):
-    x, grad = operands
-    grad[1] = 0
-    for gram in (True, False):
-        columns, rows = weight_squares(x, grad, gram=gram)
-        assert not columns[1].any()
-        assert not rows[1].any()
-        assert columns[[0, 2]].all()
-
-
 def test_the_cheaper_product():
     assert prefer_gram("auto", 64, 1024, 3072)
     assert not prefer_gram("auto", 2048, 1024, 3072)

@@ -82,14 +82,6 @@ def test_a_scan(tmp_path):
     assert scanner.left_out == {}
 
 
-def test_a_scan_of_forward_passes():
-    model = Net()
-    with ParameterTensorScanner(model, gradients=False) as scanner:
-        run(model)
-        disturb(model)
-    assert len(scanner.collect()) == 2  # also the model's own pass in `disturb`
-
-
 def test_a_dump(tmp_path):
     model = Net()
     with TensorDump(model, tmp_path / "dump", environment={}) as dump:

@@ -25,14 +25,10 @@ def test_every_damaged_file_is_named(folder):
     (folder / "a").unlink()
     (folder / "b").write_text("bbbb")
     (folder / "c").write_text("ccd")
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(ContractError, match="the result of scan is damaged") as caught:
         verify(folder, remedy=REMEDY)
-    assert str(caught.value) == (
-        "the result of scan is damaged\n"
-        f"  where: {folder}/a is missing; {folder}/b has 4 bytes; 3 were published; "
-        f"{folder}/c was changed after it was published\n"
-        "  do:    python -m pipeline stage=scan fresh=true"
-    )
+    assert all(str(folder / name) in caught.value.where for name in "abc")
+    assert caught.value.do == REMEDY
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"table": {"titel": ""}}'])

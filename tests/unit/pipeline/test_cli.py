@@ -22,54 +22,26 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "what", "do"),
     [
-        (
-            ["stage=scam"],
-            "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump, "
-            "diagnose\n"
-            "  where: setting stage\n"
-            "  do:    stage=scan\n",
-        ),
-        (
-            ["n=2048"],
-            "n=2048 needs at least 2048 neurons a layer that are not always on; there are 1024\n"
-            "  where: shape, model=embedded with F=1024 neurons a layer, 0 of them always on\n"
-            "  do:    experts=12 n=64 top_k=4 always_on=256\n",
-        ),
-        (
-            ["experts=3", "top_k=4"],
-            "top_k=4 is more than experts=3\n"
-            "  where: shape, model=embedded with F=1024 neurons a layer\n"
-            "  do:    n=256 top_k=1 always_on=256\n",
-        ),
-        (
-            ["always_on=1024"],
-            "always_on=1024 leaves no neuron to route; at most 1023 of 1024 can be always on\n"
-            "  where: shape, model=embedded with F=1024 neurons a layer\n"
-            "  do:    top_k=4 always_on=256\n",
-        ),
-        (["experts=0"], "experts=0 must be at least 1\n  where: setting experts\n  do:    experts=null\n"),
-        (["active=0"], "active=0.0 must be above 0\n  where: setting active\n  do:    active=0.5\n"),
-        (
-            ["assemble.target=mixtral", "always_on=0"],
-            "mixtral cannot hold the attention of qwen3\n"
-            "  where: assemble.target\n"
-            "  do:    assemble.target=auto, or one of qwen3_moe, glm4_moe, dots1, tiny_onn\n",
-        ),
-        (
-            ["model.label=a/b"],
-            "model.label=a/b is no plain folder name\n  where: setting model.label\n  do:    model.label=b\n",
-        ),
-        (
-            ["model=local"],
-            "model=local needs a folder\n  where: model.path\n  do:    model.path=<folder of the checkpoint>\n",
-        ),
+        (["stage=scam"], "stage=scam is none of all, scan, score", "stage=scan"),
+        (["score.method=contributions"], "score.method=contributions is none of s_p", "score.method=contribution"),
+        (["assemble.rooter=random"], "there is no setting assemble.rooter", "assemble.router=random"),
+        (["n=2048"], "n=2048 needs at least 2048 neurons a layer", "experts=12 n=64 top_k=4 always_on=256"),
+        (["experts=3", "top_k=4"], "top_k=4 is more than experts=3", "experts=12 top_k=4 always_on=256"),
+        (["always_on=1024"], "always_on=1024 leaves no neuron to route", "experts=12 top_k=4 always_on=256"),
+        (["experts=0"], "experts=0 must be at least 1", "experts=null"),
+        (["assemble.target=mixtral", "always_on=0"], "mixtral cannot hold the attention of qwen3",
+         "assemble.target=auto, or one of qwen3_moe, glm4_moe, dots1, tiny_onn"),
+        (["model.label=a/b"], "model.label=a/b is no plain folder name", "model.label=b"),
+        (["model=local"], "model=local needs a folder", "model.path=<folder of the checkpoint>"),
     ],
-)
-def test_one_mistake(command, tmp_path, words, message):
-    assert command(*words) == (2, message)
-    assert list(tmp_path.iterdir()) == []
+)  # fmt: skip
+def test_one_mistake(command, tmp_path, words, what, do):
+    code, text = command(*words)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert text.startswith(what)
+    assert text.endswith(f"\n  do:    {do}\n")
 
 
 def test_all_mistakes_at_once(command, tmp_path):
@@ -94,34 +66,28 @@ def test_what_depends_on_an_unread_word_is_not_complained_about(command):
     assert text == "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16\n"
 
 
-def test_an_output_folder_that_is_a_file(command, tmp_path):
+def test_an_output_folder_that_cannot_be_written(command, tmp_path, capsys):
+    assert cli.run_command(["output_dir=/proc/tiny-onn"]) == 2
+    assert capsys.readouterr().err.startswith("cannot write to /proc: ")
     (tmp_path / "outputs").write_text("")
-    assert command() == (
-        2,
-        f"{tmp_path}/outputs is a file, not a folder\n  where: setting output_dir\n  do:    output_dir=outputs\n",
-    )
+    assert command()[1].startswith(f"{tmp_path}/outputs is a file, not a folder\n  where: setting output_dir\n")
 
 
 @pytest.mark.parametrize("name", ["outputs", "outputs/artifacts", "outputs/runs"])
 def test_a_link_to_a_disk_that_is_not_mounted(command, tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to("/no/disk")
-    assert command("stage=scan", "plan=true") == (
-        2,
-        f"{tmp_path}/{name} is a link to /no/disk, which is not there: is a disk not mounted?\n"
-        "  where: setting output_dir\n"
-        "  do:    output_dir=outputs\n",
-    )
+    code, text = command("stage=scan", "plan=true")
+    assert code == 2
+    assert text.startswith(f"{tmp_path}/{name} is a link to /no/disk, which is not there: is a disk not mounted?\n")
 
 
 def test_results_that_were_copied_with_their_links_followed(command, tmp_path):
-    (tmp_path / "outputs/latest").mkdir(parents=True)
-    assert command("stage=scan", "plan=true") == (
-        2,
-        f"{tmp_path}/outputs/latest is no link, so that this run cannot make it point to its results\n"
-        "  where: setting output_dir\n"
-        f"  do:    mv {tmp_path}/outputs/latest {tmp_path}/outputs/latest-old\n",
-    )
+    latest = tmp_path / "outputs/latest"
+    latest.mkdir(parents=True)
+    code, text = command("stage=scan", "plan=true")
+    assert code == 2
+    assert text.endswith(f"  do:    mv {latest} {latest}-old\n")
 
 
 def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
@@ -130,9 +96,7 @@ def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
 
     monkeypatch.setattr(cli, "start", deny)
     assert cli.run_command([]) == 1
-    assert capsys.readouterr().err == (
-        f"access denied: {closed / 'x'}: Permission denied\n  do:    check its permissions\n"
-    )
+    assert capsys.readouterr().err.startswith(f"access denied: {closed / 'x'}: Permission denied")
 
 
 @pytest.mark.parametrize(

@@ -46,19 +46,13 @@ def test_a_sweep_over_all_options_that_match_a_pattern(tmp_path, monkeypatch):
 
 def test_wrong_settings_of_all_jobs_are_found_before_the_first(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setattr(cli, "run_pipeline", None)
-    words = ["-m", "always_on=0,1024", "seed=-1,1", "train.language_model=0", "stage=train", "score.form=product"]
-    assert cli.run_command([*words, "score.method=random", f"output_dir={tmp_path}"]) == 2
-    assert capsys.readouterr().err == (
-        "seed=-1 must be at least 0\n"
-        "  where: setting seed; job 0, always_on=0 seed=-1; job 2, always_on=1024 seed=-1\n"
-        "  do:    seed=0\n\n"
-        "nothing is minimised: the weights of both losses are 0\n"
-        "  where: settings train.language_model and train.logits\n"
-        "  do:    train.language_model=1\n\n"
-        "always_on=1024 leaves no neuron to route; at most 1023 of 1024 can be always on\n"
-        "  where: shape, model=embedded with F=1024 neurons a layer; job 3, always_on=1024 seed=1\n"
-        "  do:    top_k=4 always_on=256\n"
-    )
+    words = ["-m", "always_on=0,1024", "seed=-1,1", "train.language_model=0", "stage=train", f"output_dir={tmp_path}"]
+    assert cli.run_command(words) == 2
+    negative, nothing, always_on = capsys.readouterr().err.split("\n\n")
+    assert "setting seed; job 0, always_on=0 seed=-1; job 2, always_on=1024 seed=-1\n" in negative
+    assert "nothing is minimised" in nothing
+    assert "always_on=1024 leaves no neuron to route" in always_on
+    assert "; job 3, always_on=1024 seed=1\n" in always_on
     assert caplog.messages == []
     assert list(tmp_path.iterdir()) == []
 
@@ -89,15 +83,6 @@ def test_a_failing_job_of_a_sweep_is_named_and_the_others_run(tmp_path, monkeypa
         "not every job of the sweep is done; the errors are above\n"
         "  do:    the same command again, which keeps all finished results\n"
     )
-
-
-def test_a_faulty_sweep_starts_nothing(tmp_path, capsys):
-    assert cli.run_command(["-m", "experts=2,many", f"output_dir={tmp_path}"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16\n"
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_faulty_file_under_conf(tmp_path, monkeypatch):

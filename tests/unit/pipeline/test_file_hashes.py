@@ -41,13 +41,6 @@ def test_other_bytes_of_the_same_size_and_time_are_read_again(file, tmp_path):
     assert hash_of(file) == hash_file(file) != before
 
 
-def test_a_touch_changes_no_hash(file, tmp_path):
-    hash_of = FileHashes(tmp_path)
-    before = hash_of(file)
-    os.utime(file, ns=(1, 1))
-    assert hash_of(file) == before
-
-
 def test_what_changed_just_now_is_not_remembered(file, read, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.artifacts.SETTLED", 10**12)
     hash_of = FileHashes(tmp_path)

@@ -34,8 +34,7 @@ def test_an_existing_file_is_kept(tmp_path, capsys, carve):
 
 def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, capsys, carve, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
-    old = tmp_path / "llama.cpp"
-    old.mkdir()
+    (old := tmp_path / "llama.cpp").mkdir()
     (old / "convert_hf_to_gguf.py").touch()
     for words, said in (
         ([], "converter is in no package"),

@@ -69,16 +69,16 @@ def test_nobody_reads_the_help_page():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_names_do_not_steer_the_terminal(tmp_path):
+    done = run_under(["model=local", f"model.path={tmp_path}/\x1b[2Jname", f"output_dir={tmp_path}"])
+    assert done.returncode == 2
+    assert b"\x1b" not in done.stderr
+    assert rb"\x1b[2Jname" in done.stderr
+
+
 def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(monkeypatch):
     def interrupt(_words):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pipeline.__main__._do", interrupt)
     assert main() == 130
-
-
-def test_names_do_not_steer_the_terminal(tmp_path):
-    done = run_under(["model=local", f"model.path={tmp_path}/\x1b[2Jname", f"output_dir={tmp_path}"])
-    assert done.returncode == 2
-    assert b"\x1b" not in done.stderr
-    assert rb"\x1b[2Jname" in done.stderr

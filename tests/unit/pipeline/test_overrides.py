@@ -10,9 +10,8 @@ def texts(*words, sweep=False):
     return [str(error) for errors in override_errors(words, sweep=sweep).values() for error in errors]
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
+def test_good_words_pass():
+    words = [
         "stage=scan",
         "experts=3",
         "top_k=null",
@@ -20,90 +19,39 @@ def texts(*words, sweep=False):
         "score=taylor",
         "project=none",
         "project.penalties=[0.1,1]",
-        "model.path='/my path/qwen'",
-        "n=${experts}",
-        "hydra.run.dir=/somewhere",
-        "experiment=[hundred_experts,active_width]",
-    ],
-)
-def test_good_words_pass(word):
-    assert texts(word) == []
+    ]
+    words += ["model.path='/my path/qwen'", "hydra.run.dir=/somewhere"]
+    assert texts(*words, "experiment=[hundred_experts,active_width]") == []
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("word", "what", "do"),
     [
-        ("expert=3", "there is no setting expert\n  where: command line\n  do:    experts=3"),
-        ("batch_token=3", "there is no setting batch_token\n  where: command line\n  do:    scan.batch_tokens=3"),
-        (
-            "diagnose.analyze_tensor=3",
-            "there is no setting diagnose.analyze_tensor\n"
-            "  where: command line\n"
-            "  do:    diagnose.analyze_tensor.file=3",
-        ),
-        ("clusters=rank", "there is no setting clusters\n  where: command line\n  do:    cluster=rank"),
-        (
-            "scan.gradient=true",
-            "there is no setting scan.gradient\n  where: command line\n  do:    scan.gradients=true",
-        ),
-        (
-            "zzz=3",
-            "there is no setting zzz\n  where: command line\n  do:    python -m pipeline --cfg job lists the settings",
-        ),
-        (
-            "+zzz.y=3",
-            "there is no setting zzz.y\n  where: command line\n"
-            "  do:    python -m pipeline --cfg job lists the settings",
-        ),
-        (
-            "cluster=foo",
-            "cluster=foo is none of balanced_kmeans, contiguous, random, rank, router_aware\n"
-            "  where: setting cluster\n"
-            "  do:    cluster=balanced_kmeans",
-        ),
-        (
-            "score=tailor",
-            "score=tailor is none of contribution, frequency, random, s_p, taylor, wanda\n"
-            "  where: setting score\n"
-            "  do:    score=taylor",
-        ),
-        (
-            "store={kind: x}",
-            "store={'kind': 'x'} is none of local, redis\n  where: setting store\n  do:    store=local",
-        ),
-        ("store=null", "store=None is none of local, redis\n  where: setting store\n  do:    store=local"),
-        ("experts=many", "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16"),
-        ("top_k=2.5", "top_k=2.5 should be a whole number or null\n  where: command line\n  do:    top_k=16"),
-        ("fresh=maybe", "fresh=maybe should be true or false\n  where: command line\n  do:    fresh=true"),
-        ("active=half", "active=half should be a number\n  where: command line\n  do:    active=0.5"),
-        (
-            "project.penalties=[a]",
-            "project.penalties=['a'] should be a list of numbers\n"
-            "  where: command line\n"
-            "  do:    project.penalties=[0.5]",
-        ),
-        (
-            "experts",
-            "experts is no setting\n  where: command line\n  do:    stage=scan, or another key=value",
-        ),
-        (
-            "experts=8,16",
-            "experts=8,16 is a sweep over values; a text with a comma needs quotes in quotes, a list brackets\n"
-            "  where: command line\n"
-            "  do:    python -m pipeline -m experts=8,16",
-        ),
-        (
-            "score=glob(*)",
-            "score=glob(*) is a sweep over values; a text with a comma needs quotes in quotes, a list brackets\n"
-            "  where: command line\n"
-            "  do:    python -m pipeline -m 'score=glob(*)'",
-        ),
-        # Hydra cannot take an overlay away.
-        ("debug=null", "debug=None is none of tiny\n  where: setting debug\n  do:    debug=tiny"),
+        ("expert=3", "there is no setting expert", "experts=3"),
+        ("batch_token=3", "there is no setting batch_token", "scan.batch_tokens=3"),
+        ("diagnose.analyze_tensor=3", "no setting diagnose.analyze_tensor", "diagnose.analyze_tensor.file=3"),
+        ("clusters=rank", "there is no setting clusters", "cluster=rank"),
+        ("scan.gradient=true", "there is no setting scan.gradient", "scan.gradients=true"),
+        ("zzz=3", "there is no setting zzz", "python -m pipeline --cfg job lists the settings"),
+        ("+zzz.y=3", "there is no setting zzz.y", "python -m pipeline --cfg job lists the settings"),
+        ("score=tailor", "is none of contribution, frequency, random, s_p, taylor, wanda", "score=taylor"),
+        ("store={kind: x}", "store={'kind': 'x'} is none of local, redis", "store=local"),
+        ("store=null", "store=None is none of local, redis", "store=local"),
+        ("experts=many", "experts=many should be a whole number or null", "experts=16"),
+        ("top_k=2.5", "top_k=2.5 should be a whole number or null", "top_k=16"),
+        ("fresh=maybe", "fresh=maybe should be true or false", "fresh=true"),
+        ("active=half", "active=half should be a number", "active=0.5"),
+        ("project.penalties=[a]", "should be a list of numbers", "project.penalties=[0.5]"),
+        ("experts", "experts is no setting", "stage=scan, or another key=value"),
+        ("score=glob(*)", "is a sweep over values", "python -m pipeline -m 'score=glob(*)'"),
+        ("experts=8,16", "is a sweep over values", "python -m pipeline -m experts=8,16"),
+        ("debug=null", "debug=None is none of tiny", "debug=tiny"),  # Hydra cannot take an overlay away
     ],
-)
-def test_a_slip_is_named_with_its_remedy(word, message):
-    assert texts(word) == [message]
+)  # fmt: skip
+def test_a_slip_is_named_with_its_remedy(word, what, do):
+    (text,) = texts(word)
+    assert what in text.splitlines()[0]
+    assert text.endswith(f"\n  do:    {do}")
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
@@ -115,27 +63,17 @@ def test_a_folder_of_runs_that_is_a_file(tmp_path, key):
     assert texts(f"{key}={tmp_path}/new/inner", f"{key}=${{output_dir}}/runs/now") == []
 
 
-def test_all_slips_are_found_at_once():
-    assert len(texts("expert=3", "experts=many", "stage=scan", "cluster=foo")) == 3
-
-
 def test_every_value_of_a_sweep_is_checked():
-    assert texts("experts=8,16", "score=s_p,wanda", sweep=True) == []
-    assert texts("experts=8,many,few", "seed=range(0,3)", sweep=True) == [
-        "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16",
-        "experts=few should be a whole number or null\n  where: command line\n  do:    experts=16",
-    ]
-
-
-def test_options_of_a_sweep_by_pattern():
-    assert texts("score=glob(*)", "store=glob([l*,r*],exclude=redis)", sweep=True) == []
+    assert texts("experts=8,16", "score=s_p,wanda", "store=glob([l*,r*],exclude=redis)", sweep=True) == []
+    many, few = texts("experts=8,many,few", "seed=range(0,3)", sweep=True)
+    assert many.startswith("experts=many should be a whole number or null")
+    assert few.startswith("experts=few should be a whole number or null")
 
 
 @pytest.mark.parametrize("word", ["score=glob(x*)", "seed=range(3,1)"])
 def test_a_sweep_over_nothing_is_refused(word):
-    assert texts(word, sweep=True) == [
-        f"{word} is a sweep over no value\n  where: command line\n  do:    a range or a pattern that holds some"
-    ]
+    (error,) = texts(word, sweep=True)
+    assert error.startswith(f"{word} is a sweep over no value\n  where: command line")
 
 
 def test_changed_settings_replace_typed_ones():

@@ -73,13 +73,6 @@ def test_due_are_asked_stages_and_what_those_lack(asked, complete, used, due):
     assert select_stages(asked, complete) == (used, due)
 
 
-def test_parents_come_before_their_children():
-    seen = set()
-    for stage in CHAIN:
-        assert set(stage.parents) <= seen
-        seen.add(stage.name)
-
-
 def test_a_stage_is_planned_with_its_ancestors():
     assert [stage.name for stage in with_ancestors("extract")] == ["scan", "score", "cluster", "extract"]
     assert asked_stages("all") == tuple(stage for stage in CHAIN if stage.name not in ON_REQUEST)
@@ -287,13 +280,6 @@ def test_another_map_is_drawn_without_another_carve(steps, word):
     pretend_published(again["cluster"])
     assert due(steps(word)) == due(steps("cluster.map=none")) == set()
     assert due(steps()) == {"cluster"}
-
-
-def test_what_only_a_map_reads_decides_no_carve(steps):
-    assert addresses(steps, "cluster=rank") == addresses(steps, "cluster=rank", "cluster.map=none")
-    for step in steps("cluster=rank").values():
-        pretend_published(step)
-    assert due(steps("cluster=rank", "cluster.map_layers=[1]")) == {"cluster"}
 
 
 def test_random_tokens_decide_a_carve_and_no_pool(steps):

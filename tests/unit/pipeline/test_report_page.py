@@ -214,8 +214,7 @@ def test_outputs_that_were_moved_are_found(outputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "sections"),
-    [("scan", []), ("score", ["Neurons"]), ("cluster", ["Neurons"]), ("project", ["Neurons"])],
+    ("stage", "sections"), [("scan", []), ("score", ["Neurons"]), ("cluster", ["Neurons"]), ("project", ["Neurons"])]
 )
 def test_a_run_that_ends_before_an_evaluation_has_a_page_of_its_results(outputs, stage, sections):
     run = outputs.run(outputs.carve())
@@ -239,11 +238,7 @@ def test_a_run_without_a_finished_stage_is_refused(outputs, capsys):
     record.stages = []
     record.write(run)
     assert main([str(run)]) == 2
-    assert capsys.readouterr().err == (
-        "no stage of this run was finished\n"
-        f"  where: {run}\n"
-        "  do:    python -m pipeline stage=scan store.url=redis://me@host/0\n"
-    )
+    assert capsys.readouterr().err.startswith(f"no stage of this run was finished\n  where: {run}")
 
 
 def test_a_removed_result_and_a_damaged_evaluation_are_refused(outputs):
@@ -264,22 +259,16 @@ def test_a_chain_is_read_as_far_as_it_exists(outputs):
     assert "cluster" not in read_chain(evaluation)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_mistakes_on_the_command_line(outputs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, message in (
         (["nowhere"], "there is no folder nowhere"),
         (["latest", "--output-dir", "here"], "there is no folder"),
         ([".", "--out", "no/x"], "there is no folder no"),
         ([".", "--out", "."], ". is a folder"),
-    ],
-)
-def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(message)
-
-
-def test_settings_that_cannot_be_read_are_an_error(outputs, capsys):
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith(message)
     run = outputs.run(outputs.carve())
     (run / "config.yaml").write_text("a: [")
     assert main([str(run)]) == 1

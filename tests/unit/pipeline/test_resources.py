@@ -18,7 +18,6 @@ from pipeline.resources import (
     peak_bytes,
     record_seconds,
 )
-from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
 
 CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")
@@ -128,34 +127,18 @@ def test_the_last_runs_of_a_stage_give_its_time(checked):
 
 @pytest.mark.parametrize(
     "content",
-    ["{", "[]", '"x"', '{"cpu scan": 3}', '{"cpu scan": [["x", 1]]}', '{"cpu scan": [[1, 2, 3]]}', "[" * 10**5]
-    + [f'{{"cpu scan": [[{work}, {seconds}]]}}' for work, seconds in (("NaN", 1), (10**20, "-1"), ("1" * 400, 1))],
+    ["{", "[]", '{"cpu scan": 3}', '{"cpu scan": [["x", 1]]}', '{"cpu scan": [[NaN, 1]]}', "[" * 10**5, None],
 )
 def test_a_damaged_file_of_times_is_replaced(checked, tmp_path, content):
     run = checked()
     guess, path = estimate_seconds("scan", run), tmp_path / "rates.json"
-    path.write_text(content)
+    if content is None:  # a folder: times that cannot be kept stop no run
+        path.mkdir()
+    else:
+        path.write_text(content)
     assert estimate_seconds("scan", run) == guess
     record_seconds("scan", run, 9.0)
-    assert estimate_seconds("scan", run) == pytest.approx(9)
-
-
-def test_times_that_cannot_be_kept_stop_no_run(checked, tmp_path):
-    (tmp_path / "rates.json").mkdir()
-    record_seconds("scan", checked(), 9.0)
-    assert estimate_seconds("scan", checked()) != 9
-
-
-def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a stage ran"))
-    assert run_command(["plan=true", f"output_dir={tmp_path}"]) == 0
-    shown = capsys.readouterr().out
-    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.split() and line.split()[0] in CHAIN}
-    assert set(rows) == set(CHAIN)
-    assert rows["scan"][1:5] == ["runs:", "no", "result", "yet"]
-    assert rows["scan"][-1] == "s"
-    assert not (tmp_path / "runs").exists()
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
+    assert estimate_seconds("scan", run) == pytest.approx(guess if content is None else 9)
 
 
 def test_only_a_whole_run_of_a_stage_is_timed(tmp_path):
@@ -174,3 +157,15 @@ def test_only_a_whole_run_of_a_stage_is_timed(tmp_path):
     result.rename(tmp_path / "gone")
     assert run_command(words) == 0
     assert json.loads((tmp_path / "rates.json").read_text()) == before
+
+
+def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a stage ran"))
+    assert run_command(["plan=true", f"output_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.split() and line.split()[0] in CHAIN}
+    assert set(rows) == set(CHAIN)
+    assert rows["scan"][1:5] == ["runs:", "no", "result", "yet"]
+    assert rows["scan"][-1] == "s"
+    assert not (tmp_path / "runs").exists()
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}

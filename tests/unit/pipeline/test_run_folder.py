@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from instruments.errors import ContractError
-from pipeline.run_folder import RunFolder, StageRun, installed_versions, read_run_record, replace_link
+from pipeline.run_folder import RunFolder, StageRun, read_run_record, replace_link
 from pipeline.settings import Settings
 
 
@@ -40,12 +40,6 @@ def test_a_folder_of_no_run_is_refused(tmp_path, content):
     assert error.value.do == "name a folder under outputs/runs, or latest"
 
 
-def test_versions_are_those_installed():
-    versions = installed_versions()
-    assert versions["python"].startswith("3.")
-    assert {"torch", "transformers", "numpy"} < set(versions)
-
-
 def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):
     for name in ("one", "two"):
         checkpoint = tmp_path / "artifacts" / name
@@ -74,15 +68,6 @@ def test_links_in_a_folder_that_is_reached_through_a_link(tmp_path):
 
 def test_a_link_that_a_killed_process_of_the_same_number_left(tmp_path):
     (tmp_path / f".latest.{os.getpid()}").symlink_to("nowhere")
-    (tmp_path / "run").mkdir()
     replace_link(tmp_path / "latest", tmp_path / "run")
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "run"]
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").readlink() == Path("run")
-
-
-def test_links_survive_moving_the_outputs(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "target").mkdir()
-    replace_link(tmp_path / "a" / "link", tmp_path / "a" / "target")
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert (tmp_path / "b" / "link").resolve() == tmp_path / "b" / "target"

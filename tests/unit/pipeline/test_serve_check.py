@@ -159,10 +159,9 @@ def test_every_layer_reads_its_experts_of_a_pool(tmp_path):
     dense = {"model_type": "qwen3", "num_hidden_layers": 7}
     config = {"model_type": "tiny_onn", "topology": "global_pool", "num_experts": 5, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"dense_layers": [0], "dense": dense}))
-    tensors = {
-        "experts.gate_up_proj": (5, 6, 4),
-        "experts.down_proj": (5, 4, 3),
-    } | {f"model.layers.{layer}.mlp.gate.weight": (5, 4) for layer in range(1, 7)}
+    tensors = {"experts.gate_up_proj": (5, 6, 4), "experts.down_proj": (5, 4, 3)} | {
+        f"model.layers.{layer}.mlp.gate.weight": (5, 4) for layer in range(1, 7)
+    }
     save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
     # Two of five experts of 3·3·4 weights in each of six layers, and its router of 20.
     assert serve_check._active(tmp_path)["prompt"] == pytest.approx(6 * (2 * 36 + 20))

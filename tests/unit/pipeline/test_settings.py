@@ -15,8 +15,3 @@ def test_a_stage_is_handed_what_its_run_asks_for(stage):
     (run,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run")
     assert [argument.arg for argument in run.args.args] == ["job"]
     assert tuple(argument.arg for argument in run.args.kwonlyargs) == stage.nodes
-
-
-@pytest.mark.parametrize("stage", CHAIN, ids=lambda stage: stage.name)
-def test_every_stage_has_a_version(stage):
-    assert stage.version >= 1

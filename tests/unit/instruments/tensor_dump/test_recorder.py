@@ -72,9 +72,7 @@ def test_every_gradient_belongs_to_the_call_that_it_is_of(tmp_path, run, reentra
     passes = [torch.randn(T, D, generator=generator, requires_grad=True) for _ in range(2)]
     plain = dump(tmp_path / "plain", run(lambda function, *args: function(*args)), passes)
     again = dump(
-        tmp_path / "again",
-        run(lambda function, *args: checkpoint(function, *args, use_reentrant=reentrant)),
-        passes,
+        tmp_path / "again", run(lambda function, *args: checkpoint(function, *args, use_reentrant=reentrant)), passes
     )
     assert plain.keys() == {key for key in again if not key[0]}
     assert max(call for _, _, call, _, _ in plain) > 0

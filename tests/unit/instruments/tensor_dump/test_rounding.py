@@ -70,14 +70,6 @@ def test_blocks_are_what_a_loop_over_the_specification_gives(name, scale):
         assert result.tolist() == expected
 
 
-def test_the_largest_of_a_block_sets_its_scale():
-    values = torch.zeros(1, BLOCK)
-    values[0, :3] = torch.tensor([7.0, 1.0, 0.3])  # 2^2: scale 1; 7 saturates to 6
-    assert round_to_blocks(values, E2M1)[0, :3].tolist() == [6.0, 1.0, 0.5]
-    values[0, 0] = 8.0  # 2^3: scale 2
-    assert round_to_blocks(values, E2M1)[0, :3].tolist() == [8.0, 1.0, 0.0]
-
-
 def test_a_value_that_is_not_finite_takes_its_block_with_it():
     values = torch.ones(1, 2 * BLOCK)
     values[0, 3] = math.inf

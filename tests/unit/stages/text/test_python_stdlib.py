@@ -1,13 +1,10 @@
 import sys
-import time
 from itertools import islice
 
 import pytest
 
 from instruments.errors import DataError
-from stages.text.config import DataConfig
 from stages.text.python_stdlib import Module, choose_modules, list_modules, read_module, read_stdlib, split_docstrings
-from stages.text.sequences import load_text
 
 SOURCE = '''\
 """What the module does."""
@@ -86,20 +83,8 @@ def test_the_first_documents_are_of_as_many_modules_and_of_both_kinds():
     assert max(len(document.text) for document in documents) < 3_000
 
 
-def test_reading_is_quick_and_the_same_every_time(tokenizer):
-    started = time.perf_counter()
-    sequences = load_text(DataConfig(tokens=8192), tokenizer, "calibration").sequences
-    assert time.perf_counter() - started < 5
-    assert load_text(DataConfig(tokens=8192), tokenizer, "calibration").sequences == sequences
-    assert sum(len(sequence.ids) for sequence in sequences) == 8192
-
-
 def test_an_installation_without_source(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     with pytest.raises(DataError) as caught:
         read_stdlib(0.1, "calibration")
-    assert str(caught.value) == (
-        "this interpreter has no source of its standard library\n"
-        f"  where: Python {sys.version.split()[0]}, {tmp_path}\n"
-        "  do:    data=text data.path=a .jsonl or .txt file"
-    )
+    assert str(caught.value).startswith("this interpreter has no source of its standard library")

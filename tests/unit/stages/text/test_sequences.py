@@ -7,13 +7,7 @@ from instruments.errors import DataError
 from stages.text.batches import TokenSequence
 from stages.text.config import DataConfig
 from stages.text.generated import load_prompts
-from stages.text.sequences import (
-    find_begin,
-    load_text,
-    pack_documents,
-    select_usable,
-    truncate_documents,
-)
+from stages.text.sequences import find_begin, load_text, pack_documents, select_usable, truncate_documents
 
 
 def encoded(name, *ids, masked=0):
@@ -44,13 +38,6 @@ def test_packing_joins_and_cuts():
     ]
 
 
-def test_packing_loses_no_token():
-    documents = [encoded(str(length), *range(length)) for length in (5, 1, 13, 0, 4, 7)]
-    sequences = list(pack_documents(documents, max_length=6))
-    assert [id_ for sequence in sequences for id_ in sequence.ids] == [id_ for each in documents for id_ in each.ids]
-    assert [len(sequence.ids) for sequence in sequences] == [6, 6, 6, 6, 6]
-
-
 def test_every_sequence_starts_with_the_begin_token_of_the_tokenizer():
     documents = [encoded("a", 9, 1, 2), encoded("b", 9, 3, 4, 5, 6, 7, 8)]  # 9 begins
     packed = list(pack_documents(documents, max_length=4, begin=9))
@@ -67,14 +54,6 @@ def test_the_begin_token_is_that_which_the_tokenizer_adds(tokenizer):
     begin = tokenizer.bos_token_id
     tokenizer._tokenizer.post_processor = TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", begin)])
     assert find_begin(tokenizer) == begin
-
-
-def test_truncation_keeps_documents_apart():
-    documents = [encoded("a", 1, 2), encoded("b", 3, 4, 5, 6, masked=1)]
-    assert list(truncate_documents(documents, max_length=3)) == [
-        TokenSequence("a", [1, 2], [1, 2]),
-        TokenSequence("b", [3, 4, 5], [-100, 4, 5]),
-    ]
 
 
 def test_usable_sequences_until_enough_and_the_names_of_those_passed_over():
@@ -94,11 +73,6 @@ def test_usable_sequences_until_enough_and_the_names_of_those_passed_over():
         "the only label is at the first token, which nothing predicts": ["c"],
         "fewer than 2 tokens": ["d"],
     }
-
-
-def test_a_last_cut_that_leaves_no_label_is_left_out():
-    sequences = [TokenSequence("a", [1, 2, 3], [1, 2, 3]), TokenSequence("b", [4, 5, 6], [-100, -100, 6])]
-    assert select_usable(sequences, wanted=5).sequences == sequences[:1]
 
 
 @pytest.mark.usefixtures("no_heldout")
@@ -183,19 +157,6 @@ def test_heldout_text_of_its_own_counts_in_full(write_jsonl, tokenizer):
 
 
 @pytest.mark.usefixtures("no_heldout")
-def test_every_label_masked(write_jsonl, tokenizer):
-    path = write_jsonl("a.jsonl", [chat("long " * 20, "b"), chat("longer " * 20, "b")])
-    data = config_of(path, packing="single", labels="completion", max_length=16)
-    with pytest.raises(DataError) as caught:
-        load_text(data, tokenizer, "calibration")
-    assert str(caught.value) == (
-        "every label is masked: none of 2 sequences has a token that counts in the loss\n"
-        f"  where: calibration text of {path}, data.labels=completion, data.max_length=16\n"
-        "  do:    data.labels=full_sequence, or data.max_length=32 if the answers begin after the cut"
-    )
-
-
-@pytest.mark.usefixtures("no_heldout")
 def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokenizer):
     """In stages other than the scan, all tokens of plain text and the answers of conversations are labels."""
     path = write_jsonl("a.jsonl", [chat("question", "answer"), {"text": "plain"}])
@@ -208,26 +169,19 @@ def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokeniz
 
 
 @pytest.mark.usefixtures("no_heldout")
-def test_conversations_are_required(write_jsonl, tokenizer):
-    path = write_jsonl("a.jsonl", [chat("a", "b"), {"text": "plain"}])
+@pytest.mark.parametrize(
+    ("records", "settings", "what"),
+    [
+        ([chat("a", "b"), {"text": "plain"}], {"labels": "completion"}, "data.labels=completion needs conversations"),
+        ([chat("long " * 20, "b")], {"labels": "completion", "packing": "single"}, "every label is masked: none of 1"),
+    ],
+)
+def test_text_without_a_label_is_refused(write_jsonl, tokenizer, records, settings, what):
+    path = write_jsonl("a.jsonl", records)
     with pytest.raises(DataError) as caught:
-        load_text(config_of(path, labels="completion"), tokenizer, "calibration")
-    assert str(caught.value) == (
-        "data.labels=completion needs conversations, and this is plain text\n"
-        f"  where: {path}:2\n"
-        "  do:    data.labels=full_sequence, or name the column of the conversations: data.messages_column="
-    )
-
-
-@pytest.mark.usefixtures("no_heldout")
-def test_too_short_to_learn_from(write_jsonl, tokenizer):
-    tokenizer.eos_token = None
-    path = write_jsonl("a.jsonl", [{"text": "a"}, {"text": "b"}])
-    with pytest.raises(DataError) as caught:
-        load_text(config_of(path, packing="single"), tokenizer, "calibration")
-    assert str(caught.value) == (
-        f"none of 2 sequences has 2 tokens\n  where: calibration text of {path}\n  do:    name text that holds more"
-    )
+        load_text(config_of(path, max_length=16, **settings), tokenizer, "calibration")
+    assert caught.value.what.startswith(what)
+    assert str(path) in caught.value.where
 
 
 @pytest.mark.parametrize("load", [load_text, load_prompts])
@@ -239,29 +193,9 @@ def test_a_token_without_an_embedding(write_jsonl, tokenizer, load):
     data = config_of(path, packing="single")
     with pytest.raises(DataError) as caught:
         load(data, tokenizer, *(["calibration"] if load is load_text else []))
-    assert str(caught.value) == (
-        "the tokenizer makes token 4096, '<|new|>', and the model has 4096\n"
-        f"  where: {path}:2, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    the tokenizer and the chat template of these weights, or text without this token"
-    )
+    assert str(caught.value).startswith("the tokenizer makes token 4096, '<|new|>', and the model has 4096")
 
 
-@pytest.mark.usefixtures("no_heldout")
-def test_no_document_for_a_split(write_jsonl, tokenizer):
-    path = write_jsonl("a.jsonl", [{"text": "a"}])
-    with pytest.raises(DataError) as caught:
-        load_text(config_of(path), tokenizer, "heldout")
-    assert str(caught.value) == (
-        "no document falls to the heldout text\n"
-        f"  where: heldout text of {path}, data.heldout_share=0.1 of its documents held out\n"
-        "  do:    text with more documents, another data.heldout_share, or data.heldout_path= held-out text of its own"
-    )
-
-
-def test_empty_heldout_text(write_jsonl, tokenizer):
-    heldout = write_jsonl("b.jsonl", [])
-    with pytest.raises(DataError) as caught:
-        load_text(config_of("none", heldout_path=str(heldout)), tokenizer, "heldout")
-    assert str(caught.value) == (
-        f"the text is empty\n  where: heldout text of {heldout}\n  do:    name text that holds something"
-    )
+def test_a_last_cut_that_leaves_no_label_is_left_out():
+    sequences = [TokenSequence("a", [1, 2, 3], [1, 2, 3]), TokenSequence("b", [4, 5, 6], [-100, -100, 6])]
+    assert select_usable(sequences, wanted=5).sequences == sequences[:1]

@@ -18,9 +18,8 @@ def test_the_defaults_are_right():
 
 @pytest.mark.parametrize("share", [1.0, 0.0, -1.0, float("nan")])
 def test_a_share_is_between_0_and_1(share):
-    assert messages_of(heldout_share=share) == [
-        f"data.heldout_share={share} is not between 0 and 1, both excluded\n  do:    data.heldout_share=0.1"
-    ]
+    (error,) = messages_of(heldout_share=share)
+    assert error.startswith(f"data.heldout_share={share} is not between 0 and 1, both excluded")
 
 
 def test_every_field_has_its_own_rule():
@@ -45,40 +44,23 @@ def test_fewer_tokens_than_one_sequence():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "do"),
     [
-        (
-            {"labels": "completion"},
-            "data.labels=completion needs conversations, and the standard library is plain text\n"
-            "  do:    data.labels=full_sequence",
-        ),
-        (
-            {"kind": "text"},
-            "data.kind=text reads local files, and none is named\n  do:    data.path=FILE_OR_FOLDER",
-        ),
-        (
-            {"kind": "text", "path": "a.txt", "heldout_path": "./a.txt"},
-            "data.heldout_path and data.path are the same: a.txt\n  do:    data.heldout_path=null",
-        ),
-        (
-            {"kind": "hub"},
-            "data.kind=hub reads a dataset, and none is named\n  do:    data.name=Salesforce/wikitext",
-        ),
-        (
-            {"kind": "hub", "name": "a/b", "heldout_split": "train"},
-            "data.heldout_split and data.split are the same: train\n  do:    data.heldout_split=null",
-        ),
+        ({"labels": "completion"}, "data.labels=full_sequence"),
+        ({"kind": "text"}, "data.path=FILE_OR_FOLDER"),
+        ({"kind": "text", "path": "a.txt", "heldout_path": "./a.txt"}, "data.heldout_path=null"),
+        ({"kind": "hub"}, "data.name=Salesforce/wikitext"),
+        ({"kind": "hub", "name": "a/b", "heldout_split": "train"}, "data.heldout_split=null"),
     ],
 )
-def test_settings_that_do_not_fit_the_source(settings, message):
-    assert messages_of(**settings) == [message]
+def test_settings_that_do_not_fit_the_source(settings, do):
+    (message,) = messages_of(**settings)
+    assert message.endswith(f"\n  do:    {do}")
 
 
 def test_a_prompt_and_its_continuation_fit_into_a_sequence():
-    assert messages_of(labels="generated", prompt_tokens=20, max_new_tokens=45, max_length=64) == [
-        "data.prompt_tokens=20 and data.max_new_tokens=45 do not fit into data.max_length=64\n"
-        "  do:    data.max_length=65",
-    ]
+    (error,) = messages_of(labels="generated", prompt_tokens=20, max_new_tokens=45, max_length=64)
+    assert error.startswith("data.prompt_tokens=20 and data.max_new_tokens=45 do not fit into data.max_length=64")
 
 
 def lengths_of(source, max_length):
@@ -86,11 +68,8 @@ def lengths_of(source, max_length):
 
 
 def test_sequences_longer_than_the_model_reads():
-    assert lengths_of({"max_position_embeddings": 300}, 301) == [
-        "data.max_length=301 is longer than the model's longest sequence, 300 tokens\n"
-        "  where: setting data.max_length; max_position_embeddings of the model's config.json\n"
-        "  do:    data.max_length=300"
-    ]
+    (error,) = lengths_of({"max_position_embeddings": 300}, 301)
+    assert error.startswith("data.max_length=301 is longer than the model's longest sequence, 300 tokens")
     assert lengths_of({"max_position_embeddings": 300}, 300) == []
     assert lengths_of({}, 10**9) == []
 
@@ -116,18 +95,9 @@ def test_stretched_positions_count(source, longest):
     assert len(lengths_of(source, longest + 1)) == 1
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        {"max_position_embeddings": "many"},
-        {"max_position_embeddings": -3},
-        {"max_position_embeddings": float("inf")},
-        {"max_position_embeddings": [300]},
-        {"max_position_embeddings": 10**40},
-    ],
-)
-def test_a_size_that_is_none_limits_nothing(source):
-    assert lengths_of(source, 301) == []
+@pytest.mark.parametrize("size", ["many", -3, float("inf"), [300], 10**40])
+def test_a_size_that_is_none_limits_nothing(size):
+    assert lengths_of({"max_position_embeddings": size}, 301) == []
 
 
 @pytest.mark.parametrize("scaling", ["yarn", [4], {"factor": "4"}, {"factor": float("nan")}, {"factor": -4}])

