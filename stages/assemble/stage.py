@@ -14,7 +14,6 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
-from models.targets.base import MoETarget
 from stages.artifacts.carve import Partition
 from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import NOTHING, Job, Table
@@ -22,11 +21,11 @@ from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_check
 from stages.assemble.config import AssembleConfig
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
 from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed, text_sources
-from stages.calibration.config import VocabularyConfig, is_priced
+from stages.calibration.config import VocabularyConfig
 from stages.calibration.number_format import check_number_format
 from stages.calibration.share import take_tokens
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
+from stages.routing.descent import RouterSettings
+from stages.routing.fit import fit_pool_router, fit_router
 from stages.routing.task import (
     RouterTask,
     load_balance,
@@ -38,9 +37,6 @@ from stages.routing.task import (
     watch_pool,
 )
 from stages.text.config import DataConfig
-
-# Recommended router_steps and balance if experts are unused and the setting is 0.
-STEPS, PRICE = 200, 0.01
 
 
 @dataclass(frozen=True)
@@ -56,21 +52,18 @@ class RouterReport:
 
 
 def summarise(
-    reports: Mapping[int, RouterReport],
-    target: MoETarget,
-    shape: MoEShape,
-    partition: Partition,
-    assemble: AssembleConfig,
+    reports: Mapping[int, RouterReport], checkpoint: CheckpointFormat, partition: Partition, assemble: AssembleConfig
 ) -> Table:
     """One row per carved layer; the chance level is in the notes."""
     rows = [
         [layer, f"{one.agreement:.3f}", f"{one.error:.4f}", f"{one.load_E.max():.2f}", int((one.load_E == 0).sum())]
         for layer, one in reports.items()
     ]
+    shape = checkpoint.shape
     share = shape.active_width / partition.width
     notes = [
-        f"{target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, {shape.always_on} "
-        f"always on ({share:.0%} of the dense FFN's {partition.width} neurons)",
+        f"{checkpoint.target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, "
+        f"{shape.always_on} always on ({share:.0%} of the dense FFN's {partition.width} neurons)",
         "the contribution oracle chooses the experts of largest Σ|h|·‖d‖; agreement by chance would be "
         f"{shape.top_k / shape.experts:.3f}",
     ]
@@ -78,17 +71,11 @@ def summarise(
         notes.append("neurons with copies in several experts are unscaled here (assemble.mode=train scales them)")
     unused = sum(int((report.load_E == 0).sum()) for report in reports.values())
     if unused:
-        notes.append(f"{unused} experts are chosen by no calibration token; {load_advice(assemble)} evens the load")
+        price, steps = 10 * assemble.balance or 0.01, max(200, assemble.router_steps)
+        remedy = f"assemble.router=error assemble.router_steps={steps} assemble.balance={price:g} evens the load"
+        notes.append(f"{unused} experts are chosen by no calibration token; {remedy}")
     columns = ["layer", "agreement with the contribution oracle", "output error", "load max/mean", "unused experts"]
     return Table("assemble", columns, rows, notes)
-
-
-def load_advice(assemble: AssembleConfig) -> str:
-    """Settings that give even load more weight in the routers of this stage."""
-    words = [] if is_priced(assemble.router, pooled=False) else ["assemble.router=error"]
-    words += [] if assemble.router_steps else [f"assemble.router_steps={STEPS}"]
-    price = 10 * assemble.balance_weight(pooled=False) or PRICE
-    return " ".join([*words, f"assemble.balance={price:g}"])
 
 
 def summarise_pool(reports: Sequence[RouterReport], partition: Partition, shape: MoEShape) -> Table:
@@ -151,7 +138,7 @@ def run(
     check_number_format(job.out / "checkpoint", checkpoint.dtype, context.text, context.device)
     if partition.pooled:
         return summarise_pool([*reports.values()], partition, shape)
-    return summarise(reports, checkpoint.target, shape, partition, assemble)
+    return summarise(reports, checkpoint, partition, assemble)
 
 
 def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:
@@ -204,11 +191,12 @@ def fit_all(
     def fit(layer: DealtLayer) -> tuple[int, RouterReport]:
         if report := done[layer.index]:
             return layer.index, report
-        index, seed, balance = layer.index, layer_seed(context.seed, layer.index), checkpoint.balance_weight
-        descent = DescentSettings(assemble.router_steps, assemble.router_rate, balance, seed, checkpoint.biased)
+        index = layer.index
         settings = RouterSettings(
-            assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens, sources=sources
-        )
+            assemble.router, assemble.ridge_penalty, assemble.router_tokens, assemble.router_steps,
+            assemble.router_rate, checkpoint.balance_weight, layer_seed(context.seed, index), checkpoint.biased,
+            sources=sources,
+        )  # fmt: skip
         neurons_EN = partition.routed(index).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
         task, router = fit_layer(layer, experts, neurons_EN, always_S, checkpoint.shape.top_k, settings)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from models.experts import Block, ExpertLoop
 from models.routing import has_copies, membership, relative_gates
-from stages.artifacts.job import ALONE, Workers
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import Share
 
@@ -33,6 +32,7 @@ class Alignable(Protocol):
 
 
 Carved = TypeVar("Carved", bound=Alignable)
+Fitted = TypeVar("Fitted")
 
 
 class AlignmentSettings(Protocol):
@@ -44,13 +44,13 @@ class AlignmentSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class Alignment(Generic[Carved]):
-    """One layer and its relative error on validation batches."""
+class Alignment(Generic[Fitted]):
+    """One layer, or the layers of a pool, and the relative error on validation batches."""
 
-    carved: Carved
+    carved: Fitted
     error: float
-    penalty: float | None  # None: no penalty lowered the error, the columns are unchanged
-    less_fitted: Carved | None = None  # the columns of the next larger penalty; None: not tried
+    penalty: float | None = None  # None: no penalty lowered the error, the columns are unchanged
+    less_fitted: Fitted | None = None  # the columns of the next larger penalty; None: not tried
 
 
 def relative_error(
@@ -78,12 +78,23 @@ def align_down(
     share = Share.of(inputs)
     fitted, validation = share.split(settings.validation_share)
     moments = sum_features(carved, inputs, wanted, fitted)
-    before = relative_error(carved, inputs, wanted, validation) if settings.validate else float("inf")
-    best = Alignment(carved, before, None)
+    return search_penalty(
+        carved,
+        lambda penalty: carved.with_change(moments.solve_for(share.workers, penalty)),
+        lambda candidate: relative_error(candidate, inputs, wanted, validation),
+        settings,
+    )
+
+
+def search_penalty(
+    start: Fitted, fit: Callable[[float], Fitted], measure: Callable[[Fitted], float], settings: AlignmentSettings
+) -> Alignment[Fitted]:
+    """Fit with ever smaller penalties; keep the fit of the lowest error, or the `start`."""
+    best = Alignment(start, measure(start) if settings.validate else float("inf"))
     last, larger = float("inf"), None
     for penalty in sorted(settings.penalties, reverse=True):
-        candidate = carved.with_change(moments.solve_for(share.workers, penalty))
-        error = relative_error(candidate, inputs, wanted, validation)
+        candidate = fit(penalty)
+        error = measure(candidate)
         if error < best.error:
             best = Alignment(candidate, error, penalty, larger)
         if error > last:
@@ -154,22 +165,6 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
 def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLoop:
     """The layer with every expert's down columns scaled."""
     return replace(loop, experts=replace(loop.experts, down_EDN=loop.experts.down_EDN * scale_EN[:, None]))
-
-
-def scale_pool(
-    loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor] | None], workers: Workers = ALONE
-) -> Float[Tensor, "E 1"]:
-    """`column_scale` for a pool: one constant per expert, over the tokens of all layers. Its neurons have no copies.
-
-    Inputs are None for a layer that another worker has.
-    """
-    rows_ED = loops[0].router.rows_ED
-    moments_L2E = rows_ED.new_zeros(len(loops), 2, len(rows_ED), dtype=torch.float64)
-    for layer, (loop, seen) in enumerate(zip(loops, inputs, strict=True)):
-        if seen is not None:
-            moments_L2E[layer] = gate_moments(loop, seen)
-    workers.sum_(moments_L2E)
-    return least_squares(moments_L2E.sum(0))[:, None]
 
 
 def at_usual_gates(loop: ExpertLoop, inputs: Sequence[Tensor]) -> ExpertLoop:

@@ -207,14 +207,13 @@ def partition_layer(
     *,
     method: methods.Method,
     rng: np.random.Generator,
-    evidence: LayerEvidence | None = None,
-    tokens: int = 8192,
+    sample: Callable[[], tuple[DenseFFN, Tensor]] | None = None,
 ) -> LayerPartition:
     """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
     Neurons of highest `measure_F` are always on; `scores_F` ranks the others for dropping and for method rank.
-    `features` is called only by methods that compare neurons; router_aware reads `evidence`, on at most `tokens`
-    calibration tokens. `shape` has N ≤ F − S; in a pool it comes from `layer_shapes`.
+    `features` is called only by methods that compare neurons, `sample` (the FFN and some of its inputs) by
+    router_aware. `shape` has N ≤ F − S; in a pool it comes from `layer_shapes`.
 
     Returns:
         Indices into the layer's F neurons, ascending within every expert.
@@ -225,9 +224,10 @@ def partition_layer(
         return LayerPartition(*roles, routed_U.clone(), routed_U.new_empty(0, shape.n))
 
     def energy() -> methods.TokenEnergy:
-        assert evidence is not None, "the layer's evidence is needed"
-        return methods.measure_energy(*evidence.sample(tokens), routed_U, always_on_S, top_k=shape.top_k)
+        assert sample is not None, "router_aware needs a pass, see needs_pass in config.py"
+        return methods.measure_energy(*sample(), routed_U, always_on_S, top_k=shape.top_k)
 
-    neurons = methods.NeuronsToGroup(scores_F[routed_U], lambda: features()[routed_U], energy, shape.n)
-    labels_U, affinity_UE = methods.group_neurons(method, neurons, shape.experts, rng=rng)
+    labels_U, affinity_UE = methods.group_neurons(
+        method, scores_F[routed_U], lambda: features()[routed_U], energy, shape.experts, shape.n, rng=rng
+    )
     return LayerPartition(*roles, labels_U, routed_U[methods.fill_experts(affinity_UE, labels_U, shape.n)])

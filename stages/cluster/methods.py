@@ -8,7 +8,7 @@ because a partition is only useful if a linear router can choose its experts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -188,53 +188,46 @@ def _project_on_top_directions(
 Method = Literal["router_aware", "balanced_kmeans", "rank", "random", "contiguous"]
 
 
-class Grouping(NamedTuple):
-    """Each neuron's home expert, and its affinity to every expert, which decides where copies go."""
+def group_neurons(
+    method: Method,
+    scores_U: Float[Tensor, "U"],
+    features_UC: Callable[[], Tensor],
+    measure: Callable[[], TokenEnergy],
+    experts: int,
+    size: int,
+    *,
+    rng: np.random.Generator,
+) -> tuple[Int[Tensor, "U"], Float[Tensor, "U E"]]:
+    """Group the routed neurons of a layer into experts of at most `size`.
 
-    labels_U: Int[Tensor, "U"]
-    affinity_UE: Float[Tensor, "U E"]
+    `features_UC` and `measure` are called only by the methods that need features, or energy (router_aware).
 
-
-@dataclass(frozen=True)
-class NeuronsToGroup:
-    """The neurons to group; features and energy are computed only for the methods that need them."""
-
-    scores_U: Float[Tensor, "U"]
-    features_UC: Callable[[], Tensor]
-    energy: Callable[[], TokenEnergy] | None = None  # for router_aware
-    size: int = 0  # N, for the copies of router_aware
-
-
-def group_neurons(method: Method, neurons: NeuronsToGroup, experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Group the routed neurons of a layer."""
+    Returns:
+        Each neuron's home expert, and its affinity to every expert, which decides where copies go.
+    """
     match method:
-        case "router_aware":
-            return group_router_aware(neurons, experts, rng=rng)
-        case "balanced_kmeans":
-            return group_by_similarity(neurons.features_UC(), experts, rng=rng)
+        case "router_aware" | "balanced_kmeans":
+            features = features_UC()
+            labels_U = fit_balanced_kmeans(features, group_sizes(len(features), experts), rng=rng)
+            if method == "router_aware":
+                return group_router_aware(measure(), labels_U, experts, size)
+            directions_UC = normalize(features, dim=1)
+            return labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T
         case "rank":  # dealt out in score order: every expert gets its share of high scores
-            labels_U = neurons.scores_U.argsort(descending=True, stable=True).argsort() % experts
+            labels_U = scores_U.argsort(descending=True, stable=True).argsort() % experts
         case "random":  # the control: independent of activations and weights
-            labels_U = torch.from_numpy(rng.permutation(len(neurons.scores_U))) % experts
+            labels_U = torch.from_numpy(rng.permutation(len(scores_U))) % experts
         case "contiguous":  # neighbours in the weight matrix share an expert
-            labels_U = torch.arange(experts).repeat_interleave(group_sizes(len(neurons.scores_U), experts))
+            labels_U = torch.arange(experts).repeat_interleave(group_sizes(len(scores_U), experts))
     # An expert with room copies the next group, then the one after, so that copies are spread evenly.
-    return Grouping(labels_U, -((labels_U[:, None] - torch.arange(experts)) % experts).float())
+    return labels_U, -((labels_U[:, None] - torch.arange(experts)) % experts).float()
 
 
-def group_by_similarity(features_UC: Float[Tensor, "U C"], experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Balanced k-means; the affinity is the cosine to the expert's mean direction."""
-    labels_U = fit_balanced_kmeans(features_UC, group_sizes(len(features_UC), experts), rng=rng)
-    directions_UC = normalize(features_UC, dim=1)
-    return Grouping(labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T)
-
-
-def group_router_aware(neurons: NeuronsToGroup, experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Balanced k-means, then improve partition and router alternately; copy neurons where tokens would miss them."""
-    start_U = group_by_similarity(neurons.features_UC(), experts, rng=rng).labels_U
-    assert neurons.energy is not None, "router_aware needs a pass, see needs_pass in config.py"
-    energy = neurons.energy()
+def group_router_aware(
+    energy: TokenEnergy, start_U: Int[Tensor, "U"], experts: int, size: int
+) -> tuple[Int[Tensor, "U"], Float[Tensor, "U E"]]:
+    """Improve partition and router alternately; copy neurons where tokens would miss them."""
     labels_U = regroup(energy, start_U, group_sizes(len(start_U), experts), iterations=ITERATIONS)
-    if experts * neurons.size <= len(labels_U):
-        return Grouping(labels_U, members(labels_U, experts, energy.energy_TU).T.cpu())
-    return Grouping(labels_U, place_copies(energy, labels_U, experts, neurons.size).T.cpu())
+    if experts * size <= len(labels_U):
+        return labels_U, members(labels_U, experts, energy.energy_TU).T.cpu()
+    return labels_U, place_copies(energy, labels_U, experts, size).T.cpu()

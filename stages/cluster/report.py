@@ -1,8 +1,6 @@
 """The table of the stage: how well each layer's neurons are grouped."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -17,24 +15,13 @@ from stages.cluster.layer import LayerEvidence, LayerPartition
 from stages.cluster.methods import CHUNK, unpack_bits
 
 
-class Coactivation(NamedTuple):
-    """Probability that two neurons both fire on a token; None if there is no such pair."""
-
-    within: float | None
-    between: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """`within` / `between`; about 1 for a random partition."""
-        return self.within / self.between if self.within is not None and self.between else None
-
-
 def measure_coactivation(
     active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, neurons_EN: Int[Tensor, "E N"]
-) -> Coactivation:
-    """Mean co-activation of two neurons of one expert, and of two neurons of different experts.
+) -> tuple[float | None, float | None]:
+    """Probability that two neurons of one expert both fire on a token, and that of two neurons of different experts.
 
-    Computed from the number of firing neurons per token and expert, not pair by pair. Copies of one neuron are no pair.
+    Computed from the number of firing neurons per token and expert, not pair by pair. Copies of one neuron are no pair;
+    without a pair, the probability is None.
     `active_bits_Fr` is ``(F, ceil(R/8))``, packed bits of R = `tokens`.
     """
     experts, size = neurons_EN.shape
@@ -53,7 +40,7 @@ def measure_coactivation(
     between = int(firing_RE.sum(1).square().sum()) - squares - same_neuron
     pairs_within = experts * size * (size - 1)
     pairs_between = (experts * size) ** 2 - experts * size**2 - int((copies_F * (copies_F - 1)).sum())
-    return Coactivation(_mean(within, pairs_within * tokens), _mean(between, pairs_between * tokens))
+    return _mean(within, pairs_within * tokens), _mean(between, pairs_between * tokens)
 
 
 def share_of(contribution_F: Float[Tensor, "F"], neurons: Int[Tensor, "U"]) -> float:
@@ -66,27 +53,22 @@ def _mean(total: int, count: int) -> float | None:
     return total / count if count else None
 
 
-@dataclass(frozen=True)
-class LayerFigures:
-    """Figures of one layer's partition."""
-
-    coactivation: Coactivation
-    always_on_share: float
-    dropped: int
-    dropped_share: float
-    copies: int
-
-
-def measure_layer(partition: LayerPartition, evidence: LayerEvidence) -> LayerFigures:
-    """Figures of one layer."""
+def measure_layer(partition: LayerPartition, evidence: LayerEvidence) -> list[object]:
+    """The layer's row of the table; the ratio is about 1 for a random partition."""
     statistics, layer, contribution_F = evidence.statistics, evidence.layer, evidence.contribution_F
-    return LayerFigures(
-        measure_coactivation(statistics.active_bits[layer], statistics.reservoir_tokens, partition.neurons_EN),
-        always_on_share=share_of(contribution_F, partition.always_on_S),
-        dropped=len(partition.dropped_X),
-        dropped_share=share_of(contribution_F, partition.dropped_X),
-        copies=int(partition.neurons_EN.flatten().bincount(minlength=1).max()),
+    within, between = measure_coactivation(
+        statistics.active_bits[layer], statistics.reservoir_tokens, partition.neurons_EN
     )
+    return [
+        layer,
+        show(within, ".3%"),
+        show(between, ".3%"),
+        f"{within / between:.2f}×" if within is not None and between else "–",
+        f"{share_of(contribution_F, partition.always_on_S):.1%}",
+        len(partition.dropped_X),
+        f"{share_of(contribution_F, partition.dropped_X):.1%}",
+        int(partition.neurons_EN.flatten().bincount(minlength=1).max()),
+    ]
 
 
 COLUMNS = (
@@ -96,22 +78,9 @@ COLUMNS = (
 
 
 def tabulate_layers(
-    figures: Mapping[int, LayerFigures], description: str, pictures: Sequence[str], shapes: Sequence[MoEShape] = ()
+    rows: Sequence[list[object]], description: str, pictures: Sequence[str], shapes: Sequence[MoEShape] = ()
 ) -> Table:
-    """One row per carved layer, and notes on the method; `shapes` are the layers' shapes in a pool."""
-    rows = [
-        [
-            layer,
-            show(figure.coactivation.within, ".3%"),
-            show(figure.coactivation.between, ".3%"),
-            "–" if figure.coactivation.ratio is None else f"{figure.coactivation.ratio:.2f}×",
-            f"{figure.always_on_share:.1%}",
-            figure.dropped,
-            f"{figure.dropped_share:.1%}",
-            figure.copies,
-        ]
-        for layer, figure in figures.items()
-    ]
+    """The rows of the carved layers, and notes on the method; `shapes` are the layers' shapes in a pool."""
     notes = [
         description,
         "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",

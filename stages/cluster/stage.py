@@ -31,7 +31,7 @@ from stages.cluster.layer import (
     view_neurons,
 )
 from stages.cluster.picture import layers_to_draw, plot_layer
-from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
+from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.text.config import DataConfig
 
 
@@ -65,16 +65,18 @@ def run(
             mine = group_layer(cluster, evidence, shapes[layer], done[layer], draw=layer in drawn)
         for grouped in filter(None, workers.gather(mine)):
             if workers.leads:
-                grouped.keep(job, new=done[grouped.layer] is None)
+                if done[grouped.layer] is None:
+                    save_layer_checkpoint(job.scratch, grouped.layer, grouped.partition)
+                for name, content in grouped.pictures.items():
+                    (job.out / name).write_bytes(content)
             found[grouped.layer] = grouped
     release_freed_memory()
     if not workers.leads:
         return NOTHING
     description = describe(cluster, shape, width, scores.description if scores else None)
     save_partition(job.out, {layer: one.partition for layer, one in found.items()}, layers, shape, width, description)
-    figures = {layer: grouped.figures for layer, grouped in found.items()}
-    pictures = [name for grouped in found.values() for name in grouped.pictures]
-    return tabulate_layers(figures, description, pictures, shapes if shape.pooled else ())
+    rows, pictures = [one.row for one in found.values()], [name for one in found.values() for name in one.pictures]
+    return tabulate_layers(rows, description, pictures, shapes if shape.pooled else ())
 
 
 def open_activities(context: CalibrationContext) -> Iterator[DealtLayer | None]:
@@ -96,15 +98,8 @@ class GroupedLayer(NamedTuple):
 
     layer: int
     partition: LayerPartition
-    figures: LayerFigures
+    row: list[object]  # of the table
     pictures: dict[str, bytes]  # name → PNG file
-
-    def keep(self, job: Job, *, new: bool) -> None:
-        """Write the pictures and, if it is `new`, the partition."""
-        if new:
-            save_layer_checkpoint(job.scratch, self.layer, self.partition)
-        for name, content in self.pictures.items():
-            (job.out / name).write_bytes(content)
 
 
 def group_layer(
@@ -119,12 +114,10 @@ def group_layer(
             shape,
             method=cluster.method,  # type: ignore[arg-type] # checked against the field's choices
             rng=evidence.draw(GROUPING),
-            evidence=evidence,
-            tokens=cluster.sample_tokens,
+            sample=partial(evidence.sample, cluster.sample_tokens),
         )
-    figures = measure_layer(partition, evidence)
     pictures = plot_layer(partition, features(), evidence, cluster) if draw and shape.experts else {}
-    return GroupedLayer(evidence.layer, partition, figures, pictures)
+    return GroupedLayer(evidence.layer, partition, measure_layer(partition, evidence), pictures)
 
 
 def rank_neurons(

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from stages.calibration.token_memory import TokenMemory
 from stages.evaluate.baselines import (
     FIRST_SEED,
     MASKS,
-    Baseline,
     CarvedFFN,
     FactsOf,
     LayerFacts,
@@ -90,23 +89,21 @@ class BaselineRun:
             baseline = route(*PUBLISHED[self.method](facts, inputs))
         else:
             baseline = start_baseline(self.method, facts, inputs if self.fitted else cut, hidden)
-        carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
+        carved = self._align(layer, baseline, hidden) if self.aligned else baseline
         if not last:
             self._calibration.leave(map(carved, inputs))
         self.heldout.enter(layer)
-        plain = CarvedFFN(baseline.carved.features, carved.down_DF)
-        self.heldout.leave(map(plain, self.heldout.inputs))
+        self.heldout.leave(map(replace(baseline, down_DF=carved.down_DF), self.heldout.inputs))
 
-    def _align(self, layer: StreamLayer, baseline: Baseline, hidden: Memo) -> CarvedFFN:
+    def _align(self, layer: StreamLayer, baseline: CarvedFFN, hidden: Memo) -> CarvedFFN:
         """The baseline with columns aligned like the carve's; activations are computed once per batch."""
-        inputs, features, wanted = self._calibration.inputs, Memo(baseline.carved.features), []
+        inputs, features, wanted = self._calibration.inputs, Memo(baseline.features), []
         for x_TD in inputs:
             h_TF = hidden(x_TD)
             hidden.forget(x_TD)
             wanted.append(inputs.keep(layer.ffn.output(h_TF)))
-            features.keep(x_TD, baseline.features(x_TD, h_TF))
-        remembered = CarvedFFN(features, baseline.carved.down_DF)
-        return align_down(remembered, inputs, wanted, self._settings).carved
+            features.keep(x_TD, baseline.from_hidden(x_TD, h_TF))
+        return align_down(replace(baseline, features=features), inputs, wanted, self._settings).carved
 
 
 @torch.no_grad()
@@ -138,8 +135,7 @@ def run_baselines(
             cut.leave(map(layer.ffn, cut.inputs))
         elif not last:
             unaligned = start_baseline("unaligned", facts, cut.inputs, hidden)
-            down_FD = unaligned.carved.down_DF.T
-            cut.leave(unaligned.features(x_TD, hidden(x_TD)) @ down_FD for x_TD in cut.inputs)
+            cut.leave(unaligned.from_hidden(x_TD, hidden(x_TD)) @ unaligned.down_DF.T for x_TD in cut.inputs)
     return {name: run.heldout.loss(stream, text.heldout) for name, run in runs.items()}
 
 

@@ -25,10 +25,14 @@ FIRST_SEED = 5_000
 
 @dataclass(frozen=True)
 class CarvedFFN:
-    """`features(x_TD)` returns c_j(x)·h_j(x) of all neurons, (T, F); `down_DF` holds their columns."""
+    """`features(x_TD)` returns c_j(x)·h_j(x) of all neurons, (T, F); `down_DF` holds their columns.
+
+    `from_hidden` computes the features of (T, D) inputs from the activations (T, F) of all neurons of the dense FFN.
+    """
 
     features: Callable[[Tensor], Tensor]
     down_DF: Tensor
+    from_hidden: Callable[[Tensor, Tensor], Tensor]
 
     @property
     def width(self) -> int:
@@ -118,14 +122,6 @@ FactsOf = Callable[[int, DenseFFN], LayerFacts]
 Choice = Callable[[Tensor, Tensor], Tensor]  # (inputs, activations of all neurons) → the K experts of every token
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """A baseline before alignment, and its features as a function of the activations of all neurons."""
-
-    carved: CarvedFFN
-    features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → factors of its columns
-
-
 def choice_of(method: str, facts: LayerFacts) -> Choice:
     """How the baseline `method`, named without `_aligned`, chooses experts.
 
@@ -149,7 +145,7 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
 
 def start_baseline(
     method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
-) -> Baseline:
+) -> CarvedFFN:
     """The baseline `method` (without `_aligned`) before alignment; copies of a neuron are scaled, see `copies_scale`.
 
     Calibration `inputs` are read only for best_mask and for neurons with copies; `hidden` returns their activations,
@@ -167,7 +163,7 @@ def start_baseline(
     return route(facts, choose, copies_scale(chosen, member_EF, facts.always_S, Share.of(inputs).workers))
 
 
-def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | None = None) -> Baseline:
+def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | None = None) -> CarvedFFN:
     """The layer's experts, chosen by `choose`, and its always-on neurons, with scaled down columns."""
     ffn, member_EF = facts.ffn, membership(facts.neurons_EN, facts.ffn.width)
 
@@ -175,7 +171,7 @@ def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | None 
         return h_TF * active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
 
     down_DF = ffn.down_DF if scale_F is None else ffn.down_DF * scale_F
-    return Baseline(CarvedFFN(lambda x_TD: features(x_TD, ffn.hidden(x_TD)), down_DF), features)
+    return CarvedFFN(lambda x_TD: features(x_TD, ffn.hidden(x_TD)), down_DF, features)
 
 
 def copies_scale(
@@ -210,9 +206,9 @@ MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
 }
 
 
-def mask_neurons(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> Baseline:
+def mask_neurons(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> CarvedFFN:
     """A narrower FFN without routing: the S + K·N neurons of highest measure, the same for every token."""
     ffn = facts.ffn
     kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
     narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)
-    return Baseline(CarvedFFN(narrow.hidden, narrow.down_DF), lambda _x, h_TF: h_TF.index_select(1, kept))
+    return CarvedFFN(narrow.hidden, narrow.down_DF, lambda _x, h_TF: h_TF.index_select(1, kept))

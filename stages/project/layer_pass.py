@@ -19,6 +19,7 @@ from stages.artifacts.job import Job
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.alignment import (
     Alignment,
+    Fitted,
     align_down,
     at_usual_gates,
     column_scale,
@@ -29,8 +30,8 @@ from stages.calibration.batches import CalibrationContext, TokenStream, layer_se
 from stages.calibration.config import FITTED_ROUTERS
 from stages.calibration.share import Share, take_rows, take_tokens
 from stages.project.config import ProjectConfig
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_router
+from stages.routing.descent import RouterSettings
+from stages.routing.fit import fit_router
 from stages.routing.task import RouterTask, load_balance, set_logit_std
 
 
@@ -62,7 +63,7 @@ def project_layer(
     share = Share.of(inputs)
     _, validation = share.split(settings.validation_share)
     base = scale_columns(loop, column_scale(loop, inputs))
-    state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
+    state = Alignment(base, relative_error(base, inputs, wanted, validation))
     outcome = Outcome(state.error)
     if settings.alignment == "ridge":
         state, first, rounds = align_layer(base, refit, inputs, wanted, settings)
@@ -99,7 +100,17 @@ def align_layer(
     sizes = sorted(settings.penalties)
     place = len(sizes) if state.penalty is None else sizes.index(state.penalty)
     again = replace(settings, penalties=sizes[place : place + 2] or sizes)
-    state, rounds = alternate(base, refit, state, seen, targets, again) if refits else (state, 0)
+
+    def refitted(aligned: ExpertLoop) -> Alignment[ExpertLoop] | None:
+        router = refit_router(aligned, refit, seen, targets)
+        if chooses_alike(router, aligned, seen):
+            return None
+        router = set_logit_std(router, Share.of(seen).only_text(), refit.logit_std)
+        return align_down(reroute(base, router, seen), seen, targets, again)
+
+    rounds = 0
+    if refits:
+        state, rounds = alternate(state, refitted, again, lambda aligned: load_cost(aligned, seen, refit))
     if Share.of(seen).tokens < Share.of(inputs).tokens:
         last = replace(settings, penalties=sizes[: place + 2])
         state = align_down(reroute(base, state.carved.router, inputs), inputs, wanted, last)
@@ -107,27 +118,24 @@ def align_layer(
 
 
 def alternate(
-    base: ExpertLoop,
-    refit: RouterSettings,
-    state: Alignment[ExpertLoop],
-    inputs: Sequence[Tensor],
-    wanted: Sequence[Tensor],
+    state: Alignment[Fitted],
+    refit: Callable[[Fitted], Alignment[Fitted] | None],
     settings: ProjectConfig,
-) -> tuple[Alignment[ExpertLoop], int]:
-    """Repeat while it helps: refit the router to the aligned experts, align the original experts to the new routing.
+    load_cost: Callable[[Fitted], float] = lambda _: 0.0,
+) -> tuple[Alignment[Fitted], int]:
+    """Repeat while it helps: `refit` fits routers to the aligned experts, then aligns the original experts to them.
 
-    The rounds are compared by error plus `load_cost`.
+    It returns None if no token is routed to other experts. The rounds are compared by error plus `load_cost`; also
+    returns the number of rounds kept.
     """
     for kept in range(settings.rounds):
-        router = refit_router(state.carved, refit, inputs, wanted)
-        if chooses_alike(router, state.carved, inputs):
+        again = refit(state.carved)
+        if again is None:
             return state, kept
-        router = set_logit_std(router, Share.of(inputs).only_text(), refit.logit_std)
-        aligned = align_down(reroute(base, router, inputs), inputs, wanted, settings)
-        before, after = (load_cost(loop, inputs, refit) for loop in (state.carved, aligned.carved))
-        if settings.validate and aligned.error + after >= state.error + before:
+        before, after = (one.error + load_cost(one.carved) for one in (state, again))
+        if settings.validate and after >= before:
             return state, kept
-        state = aligned
+        state = again
     return state, settings.rounds
 
 
@@ -149,12 +157,12 @@ def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) ->
 
 def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
     """The cost of uneven load, in units of error: `balance` times the load variance on validation tokens."""
-    if not refit.descent.balance:
+    if not refit.balance:
         return 0.0
     share = Share.of(inputs)
     _, validation = share.split(refit.validation_share)
     load_E = load_balance(loop.router, inputs, loop.top_k, validation)
-    return refit.descent.balance * float((load_E - 1).square().mean())
+    return refit.balance * float((load_E - 1).square().mean())
 
 
 def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
@@ -293,8 +301,8 @@ def refit_settings(
 
     `sources` names the source of each batch of text.
     """
-    form, balance = checkpoint.settings, checkpoint.balance_weight
-    descent = DescentSettings(project.router_steps, project.router_rate, balance, seed, checkpoint.biased)
+    form = checkpoint.settings
     return RouterSettings(
-        form.router, form.ridge_penalty, descent, project.router_tokens, project.validation_share, logit_std, sources
-    )
+        form.router, form.ridge_penalty, project.router_tokens, project.router_steps, project.router_rate,
+        checkpoint.balance_weight, seed, checkpoint.biased, project.validation_share, logit_std, sources,
+    )  # fmt: skip

@@ -10,9 +10,8 @@ wide.
 Several workers have samples of different layers. Each fits the routers of its layers; moments and errors are summed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,50 +20,26 @@ from torch import Tensor
 from models.experts import ExpertLoop
 from models.routing import LinearRouter, relative_gates
 from stages.artifacts.job import ALONE, Workers
-from stages.calibration.alignment import at_usual_gates, relative_error, scale_columns, scale_pool
+from stages.calibration.alignment import (
+    Alignment,
+    at_usual_gates,
+    gate_moments,
+    least_squares,
+    relative_error,
+    scale_columns,
+    search_penalty,
+)
 from stages.calibration.batches import LayerSample
 from stages.calibration.config import FITTED_ROUTERS
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import split_validation
 from stages.project.config import ProjectConfig
-from stages.routing.fit import RouterSettings, fit_pool_router
+from stages.project.layer_pass import alternate
+from stages.routing.descent import RouterSettings
+from stages.routing.fit import fit_pool_router
 from stages.routing.task import set_logit_std, watch_pool
 
-Samples = Sequence[LayerSample | None]  # of every layer; None: another worker has it
-
-
-def split_batches(samples: Samples, settings: ProjectConfig) -> tuple[list[int], list[int]]:
-    """Batches to fit on, and validation batches, the same in all layers; none for a worker without samples."""
-    sample = next(filter(None, samples), LayerSample([], []))
-    return split_validation(len(sample.inputs), settings.validation_share, sample.sources)
-
-
-class PoolAlignment(NamedTuple):
-    """The layers over their shared experts, and the mean over layers of the relative error on validation batches."""
-
-    loops: Sequence[ExpertLoop]
-    error: float
-    penalty: float | None  # None: no penalty lowered the error, the columns are unchanged
-
-
-def align_pool(
-    loops: Sequence[ExpertLoop], samples: Samples, settings: ProjectConfig, workers: Workers = ALONE
-) -> PoolAlignment:
-    """Fit the shared down projections to all layers' outputs; keep the penalty of lowest error, or change nothing."""
-    fitted, validation = split_batches(samples, settings)
-    before = mean_error(loops, samples, validation, workers) if settings.validate else float("inf")
-    best, last = PoolAlignment(loops, before, None), float("inf")
-    routed = [RoutedTokens.of(loop, sample, fitted) for loop, sample in zip(loops, samples, strict=True) if sample]
-    for penalty in sorted(settings.penalties, reverse=True):
-        down_EDN = sweep_experts(loops[0], routed, penalty, settings.pool_sweeps, workers)
-        candidate = with_down(loops, down_EDN)
-        error = mean_error(candidate, samples, validation, workers)
-        if error < best.error:
-            best = PoolAlignment(candidate, error, penalty)
-        if error > last:
-            break  # smaller penalties overfit more
-        last = error
-    return best
+Loops = Sequence[ExpertLoop]  # the layers over their shared experts
 
 
 @dataclass(frozen=True)
@@ -120,27 +95,6 @@ def sweep_experts(
     return down_EDN
 
 
-def layer_errors(
-    loops: Sequence[ExpertLoop], samples: Samples, batches: Sequence[int], workers: Workers = ALONE
-) -> list[float]:
-    """Σ‖FFN − MoE‖² / Σ‖FFN‖² of every layer, on the dense model's inputs."""
-    errors_L = torch.zeros(len(loops), dtype=torch.float64)
-    for layer, (loop, sample) in enumerate(zip(loops, samples, strict=True)):
-        if sample:
-            errors_L[layer] = relative_error(loop, sample.inputs, sample.outputs, batches)
-    workers.sum_(errors_L)
-    errors: list[float] = errors_L.tolist()
-    return errors
-
-
-def mean_error(
-    loops: Sequence[ExpertLoop], samples: Samples, batches: Sequence[int], workers: Workers = ALONE
-) -> float:
-    """The mean of `layer_errors`, which are relative, so that late layers with large outputs do not dominate."""
-    errors = layer_errors(loops, samples, batches, workers)
-    return sum(errors) / len(errors)
-
-
 @dataclass(frozen=True)
 class PoolOutcome:
     """Relative errors of every layer on validation tokens after each step, and the steps kept."""
@@ -150,91 +104,98 @@ class PoolOutcome:
     rounds: int  # of routers and alignment, kept
 
 
-@torch.no_grad()
-def project_pool(
-    loops: Sequence[ExpertLoop],
-    samples: Samples,
-    refits: Sequence[RouterSettings],
-    settings: ProjectConfig,
-    workers: Workers = ALONE,
-) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
-    """Alignment, then rounds of routers and alignment.
+@dataclass(frozen=True)
+class PoolFit:
+    """The samples to which a pool is fitted, and how."""
 
-    `loops` are the layers over the initial pool, `samples` their dense inputs and outputs, `refits` the settings of
-    their router refits.
-    """
-    _, validation = split_batches(samples, settings)
-    errors = {"as cut": layer_errors(loops, samples, validation, workers)}
-    aligned, kept = PoolAlignment(loops, 0.0, None), 0
-    if settings.alignment == "ridge":
-        aligned = align_pool(loops, samples, settings, workers)
-        errors["after alignment"] = layer_errors(aligned.loops, samples, validation, workers)
-        aligned, kept = alternate(loops, aligned, samples, refits, settings, workers)
-    errors["at the end"] = layer_errors(aligned.loops, samples, validation, workers)
-    return aligned.loops, PoolOutcome(errors, aligned.penalty, kept)
+    samples: Sequence[LayerSample | None]  # of every layer; None: another worker has it
+    refits: Sequence[RouterSettings]  # of every layer's router
+    settings: ProjectConfig
+    workers: Workers = ALONE
+
+    @property
+    def mine(self) -> Iterator[tuple[int, LayerSample]]:
+        """The layers of this worker."""
+        return ((layer, sample) for layer, sample in enumerate(self.samples) if sample)
+
+    def split(self) -> tuple[list[int], list[int]]:
+        """Batches to fit on, and validation batches, the same in all layers; none for a worker without samples."""
+        _, sample = next(self.mine, (0, LayerSample([], [])))
+        return split_validation(len(sample.inputs), self.settings.validation_share, sample.sources)
+
+    @torch.no_grad()
+    def project(self, loops: Loops) -> tuple[Loops, PoolOutcome]:
+        """Alignment, then rounds of routers and alignment; `loops` are the layers over the initial pool."""
+        _, validation = self.split()
+        errors = {"as cut": self.layer_errors(loops, validation)}
+        aligned, kept = Alignment(loops, 0.0), 0
+        if self.settings.alignment == "ridge":
+            aligned = self.align(loops)
+            errors["after alignment"] = self.layer_errors(aligned.carved, validation)
+            if loops[0].top_k < len(loops[0].neurons_EN) and self.refits[0].method in FITTED_ROUTERS:
+                again = lambda found: self.align(self.reroute(loops, self.refit_routers(found)))  # noqa: E731
+                aligned, kept = alternate(aligned, again, self.settings)
+        errors["at the end"] = self.layer_errors(aligned.carved, validation)
+        return aligned.carved, PoolOutcome(errors, aligned.penalty, kept)
+
+    def align(self, loops: Loops) -> Alignment[Loops]:
+        """Fit the shared down projections to all layers' outputs."""
+        fitted, validation = self.split()
+        routed = [RoutedTokens.of(loops[layer], sample, fitted) for layer, sample in self.mine]
+
+        def fit(penalty: float) -> Loops:
+            return with_down(loops, sweep_experts(loops[0], routed, penalty, self.settings.pool_sweeps, self.workers))
+
+        return search_penalty(loops, fit, lambda candidate: self.mean_error(candidate, validation), self.settings)
+
+    def layer_errors(self, loops: Loops, batches: Sequence[int]) -> list[float]:
+        """Σ‖FFN − MoE‖² / Σ‖FFN‖² of every layer, on the dense model's inputs."""
+        errors_L = torch.zeros(len(loops), dtype=torch.float64)
+        for layer, sample in self.mine:
+            errors_L[layer] = relative_error(loops[layer], sample.inputs, sample.outputs, batches)
+        self.workers.sum_(errors_L)
+        errors: list[float] = errors_L.tolist()
+        return errors
+
+    def mean_error(self, loops: Loops, batches: Sequence[int]) -> float:
+        """The mean of `layer_errors`, which are relative, so that late layers with large outputs do not dominate."""
+        return sum(self.layer_errors(loops, batches)) / len(loops)
+
+    def refit_routers(self, loops: Loops) -> list[LinearRouter]:
+        """Routers of the same method, fitted to the current experts."""
+        found: dict[int, LinearRouter] = {}
+        for layer, sample in self.mine:
+            task = watch_pool(at_usual_gates(loops[layer], sample.inputs), sample.outputs, sample.inputs)
+            router = fit_pool_router(task, self.refits[layer], others=[loops[layer].router])
+            found[layer] = set_logit_std(router, sample.inputs, self.refits[layer].logit_std).to("cpu")
+        for others in self.workers.gather(found):
+            found |= others
+        return [found[layer].to(loop.router.rows_ED.device) for layer, loop in enumerate(loops)]
+
+    def gate_scale(self, loops: Loops) -> Float[Tensor, "E 1"]:
+        """`column_scale` for a pool: one constant per expert, over all layers' tokens. Its neurons have no copies."""
+        rows_ED = loops[0].router.rows_ED
+        moments_L2E = rows_ED.new_zeros(len(loops), 2, len(rows_ED), dtype=torch.float64)
+        for layer, sample in self.mine:
+            moments_L2E[layer] = gate_moments(loops[layer], sample.inputs)
+        self.workers.sum_(moments_L2E)
+        return least_squares(moments_L2E.sum(0))[:, None]
+
+    def weigh(self, loops: Loops) -> Loops:
+        """The pool with its down columns scaled for the gates of all layers together."""
+        return scale_shared(loops, self.gate_scale(loops))
+
+    def reroute(self, loops: Loops, routers: Sequence[LinearRouter]) -> Loops:
+        """The pool behind other routers, with down columns scaled for the new gates."""
+        rerouted = [replace(loop, router=router) for loop, router in zip(loops, routers, strict=True)]
+        return scale_shared(rerouted, self.gate_scale(rerouted) / self.gate_scale(loops))
 
 
-def alternate(
-    base: Sequence[ExpertLoop],
-    aligned: PoolAlignment,
-    samples: Samples,
-    refits: Sequence[RouterSettings],
-    settings: ProjectConfig,
-    workers: Workers = ALONE,
-) -> tuple[PoolAlignment, int]:
-    """Repeat while it helps: refit the routers to the aligned experts, align the original experts again."""
-    chooses = base[0].top_k < len(base[0].neurons_EN)
-    rounds = settings.rounds if chooses and refits[0].method in FITTED_ROUTERS else 0
-    for kept in range(rounds):
-        routers = refit_routers(aligned.loops, samples, refits, workers)
-        again = align_pool(reroute_pool(base, routers, samples, workers), samples, settings, workers)
-        if settings.validate and again.error >= aligned.error:
-            return aligned, kept
-        aligned = again
-    return aligned, rounds
-
-
-def refit_routers(
-    loops: Sequence[ExpertLoop], samples: Samples, refits: Sequence[RouterSettings], workers: Workers = ALONE
-) -> list[LinearRouter]:
-    """Routers of the same method, fitted to the current experts."""
-    found: dict[int, LinearRouter] = {}
-    for layer, (loop, sample, settings) in enumerate(zip(loops, samples, refits, strict=True)):
-        if sample:
-            usual = at_usual_gates(loop, sample.inputs)
-            task = watch_pool(usual, sample.outputs, sample.inputs)
-            router = fit_pool_router(task, settings, others=[loop.router])
-            found[layer] = set_logit_std(router, sample.inputs, settings.logit_std).to("cpu")
-    for others in workers.gather(found):
-        found |= others
-    return [found[layer].to(loop.router.rows_ED.device) for layer, loop in enumerate(loops)]
-
-
-def weigh_pool(loops: Sequence[ExpertLoop], samples: Samples, workers: Workers = ALONE) -> list[ExpertLoop]:
-    """The pool with its down columns scaled for the gates of all layers together."""
-    return scale_shared(loops, scale_pool(loops, inputs_of(samples), workers))
-
-
-def reroute_pool(
-    loops: Sequence[ExpertLoop], routers: Sequence[LinearRouter], samples: Samples, workers: Workers = ALONE
-) -> list[ExpertLoop]:
-    """The pool behind other routers, with down columns scaled for the new gates."""
-    rerouted = [replace(loop, router=router) for loop, router in zip(loops, routers, strict=True)]
-    inputs = inputs_of(samples)
-    scale_E1 = scale_pool(rerouted, inputs, workers) / scale_pool(loops, inputs, workers)
-    return scale_shared(rerouted, scale_E1)
-
-
-def inputs_of(samples: Samples) -> list[Sequence[Tensor] | None]:
-    """The inputs of the layers that this worker has."""
-    return [sample.inputs if sample else None for sample in samples]
-
-
-def scale_shared(loops: Sequence[ExpertLoop], scale_E1: Float[Tensor, "E 1"]) -> list[ExpertLoop]:
+def scale_shared(loops: Loops, scale_E1: Float[Tensor, "E 1"]) -> Loops:
     """The layers with scaled down columns, which stay one tensor: gradient projection moves each tensor on its own."""
     return with_down(loops, scale_columns(loops[0], scale_E1).experts.down_EDN)
 
 
-def with_down(loops: Sequence[ExpertLoop], down_EDN: Float[Tensor, "E D N"]) -> list[ExpertLoop]:
+def with_down(loops: Loops, down_EDN: Float[Tensor, "E D N"]) -> Loops:
     """The layers over a pool with other down projections."""
     return [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]

@@ -23,7 +23,7 @@ from stages.calibration.number_format import check_number_format
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import Outcome, ProjectedLayer, find_done, project_all, refit_settings
-from stages.project.pool import PoolOutcome, project_pool, weigh_pool
+from stages.project.pool import PoolFit, PoolOutcome
 from stages.text.config import DataConfig
 
 
@@ -42,8 +42,19 @@ def run(
     context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job)
     checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
-    if shape.pooled:
-        return run_pool(job, context, checkpoint, routers, project)
+    run_topology = run_pool if shape.pooled else run_layers
+    table = run_topology(job, context, checkpoint, routers, project)
+    if job.workers.leads:
+        check_number_format(
+            job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
+        )
+    return table
+
+
+def run_layers(
+    job: Job, context: CalibrationContext, checkpoint: CheckpointFormat, routers: Routers, project: ProjectConfig
+) -> Table:
+    """Write `checkpoint/` and the routers; `routers` are those of stage=assemble."""
     partition = Partition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
         layers = project_all(job, stream, context, checkpoint, partition, routers, project)
@@ -55,19 +66,11 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    checkpoint.write(
-        job.out,
-        {index: router for index, (router, _) in layers.items()},
-        routers.logit_std,
-        lambda layer: find_done(final, layer).experts,
-        partition,
-        describe(outcomes, project, gradients),
-    )
-    check_number_format(
-        job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
-    )
+    said = describe(outcomes, project, gradients)
+    fitted = {index: router for index, (router, _) in layers.items()}
+    checkpoint.write(job.out, fitted, routers.logit_std, lambda layer: find_done(final, layer).experts, partition, said)
     tokens = sum(batch.tokens for batch in context.text)
-    return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
+    return summarise(outcomes, [said, *alignment_needs(project, checkpoint.shape, partition.width, tokens)], project)
 
 
 def project_layers(
@@ -110,15 +113,7 @@ def project_layers(
     return outcome
 
 
-def summarise(
-    outcomes: Mapping[int, Outcome],
-    project: ProjectConfig,
-    gradients: ProjectionOutcome | None,
-    shape: MoEShape,
-    width: int,
-    tokens: int,
-    asked: int,
-) -> Table:
+def summarise(outcomes: Mapping[int, Outcome], notes: Sequence[str], project: ProjectConfig) -> Table:
     """One row per layer: relative error of the FFN's output on validation tokens after each step."""
     rows = [
         [
@@ -131,34 +126,25 @@ def summarise(
         ]
         for layer, outcome in outcomes.items()
     ]
-    columns = [
-        "layer",
-        "error as cut",
-        "after alignment",
-        "ridge penalty",
-        "router rounds",
-        "error after descent" if project.descent_steps else "error at the end",
-    ]
-    notes = [describe(outcomes, project, gradients), *alignment_needs(project, shape, width, tokens, asked)]
+    last = "error after descent" if project.descent_steps else "error at the end"
+    columns = ["layer", "error as cut", "after alignment", "ridge penalty", "router rounds", last]
     return Table("project", columns, rows, notes)
 
 
-def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens: int, asked: int) -> list[str]:
+def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens: int) -> list[str]:
     """A note on how many tokens the alignment needs, if the text has fewer; `width` is F.
 
     A routed neuron is active on a share K/E of the tokens, and its column needs as many of them as there are columns.
-    If the text has fewer `tokens` than data.tokens (`asked`), it must also be longer.
+    The last sequence of a text is cut to fit, and dropped if only one token is left of it: hence one token more.
     """
     columns = min(width, shape.always_on + shape.experts * shape.n)
     wanted = round(columns / (1 - project.validation_share) * max(1.0, shape.experts / shape.top_k))
     if project.alignment == "none" or tokens >= wanted:
         return []
-    # The last sequence is cut to fit; if only one token is left of it, it is dropped.
     advice = f"data.tokens={-(-(wanted + 1) // 1000) * 1000}"
-    short = f"; the text ends after {tokens:,} tokens, so a longer one is needed, too" if tokens + 1 < asked else ""
     return [
         f"{tokens:,} calibration tokens for {columns:,} columns a layer, routed to {shape.top_k} of {shape.experts} "
-        f"experts: the alignment depends on its penalty; {wanted:,} would be enough ({advice}{short})"
+        f"experts: the alignment depends on its penalty; {wanted:,} would be enough ({advice})"
     ]
 
 
@@ -192,27 +178,25 @@ def run_pool(
         refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer), sources)
         for layer in range(partition.layers)
     ]
-    weighed = weigh_pool(loops, samples, workers)
-    projected, outcome = project_pool(weighed, samples, refits, project, workers)
+    fit = PoolFit(samples, refits, project, workers)
+    projected, outcome = fit.project(fit.weigh(loops))
     gradients = None
     if project.gradient_projection:
         parts = part_pool(projected, workers)
         projected, gradients = project_end_to_end(context, lambda _: parts, project)
     if not workers.leads:
         return NOTHING
-    given = split_pool(projected, partition)
+    said, given = describe_pool(outcome, project, gradients), split_pool(projected, partition)
+    fitted = {layer: loop.router for layer, loop in enumerate(projected)}
     checkpoint.write(
         job.out,
-        {layer: loop.router for layer, loop in enumerate(projected)},
+        fitted,
         routers.logit_std,
         lambda layer: given[layer].to("cpu", checkpoint.dtype),
         partition,
-        describe_pool(outcome, project, gradients),
+        said,
     )
-    check_number_format(
-        job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
-    )
-    return summarise_pool(outcome, project, gradients, partition)
+    return summarise_pool(outcome, said, partition)
 
 
 def part_pool(loops: Sequence[ExpertLoop], workers: Workers) -> Sequence[ExpertLoop]:
@@ -239,9 +223,7 @@ def split_pool(loops: Sequence[ExpertLoop], partition: Partition) -> list[Expert
 STEPS = ("as cut", "after alignment", "at the end")
 
 
-def summarise_pool(
-    outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None, partition: Partition
-) -> Table:
+def summarise_pool(outcome: PoolOutcome, said: str, partition: Partition) -> Table:
     """One row per layer: relative error of the FFN's output on validation tokens after each step."""
     rows = [
         [layer, given, *(f"{outcome.errors[step][layer]:.4f}" if step in outcome.errors else "-" for step in STEPS)]
@@ -249,7 +231,7 @@ def summarise_pool(
     ]
     columns = ["layer", "experts given", *(f"error {step}" for step in STEPS)]
     notes = [
-        describe_pool(outcome, project, gradients),
+        said,
         "all layers share the experts: errors are on the dense model's inputs; in the carved model they add up from "
         "layer to layer, and only stage=train corrects this",
     ]

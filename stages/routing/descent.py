@@ -1,5 +1,6 @@
 """Train a router by gradient descent: a few hundred steps on one D × E matrix, the best kept by validation cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,18 +123,24 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class DescentSettings:
-    """Settings of `descend`."""
+class RouterSettings:
+    """Settings of a router fit."""
 
-    steps: int
+    method: str
+    penalty: float  # of the ridge, relative to the mean diagonal of the input's second moment
+    tokens: int  # to fit on, at most
+    steps: int  # of descent
     rate: float
     balance: float  # weight of the variance of the experts' load, against the objective
     seed: int
     biased: bool = False  # the architecture has a selection bias, so the router may have one
+    validation_share: float = 0.125  # of the batches
+    logit_std: float = 1.0  # of the checkpoint's logits
+    sources: Sequence[str] | None = None  # of the text batches, which come first; None: all are of one source
 
 
 def descend(
-    start: LinearRouter, train: Sample, validation: Sample, top_k: int, settings: DescentSettings
+    start: LinearRouter, train: Sample, validation: Sample, top_k: int, settings: RouterSettings
 ) -> LinearRouter:
     """Train a router; return the one of lowest validation cost, `start` included.
 

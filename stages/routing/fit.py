@@ -11,42 +11,30 @@ from models.experts import ExpertLoop
 from models.routing import LinearRouter
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import evenly_spaced, sample_rows, split_validation
-from stages.routing.descent import DescentSettings, OutputError, Sample, descend
+from stages.routing.descent import OutputError, RouterSettings, Sample, descend
 from stages.routing.task import RouterTask, output_error, output_norms
 
 
-class RouterRegression(NormalEquations):
-    """Linear regression without intercept, whose weight is the router's weight.
+def regress(task: RouterTask, samples: Iterable[tuple[Tensor, Tensor]]) -> NormalEquations:
+    """Linear regression without intercept of targets (T, E) on inputs (T, D); its weight is the router's weight.
 
     A token's mean over experts does not change their order, so it is subtracted from the targets.
     """
-
-    @classmethod
-    def of(cls, task: RouterTask, samples: Iterable[tuple[Tensor, Tensor]]) -> "RouterRegression":
-        """The moments of inputs (T, D) and targets (T, E)."""
-        regression = cls(task.inputs[0].shape[1], task.experts, device=task.inputs[0].device)
-        for x_TD, wanted_TE in samples:
-            regression.add(x_TD, wanted_TE)
-        return regression
-
-    def add(self, x_TD: Tensor, wanted_TE: Tensor) -> None:
-        """Add one batch: D inputs, E targets."""
-        super().add(x_TD, wanted_TE - wanted_TE.mean(1, keepdim=True))
-
-    def router(self, penalty: float) -> LinearRouter:
-        """The router at one ridge penalty, relative to the mean diagonal of the input's second moment."""
-        return LinearRouter.without_bias(self.solve(penalty))
+    moments = NormalEquations(task.inputs[0].shape[1], task.experts, device=task.inputs[0].device)
+    for x_TD, wanted_TE in samples:
+        moments.add(x_TD, wanted_TE - wanted_TE.mean(1, keepdim=True))
+    return moments
 
 
-def regress_contributions(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
+def regress_contributions(task: RouterTask, batches: Sequence[int]) -> NormalEquations:
     """Regress each expert's contribution on the FFN input, on the given batches."""
-    return RouterRegression.of(task, ((task.inputs[index], task.contributions[index]) for index in batches))
+    return regress(task, ((task.inputs[index], task.contributions[index]) for index in batches))
 
 
-def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
+def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> NormalEquations:
     """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
     inputs = (task.inputs[index] for index in batches)
-    return RouterRegression.of(task, ((x_TD, logs(output_norms(task.loop, x_TD))) for x_TD in inputs))
+    return regress(task, ((x_TD, logs(output_norms(task.loop, x_TD))) for x_TD in inputs))
 
 
 def logs(norms_TE: Tensor) -> Tensor:
@@ -61,7 +49,7 @@ def logs(norms_TE: Tensor) -> Tensor:
 MAX_ELEMENTS = 2**26  # of neuron activations in memory at a time: 256 MiB
 
 
-def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int, penalty: float) -> RouterRegression:
+def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int, penalty: float) -> NormalEquations:
     """Regress the logarithm of each expert's residual norm on the FFN input.
 
     The residual norm of an expert with neurons i is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²). ĥ_i is the ridge regression of h_i
@@ -73,7 +61,7 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     parts = Activations(task.loop, routed, x_TD)
     predicted_RS = regress_on_always_on(parts, penalty)
     left = ((x_tD, torch.addmm(hidden_tR, always_tS, predicted_RS.T, alpha=-1)) for x_tD, always_tS, hidden_tR in parts)
-    return RouterRegression.of(task, ((x_tD, logs(routed.expert_norms(left_tR))) for x_tD, left_tR in left))
+    return regress(task, ((x_tD, logs(routed.expert_norms(left_tR))) for x_tD, left_tR in left))
 
 
 @dataclass(frozen=True)
@@ -143,21 +131,9 @@ def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R
 PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty; all are tried for a pool
 
 
-@dataclass(frozen=True)
-class RouterSettings:
-    """Settings of a router fit."""
-
-    method: str
-    penalty: float  # of the ridge, relative to the mean diagonal of the input's second moment
-    descent: DescentSettings
-    tokens: int  # to fit on, at most
-    validation_share: float = 0.125  # of the batches
-    logit_std: float = 1.0  # of the checkpoint's logits
-    sources: Sequence[str] | None = None  # of the text batches, which come first; None: all are of one source
-
-    def split(self, task: RouterTask) -> tuple[list[int], list[int]]:
-        """Batches to fit on, and validation batches."""
-        return split_validation(len(task.inputs), self.validation_share, self.sources)
+def split(task: RouterTask, settings: RouterSettings) -> tuple[list[int], list[int]]:
+    """Batches to fit on, and validation batches."""
+    return split_validation(len(task.inputs), settings.validation_share, settings.sources)
 
 
 def draw_random(task: RouterTask, seed: int) -> LinearRouter:
@@ -170,10 +146,10 @@ def draw_random(task: RouterTask, seed: int) -> LinearRouter:
 def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
     """Fit a router by `settings.method`, one of `ROUTERS` in `stages/calibration/config.py`."""
     if settings.method == "random":
-        return draw_random(task, settings.descent.seed)
-    found = regress_residual_norms(task, settings.split(task)[0], settings.tokens, settings.penalty)
-    router = found.router(settings.penalty)
-    if settings.method == "residual_ridge" or not settings.descent.steps:
+        return draw_random(task, settings.seed)
+    found = regress_residual_norms(task, split(task, settings)[0], settings.tokens, settings.penalty)
+    router = LinearRouter.without_bias(found.solve(settings.penalty))
+    if settings.method == "residual_ridge" or not settings.steps:
         return router
     return lower_error([router], task, settings)
 
@@ -184,21 +160,22 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
     Method error starts from the best of these: regressions of error drops and of output norms, and `others`.
     """
     if settings.method == "random":
-        return draw_random(task, settings.descent.seed)
-    fitted, _ = settings.split(task)
+        return draw_random(task, settings.seed)
+    fitted, _ = split(task, settings)
     regressions = regress_contributions(task, fitted), regress_log_norms(task, fitted)
-    starts = [found.router(settings.penalty * factor) for found in regressions for factor in PENALTY_FACTORS]
+    penalties = [settings.penalty * factor for factor in PENALTY_FACTORS]
+    starts = [LinearRouter.without_bias(found.solve(penalty)) for found in regressions for penalty in penalties]
     return lower_error([*starts, *others], task, settings)
 
 
 def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
     """Train the start of lowest validation cost."""
     share = min(1.0, settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs)))
-    train, validation = (error_sample(task, batches, share, settings.logit_std) for batches in settings.split(task))
-    best = min(starts, key=lambda router: validation.cost(router, task.top_k, settings.descent.balance))
-    if not settings.descent.steps or task.top_k == task.experts:  # if all are chosen, there is nothing to learn
+    train, validation = (error_sample(task, batches, share, settings.logit_std) for batches in split(task, settings))
+    best = min(starts, key=lambda router: validation.cost(router, task.top_k, settings.balance))
+    if not settings.steps or task.top_k == task.experts:  # if all are chosen, there is nothing to learn
         return best
-    return descend(best, train, validation, task.top_k, settings.descent)
+    return descend(best, train, validation, task.top_k, settings)
 
 
 def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_std: float) -> Sample:

@@ -10,6 +10,7 @@ from torch import Tensor
 from instruments.errors import ConfigError
 from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import Job, Table
+from stages.artifacts.rendering import show
 from stages.score.config import ScoreConfig
 
 
@@ -129,8 +130,10 @@ def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
 
 
 def score_neurons(statistics: NeuronStatistics, score: ScoreConfig, seed: int) -> Scores:
-    """Scores by the measure `score.method`."""
-    return Scores(score.method, describe(score, statistics), MEASURES[score.method](statistics, score, seed))
+    """Scores by the measure `score.method`; the description says so if the gradient term is missing."""
+    lacks = score.method == "s_p" and score.gradient_weight > 0 and not statistics.samples_with_gradient
+    said = "s_p without its gradient term (the scan was forward-only)" if lacks else score.method
+    return Scores(score.method, said, MEASURES[score.method](statistics, score, seed))
 
 
 def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int) -> Tensor:
@@ -153,12 +156,6 @@ MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
 }
 
 
-def describe(score: ScoreConfig, statistics: NeuronStatistics) -> str:
-    """The score in words; says so if the gradient term is missing."""
-    lacks = score.method == "s_p" and score.gradient_weight > 0 and not statistics.samples_with_gradient
-    return "s_p without its gradient term (the scan was forward-only)" if lacks else score.method
-
-
 def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
     """One row per layer: quantiles of the score, and its rank correlation with contribution and Taylor."""
     spread_L3 = scores.chosen.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
@@ -170,8 +167,8 @@ def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
             layer,
             *(f"{value:.3g}" for value in spread_L3[layer]),
             f"{silent_L[layer]:.1%}",
-            shown(with_contribution[layer]),
-            shown(with_taylor[layer]),
+            show(with_contribution[layer], "+.2f"),
+            show(with_taylor[layer], "+.2f"),
         ]
         for layer in range(len(scores.chosen))
     ]
@@ -180,8 +177,3 @@ def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
     if not statistics.samples_with_gradient:
         notes.append("the scan was forward-only: taylor is 0 throughout")
     return Table("score", columns, rows, notes)
-
-
-def shown(correlation: float | None) -> str:
-    """A correlation for the table."""
-    return "–" if correlation is None else f"{correlation:+.2f}"

@@ -31,8 +31,7 @@ from stages.cluster.layer import partition_layer
 from stages.cluster.methods import FEATURE_DIMS, coactivation_features
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import project_layer
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings
+from stages.routing.descent import RouterSettings
 from stages.routing.task import set_logit_std
 
 HIDDEN, WIDTH = 3584, 18944  # D, F
@@ -79,17 +78,22 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
     (ffn, inputs), shape, found = draw_layer(width, tokens), shape_of(width), SimpleNamespace()
     bits_Fr = draw_bits(width)
     scores_F = torch.rand(width, generator=torch.Generator().manual_seed(1))
-    router = RouterSettings("error", 0.1, DescentSettings(0, 0.01, 0.0, 0), tokens=8192)
+    router = RouterSettings("error", 0.1, 8192, 0, 0.01, 0.0, 0)
 
     def cluster() -> None:
-        evidence = SimpleNamespace(sample=lambda tokens: (ffn, sample_rows(inputs, tokens)))
         rng = np.random.default_rng(0)
 
         def features() -> Tensor:
             return coactivation_features(bits_Fr, TOKENS, dims=FEATURE_DIMS, rng=rng)
 
         found.partition = partition_layer(
-            scores_F, scores_F, features, shape, method="router_aware", rng=rng, evidence=evidence
+            scores_F,
+            scores_F,
+            features,
+            shape,
+            method="router_aware",
+            rng=rng,
+            sample=lambda: (ffn, sample_rows(inputs, TOKENS)),
         )
 
     def assemble() -> None:
@@ -101,7 +105,7 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
 
     def project() -> None:
         wanted = [ffn(x_TD) for x_TD in inputs]
-        refit = RouterSettings("error", 0.1, DescentSettings(200, 0.01, 0.0, 0), tokens=8192)
+        refit = RouterSettings("error", 0.1, 8192, 200, 0.01, 0.0, 0)
         settings = ProjectConfig(penalties=[PENALTY], validate=False, descent_steps=0)  # descent is linear in F
         project_layer(found.loop, refit, inputs, wanted, settings, seed=0)
 

@@ -65,19 +65,14 @@ def advised(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("router", "advice"),
-    [
-        (["assemble=residual_ridge"], "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
-        (["assemble=error"], "assemble.router_steps=200 assemble.balance=0.01"),
-        (["assemble=error", "assemble.balance=0.01"], "assemble.router_steps=200 assemble.balance=0.1"),
-    ],
+    "router", [["assemble=residual_ridge"], ["assemble=error", "assemble.router_steps=200", "assemble.balance=0.01"]]
 )
-def test_experts_that_are_not_used_come_into_use(carve, router, advice):
+def test_experts_that_are_not_used_come_into_use(carve, router):
     words = [*CROWDED, *router]
     before = carve(*words)
     note = before.note("chosen by no calibration token")
     assert note is not None
-    assert note.startswith(f"{before.unused} experts are chosen by no calibration token; {advice} evens the load")
+    assert note.startswith(f"{before.unused} experts are chosen by no calibration token")
     after = carve(*words, *advised(note))
     assert after.unused < before.unused
 

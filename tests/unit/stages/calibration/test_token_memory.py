@@ -115,32 +115,6 @@ def test_the_memory_of_a_container_or_a_job_is_its_limit(tmp_path):
     assert [*control_group_rooms(older, tmp_path / "absent")] == []
 
 
-def test_free_memory_is_that_of_a_real_control_group():
-    """With the right to make one; the child joins it and sees what is left of its limit."""
-    group = Path("/sys/fs/cgroup/memory" + own_group()) / f"tiny-onn-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(2**30))
-    except OSError:
-        pytest.skip("control groups of version 1 cannot be made here")
-
-    def work():
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        free = free_memory()
-        return 7 if 2**29 < free <= 2**30 else 8
-
-    try:
-        assert child(work) == 7
-    finally:
-        group.rmdir()
-
-
-def own_group():
-    """Path of this process among the memory control groups of version 1, or "/"."""
-    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-    return next((path for _, controllers, path in lines if "memory" in controllers.split(",")), "/")
-
-
 def test_the_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda: 4000)
     job = Job({}, tmp_path, tmp_path, workers=Workers(rank=0, world=8, local_rank=0, local_world=2))

@@ -48,13 +48,6 @@ def test_neurons_are_told_apart_within_their_own_layer(scores_LF):
     assert count_best(torch.ones(L, F), 30).sum() == 30
 
 
-def test_the_pool_is_shared_by_the_best_neurons(scores_LF):
-    given = [own.experts for own in layer_shapes(MoEShape(12, 5, 4, 0, "global_pool"), scores_LF)]
-    best_L = count_best(scores_LF, 60).double()
-    assert sum(given) == 12
-    assert given == share_experts(best_L, 12, least=1, most=8).tolist()
-
-
 def test_every_layer_gives_one_where_there_are_as_many(scores_LF):
     assert count_best(scores_LF, 4).tolist() == [4, 0, 0]
     for experts, least in ((3, 1), (4, 1), (2, 0)):

@@ -48,10 +48,6 @@ def test_a_neuron_that_never_fires_is_zero(bits_FR):
     assert not features_FC[4].any()
 
 
-def test_no_neuron_fires():
-    assert not coactivation_features(torch.zeros(F, 3, dtype=torch.uint8), R, dims=5, rng=rng()).any()
-
-
 def test_few_directions_keep_what_the_best_ones_keep():
     gate_FD = torch.randn(F, 3, generator=torch.Generator().manual_seed(0)) @ torch.randn(
         3, D, generator=torch.Generator().manual_seed(1)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.methods import NeuronsToGroup, fill_experts, group_neurons
+from stages.cluster.methods import fill_experts, group_neurons
 
 NEURONS, E = 14, 4
 SCORES = torch.tensor([0.3, 0.9, 0.1, 0.8, 0.2, 0.7, 0.6, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4])
@@ -12,24 +12,24 @@ def group(method, *, seed=0, features=None):
     def unwanted():
         raise AssertionError("features of a method that compares none")
 
-    neurons = NeuronsToGroup(SCORES, unwanted if features is None else lambda: features)
-    return group_neurons(method, neurons, E, rng=np.random.default_rng(seed))
+    scores_U, given = (SCORES, unwanted) if features is None else (SCORES[: len(features)], lambda: features)
+    return group_neurons(method, scores_U, given, unwanted, E, 0, rng=np.random.default_rng(seed))
 
 
 def test_rank_deals_in_score_order():
-    labels_U = group("rank").labels_U
+    labels_U = group("rank")[0]
     assert labels_U[SCORES.argsort(descending=True)].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 
 
 def test_contiguous_cuts_where_the_weights_lie():
-    assert group("contiguous").labels_U.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert group("contiguous")[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_random_is_balanced_and_seeded():
-    labels_U = group("random").labels_U
+    labels_U = group("random")[0]
     assert labels_U.bincount().tolist() == [4, 4, 3, 3]
-    assert torch.equal(labels_U, group("random").labels_U)
-    assert not torch.equal(labels_U, group("random", seed=1).labels_U)
+    assert torch.equal(labels_U, group("random")[0])
+    assert not torch.equal(labels_U, group("random", seed=1)[0])
 
 
 def test_similar_neurons_share_an_expert():

@@ -1,33 +1,59 @@
+import numpy as np
 import pytest
+import torch
 
 from models.config import MoEShape
+from stages.cluster import report as summary
 from stages.cluster.config import ClusterConfig
-from stages.cluster.report import COLUMNS, Coactivation, LayerFigures, describe, tabulate_layers
+from stages.cluster.report import describe, measure_coactivation, share_of
+
+F, R = 12, 19
 
 
-def test_the_table_reads_well():
-    figures = [
-        LayerFigures(
-            Coactivation(0.0172, 0.0086),
-            always_on_share=0.379,
-            dropped=128,
-            dropped_share=0.019,
-            copies=1,
-        ),
-        LayerFigures(Coactivation(0.01, None), always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
-    ]
-    table = tabulate_layers(dict(enumerate(figures)), "experts by some method", ["neuron_map_layer_000.png"])
-    assert table.title == "cluster"
-    assert table.columns == COLUMNS
-    assert table.rows == [
-        [0, "1.720%", "0.860%", "2.00×", "37.9%", 128, "1.9%", 1],
-        [1, "1.000%", "–", "–", "0.0%", 0, "0.0%", 25],
-    ]
-    assert table.notes == [
-        "experts by some method",
-        "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",
-        "maps: neuron_map_layer_000.png",
-    ]
+@pytest.fixture
+def bits_FR():
+    return np.random.default_rng(0).random((F, R)) < 0.4
+
+
+def packed(bits_FR):
+    return torch.from_numpy(np.packbits(bits_FR, axis=1))
+
+
+def pair_by_pair(bits_FR, experts):
+    """Means over all pairs of different neurons, within one expert and between two, as defined."""
+    within, between = [], []
+    slots = [(e, neuron) for e, neurons in enumerate(experts) for neuron in neurons]
+    for i, (e, neuron) in enumerate(slots):
+        for f, other in slots[:i]:
+            if neuron != other:
+                (within if e == f else between).append((bits_FR[neuron] & bits_FR[other]).mean())
+    return np.mean(within), np.mean(between)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [[[0, 1, 2], [5, 7, 9], [3, 4, 11]], [[0, 1, 2, 3], [2, 3, 4, 5], [0, 2, 8, 10], [1, 2, 6, 11]]],
+    ids=["disjoint", "with copies"],
+)
+def test_both_chances_against_the_loop_over_pairs(bits_FR, experts, monkeypatch):
+    monkeypatch.setattr(summary, "CHUNK", 5)
+    found = measure_coactivation(packed(bits_FR), R, torch.tensor(experts))
+    within, between = pair_by_pair(bits_FR, experts)
+    assert found == pytest.approx((within, between))
+
+
+def test_without_pairs_there_is_no_chance_and_without_activity_none_fires(bits_FR):
+    assert measure_coactivation(packed(bits_FR), R, torch.tensor([[0, 1, 2]]))[1] is None
+    assert measure_coactivation(packed(bits_FR), R, torch.tensor([[0], [1]]))[0] is None
+    silent = measure_coactivation(torch.zeros(F, 3, dtype=torch.uint8), R, torch.tensor([[0, 1], [2, 3]]))
+    assert silent == (0.0, 0.0)
+
+
+def test_share_of_a_layer():
+    contribution_F = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert share_of(contribution_F, torch.tensor([1, 3])) == pytest.approx(0.6)
+    assert share_of(contribution_F, torch.tensor([], dtype=torch.int64)) == 0.0
+    assert share_of(torch.zeros(4), torch.tensor([1])) == 0.0
 
 
 SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
@@ -38,24 +64,18 @@ SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
     [
         (SCORE, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by s_p"),
         (SCORE, MoEShape(4, 5, 2, 8), "experts by router_aware; always-on and dropped neurons by s_p"),
-        (SCORE, MoEShape(4, 6, 2, 0), "experts by router_aware; dropped neurons by s_p"),
         (SCORE, MoEShape(4, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
-        (SCORE, MoEShape(5, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
         (ALIGNMENT, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by alignment"),
-        (ALIGNMENT, MoEShape(4, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
-        (SCORE | {"method": "rank"}, MoEShape(4, 8, 2, 0), "experts by rank; dealt-out neurons by s_p"),
         (
             ALIGNMENT | {"method": "rank"},
             MoEShape(4, 6, 2, 8),
             "experts by rank; always-on and dealt-out neurons by alignment",
         ),
-        ({"method": "random"}, MoEShape(4, 8, 2, 0), "experts by random; no neuron is always on or dropped"),
         (
             {"method": "balanced_kmeans", "features": "gate_rows"},
             MoEShape(4, 6, 2, 8),
             "experts by balanced_kmeans on gate_rows; always-on neurons by s_p",
         ),
-        (SCORE, MoEShape(4, 6, 2, 0, "global_pool"), "experts by router_aware; neurons of the pool by s_p"),
         (
             ALIGNMENT,
             MoEShape(4, 6, 2, 8, "global_pool"),

@@ -124,13 +124,6 @@ def test_controls_find_no_structure(job, planted, method):
     assert (partition.multiplicity == 1).all()
 
 
-def test_a_hundred_experts_share_few_neurons(job, planted):
-    table, partition = cluster(job, shape=MoEShape(100, 6, 2, 0))
-    assert (partition.multiplicity >= 1).all()
-    assert partition.multiplicity.sum(1).tolist() == [600, 600]
-    assert [row[7] for row in table.rows] == partition.multiplicity.max(1).values.tolist()
-
-
 def test_layers_do_not_depend_on_each_other(job, planted, scores):
     config = grouped(method="random")
     _table, both = cluster(job, config)

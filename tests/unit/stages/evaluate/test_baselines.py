@@ -14,7 +14,7 @@ METHODS = ("unaligned", "random_router", "oracle")
 
 def copies(method, facts, x_TD):
     h_TF = facts.ffn.hidden(x_TD)
-    return (start_baseline(method, facts, []).features(x_TD, h_TF) / h_TF).round()
+    return (start_baseline(method, facts, []).from_hidden(x_TD, h_TF) / h_TF).round()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -25,7 +25,7 @@ def test_every_baseline_has_the_active_width_of_the_carve(facts, x_TD, method):
 
 
 def test_the_static_mask_keeps_the_neurons_of_highest_contribution(facts, x_TD):
-    carved = start_baseline("static_mask", facts, []).carved
+    carved = start_baseline("static_mask", facts, [])
     kept = facts.contribution_F >= facts.contribution_F.topk(facts.shape.active_width).values.min()
     assert carved.width == facts.shape.active_width == int(kept.sum())
     wanted_TD = (facts.ffn.hidden(x_TD) * kept) @ facts.ffn.down_DF.T
@@ -38,30 +38,19 @@ def test_the_best_mask_keeps_what_other_neurons_cannot_say(facts, x_TD):
     gate_FD[3], up_FD[3] = gate_FD[0], up_FD[0]
     facts = replace(facts, ffn=replace(facts.ffn, gate_FD=gate_FD, up_FD=up_FD), shape=MoEShape(4, 3, 4, 1))
     x_TD = torch.randn(400, 6, generator=torch.Generator().manual_seed(3))
-    carved = start_baseline("best_mask", facts, [x_TD]).carved
+    carved = start_baseline("best_mask", facts, [x_TD])
     assert carved.width == 13
     kept_DJ = carved.down_DF
     assert sum(bool((facts.ffn.down_DF[:, twin] == kept_DJ.T).all(1).any()) for twin in (0, 3)) == 1
 
 
-def test_a_mask_as_wide_as_the_ffn_is_the_ffn(facts, x_TD):
-    wide = replace(facts, shape=MoEShape(4, 3, 4, 5))
-    assert wide.shape.active_width > wide.ffn.width
-    torch.testing.assert_close(start_baseline("static_mask", wide, []).carved(x_TD), wide.ffn(x_TD))
-
-
-def test_the_random_router_is_seeded(facts, x_TD):
+def test_the_random_router_is_seeded_and_does_not_follow_the_carves_own(facts, x_TD):
     drawn = copies("random_router", facts, x_TD)
     assert torch.equal(drawn, copies("random_router", facts, x_TD))
     assert not torch.equal(drawn, copies("random_router", replace(facts, seed=6), x_TD))
     assert not torch.equal(drawn, copies("unaligned", facts, x_TD))
-
-
-def test_the_random_router_does_not_follow_the_carves_own(facts, x_TD):
-    assert torch.equal(
-        copies("random_router", facts, x_TD),
-        copies("random_router", replace(facts, router=LinearRouter.without_bias(-facts.router.rows_ED)), x_TD),
-    )
+    other = replace(facts, router=LinearRouter.without_bias(-facts.router.rows_ED))
+    assert torch.equal(drawn, copies("random_router", other, x_TD))
 
 
 def test_the_oracle_takes_the_experts_of_largest_output(facts, x_TD):
@@ -89,7 +78,7 @@ def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
     loop = ExpertLoop(
         experts, facts.neurons_EN, facts.always_S, facts.router, facts.shape.top_k, facts.ffn.width, facts.ffn.act
     )
-    torch.testing.assert_close(start_baseline("unaligned", facts, [x_TD]).carved(x_TD), loop(x_TD))
+    torch.testing.assert_close(start_baseline("unaligned", facts, [x_TD])(x_TD), loop(x_TD))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -99,7 +88,7 @@ def test_counts_of_experts_chosen_together_give_the_weight_of_copies(facts, x_TD
     neurons_EN[3], neurons_EN[2, 0] = facts.neurons_EN[0], facts.neurons_EN[1, 0]
     facts = replace(facts, neurons_EN=neurons_EN)
     batches = [x_TD[:5], x_TD[5:]]
-    carved, copies_TF = start_baseline(method, facts, batches).carved, copies(method, facts, x_TD)
+    carved, copies_TF = start_baseline(method, facts, batches), copies(method, facts, x_TD)
     wanted_F = copies_TF.sum(0) / copies_TF.square().sum(0)
     wanted_F = torch.where(wanted_F.isnan(), 1.0, wanted_F)
     torch.testing.assert_close(carved.down_DF, facts.ffn.down_DF * wanted_F)
@@ -115,12 +104,5 @@ def test_experts_that_nobody_chooses_weigh_one():
 @pytest.mark.parametrize("method", [*METHODS, "static_mask"])
 def test_features_follow_from_the_activations_of_all_neurons(facts, x_TD, method):
     baseline = start_baseline(method, facts, [])
-    features_TF = baseline.features(x_TD, facts.ffn.hidden(x_TD))
-    torch.testing.assert_close(features_TF, baseline.carved.features(x_TD))
-
-
-def test_a_mask_has_no_copies_to_share(facts, x_TD):
-    neurons_EN = facts.neurons_EN.clone()
-    neurons_EN[3] = facts.neurons_EN[0]
-    carved = start_baseline("static_mask", replace(facts, neurons_EN=neurons_EN), [x_TD]).carved
-    torch.testing.assert_close(carved(x_TD), start_baseline("static_mask", facts, [x_TD]).carved(x_TD))
+    features_TF = baseline.from_hidden(x_TD, facts.ffn.hidden(x_TD))
+    torch.testing.assert_close(features_TF, baseline.features(x_TD))

@@ -1,18 +1,20 @@
 """Remembered features equal computed ones."""
 
+from dataclasses import replace
+
 import torch
 
 from stages.evaluate import baselines as carved_ffn
-from stages.evaluate.baselines import CarvedFFN, Memo, start_baseline
+from stages.evaluate.baselines import Memo, start_baseline
 
 
 def remember(carved):
     features = Memo(carved.features)
-    return features, CarvedFFN(features, carved.down_DF)
+    return features, replace(carved, features=features)
 
 
 def test_remembered_features_are_used_and_others_computed(facts, x_TD):
-    carved = start_baseline("unaligned", facts, []).carved
+    carved = start_baseline("unaligned", facts, [])
     features, remembered = remember(carved)
     torch.testing.assert_close(remembered(x_TD.clone()), carved(x_TD))
     twice_TF = 2 * carved.features(x_TD)
@@ -23,17 +25,8 @@ def test_remembered_features_are_used_and_others_computed(facts, x_TD):
     torch.testing.assert_close(output_TD, 2 * carved(x_TD))
 
 
-def test_a_change_of_columns_keeps_the_features(facts, x_TD):
-    carved = start_baseline("static_mask", facts, []).carved
-    features, remembered = remember(carved)
-    change_DF = torch.ones_like(carved.down_DF)
-    changed = remembered.with_change(change_DF)
-    assert changed.features is features
-    torch.testing.assert_close(changed(x_TD), carved.with_change(change_DF)(x_TD))
-
-
 def test_there_is_an_end_to_what_is_remembered(facts, x_TD, monkeypatch):
-    carved = start_baseline("static_mask", facts, []).carved
+    carved = start_baseline("static_mask", facts, [])
     features, features_TF = Memo(carved.features), carved.features(x_TD)
     monkeypatch.setattr(carved_ffn, "MOST_BYTES", features_TF.nbytes)
     other_TD = x_TD.clone()

@@ -7,8 +7,8 @@ import torch
 from models.ffn import DenseFFN
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import project_layer
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_router
+from stages.routing.descent import RouterSettings
+from stages.routing.fit import fit_router
 from stages.routing.task import load_balance, make_loop, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
@@ -23,8 +23,8 @@ def carve_layer(balance):
     shift_D = torch.tensor([0.8, 0, 0, 0, 0, 0])
     inputs = [shift_D + torch.randn(200 + index, D, generator=generator) for index in range(8)]
     neurons_EN = torch.arange(F).view(E, N)
-    start = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, 0.0, 1), tokens=1000)
-    refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000, logit_std=0.001)
+    start = RouterSettings("error", 1e-3, 1000, 200, 0.05, 0.0, 1)
+    refit = RouterSettings("error", 1e-3, 1000, 200, 0.05, balance, 1, logit_std=0.001)
     router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K), start)
     return make_loop(ffn, neurons_EN, NONE, router, K), refit, inputs, [ffn(x_TD) for x_TD in inputs]
 

@@ -10,22 +10,13 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
 from stages.artifacts.carve import Partition
 from stages.artifacts.experts import join_pool
+from stages.calibration.alignment import column_scale
 from stages.calibration.batches import LayerSample
 from stages.project.carved_model import gather_parts
 from stages.project.config import ProjectConfig
-from stages.project.pool import (
-    RoutedTokens,
-    align_pool,
-    layer_errors,
-    mean_error,
-    project_pool,
-    reroute_pool,
-    sweep_experts,
-    weigh_pool,
-)
+from stages.project.pool import PoolFit, RoutedTokens, sweep_experts
 from stages.project.stage import part_pool, split_pool
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings
+from stages.routing.descent import RouterSettings
 
 L, D, F, E, N, K, S = 3, 6, 20, 4, 5, 2, 2
 SILU = torch.nn.functional.silu
@@ -76,8 +67,12 @@ def samples():
 
 
 def project(loops, samples, settings, method="random"):
-    refit = RouterSettings(method, 0.1, DescentSettings(20, 0.02, 0.0, 3), tokens=3000)
-    return project_pool(loops, samples, [refit] * L, settings)
+    return pool_fit(samples, settings, method).project(loops)
+
+
+def pool_fit(samples, settings=None, method="error", **workers):
+    refit = RouterSettings(method, 0.1, 3000, 20, 0.02, 0.0, 3)
+    return PoolFit(samples, [refit] * L, settings or ProjectConfig(), **workers)
 
 
 def sweep(loops, samples, penalty, sweeps):
@@ -111,11 +106,11 @@ def test_sweeps_end_at_the_joint_least_squares_solution(loops, samples):
 
 
 def test_each_sweep_lowers_the_error_on_what_is_fitted(loops, samples):
-    errors = [mean_error(loops, samples, range(5))]
+    errors = [pool_fit(samples).mean_error(loops, range(5))]
     for sweeps in (1, 2, 4):
         down_EDN = sweep(loops, samples, penalty=1e-3, sweeps=sweeps)
         swept = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
-        errors.append(mean_error(swept, samples, range(5)))
+        errors.append(pool_fit(samples).mean_error(swept, range(5)))
     assert errors == sorted(errors, reverse=True)
     assert errors[1] < 0.9 * errors[0]
 
@@ -135,7 +130,7 @@ def test_alignment_lowers_the_error_and_says_so(loops, samples):
     projected, outcome = project(loops, samples, settings)
     assert outcome.penalty in settings.penalties
     assert outcome.rounds == 0
-    ends = layer_errors(projected, samples, [2])
+    ends = pool_fit(samples).layer_errors(projected, [2])
     assert outcome.errors["at the end"] == ends
     assert sum(ends) < sum(outcome.errors["as cut"])
     assert torch.equal(projected[0].experts.gate_END, loops[0].experts.gate_END)
@@ -143,14 +138,14 @@ def test_alignment_lowers_the_error_and_says_so(loops, samples):
 
 def test_penalties_do_not_depend_on_each_other(loops, samples):
     settings = ProjectConfig(validation_share=0.2, penalties=[1e-2, 1.0, 10.0])
-    best = align_pool(loops, samples, settings)
+    best = pool_fit(samples, settings).align(loops)
     assert best.penalty < 10
-    alone = align_pool(loops, samples, replace(settings, penalties=[best.penalty]))
-    assert torch.equal(best.loops[0].experts.down_EDN, alone.loops[0].experts.down_EDN)
+    alone = pool_fit(samples, replace(settings, penalties=[best.penalty])).align(loops)
+    assert torch.equal(best.carved[0].experts.down_EDN, alone.carved[0].experts.down_EDN)
 
 
 def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
-    loops = weigh_pool(loops, samples)
+    loops = pool_fit(samples).weigh(loops)
     still, plain = project(loops, samples, ProjectConfig(validation_share=0.2, rounds=0))
     moved, fitted = project(loops, samples, ProjectConfig(validation_share=0.2, rounds=2), "error")
     assert all(torch.equal(a.router.rows_ED, b.router.rows_ED) for a, b in zip(still, loops, strict=True))
@@ -161,8 +156,8 @@ def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
 
 def test_scaled_layers_still_share_their_experts(loops, samples):
     """Without alignment these go to gradient projection, which would move an expert of each layer on its own."""
-    weighed = weigh_pool(loops, samples)
-    rerouted = reroute_pool(weighed, [loop.router for loop in loops], samples)
+    weighed = pool_fit(samples).weigh(loops)
+    rerouted = pool_fit(samples).reroute(weighed, [loop.router for loop in loops])
     for layers in (weighed, rerouted):
         assert not torch.equal(layers[0].experts.down_EDN, loops[0].experts.down_EDN)
         assert all(loop.experts.down_EDN is layers[0].experts.down_EDN for loop in layers)
@@ -178,14 +173,14 @@ def test_nothing_is_done_where_nothing_is_asked_for(loops, samples):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # 4: more workers than layers
 def test_workers_that_have_some_layers_each_fit_the_pool_as_one_process_does(loops, samples, world):
     settings = ProjectConfig(validation_share=0.2, penalties=[1e-2, 1.0])
-    refits = [RouterSettings("error", 0.1, DescentSettings(20, 0.02, 0.0, 3), tokens=3000)] * L
 
     def work(workers):
         mine = [sample if layer % world == workers.rank else None for layer, sample in enumerate(samples)]
-        shared, alone = weigh_pool(loops, mine, workers), weigh_pool(loops, samples)
+        with_others, by_myself = pool_fit(mine, settings, workers=workers), pool_fit(samples, settings)
+        shared, alone = with_others.weigh(loops), by_myself.weigh(loops)
         assert torch.equal(shared[0].experts.down_EDN, alone[0].experts.down_EDN)
-        shared, outcome = project_pool(shared, mine, refits, settings, workers)
-        alone, expected = project_pool(alone, samples, refits, settings)
+        shared, outcome = with_others.project(shared)
+        alone, expected = by_myself.project(alone)
         assert (outcome.penalty, outcome.rounds) == (expected.penalty, expected.rounds)
         assert outcome.penalty is not None
         for step, errors in expected.errors.items():
@@ -208,3 +203,11 @@ def test_the_parts_of_a_pool_are_joined_to_one_pool(loops):
             assert all(torch.equal(getattr(found.experts, name), part) for name, part in vars(loop.experts).items())
 
     as_workers(2, work)
+
+
+def test_a_pool_is_scaled_for_the_tokens_of_all_its_layers(loops, samples):
+    """As one layer that sees all tokens, if the layers have one router."""
+    alike = [replace(loop, router=loops[0].router) for loop in loops]
+    inputs = [x_TD for sample in samples for x_TD in sample.inputs]
+    scale_EN = column_scale(replace(loops[0], neurons_EN=torch.arange(E * N).view(E, N)), inputs)
+    torch.testing.assert_close(pool_fit(samples).gate_scale(alike).expand(E, N), scale_EN)

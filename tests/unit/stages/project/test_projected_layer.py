@@ -28,12 +28,6 @@ def test_down_is_rounded_once_as_the_product_that_is_written(down_scale):
     torch.testing.assert_close(layer.experts.down_EDN.float(), written.float() / down_scale, rtol=1e-6, atol=0)
 
 
-def test_rounded_twice_it_would_be_another():
-    loop = make_loop()
-    twice = (loop.experts.down_EDN.bfloat16().float() * 58).bfloat16()
-    assert not torch.equal(twice, (loop.experts.down_EDN * 58).bfloat16())
-
-
 def test_float32_is_kept_as_it_is():
     loop = make_loop()
     layer = ProjectedLayer.of(loop, Outcome(0.1), torch.float32, 58.0)

@@ -7,27 +7,14 @@ from stages.project.layer_pass import Outcome
 from stages.project.stage import alignment_needs, describe, summarise
 
 SHAPE = MoEShape(experts=6, n=20, top_k=2, always_on=30)
-NEED = (
-    "500 calibration tokens for 150 columns a layer, routed to 2 of 6 experts: the alignment depends on its penalty; "
-    "900 would be enough "
-)
 
 
-@pytest.mark.parametrize(
-    ("asked", "remedy"),
-    [
-        (500, "(data.tokens=1000)"),
-        (501, "(data.tokens=1000)"),
-        (502, "(data.tokens=1000; the text ends after 500 tokens, so a longer one is needed, too)"),
-    ],
-)
-def test_too_few_tokens_are_told_with_the_number_that_would_do(asked, remedy):
-    assert alignment_needs(ProjectConfig(validation_share=0.5), SHAPE, 200, 500, asked) == [NEED + remedy]
-
-
-@pytest.mark.parametrize(("alignment", "tokens"), [("ridge", 900), ("none", 5)])
-def test_enough_is_enough(alignment, tokens):
-    assert alignment_needs(ProjectConfig(validation_share=0.5, alignment=alignment), SHAPE, 200, tokens, tokens) == []
+@pytest.mark.parametrize(("alignment", "tokens", "noted"), [("ridge", 899, 1), ("ridge", 900, 0), ("none", 5, 0)])
+def test_too_few_tokens_are_noted_with_the_number_that_would_do(alignment, tokens, noted):
+    settings = ProjectConfig(validation_share=0.5, alignment=alignment)
+    notes = alignment_needs(settings, SHAPE, 200, tokens)
+    assert len(notes) == noted
+    assert all("900 would be enough" in note and "150 columns" in note for note in notes)
 
 
 def test_what_gradient_projection_came_to():
@@ -50,7 +37,6 @@ def test_descent_is_counted_where_it_was_kept():
     )
     for steps, column in ((7, "error after descent"), (0, "error at the end")):
         settings = ProjectConfig(descent_steps=steps)
-        table = summarise(outcomes, settings, None, SHAPE, 200, tokens=900, asked=900)
+        table = summarise(outcomes, [describe(outcomes, settings, None)], settings)
         assert [dict(zip(table.columns, row, strict=True))[column] for row in table.rows] == ["0.3000", "0.2000"]
-        assert table.notes[0] == describe(outcomes, settings, None)
         assert ("descent" in table.notes[0]) == (steps > 0)

@@ -8,8 +8,8 @@ import torch
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from stages.routing import task as expert_outputs
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_pool_router, regress_contributions
+from stages.routing.descent import RouterSettings
+from stages.routing.fit import fit_pool_router, regress_contributions, split
 from stages.routing.task import error_drops, oracle_agreement, relative_output_error, watch_pool
 
 T, D, E, N, K, S = 29, 6, 4, 3, 1, 2
@@ -57,7 +57,7 @@ def make_task(loop):
 
 
 def settings(method, steps=0):
-    return RouterSettings(method, 0.1, DescentSettings(steps, 0.02, 0.0, 3, biased=True), tokens=3000)
+    return RouterSettings(method, 0.1, 3000, steps, 0.02, 0.0, 3, biased=True)
 
 
 def test_contributions_name_the_expert_that_helps(loop):
@@ -73,9 +73,13 @@ def test_fitted_routers_choose_what_helps_and_random_ones_do_not(loop):
 
 def test_the_search_is_no_worse_than_any_of_its_starts(loop):
     task = make_task(loop)
-    fitted, _ = settings("error").split(task)
+    fitted, _ = split(task, settings("error"))
+    ridge = LinearRouter.without_bias(regress_contributions(task, fitted).solve(0.1))
     found, ridge = (
         relative_output_error(task.routed(router), task)
-        for router in (fit_pool_router(task, settings("error")), regress_contributions(task, fitted).router(0.1))
+        for router in (
+            fit_pool_router(task, settings("error")),
+            LinearRouter.without_bias(regress_contributions(task, fitted).solve(0.1)),
+        )
     )
     assert found <= ridge * 1.05

@@ -7,23 +7,24 @@ import torch
 
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
+from models.routing import LinearRouter
 from stages.calibration.alignment import align_down
 from stages.project.config import ProjectConfig
 from stages.routing import fit as residual
-from stages.routing.descent import DescentSettings
+from stages.routing.descent import RouterSettings
 from stages.routing.fit import (
     Activations,
-    RouterSettings,
     distinct_neurons,
     fit_router,
     regress_log_norms,
     regress_on_always_on,
+    split,
 )
 from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4
 F = S + E * N
-SETTINGS = RouterSettings("residual_ridge", 1e-6, DescentSettings(0, 0.05, 0.0, 1), tokens=10_000)
+SETTINGS = RouterSettings("residual_ridge", 1e-6, 10_000, 0, 0.05, 0.0, 1)
 
 
 def draw(*shape, seed=0):
@@ -90,7 +91,8 @@ def test_what_is_always_there_is_not_routed_for():
     task = make_task(echo=True)
     x_TD = torch.cat(list(task.inputs))
     settings = ProjectConfig(penalties=[1e-4])
-    by_norm = regress_log_norms(task, SETTINGS.split(task)[0]).router(SETTINGS.penalty)
+    found = regress_log_norms(task, split(task, SETTINGS)[0])
+    by_norm = LinearRouter.without_bias(found.solve(SETTINGS.penalty))
     routers = {"norm": by_norm, "residual": fit_router(task, SETTINGS)}
     shares = {name: float((router.choose(x_TD, 1) == 0).float().mean()) for name, router in routers.items()}
     errors = {

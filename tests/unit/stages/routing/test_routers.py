@@ -5,7 +5,6 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, membership
-from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router, regress_contributions
 from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_logit_std, watch_experts
 
@@ -14,8 +13,7 @@ NO_NEURONS = torch.empty(0, dtype=torch.long)
 
 
 def settings(method, **changes):
-    descent = DescentSettings(**({"steps": 60, "rate": 0.05, "balance": 0.0, "seed": 1} | changes))
-    return RouterSettings(method, 1e-3, descent, tokens=1000)
+    return RouterSettings(method, 1e-3, 1000, **({"steps": 60, "rate": 0.05, "balance": 0.0, "seed": 1} | changes))
 
 
 def make_task(*, shift=0.0, tokens=40, loud=1.0):
@@ -98,7 +96,7 @@ def test_ridge_recovers_contributions_that_are_linear():
     inputs = [torch.rand(60, D, generator=generator)]
     task = watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K)
     torch.testing.assert_close(task.wanted[0], ffn(inputs[0]))
-    assert oracle_agreement(regress_contributions(task, [0]).router(1e-9), task) == 1.0
+    assert oracle_agreement(LinearRouter.without_bias(regress_contributions(task, [0]).solve(1e-9)), task) == 1.0
 
 
 def test_logit_std_sets_the_deviation_and_keeps_the_choice():
@@ -109,12 +107,9 @@ def test_logit_std_sets_the_deviation_and_keeps_the_choice():
     logits_TE = x_TD @ scaled.rows_ED.T
     assert float((logits_TE - logits_TE.mean(1, keepdim=True)).square().mean().sqrt()) == pytest.approx(0.25, rel=1e-4)
     assert torch.equal(scaled.choose(x_TD, K), router.choose(x_TD, K))
-
-
-def test_logit_std_zero_gives_constant_gates(task):
-    router = set_logit_std(fit_router(task, settings("residual_ridge")), task.inputs, 0.0)
-    assert not router.rows_ED.any()
-    assert not router.bias_E.any()
+    constant = set_logit_std(router, task.inputs, 0.0)
+    assert not constant.rows_ED.any()
+    assert not constant.bias_E.any()
 
 
 def test_load_is_relative_to_an_even_share(task):
