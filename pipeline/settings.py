@@ -200,7 +200,7 @@ def is_boolean(value: object) -> bool:
     return value.lower() in BOOLEANS if isinstance(value, str) else value in (0, 1)  # also of a list
 
 
-def _wrong_booleans(kind: type, values: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - of a composition
+def _wrong_booleans(kind: Any, values: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - of a composition
     """Settings of a dataclass, at any depth, that are no booleans although they should be."""
     for name, annotation in get_type_hints(kind).items():
         value, key = values.get(name), f"{prefix}{name}"

@@ -48,7 +48,7 @@ def draw(title: str, caption: str, paint: Callable[[Axes], None], height: float 
     pictures = {}
     for theme, (ink, grid, lines) in THEMES.items():
         style = STYLE | dict.fromkeys(INKED, ink) | {"grid.color": grid, "axes.prop_cycle": cycler(color=lines)}
-        with rc_context(style):
+        with rc_context(style):  # type: ignore[arg-type] # a mapping of names that matplotlib checks
             figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
             paint(figure.add_subplot())
             out = StringIO()

@@ -48,8 +48,9 @@ class TokenBatch:
 
     def rows(self, most: int) -> "TokenBatch":
         """The first `most` sequences."""
-        tensors = (tensor[:most] for tensor in (self.input_ids, self.attention_mask, self.labels))
-        return TokenBatch(*tensors, self.names[:most], self.is_text, self.layers, self.source)
+        ids_BT, mask_BT, labels_BT = (part[:most] for part in (self.input_ids, self.attention_mask, self.labels))
+        names = self.names[:most]
+        return replace(self, input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT, names=names)
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` on a device, as arguments of a model."""

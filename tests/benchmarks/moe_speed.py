@@ -93,18 +93,19 @@ def measure_moe(bench: Workbench, options: Namespace) -> list[Row]:
 
 
 def compare_speed(
-    phase: str,
-    bench: Workbench,
-    carved: Mapping[float, PreTrainedModel],
-    shapes: Mapping[float, MoEShape],
+    phase: str, bench: Workbench, carved: Mapping[float, PreTrainedModel], shapes: Mapping[float, MoEShape],
     options: Namespace,
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     """Rows of one phase, prefill or decode."""
-    ids_BT = ids_of(bench)
+    ids_BT = bench.batch.input_ids.to(bench.device)
     runners = {DENSE: Runner(bench.model, ids_BT, options.steps)}
+    notes: dict[str, str] = {}
     for share, model in carved.items():
-        for name in PREFILL if phase == "prefill" else DECODE:
-            runners[f"{share_name(share)}, {name}"] = Runner(model, ids_BT, options.steps, name)
+        for implementation in PREFILL if phase == "prefill" else DECODE:
+            name = f"{100 * share:g} % active, {implementation}"
+            runners[name] = Runner(model, ids_BT, options.steps, implementation)
+            shape = shapes[share]
+            notes[name] = f"{shape.top_k} of {shape.experts} × {shape.n} + {shape.always_on}"
     tasks: dict[str, Task] = {
         name: runner.prefill_task() if phase == "prefill" else runner.decode_task() for name, runner in runners.items()
     }
@@ -113,8 +114,7 @@ def compare_speed(
     speed = {name: [tokens / spent for spent in found] for name, found in seconds.items()}
     rows = [Row(f"{phase}, dense", speed.pop(DENSE), unit="tokens/s")]
     for name, found in speed.items():
-        shape = shapes[next(share for share in shapes if name.startswith(share_name(share)))]
-        note = f"{sorted(found)[len(found) // 2]:,.0f} tokens/s; {describe(shape)}"
+        note = f"{sorted(found)[len(found) // 2]:,.0f} tokens/s; {notes[name]}"
         rows.append(Row(f"{phase}, MoE {name} ÷ dense, tokens/s", divide(found, rows[0].values), note=note))
     return rows
 
@@ -135,21 +135,6 @@ def load_moe(folder: Path, bench: Workbench) -> PreTrainedModel:
         folder, dtype=bench.model.dtype, experts_implementation="grouped_mm", attn_implementation="sdpa"
     )
     return model.to(bench.device).requires_grad_(False).eval()
-
-
-def ids_of(bench: Workbench) -> Tensor:
-    """The batch on the model's device."""
-    return bench.batch.input_ids.to(bench.device)
-
-
-def share_name(share: float) -> str:
-    """The name of the share in rows."""
-    return f"{100 * share:g} % active"
-
-
-def describe(shape: MoEShape) -> str:
-    """The shape in a row's note."""
-    return f"{shape.top_k} of {shape.experts} × {shape.n} + {shape.always_on}"
 
 
 def shape_of(width: int, experts: int, active: float) -> MoEShape:

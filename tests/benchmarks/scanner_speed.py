@@ -1,11 +1,10 @@
 """The parameter-level scanner against training without it, and writing its record."""
 
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.rows import Row
-from benchmarks.timing import Task, divide, take_turns
+from benchmarks.timing import Task, divide, take_turns, task_within
 from benchmarks.workbench import Workbench
 
 from instruments.parameter_scan.scanner import ParameterTensorScanner
@@ -66,21 +65,10 @@ def measure_mscan(bench: Workbench, repetitions: int) -> list[Row]:
 
 def scanner_task(bench: Workbench, *, training: bool) -> Task:
     """Forward, backward and the record, with the scanner already entered."""
-    entered = ExitStack()
-    scanners: list[ParameterTensorScanner] = []
 
-    def enter() -> None:
-        if training:
-            bench.thaw()
-        scanners.append(entered.enter_context(ParameterTensorScanner(bench.model)))
-
-    def step() -> None:
+    def step(scanner: ParameterTensorScanner) -> None:
         bench.train_step()
-        assert scanners[-1].collect()
+        assert scanner.collect()
 
-    def leave() -> None:
-        entered.close()
-        scanners.clear()
-        bench.freeze()
-
-    return Task(step, enter, leave)
+    prepare = bench.thaw if training else bench.freeze
+    return task_within(lambda: ParameterTensorScanner(bench.model), step, prepare, bench.freeze)

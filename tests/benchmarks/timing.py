@@ -3,7 +3,9 @@
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -20,6 +22,30 @@ class Task:
     run: Callable[[], object]
     before: Callable[[], object] = _nothing
     after: Callable[[], object] = _nothing
+
+
+T = TypeVar("T")
+
+
+def task_within(
+    make: Callable[[], AbstractContextManager[T]],
+    run: Callable[[T], object],
+    before: Callable[[], object] = _nothing,
+    after: Callable[[], object] = _nothing,
+) -> Task:
+    """Time `run` within a context; entering and leaving it is not timed."""
+    stack, entered = ExitStack(), list[T]()
+
+    def enter() -> None:
+        before()
+        entered.append(stack.enter_context(make()))
+
+    def leave() -> None:
+        stack.close()
+        entered.clear()
+        after()
+
+    return Task(lambda: run(entered[-1]), enter, leave)
 
 
 def take_turns(tasks: Mapping[str, Task], repetitions: int, device: torch.device) -> dict[str, list[float]]:

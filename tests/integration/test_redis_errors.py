@@ -39,29 +39,16 @@ def test_a_local_store_asks_no_server(monkeypatch):
     check_store(StoreConfig())
 
 
-def test_no_server_is_named(monkeypatch):
-    monkeypatch.delenv("TINY_ONN_REDIS_URL", raising=False)
-    caught = refusal(None)
-    assert caught.type is ConfigError
-    assert caught.value.where == "settings store.url and TINY_ONN_REDIS_URL"
-
-
 @pytest.mark.parametrize(
-    "url",
-    [
-        "localhost:6379",
-        "http://me:s3same@host/0",
-        "redis://",
-        "redis://host:many/0",
-        "redis://host/one",
-        "unix://",
-        "redis://[::1",
-    ],
-)
-def test_no_address(url):
+    "url", ["localhost:6379", "http://me:s3same@host/0", "redis://", "redis://host:many/0", "redis://host/one",
+            "unix://", "redis://[::1", None]
+)  # fmt: skip
+def test_no_address(url, monkeypatch):
+    monkeypatch.delenv("TINY_ONN_REDIS_URL", raising=False)
     caught = refusal(url)
     assert caught.type is ConfigError
-    assert (caught.value.what, caught.value.where) == ("store.url is no Redis address", "setting store.url")
+    assert caught.value.where == ("setting store.url" if url else "settings store.url and TINY_ONN_REDIS_URL")
+    assert caught.value.what == ("store.url is no Redis address" if url else "store.kind=redis names no server")
 
 
 def test_options_of_a_url_change_neither_numbers_nor_keys(server):
@@ -115,17 +102,15 @@ def test_no_password_or_a_wrong_one(locked_server, login, monkeypatch):
     assert "s3sam" not in str(error)
 
 
-@pytest.mark.parametrize("place", ["url", "password alone in the environment", "url and password in the environment"])
-def test_the_right_password(locked_server, monkeypatch, place):
-    url = f"redis://127.0.0.1:{locked_server.port}/1"
-    if place == "url":
-        url = url.replace("//", "//:s3same@")
-    else:
+@pytest.mark.parametrize("url_in_environment", [True, False])
+@pytest.mark.parametrize("password_in_environment", [True, False])
+def test_the_right_password(locked_server, monkeypatch, url_in_environment, password_in_environment):
+    url = f"redis://{'' if password_in_environment else ':s3same@'}127.0.0.1:{locked_server.port}/1"
+    if password_in_environment:
         monkeypatch.setenv("TINY_ONN_REDIS_PASSWORD", "s3same")
-    if place.startswith("url and"):
+    if url_in_environment:
         monkeypatch.setenv("TINY_ONN_REDIS_URL", url)
-        url = None
-    client, place = connect(StoreConfig("redis", url=url))
+    client, place = connect(StoreConfig("redis", url=None if url_in_environment else url))
     assert client.ping()
     assert place == f"Redis at 127.0.0.1:{locked_server.port}, database 1"
     client.close()
@@ -175,43 +160,34 @@ def test_a_server_that_drops_keys(server):
     check_store(StoreConfig("redis", url=server.url))
 
 
-def test_a_server_that_keeps_nothing_is_used_with_one_warning(tmp_path, caplog):
+def test_a_server_that_keeps_nothing_is_used_with_one_warning_and_a_cluster_is_not(tmp_path, caplog):
     with running(tmp_path, append_only=False) as server:
         _warn_of_loss.cache_clear()
         for _ in range(2):
             check_store(StoreConfig("redis", url=server.url))
     (message,) = caplog.messages
     assert message.startswith(f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: ")
+    with running(tmp_path / "cluster", "--cluster-enabled", "yes") as server:
+        caught = refusal(server.url)
+    assert caught.type is ConfigError
+    assert "is a cluster" in caught.value.what
 
 
-def test_a_replica_or_a_user_without_rights(server):
-    server.client().acl_setuser("guest", enabled=True, passwords=["+pw"], categories=["+@read"], commands=["+info"])
+def test_a_user_with_just_the_rights_that_the_message_names_or_fewer(server):
+    reading, keys = {"categories": ["+@read"], "commands": ["+info", "+ping"], "passwords": ["+pw"]}, ["t:*"]
+    server.client().acl_setuser("guest", enabled=True, **reading)
     with pytest.raises(UserError, match="the Redis server's user may not do this: "):
         open_store(server.url.replace("//", "//guest:pw@"))
-    server.client().replicaof("127.0.0.1", 9)
-    with pytest.raises(UserError, match="this Redis server is a read-only replica"):
-        open_store(server.url)
-
-
-def test_a_user_with_just_the_rights_that_the_message_names(server):
-    server.client().acl_setuser(
-        "scan",
-        enabled=True,
-        passwords=["+pw"],
-        keys=["t:*"],
-        categories=["+@read", "+@write", "+@scripting"],
-        commands=["+info", "+ping"],
-    )
-    store = open_store(server.url.replace("//", "//scan:pw@"))
-    flush(store, 0)
+    reading["categories"] += ["+@write", "+@scripting"]
+    server.client().acl_setuser("scan", enabled=True, keys=keys, **reading)
+    store = flush(open_store(server.url.replace("//", "//scan:pw@")), 0)
     assert_equal(store.collect(), make_part(0))
 
 
-def test_a_cluster(tmp_path):
-    with running(tmp_path, "--cluster-enabled", "yes") as server:
-        caught = refusal(server.url)
-        assert caught.type is ConfigError
-        assert "is a cluster" in caught.value.what
+def test_a_replica(server):
+    server.client().replicaof("127.0.0.1", 9)
+    with pytest.raises(UserError, match="this Redis server is a read-only replica"):
+        open_store(server.url)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")

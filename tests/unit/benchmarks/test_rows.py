@@ -18,17 +18,5 @@ def test_the_table_shows_median_spread_and_target():
 def test_a_target_is_met_by_the_median(bounds, met):
     row = Row("what", [9.0, 2.0, 0.0], **bounds)
     assert row.met is met
-    assert (
-        row.record()
-        == {
-            "what": "what",
-            "values": [9.0, 2.0, 0.0],
-            "at_most": None,
-            "at_least": None,
-            "unit": "",
-            "note": "",
-            "measured": 2.0,
-            "met": met,
-        }
-        | bounds
-    )
+    fields = {"what": "what", "values": [9.0, 2.0, 0.0], "at_most": None, "at_least": None, "unit": "", "note": ""}
+    assert row.record() == fields | {"measured": 2.0, "met": met} | bounds

@@ -111,11 +111,7 @@ def only_pickles(folder):
         (only_pickles, "pickle checkpoint refused: pytorch_model.bin can run any", "give a safetensors checkpoint"),
         (without_weights, "no model.safetensors or model.safetensors.index.json", "give a safetensors checkpoint"),
         (lambda folder: (folder / INDEX).unlink(), "no model.safetensors or", f"copy {INDEX} from the source of these"),
-        (
-            lambda folder: (folder / "adapter_config.json").write_text("{}"),
-            "adapter_config.json beside the weights",
-            "merge the adapter",
-        ),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "adapter_config.json beside", "merge the"),
         (lambda folder: (folder / INDEX).write_text("{}"), "unreadable shard index (KeyError", "download or copy"),
         (lambda folder: (folder / INDEX).write_text("[" * 200_000), "unreadable shard index (ValueError", "download"),
         (lambda folder: edit_index(folder, "\ud800"), "unreadable shard index", "download"),

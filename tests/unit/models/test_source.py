@@ -133,25 +133,17 @@ def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch):
     assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked[1])
 
 
-@pytest.fixture
-def local(tmp_path):
-    return ModelConfig(kind="local", path=str(write_pico(tmp_path / "model", "qwen2", max_shard_size="12KB")))
-
-
-def test_embedded_and_local_folders(local):
-    assert resolve_folder(ModelConfig()) == EMBEDDED
-    assert resolve_folder(local) == Path(str(local.path))
+def test_embedded_and_local_folders(tmp_path):
+    local = ModelConfig(kind="local", label="q", path=str(tmp_path / "b" / ".." / "c"))
+    assert (resolve_folder(ModelConfig()), resolve_folder(local)) == (EMBEDDED, Path(str(local.path)))
     assert read_source_config(ModelConfig())["intermediate_size"] == 1024
+    names = [one.source_name for one in (hub("a/b"), local, ModelConfig(label="q", name="a/b"))]
+    assert names == ["a/b", "c", "q"]
 
 
-def test_a_source_is_named_by_its_kind(tmp_path):
-    assert ModelConfig(kind="hub", label="q", name="a/b").source_name == "a/b"
-    assert ModelConfig(kind="local", label="q", path=str(tmp_path / "b" / ".." / "c")).source_name == "c"
-    assert ModelConfig(label="q", name="a/b").source_name == "q"
-
-
-def test_the_cache_key_follows_all_that_decides_a_result(local):
-    folder = Path(str(local.path))
+def test_the_cache_key_follows_all_that_decides_a_result(tmp_path):
+    folder = write_pico(tmp_path / "model", "qwen2", max_shard_size="12KB")
+    local = ModelConfig(kind="local", path=str(folder))
     shard, before = next(folder.glob("*.safetensors")), source_cache_key(local)
     shard.touch()
     (folder / "LICENSE").write_text("free")

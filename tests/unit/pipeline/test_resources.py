@@ -18,6 +18,7 @@ from pipeline.resources import (
     peak_bytes,
     record_seconds,
 )
+from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
 
 CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")

@@ -106,38 +106,32 @@ def test_only_the_own_class_says_a_pool(source):
     assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
 
 
+OF_CHOSEN = ("qwen3_moe", "mixtral", "granitemoe", "granitemoeshared")
+
+
 @pytest.mark.parametrize(
-    ("target", "experts", "gate_scale"),
+    ("target", "experts", "down", "shared_down", "norm_topk_prob", "factor"),
     [
-        ("qwen3_moe", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
-        ("mixtral", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
-        ("qwen2_moe", 6, GateScale(6.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
-        ("qwen2_moe", 16, GateScale(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
-        ("glm4_moe", 6, GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
-        ("dots1", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
-        ("tiny_onn", 6, GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
-        ("flex_olmo", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
-        ("flex_olmo", 16, GateScale(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
-        ("granitemoe", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
-        ("granitemoeshared", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        *((target, 6, 4.0, 1.0, True, None) for target in ("qwen3_moe", "dots1", "flex_olmo")),
+        *((target, 6, 4.0, 1.0, None, None) for target in OF_CHOSEN[1:]),
+        *((target, 6, 1.0, 1.0, True, 4.0) for target in ("glm4_moe", "tiny_onn")),
+        ("qwen2_moe", 6, 6.0, 2.0, False, None),
+        ("qwen2_moe", 16, 16.0, 2.0, False, None),
+        ("flex_olmo", 16, 16.0, 1.0, False, None),
     ],
 )
-def test_who_carries_the_scale(target, experts, gate_scale):
-    assert gate_scale_of(MOE_TARGETS[target], MoEShape(experts, 16, 4, 0)) == gate_scale
+def test_who_carries_the_scale(target, experts, down, shared_down, norm_topk_prob, factor):
+    wanted = GateScale(down, shared_down, norm_topk_prob=norm_topk_prob, routed_scaling_factor=factor)
+    assert gate_scale_of(MOE_TARGETS[target], MoEShape(experts, 16, 4, 0)) == wanted
 
 
 @pytest.mark.parametrize(
     ("target", "kind", "down_scale", "routed_scaling_factor"),
     [
-        ("qwen2_moe", "softmax_of_all", 100.0, None),
-        ("flex_olmo", "softmax_of_all", 100.0, None),
-        ("tiny_onn", "sigmoid", 1.0, 2.0),
-        ("glm4_moe", "sigmoid", 1.0, 2.0),
+        *((target, "softmax_of_all", 100.0, None) for target in ("qwen2_moe", "flex_olmo")),
+        *((target, "sigmoid", 1.0, 2.0) for target in ("tiny_onn", "glm4_moe")),
         ("dots1", "sigmoid", 2.0, None),
-        ("qwen3_moe", "softmax_of_chosen", 1.0, None),
-        ("mixtral", "softmax_of_chosen", 1.0, None),
-        ("granitemoe", "softmax_of_chosen", 1.0, None),
-        ("granitemoeshared", "softmax_of_chosen", 1.0, None),
+        *((target, "softmax_of_chosen", 1.0, None) for target in OF_CHOSEN),
     ],
 )
 def test_the_gate_of_one_expert_depends_on_its_logit_where_it_can(target, kind, down_scale, routed_scaling_factor):

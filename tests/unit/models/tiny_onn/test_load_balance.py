@@ -6,7 +6,7 @@ from models.tiny_onn.modeling_tiny_onn import measure_imbalance
 T, E, K, L = 12, 4, 2, 3
 
 
-def logit_std(offset=0):
+def even(offset=0):
     """Every expert is chosen equally often."""
     chosen_TK = (torch.arange(T)[:, None] + torch.tensor([0, 1]) + offset) % E
     return torch.zeros(T, E).scatter(1, chosen_TK, 3.0), chosen_TK
@@ -25,7 +25,7 @@ def measure(layers, **options):
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("pooled", [False, True])
 def test_even_load_gives_k_and_crowding_gives_e(scoring, pooled):
-    assert measure([logit_std()] * L, scoring=scoring, pooled=pooled) == pytest.approx(K)
+    assert measure([even()] * L, scoring=scoring, pooled=pooled) == pytest.approx(K)
     assert measure([crowded()] * L, scoring=scoring, pooled=pooled) == pytest.approx(E, rel=1e-3)
 
 
@@ -37,14 +37,14 @@ def test_layers_of_a_pool_may_make_up_for_each_other():
 
 
 def test_masked_tokens_count_nothing():
-    logits, chosen = (torch.cat(parts) for parts in zip(logit_std(), crowded(), strict=True))
+    logits, chosen = (torch.cat(parts) for parts in zip(even(), crowded(), strict=True))
     mask = torch.tensor([1, 0]).repeat_interleave(T).view(2, T)
     assert measure([(logits, chosen)], attention_mask=mask) == pytest.approx(K)
     assert measure([(logits, chosen)]) > K + 0.2
 
 
 def test_masks_of_another_shape_are_ignored():
-    layers = [logit_std(), logit_std(1)]
+    layers = [even(), even(1)]
     for mask in (torch.ones(1, T + 5), torch.ones(1, 1, T, T)):
         assert measure(layers, attention_mask=mask) == measure(layers)
 

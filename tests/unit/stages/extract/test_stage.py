@@ -50,6 +50,8 @@ def test_experts_are_the_dense_neurons(dense, job):
         assert torch.equal(experts.gate_END, gate[neurons_EN])
         assert torch.equal(experts.up_END, up[neurons_EN])
         assert torch.equal(experts.down_EDN, down[:, neurons_EN].transpose(0, 1))
+        assert torch.equal(experts.shared_gate_SD, gate[partition.always_on[layer].long()])
+        assert torch.equal(experts.shared_up_SD, up[partition.always_on[layer].long()])
         assert torch.equal(experts.shared_down_DS, down[:, partition.always_on[layer].long()])
         assert torch.equal(stored["neurons"], partition.neurons_of(layer))
         assert torch.equal(stored["always_on"], partition.always_on[layer])
