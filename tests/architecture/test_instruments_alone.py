@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 ENTRIES = {
     "watch_model": (
         "from tiny_onn import watch_model",
-        ("transformers", "jaxtyping", "numba", "matplotlib", "safetensors", "tqdm", "accelerate"),
+        ("transformers", "jaxtyping", "numba", "matplotlib", "safetensors", "accelerate"),
     ),
     "auto_diff": ("from tiny_onn import auto_diff", ("transformers", "matplotlib")),
     "analyze_tensor": ("from tiny_onn import analyze_tensor", ("transformers", "matplotlib")),

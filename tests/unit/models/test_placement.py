@@ -1,6 +1,7 @@
 import pytest
 import torch
 from pico import write_pico
+from torch import nn
 
 from models import loading as module
 from models.config import ModelConfig

@@ -1,7 +1,6 @@
 """How a process of `python -m pipeline` ends."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,18 +45,6 @@ def test_the_help_page_in_a_locale_without_unicode(environment):
     done = run_under(["--help"], **environment)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode("ascii").startswith("Carve a sparse Mixture-of-Experts")
-
-
-@pytest.mark.parametrize("words", [["--help"], ["stage=scan"]])
-def test_packages_that_were_installed_without_the_clone_say_so(tmp_path, words):
-    """As after `pip install .`, which copies the packages and no settings."""
-    for package in ("instruments", "models", "stages", "pipeline"):
-        shutil.copytree(REPOSITORY / package, tmp_path / package, ignore=shutil.ignore_patterns("embedded", "*.pyc"))
-    command = [sys.executable, "-m", "pipeline", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("the settings are missing: the program runs from a clone of its repository")
-    assert f"  where: {tmp_path}/conf\n" in done.stderr
 
 
 def test_nobody_reads_the_help_page():
