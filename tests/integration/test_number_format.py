@@ -29,6 +29,7 @@ def loud(tmp_path_factory):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_overflows_is_not_published_and_the_remedy_works(loud, capsys):
     assert run_command([*loud, "stage=assemble", "assemble.dtype=float16"]) == FAILED
     error = capsys.readouterr().err
