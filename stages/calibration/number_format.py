@@ -14,7 +14,7 @@ from stages.calibration.batches import text_sources
 from stages.calibration.share import split_validation
 from stages.calibration.token_memory import free_memory
 from stages.losses import measure_loss
-from stages.text.batches import TokenBatch
+from stages.text.batches import TokenBatch, split_batch
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,7 @@ def check_number_format(
         logger.warning(message, in_mib(3 * stored), in_mib(free))
         return
     _fitted, validation = split_validation(len(text), share, text_sources(text))
-    batch = text[validation[-1]]
-    batch = batch.rows(max(1, MOST_TOKENS // batch.input_ids.shape[1]))
+    batch = split_batch(text[validation[-1]], MOST_TOKENS)[0]
     model = load_whole(checkpoint, dtype=dtype, experts_implementation="grouped_mm", device_map={"": device})
     ours, exact = measure_loss(model, [batch]).nats, measure_loss(model.float(), [batch]).nats
     del model

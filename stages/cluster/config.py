@@ -22,11 +22,6 @@ class ClusterConfig:
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
     map_layers: list[int] = field(default_factory=list, metadata={"needs": {"map": ("umap", "tsne")}})
 
-    @property
-    def groups_by_features(self) -> bool:
-        """Whether the method compares neurons by features."""
-        return self.method in {"router_aware", "balanced_kmeans"}
-
     def ranks(self, shape: MoEShape, width: int) -> bool:
         """Whether neurons are ranked: to be always on, dropped, or dealt out by method rank."""
         others = not shape.pooled and (self.method == "rank" or drops(shape, width))

@@ -46,12 +46,6 @@ class TokenBatch:
         """Tokens without padding."""
         return int(self.attention_mask.sum())
 
-    def rows(self, most: int) -> "TokenBatch":
-        """The first `most` sequences."""
-        ids_BT, mask_BT, labels_BT = (part[:most] for part in (self.input_ids, self.attention_mask, self.labels))
-        names = self.names[:most]
-        return replace(self, input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT, names=names)
-
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` on a device, as arguments of a model."""
         return {"input_ids": self.input_ids.to(device), "attention_mask": self.attention_mask.to(device)}
