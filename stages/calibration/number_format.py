@@ -1,22 +1,27 @@
 """Compares a written checkpoint with itself in float32, the format in which a stage fits and measures."""
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.errors import NumericsError
-from models.loading import load_whole, release_freed_memory
-from stages.artifacts.rendering import in_mib
+from models.checkpoint.shards import ShardReader
+from models.loading import explained_loading, release_freed_memory
 from stages.calibration.batches import text_sources
 from stages.calibration.share import split_validation
-from stages.calibration.token_memory import free_memory
 from stages.losses import measure_loss
 from stages.text.batches import TokenBatch, split_batch
-
-logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 512
 MOST_NATS = 0.05
@@ -27,23 +32,19 @@ def check_number_format(
 ) -> None:
     """Measure the loss on a batch of validation text in the checkpoint's own number format, `dtype`, and in float32.
 
-    `share` is the validation split's. Memory: the whole model in float32; without room for it, a warning.
+    `share` is the validation split's. Memory: the embeddings and one layer in float32.
     Raises NumericsError: a loss is not finite, or it is more than 0.05 nats higher in the checkpoint's format.
     """
     if dtype == torch.float32:
         return
-    stored = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if free is not None and 3 * stored > free:
-        message = "the checkpoint was not compared with itself in float32: that takes %s of memory, %s are free"
-        logger.warning(message, in_mib(3 * stored), in_mib(free))
-        return
     _fitted, validation = split_validation(len(text), share, text_sources(text))
     batch = split_batch(text[validation[-1]], MOST_TOKENS)[0]
-    model = load_whole(checkpoint, dtype=dtype, experts_implementation="grouped_mm", device_map={"": device})
-    ours, exact = measure_loss(model, [batch]).nats, measure_loss(model.float(), [batch]).nats
-    del model
-    release_freed_memory()
+    losses = []
+    for kind in (dtype, torch.float32):
+        with open_by_layers(checkpoint, kind, device) as model:
+            losses.append(measure_loss(model, [batch]).nats)
+        release_freed_memory()
+    ours, exact = losses
     name, place = str(dtype).removeprefix("torch."), f"{batch.tokens} tokens of validation text"
     if not exact < float("inf"):
         what, do = f"the carved model has a loss of {exact}", "check the dense model's weights and text"
@@ -52,3 +53,50 @@ def check_number_format(
         what = f"the checkpoint has a loss of {ours:.4f} in {name} and of {exact:.4f} in float32"
         wider = "bfloat16" if dtype == torch.float16 else "float32"
         raise NumericsError(what, where=place, do=f"assemble.dtype={wider}")
+
+
+@contextmanager
+def open_by_layers(checkpoint: Path, dtype: torch.dtype, device: torch.device) -> Iterator[PreTrainedModel]:
+    """The model of a checkpoint; transformers reads a decoder layer's weights when it runs, and drops them afterwards.
+
+    Raises CheckpointError: transformers cannot load it. Memory: all weights outside of the layers, and one layer.
+    """
+    with ShardReader(checkpoint) as reader, _no_progress_bars():
+        with explained_loading(checkpoint), init_empty_weights(include_buffers=False):
+            config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.set_experts_implementation("grouped_mm")
+        mapping = get_model_conversion_mapping(model)
+        settings = LoadStateDictConfig(device_map={"": device}, dtype=dtype, weight_mapping=mapping)
+
+        def load(names: Sequence[str], *_call: object) -> None:
+            with explained_loading(checkpoint):
+                convert_and_load_state_dict_in_model(model, {name: reader.tensor(name) for name in names}, settings)
+
+        def free(layer: nn.Module, *_call: object) -> None:
+            layer.to("meta")
+
+        outside = {*reader.names}
+        for index, layer in enumerate(model.get_decoder().layers):
+            inside = sorted(name for name in outside if f".layers.{index}." in name)
+            outside.difference_update(inside)
+            layer.register_forward_pre_hook(partial(load, inside))
+            layer.register_forward_hook(free)
+        load(sorted(outside))
+        model.tie_weights()
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        yield model.requires_grad_(False).eval()
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Transformers would show one for every layer."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

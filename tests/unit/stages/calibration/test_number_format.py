@@ -2,12 +2,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pico_moes import make_moe
+from pico_moes import MOES, make_moe
 
 from instruments.errors import NumericsError
-from models import loading
+from models.loading import load_whole
 from stages.calibration import number_format
-from stages.calibration.number_format import check_number_format
+from stages.calibration.number_format import check_number_format, open_by_layers
+from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
 
 SEQUENCES = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(9)]
@@ -58,12 +59,24 @@ def test_a_model_that_is_not_finite_in_float32_is_not_blamed_on_its_format(tmp_p
         check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU)
 
 
-def test_float32_needs_no_pass_and_too_little_memory_is_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(loading, "load_whole", None)
-    monkeypatch.setattr(number_format, "load_whole", None)
+def test_float32_needs_no_pass(tmp_path):
     check_number_format(tmp_path, torch.float32, TEXT, CPU)
-    assert caplog.messages == []
-    (tmp_path / "model.safetensors").write_bytes(bytes(100))
-    monkeypatch.setattr(number_format, "free_memory", lambda: 200)
-    check_number_format(tmp_path, torch.bfloat16, TEXT, CPU)
-    assert caplog.messages[0].startswith("the checkpoint was not compared")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("model_type", MOES)
+def test_a_model_with_one_layer_in_memory_has_the_loss_of_the_whole_one(tmp_path, model_type, dtype):
+    torch.manual_seed(0)
+    make_moe(model_type).to(torch.bfloat16).save_pretrained(tmp_path)
+    whole = load_whole(tmp_path, dtype=dtype, experts_implementation="grouped_mm")
+    loaded = []
+
+    def note(_layer, _inputs, _output):
+        loaded.append([all(p.device.type != "meta" for p in layer.parameters()) for layer in layers])
+
+    with open_by_layers(tmp_path, dtype, CPU) as streamed:
+        layers = streamed.get_decoder().layers
+        for layer in layers:
+            layer.register_forward_hook(note, prepend=True)
+        assert measure_loss(streamed, TEXT[:1]) == measure_loss(whole, TEXT[:1])
+    assert loaded == [[True, False], [False, True]]
