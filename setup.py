@@ -13,7 +13,6 @@ REWRITTEN = [
     (rf"^(\s*)from ({OURS})\b", r"\1from tiny_onn.\2"),
     (rf"^(\s*)import ({OURS})$", r"\1from tiny_onn import \2"),
     (rf"^(\s*)import ({OURS})\.", r"\1import tiny_onn.\2."),
-    (r"python -m pipeline\.(?=\w)", "tiny-onn "),
     (r"python -m pipeline\b", "tiny-onn"),
     (r"(torchrun \S+) -m pipeline\b", r"\1 -m tiny_onn.pipeline"),
 ]

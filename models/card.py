@@ -116,7 +116,7 @@ def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None, de
         lines.append(f"{', '.join(name for name in served if name != 'llama.cpp')}: {_fused_kernels(shape, width)}")
     if "llama.cpp" in served:
         where = ", where there are as many key heads as query heads" if target.llama_cpp_equal_heads else ""
-        lines.append(f"llama.cpp: `python -m pipeline.gguf` converts it{where}; {_blocks(width)}")
+        lines.append(f"llama.cpp: `python -m pipeline gguf` converts it{where}; {_blocks(width)}")
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
     lines += [f"{name}: {fault}." for name, fault in target.faults(shape, dense).items()]

@@ -3,16 +3,28 @@
 import logging
 import os
 import sys
+from importlib import import_module
 from io import TextIOWrapper
-from runpy import run_module
 from typing import NoReturn
 
 from instruments.errors import INTERRUPTED
 from pipeline.help import help_page
 from stages.artifacts.job import find_workers
 
-# Modules of this package with a command of their own: `python -m pipeline.dump`, or `tiny-onn dump`.
-TOOLS = {"auto_diff", "dump", "gguf", "harness", "mscan", "report", "serve_check", "static_check", "store", "watch_log"}
+# Programs of their own, `python -m pipeline dump` or `tiny-onn dump` → module with their `main`.
+TOOLS = {
+    "auto_diff": "instruments.precision.command",
+    "dump": "instruments.tensor_dump.command",
+    "gguf": "pipeline.gguf",
+    "harness": "pipeline.harness",
+    "mscan": "instruments.parameter_scan.command",
+    "report": "pipeline.report.__main__",
+    "serve_check": "pipeline.serve_check",
+    "static_check": "instruments.static_check.check",
+    "store": "pipeline.store",
+    "watch_log": "instruments.training_watch.step_log",
+}
+_PREFIX = (__package__ or "").removesuffix("pipeline")  # in an installed package, all our names begin with its own
 
 
 def main() -> int:
@@ -34,9 +46,8 @@ def main() -> int:
 
 def _do(words: list[str]) -> int:
     if words and words[0] in TOOLS:
-        sys.argv[:] = words
-        run_module(f"{__package__}.{words[0]}", run_name="__main__")
-        return 0
+        code: int = import_module(_PREFIX + TOOLS[words[0]]).main(words[1:])
+        return code
     if {"-h", "--help", "help"} & set(words):
         sys.stdout.write(help_page())
         return 0

@@ -1,8 +1,7 @@
-"""`python -m pipeline.gguf CHECKPOINT OUT.gguf`: writes a carve as GGUF with llama.cpp's converter and quantiser."""
+"""`python -m pipeline gguf CHECKPOINT OUT.gguf`: writes a carve as GGUF with llama.cpp's converter and quantiser."""
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -35,7 +34,7 @@ INSTALL = {
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the checkpoint or llama.cpp fails, 2 wrong command line or missing programs."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.gguf", description="Write a carve as a GGUF file with llama.cpp's own programs."
+        prog="python -m pipeline gguf", description="Write a carve as a GGUF file with llama.cpp's own programs."
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a carve")
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
@@ -194,7 +193,3 @@ def _find(clients: Clients, module: str) -> Path:
         return python
     do = f"{INSTALL[module]}, or --python PATH of an interpreter that has it"
     raise ConfigError(f"no interpreter has {module}", where=", ".join(map(str, clients.pythons)), do=do)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m pipeline.harness CHECKPOINT ...`: compares checkpoints item by item, by lm-evaluation-harness."""
+"""`python -m pipeline harness CHECKPOINT ...`: compares checkpoints item by item, by lm-evaluation-harness."""
 
 import argparse
 import math
@@ -46,7 +46,7 @@ def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, li
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ModuleNotFoundError as error:
         what = f"lm-evaluation-harness is not installed ({error.name} is missing)"
-        raise ConfigError(what, where="python -m pipeline.harness", do="pip install -e '.[harness]'") from error
+        raise ConfigError(what, where="python -m pipeline harness", do="pip install -e '.[harness]'") from error
     import models.tiny_onn.register  # noqa: F401, PLC0415 - transformers then knows the project's own class
     from models.loading import load_tokenizer, load_whole, resolve_device  # noqa: PLC0415
 
@@ -90,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.harness",
+        prog="python -m pipeline harness",
         description="Run this project's multiple-choice set on checkpoints with lm-evaluation-harness.",
     )
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="folders, the dense one first")
@@ -127,7 +127,3 @@ def show_answers(answers: Mapping[str, Answers]) -> str:
 
 def _percent(mean: float, error: float, form: str = ".1f") -> str:
     return f"{100 * mean:{form}} ± {100 * error:.1f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

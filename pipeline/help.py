@@ -60,11 +60,11 @@ Groups (group=option; * is the default)
 Settings inside a group: group.setting=value, such as data.tokens=16384. The files under conf/ explain each setting.
   python -m pipeline --cfg job --resolve  print all settings and their values
   python -m pipeline --hydra-help         Hydra's own flags
-  python -m pipeline.mscan FILE           show the results of a parameter-level scan
-  python -m pipeline.dump --help          show, plot or compare tensor dumps
-  python -m pipeline.report latest        write a run's report.html again
-  python -m pipeline.harness A B          multiple-choice accuracy of checkpoints, by lm-evaluation-harness
-  python -m pipeline.store --help         copy the sums of a scan between Redis and files
+  python -m pipeline mscan FILE           show the results of a parameter-level scan
+  python -m pipeline dump --help          show, plot or compare tensor dumps
+  python -m pipeline report latest        write a run's report.html again
+  python -m pipeline harness A B          multiple-choice accuracy of checkpoints, by lm-evaluation-harness
+  python -m pipeline store --help         copy the sums of a scan between Redis and files
 """
 
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline.serve_check CHECKPOINT`: checks results and speed of a carve in every installed runtime."""
+"""`python -m pipeline serve_check CHECKPOINT`: checks results and speed of a carve in every installed runtime."""
 
 import argparse
 import json
@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.serve_check",
+        prog="python -m pipeline serve_check",
         description="Compare a carve's log-probabilities in every runtime with those of transformers in fp32, and its "
         "speed with the dense model's.",
     )
@@ -317,7 +317,3 @@ def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str
 
 def _with(ratio: float | None, ceiling: float) -> str:
     return "" if ratio is None else f"{ratio:.2f} ({ceiling:.2f})"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
-"""`python -m pipeline.store`: copies the sums of a scan between Redis and files."""
+"""`python -m pipeline store`: copies the sums of a scan between Redis and files."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.store", description="Copy the sums of a scan between Redis and files."
+        prog="python -m pipeline store", description="Copy the sums of a scan between Redis and files."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     explanations = {
@@ -63,7 +62,3 @@ def _run(wanted: argparse.Namespace) -> str:
             what = f"the file cannot be written: {error}"
             raise explained or UserError(what, where=str(wanted.file), do=do) from error
     return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m pipeline.mscan FILE`: show an .mscan file as a table, a Parquet file or a picture."""
+"""`python -m pipeline mscan FILE`: show an .mscan file as a table, a Parquet file or a picture."""
 
 import argparse
 import sys
@@ -199,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.mscan", description="Look into an .mscan file.")
+    parser = argparse.ArgumentParser(prog="python -m pipeline mscan", description="Look into an .mscan file.")
     parser.add_argument("file", type=Path, help="the file")
     parser.add_argument("--parquet", type=Path, metavar="OUT", help="write all norms as a long table")
     parser.add_argument("--delta-sc", type=Path, metavar="OUT", help="draw z(activation) - z(gradient) as a PNG")

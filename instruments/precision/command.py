@@ -1,4 +1,4 @@
-"""`python -m pipeline.auto_diff`: FP32 against low precision, for any module and a sample of its input."""
+"""`python -m pipeline auto_diff`: FP32 against low precision, for any module and a sample of its input."""
 
 import argparse
 import sys
@@ -26,7 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
     0: ok; 1: a warning, a severe verdict, or an unreadable sample; 2: wrong command line; 130: interrupted.
     """
     about = "FP32 against low precision, module by module, for a model of your own."
-    parser = argparse.ArgumentParser(prog="python -m pipeline.auto_diff", description=about, epilog=_EPILOG)
+    parser = argparse.ArgumentParser(prog="python -m pipeline auto_diff", description=about, epilog=_EPILOG)
     parser.add_argument(
         "--model", required=True, metavar="FILE.py:NAME", help="a module, or a class or function that makes one"
     )

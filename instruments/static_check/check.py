@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     0: no findings; 1: findings; 2: a file could not be checked, or wrong command line; 130: interrupted.
     """
-    parser = argparse.ArgumentParser(prog="python -m pipeline.static_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pipeline static_check", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, or folders of Python code")
     parser.add_argument("--severity", choices=GRADES, default=NOTE, help="lowest grade reported (default: note)")
     parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="files or folders to skip")

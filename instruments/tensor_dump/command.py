@@ -1,4 +1,4 @@
-"""`python -m pipeline.dump show|compare|export FOLDER ...`: inspect, compare and export tensor dumps."""
+"""`python -m pipeline dump show|compare|export FOLDER ...`: inspect, compare and export tensor dumps."""
 
 import argparse
 import re
@@ -144,7 +144,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.dump", description="Look into tensor dumps.")
+    parser = argparse.ArgumentParser(prog="python -m pipeline dump", description="Look into tensor dumps.")
     commands = parser.add_subparsers(required=True, metavar="show|compare|export")
     show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious; pictures")
     show.add_argument("folder", type=Path, help="folder of the dump")
@@ -177,7 +177,7 @@ def _show(wanted: argparse.Namespace) -> int:
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
     if not chosen:
         what = f"none of {len(listing.records)} records matches"
-        do = f"python -m pipeline.dump show {wanted.folder} --list"
+        do = f"python -m pipeline dump show {wanted.folder} --list"
         raise ConfigError(what, where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}", do=do)
     say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
     for out, by_channel in ((wanted.histogram, False), (wanted.channels, True)):

@@ -1,4 +1,4 @@
-"""Findings of watch_model, their log, and `python -m pipeline.watch_log FILE --plot OUT`, which reads the log."""
+"""Findings of watch_model, their log, and `python -m pipeline watch_log FILE --plot OUT`, which reads the log."""
 
 import argparse
 import json
@@ -120,7 +120,7 @@ def main(words: Sequence[str] | None = None) -> int:
     0: done; 1: the file is not a log of steps; 2: wrong command line; 130: interrupted.
     """
     about = "Summarise the log of a watched training run."
-    parser = argparse.ArgumentParser(prog="python -m pipeline.watch_log", description=about)
+    parser = argparse.ArgumentParser(prog="python -m pipeline watch_log", description=about)
     parser.add_argument("file", type=Path, help="log of watch_model, or metrics.jsonl of stage=train")
     parser.add_argument(
         "--plot", type=Path, metavar="OUT", help="draw loss, gradient norm and loss scale, as PNG or SVG"

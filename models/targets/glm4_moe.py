@@ -53,7 +53,7 @@ _GLM4_MOE = MoETarget(
     },
     runtimes=("vLLM", "SGLang", "llama.cpp"),
     runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; `python -m "
-    "pipeline.gguf` runs it with the vocabulary as it is.",
+    "pipeline gguf` runs it with the vocabulary as it is.",
     shared=LAYER + "mlp.shared_experts.{part}.weight",
     expert_modules=("experts", "shared_experts"),
     dense_layers="first",

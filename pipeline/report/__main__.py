@@ -1,4 +1,4 @@
-"""`python -m pipeline.report RUN_FOLDER|latest`: writes report.html of an earlier run."""
+"""`python -m pipeline report RUN_FOLDER|latest`: writes report.html of an earlier run."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ OUTPUTS = find_workspace() / "outputs"
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 reading or writing failed, 2 the command line is wrong, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.report", description="Write the report of a run.")
+    parser = argparse.ArgumentParser(prog="python -m pipeline report", description="Write the report of a run.")
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER|latest", help="a folder under outputs/runs, or latest")
     parser.add_argument(
         "--output-dir", type=Path, default=OUTPUTS, metavar="FOLDER", help=f"where latest is (default: {OUTPUTS})"

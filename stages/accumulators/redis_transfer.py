@@ -56,7 +56,7 @@ def import_sums(client: Redis, place: str, prefix: str, path: Path) -> ScanSums:
     sums, content = load_sums(path)
     if strange := sorted(sums.tensors.keys() ^ {*FIELDS, BITS}):
         what = f"this file holds no sums of a scan: {strange[0]} is missing or unknown"
-        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote")
+        raise ContractError(what, where=str(path), do="a file that python -m pipeline store export wrote")
     # Default: the weight names of transformers' decoders.
     weights = content.get("weights") or [
         {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS}

@@ -57,7 +57,7 @@ def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
 
 def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
     """Read the sums and facts that `save_sums` wrote. Raises ContractError: the file is missing or damaged."""
-    do = "a file that python -m pipeline.store export wrote"
+    do = "a file that python -m pipeline store export wrote"
     try:
         tensors, facts = load_tensors(path)
         counters = {name: float(count) for name, count in facts["counters"].items()}

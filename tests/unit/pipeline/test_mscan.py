@@ -1,4 +1,4 @@
-"""`python -m pipeline.mscan` as users meet it."""
+"""`python -m pipeline mscan` as users meet it."""
 
 import os
 import subprocess
@@ -160,7 +160,7 @@ def test_it_starts_without_torch(file):
 
 
 def test_a_closed_pipe_is_no_error(file):
-    command = f"{sys.executable} -m pipeline.mscan {file} | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m pipeline mscan {file} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,4 +1,4 @@
-"""python -m pipeline.auto_diff: any model of a Python file, and a sample that is only read."""
+"""python -m pipeline auto_diff: any model of a Python file, and a sample that is only read."""
 
 import json
 import sys

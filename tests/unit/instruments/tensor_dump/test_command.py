@@ -1,4 +1,4 @@
-"""python -m pipeline.dump: tables, pictures, comparisons, .pt files in the format of the Megatron tensor saver."""
+"""python -m pipeline dump: tables, pictures, comparisons, .pt files in the format of the Megatron tensor saver."""
 
 import re
 from pathlib import Path

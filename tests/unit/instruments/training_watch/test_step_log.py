@@ -1,4 +1,4 @@
-"""The log of a watched training: its lines, and python -m pipeline.watch_log as text and picture."""
+"""The log of a watched training: its lines, and python -m pipeline watch_log as text and picture."""
 
 import json
 import logging

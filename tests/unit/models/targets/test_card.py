@@ -119,7 +119,7 @@ def test_no_runtime_is_named_for_experts_with_another_activation_than_silu(targe
     said = runtimes(target, model_type="gemma2")
     for name in MOE_TARGETS[target].runtimes:
         assert f"{name}: has only SiLU for these experts, not gelu_pytorch_tanh." in said
-    assert not any("kernels" in line or "pipeline.gguf` converts" in line for line in said)
+    assert not any("kernels" in line or "pipeline gguf` converts" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_no_runtime_is_named_for_experts_with_another_activation_than_silu(targe
 def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
     lines = runtimes(target, **dense)
     (said,) = [line.removeprefix("llama.cpp: ") for line in lines if line.startswith("llama.cpp: ")]
-    assert said == f"{fault}." if fault else "`python -m pipeline.gguf` converts it" in said
+    assert said == f"{fault}." if fault else "`python -m pipeline gguf` converts it" in said
 
 
 def test_keys_that_stay_rotated_for_short_texts_are_said():
