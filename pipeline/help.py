@@ -64,7 +64,6 @@ Settings inside a group: group.setting=value, such as data.tokens=16384. The fil
   python -m pipeline dump --help          show, plot or compare tensor dumps
   python -m pipeline report latest        write a run's report.html again
   python -m pipeline harness A B          multiple-choice accuracy of checkpoints, by lm-evaluation-harness
-  python -m pipeline store --help         copy the sums of a scan between Redis and files
 """
 
 

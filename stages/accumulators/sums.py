@@ -13,6 +13,7 @@ from torch import Tensor
 
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_files import load_tensors, save_tensors
+from stages.accumulators.config import START_OVER
 
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -57,7 +58,6 @@ def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
 
 def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
     """Read the sums and facts that `save_sums` wrote. Raises ContractError: the file is missing or damaged."""
-    do = "a file that python -m pipeline store export wrote"
     try:
         tensors, facts = load_tensors(path)
         counters = {name: float(count) for name, count in facts["counters"].items()}
@@ -66,7 +66,7 @@ def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
             raise ValueError("its identity is no object")
     except (CheckpointError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         why = error.what if isinstance(error, CheckpointError) else error
-        raise ContractError(f"this file holds no sums of a scan: {why}", where=str(path), do=do) from error
+        raise ContractError(f"this file holds no sums of a scan: {why}", where=str(path), do=START_OVER) from error
     return sums, facts
 
 
