@@ -16,7 +16,6 @@ TOOLS = {
     "auto_diff": "instruments.precision.command",
     "dump": "instruments.tensor_dump.command",
     "gguf": "pipeline.gguf",
-    "harness": "pipeline.harness",
     "mscan": "instruments.parameter_scan.command",
     "report": "pipeline.report.__main__",
     "serve_check": "pipeline.serve_check",
