@@ -11,15 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-CLIENTS = ("transformers", "llama_cpp", "vllm")
-Clock = Callable[[], float]  # runs the model once and returns seconds
+CLIENTS = ("transformers", "llama_cpp", "vllm", "sentencepiece")
 
 
 def probe() -> dict[str, str]:
-    """Client → version, for the clients of this interpreter."""
+    """Client → version, for the clients of this interpreter, and the package that llama.cpp's converter needs."""
     distributions = packages_distributions()
     return {client: version(distributions[client][0]) for client in CLIENTS if client in distributions}
 
@@ -76,161 +74,74 @@ def quantise(source: str, out: str, outtype: str, threads: int) -> dict[str, str
 
 
 def measure_transformers(
-    models: Sequence[str], ids: Sequence[int], text: str, rounds: int, sizes: Sequence[int], threads: int,
-    experts: str | None, remote: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Log-probabilities of the first model, and times of all models, in fp32."""
+    model: str, ids: Sequence[int], text: str, threads: int, experts: str | None, remote: bool
+) -> dict[str, Any]:
+    """Log-probabilities in fp32, and the tokens of the text."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     more = {"experts_implementation": experts} if experts else {}
-    load = AutoModelForCausalLM.from_pretrained
-    loaded = [load(models[0], dtype=torch.float32, trust_remote_code=remote, **more)]
-    loaded += [load(model, dtype=torch.float32) for model in models[1:]]
-    rows = loaded[0](torch.tensor([list(ids)])).logits[0].log_softmax(-1)
-    found = _answers(rows[:-1].numpy(), ids)
-    if (Path(models[0]) / "tokenizer_config.json").exists() and text:
-        tokenizer = AutoTokenizer.from_pretrained(models[0], trust_remote_code=remote)
-        found["tokens"] = tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def clocks(model: Any) -> tuple[Clock, Clock]:  # noqa: ANN401
-        prompt = torch.tensor([(list(ids) * sizes[0])[: sizes[0]]])
-
-        def read() -> float:
-            start = perf_counter()
-            model(prompt, logits_to_keep=1)
-            return perf_counter() - start
-
-        def write() -> float:
-            state = model(prompt, logits_to_keep=1, use_cache=True).past_key_values
-            start = perf_counter()
-            for place in range(sizes[1]):
-                token = prompt[:, place % sizes[0], None]
-                state = model(token, past_key_values=state, use_cache=True).past_key_values
-            return perf_counter() - start
-
-        return read, write
-
-    return found | _paired([clocks(model) for model in loaded], rounds)
-
-
-def measure_llama(
-    models: Sequence[str], ids: Sequence[int], text: str, rounds: int, sizes: Sequence[int], threads: int
-) -> dict[str, Any]:
-    """The same for GGUF files in llama.cpp: log-probabilities with an fp32 KV cache, times with its defaults."""
-    loaded = [_LlamaModel(model, threads, max(len(ids), sum(sizes))) for model in models]
-    found = _answers(loaded[0].log_probabilities(ids)[:-1], ids)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=remote, **more)
+    found = _answers(loaded(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1).numpy(), ids)
     if text:
-        found["tokens"] = loaded[0].tokens(text)
-    prompt = (list(ids) * sizes[0])[: sizes[0]]
-    return found | _paired([model.clocks(prompt, sizes[1]) for model in loaded], rounds)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
+        found["tokens"] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
 
 
-class _LlamaModel:
-    """A GGUF file loaded by llama.cpp."""
+def measure_llama(model: str, ids: Sequence[int], text: str, threads: int) -> dict[str, Any]:
+    """The same for a GGUF file in llama.cpp, with an fp32 KV cache."""
+    import llama_cpp  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
 
-    def __init__(self, path: str, threads: int, length: int) -> None:
-        import llama_cpp  # noqa: PLC0415
-
-        self.api, self.threads, self.length = llama_cpp, threads, length
-        llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
-        if not self.model:
-            raise RuntimeError("llama.cpp cannot load the file")
-        self.vocabulary = llama_cpp.llama_model_get_vocab(self.model)
-
-    def context(self, *, exact: bool) -> Any:  # noqa: ANN401 - of llama.cpp
-        settings = self.api.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = settings.n_ubatch = self.length
-        settings.n_threads = settings.n_threads_batch = self.threads
-        if exact:
-            settings.type_k = settings.type_v = self.api.GGML_TYPE_F32
-            settings.flash_attn_type = 0  # it rounds to 16 bits
-        return self.api.llama_init_from_model(self.model, settings)
-
-    def decode(self, context: Any, ids: Sequence[int], start: int, *, all_logits: bool = False) -> None:  # noqa: ANN401
-        batch = self.api.llama_batch_init(len(ids), 0, 1)
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, start + i, 1, 0
-            batch.logits[i] = all_logits or i == len(ids) - 1
-        status = self.api.llama_decode(context, batch)
-        self.api.llama_batch_free(batch)
-        if status:
-            raise RuntimeError(f"llama_decode returned {status}")
-        self.api.llama_synchronize(context)
-
-    def log_probabilities(self, ids: Sequence[int]) -> Any:  # noqa: ANN401 - an array
-        import numpy as np  # noqa: PLC0415
-
-        context, size = self.context(exact=True), self.api.llama_vocab_n_tokens(self.vocabulary)
-        self.decode(context, ids, 0, all_logits=True)
-        logits = [self.api.llama_get_logits_ith(context, i) for i in range(len(ids))]
-        rows_TV = np.array([np.ctypeslib.as_array(row, (size,)) for row in logits], dtype=np.float64)
-        self.api.llama_free(context)
-        rows_TV -= rows_TV.max(1, keepdims=True)
-        return rows_TV - np.log(np.exp(rows_TV).sum(1, keepdims=True))
-
-    def tokens(self, text: str) -> list[int]:
+    llama_cpp.llama_backend_init()
+    loaded = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+    if not loaded:
+        raise RuntimeError("llama.cpp cannot load the file")
+    vocabulary = llama_cpp.llama_model_get_vocab(loaded)
+    settings = llama_cpp.llama_context_default_params()
+    settings.n_ctx = settings.n_batch = settings.n_ubatch = len(ids)
+    settings.n_threads = settings.n_threads_batch = threads
+    settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F32
+    settings.flash_attn_type = 0  # it rounds to 16 bits
+    context = llama_cpp.llama_init_from_model(loaded, settings)
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, True
+    if status := llama_cpp.llama_decode(context, batch):
+        raise RuntimeError(f"llama_decode returned {status}")
+    size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+    logits = [llama_cpp.llama_get_logits_ith(context, i) for i in range(len(ids) - 1)]
+    rows_TV = np.array([np.ctypeslib.as_array(row, (size,)) for row in logits], dtype=np.float64)
+    rows_TV -= rows_TV.max(1, keepdims=True)
+    found = _answers(rows_TV - np.log(np.exp(rows_TV).sum(1, keepdims=True)), ids)
+    if text:
         data = text.encode()
-        buffer = (self.api.llama_token * (len(data) + 8))()
-        count = self.api.llama_tokenize(self.vocabulary, data, len(data), buffer, len(buffer), False, False)
-        return list(buffer[:count])
-
-    def clocks(self, prompt: Sequence[int], written: int) -> tuple[Clock, Clock]:
-        context = self.context(exact=False)
-
-        def read() -> float:
-            self.api.llama_memory_clear(self.api.llama_get_memory(context), True)
-            start = perf_counter()
-            self.decode(context, prompt, 0)
-            return perf_counter() - start
-
-        def write() -> float:
-            read()
-            start = perf_counter()
-            for place in range(written):
-                self.decode(context, [prompt[place % len(prompt)]], len(prompt) + place)
-            return perf_counter() - start
-
-        return read, write
+        buffer = (llama_cpp.llama_token * (len(data) + 8))()
+        count = llama_cpp.llama_tokenize(vocabulary, data, len(data), buffer, len(buffer), False, False)
+        found["tokens"] = list(buffer[:count])
+    return found
 
 
-def measure_vllm(
-    models: Sequence[str], ids: Sequence[int], text: str, rounds: int, sizes: Sequence[int], remote: bool
-) -> dict[str, Any]:
+def measure_vllm(model: str, ids: Sequence[int], text: str, remote: bool) -> dict[str, Any]:
     """The same in vLLM, in fp32."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    length = max(len(ids), sum(sizes)) + 8
-    settings = {"max_model_len": length, "enforce_eager": True, "enable_prefix_caching": False, "dtype": "float32"}
-    # The code of the first is the project's own; no other model needs any.
-    loaded = [
-        LLM(model, trust_remote_code=remote and model == models[0], max_num_seqs=1, **settings) for model in models
-    ]
-    prompt = {"prompt_token_ids": list(ids)}
-    (answer,) = loaded[0].generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+    settings = {"max_model_len": len(ids) + 8, "max_num_seqs": 1, "enforce_eager": True, "dtype": "float32"}
+    loaded = LLM(model, trust_remote_code=remote, enable_prefix_caching=False, **settings)
+    wanted = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    (answer,) = loaded.generate([{"prompt_token_ids": list(ids)}], wanted, use_tqdm=False)
     pairs = list(zip(ids[1:], answer.prompt_logprobs[1:], strict=True))
     found: dict[str, Any] = {
         "log_probabilities": [seen[token].logprob for token, seen in pairs],
         "best": [max(seen, key=lambda token: seen[token].logprob) for _token, seen in pairs],
     }
-    if text and (Path(models[0]) / "tokenizer_config.json").exists():
-        found["tokens"] = loaded[0].get_tokenizer()(text, add_special_tokens=False)["input_ids"]
-
-    def clocks(model: Any) -> tuple[Clock, Clock]:  # noqa: ANN401
-        long = {"prompt_token_ids": (list(ids) * sizes[0])[: sizes[0]]}
-
-        def run(tokens: int) -> float:
-            start = perf_counter()
-            model.generate([long], SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0), use_tqdm=False)
-            return perf_counter() - start
-
-        return lambda: run(1), lambda: run(sizes[1] + 1) - run(1)
-
-    return found | _paired([clocks(model) for model in loaded], rounds)
+    if text:
+        found["tokens"] = loaded.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    return found
 
 
 def _answers(rows_TV: Any, ids: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - an array
@@ -239,18 +150,6 @@ def _answers(rows_TV: Any, ids: Sequence[int]) -> dict[str, Any]:  # noqa: ANN40
         "log_probabilities": [float(row[token]) for row, token in zip(rows_TV, ids[1:], strict=True)],
         "best": [int(row.argmax()) for row in rows_TV],
     }
-
-
-def _paired(clocks: Sequence[tuple[Clock, Clock]], rounds: int) -> dict[str, Any]:
-    """Seconds of every round for prompt and decode; models alternate, the first round is a warm-up."""
-    prompt: list[list[float]] = []
-    decode: list[list[float]] = []
-    for number in range(rounds + 1 if rounds else 0):
-        seconds = [[clock[part]() for clock in clocks] for part in (0, 1)]
-        if number:
-            prompt.append(seconds[0])
-            decode.append(seconds[1])
-    return {"prompt_seconds": prompt, "decode_seconds": decode}
 
 
 STEPS: dict[str, Callable[..., dict[str, Any]]] = {

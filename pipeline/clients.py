@@ -30,16 +30,14 @@ CODE_KEYS = {"auto_map", "attn_implementation", "_attn_implementation"}
 
 @dataclass(frozen=True)
 class Clients:
-    """Paths of llama.cpp's source and of Python interpreters that may have client packages installed."""
+    """Paths of llama.cpp's source and of Python interpreters, with the versions of the clients that each has."""
 
     llama_cpp: Path | None
-    pythons: tuple[Path, ...]
+    found: Mapping[Path, Mapping[str, str]]  # interpreter → client → version; this one first
 
-    def holding(self, module: str) -> Path | None:
-        """The first interpreter that has the module."""
-        script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        held = (python for python in self.pythons if not subprocess.run([python, "-c", script], check=False).returncode)
-        return next(held, None)
+    def holding(self, client: str) -> Path | None:
+        """The first interpreter that has the client."""
+        return next((python for python, versions in self.found.items() if client in versions), None)
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,24 +56,17 @@ class Clients:
         if missing := [str(path) for path in wanted.python if not os.access(path, os.X_OK) or path.is_dir()]:
             do = "--python FOLDER_OF_ENVIRONMENT/bin/python"
             raise ConfigError(f"no interpreter: {', '.join(missing)}", where="--python", do=do)
-        return cls(Path(folder) if folder else None, (Path(sys.executable), *wanted.python))
-
-
-def no_checkpoint(*folders: Path) -> CheckpointError:
-    """The error for folders without config.json."""
-    what, do = "no config.json, so no checkpoint", "python -m pipeline, which leaves one in outputs/latest/checkpoint"
-    if all((folder / "adapter_config.json").is_file() for folder in folders):
-        what, do = "an adapter of PEFT, no checkpoint", "model.merge_and_unload().save_pretrained(FOLDER), then FOLDER"
-    return CheckpointError(what, where=", ".join(map(str, folders)), do=do)
+        pythons = (Path(sys.executable), *wanted.python)
+        return cls(Path(folder) if folder else None, {python: run_client(python, "probe", {}) for python in pythons})
 
 
 @contextmanager
 def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
-    """A temporary folder of the same name, with links to weights and tokenizer, and settings that name no code.
+    """A temporary folder with a carve's name, links to weights and tokenizer, and settings that name no code.
 
     It is all that a client sees of a checkpoint: some run Python that is in its folder, or that its settings name. The
     only Python in it is the project's own, for TinyONN. `respell`: transformers 4.57 can read the tokenizer settings.
-    Raises CheckpointError: it cannot be read, or transformers has no class for it. Errors name the checkpoint.
+    Raises CheckpointError: it cannot be read. Errors name the checkpoint.
     """
     with TemporaryDirectory() as place:
         folder = Path(place) / checkpoint.resolve().name
@@ -98,7 +89,7 @@ def _copy_settings(checkpoint: Path, folder: Path, *, respell: bool) -> None:
     stored = read_config(checkpoint)
     found = {name: read_settings(checkpoint / name) for name in SETTINGS if (checkpoint / name).is_file()}
     found["config.json"] = read_settings(checkpoint / "config.json")
-    found["config.json"]["architectures"] = [architecture_of(stored, checkpoint)]
+    found["config.json"]["architectures"] = [MOE_TARGETS[stored["model_type"]].architecture]
     if stored["model_type"] == "tiny_onn":
         copy_code(folder)
         named = stored.get("auto_map")
@@ -124,20 +115,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path.name} holds no object", where=str(path), do="download it again")
     return values
-
-
-def architecture_of(config: Mapping[str, Any], checkpoint: Path) -> str:
-    """The class that clients must use: a MoE target, or one of transformers. Raises CheckpointError: there is none."""
-    model_type = str(config.get("model_type"))
-    if model_type in MOE_TARGETS:
-        return MOE_TARGETS[model_type].architecture
-    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - takes seconds
-
-    known: Mapping[str, str] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type not in known:
-        what = f"transformers has no language model of type {model_type[:100]!r}"
-        raise CheckpointError(what, where=str(checkpoint), do="a checkpoint that loads without trust_remote_code")
-    return known[model_type]
 
 
 def run_client(python: Path, step: str, request: Mapping[str, Any], **environment: str) -> dict[str, Any]:

@@ -3,26 +3,24 @@
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, say
+from instruments.errors import CheckpointError, ConfigError, check_output, exit_code, say
 from models.checkpoint.folder import read_checkpoint
-from models.config import GLOBAL_POOL, MoEShape, setting_word
+from models.config import MoEShape, setting_word
 from models.dense import rope_type_of
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
-from pipeline.clients import Clients, no_checkpoint, readable_copy, run_client
-from pipeline.disk import explain_os_error, free_bytes
+from pipeline.clients import Clients, readable_copy, run_client
+from pipeline.disk import explain_os_error
 from stages.artifacts.rendering import in_mib
 
-# Types that the converter writes, with bytes per weight; the quantiser writes all others.
-CONVERTED = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.07}
-QUANTISED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
-# Weights of a row that share a scale, and the type that llama.cpp uses if the row length is no multiple of it.
-BLOCKS = {"q8_0": 32, "q4_0": 32, "q4_k_m": 256, "q5_k_m": 256, "q6_k": 256}
+# Types that the converter writes, and those of the quantiser.
+CONVERTED, QUANTISED = ("f32", "f16", "bf16", "q8_0"), ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
+# The remedy for a carve that llama.cpp cannot run.
+OTHERS = "another assemble.target, see models/README.md (Runtimes), or serve it by transformers"
 INSTALL = {
     "llama_cpp": "pip install llama-cpp-python",
     "converter": "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, then "
@@ -45,8 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         check_carve(wanted.checkpoint)
-        notes = check_convertible(read_config(wanted.checkpoint))
-        for note in [*notes, *describe_fallbacks(wanted.checkpoint, wanted.type)]:
+        for note in check_convertible(read_config(wanted.checkpoint)):
             say(f"{note}\n")
         check_tokenizer(wanted.checkpoint)
         check_output(wanted.out)
@@ -61,7 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def check_carve(folder: Path) -> None:
     """Raises CheckpointError: no checkpoint, or its architecture is none of the MoE targets."""
     if not (folder / "config.json").is_file():
-        raise no_checkpoint(folder)
+        do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
+        raise CheckpointError("no config.json, so no checkpoint", where=str(folder), do=do)
     config = read_config(folder)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MOE_TARGETS:
@@ -85,7 +83,7 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
     """Notes on differences between llama.cpp and the carve. Raises ConfigError: llama.cpp cannot run the carve."""
     target = MOE_TARGETS[config["model_type"]]
     if fault := llama_cpp_fault(config):
-        raise ConfigError(fault, where=f"architecture {target.architecture}", do=_alternative(config))
+        raise ConfigError(fault, where=f"architecture {target.architecture}", do=OTHERS)
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 0)
     limits = {}
     if (target.sliding_window or target.layer_windows) and window and window < longest:
@@ -96,22 +94,6 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
     return [
         f"llama.cpp gives {name} no {feature}: texts of up to {tokens:,} tokens are right (-c {tokens})"
         for feature, tokens in limits.items()
-    ]
-
-
-def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
-    """Notes on weights that llama.cpp silently writes in a larger type because their rows do not fit this type."""
-    block = BLOCKS.get(outtype, 1)
-    rows = {entry.shape[-1] for entry in read_checkpoint(checkpoint).values() if len(entry.shape) > 1}
-    if not (odd := sorted(length for length in rows if length % block)):
-        return []
-    # Experts can be padded with zero neurons, the hidden size cannot.
-    remedy = f"carve with assemble.pad_to={block}"
-    if read_config(checkpoint)["hidden_size"] in odd:
-        remedy = "--type q8_0" if block > BLOCKS["q8_0"] else "--type bf16"
-    return [
-        f"{outtype} wants rows of multiples of {block}: weights with rows of {', '.join(map(str, odd))} are written in "
-        f"a larger type, and may be slower; {remedy}"
     ]
 
 
@@ -128,34 +110,11 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
     return f"llama.cpp {fault}" if fault else ""
 
 
-def _alternative(config: Mapping[str, Any]) -> str:
-    """The remedy: a carve that llama.cpp runs, or another runtime."""
-    if config.get("mlp_only_layers"):
-        return "carve with dense_layers=[]"
-    if config.get("topology") == GLOBAL_POOL:
-        return "carve with topology=per_layer: in llama.cpp no experts are shared by layers"
-    target, source, shape = MOE_TARGETS[config["model_type"]], config.get("dense") or config, MoEShape(2, 1, 1, 0)
-    families = {source["model_type"]} if "dense" in config else target.sources.keys()
-    able = [
-        other.model_type
-        for other in MOE_TARGETS.values()
-        if other is not target and families & other.sources.keys() and "llama.cpp" in other.served_by(shape, source)
-    ]
-    by = "serve it by transformers or vLLM" if "vLLM" in target.served_by(shape, source) else "serve it by transformers"
-    return f"carve with assemble.target={able[0]}, or {by}" if able else by
-
-
 def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> None:
-    """Convert a dense or carved checkpoint; `out` appears only when it is complete.
+    """Convert a carve; `out` appears only when it is complete.
 
     Raises ConfigError: a part of llama.cpp is missing or too old; UserError: the disk is full, or llama.cpp fails.
     """
-    steps = [outtype] if outtype in CONVERTED else ["bf16", outtype]
-    weights = sum(prod(entry.shape) for entry in read_checkpoint(checkpoint).values())
-    expected = int(weights * sum(CONVERTED.get(step, 0.9) for step in steps))
-    if expected > (free := free_bytes(out.parent)):
-        what = f"no room for the file: about {in_mib(expected)} wanted, {in_mib(free)} free"
-        raise UserError(what, where=str(out.parent), do="free some space, or name a file on another disk")
     converter, python = _find_converter(clients)
     quantiser = None if outtype in CONVERTED else _find(clients, "llama_cpp")
     try:
@@ -165,7 +124,7 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
         ):
             whole = Path(scratch) / "converted.gguf"
             request = {"llama_cpp": str(converter), "checkpoint": str(readable), "out": str(whole)}
-            run_client(python, "convert", request | {"outtype": steps[0]})
+            run_client(python, "convert", request | {"outtype": "bf16" if quantiser else outtype})
             if quantiser:
                 smaller = Path(scratch) / "quantised.gguf"
                 request = {"source": str(whole), "out": str(smaller), "outtype": outtype}
@@ -179,17 +138,14 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
 
 def _find_converter(clients: Clients) -> tuple[Path, Path]:
     folder = clients.llama_cpp
-    if folder is None or not (folder / "convert_hf_to_gguf.py").is_file():
-        what = f"no llama.cpp in {folder}" if folder else "llama.cpp's converter is in no package: its source is needed"
-        raise ConfigError(what, where="--llama-cpp", do=INSTALL["converter"])
-    if not (folder / "conversion" / "base.py").is_file():
-        what = "this llama.cpp is too old: its converter has no folder conversion"
-        raise ConfigError(what, where=str(folder), do=INSTALL["converter"])
+    if folder is None or not (folder / "conversion" / "base.py").is_file():
+        what = "llama.cpp's converter is in no package: its source is needed, of a version with a folder conversion"
+        raise ConfigError(what, where=f"--llama-cpp {folder}", do=INSTALL["converter"])
     return folder, _find(clients, "sentencepiece")
 
 
-def _find(clients: Clients, module: str) -> Path:
-    if python := clients.holding(module):
+def _find(clients: Clients, client: str) -> Path:
+    if python := clients.holding(client):
         return python
-    do = f"{INSTALL[module]}, or --python PATH of an interpreter that has it"
-    raise ConfigError(f"no interpreter has {module}", where=", ".join(map(str, clients.pythons)), do=do)
+    do = f"{INSTALL[client]}, or --python PATH of an interpreter that has it"
+    raise ConfigError(f"no interpreter has {client}", where=", ".join(map(str, clients.found)), do=do)

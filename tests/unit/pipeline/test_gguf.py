@@ -1,6 +1,7 @@
 """`pipeline.gguf`: refused inputs, remedies, and notes on differences between llama.cpp and the carve."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, caps
     (old / "convert_hf_to_gguf.py").touch()
     for words, said in (
         ([], "converter is in no package"),
-        (["--llama-cpp", old], "this llama.cpp is too old"),
+        (["--llama-cpp", old], "a folder conversion"),
         (["--python", tmp_path / "none"], f"no interpreter: {tmp_path}/none\n"),
     ):
         code, found = run_gguf(capsys, carve, tmp_path / "x.gguf", *words)
@@ -47,41 +48,22 @@ def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, caps
     assert not (tmp_path / "x.gguf").exists()
 
 
-def test_no_room_is_said_before_anything_is_written(tmp_path, capsys, carve, monkeypatch):
-    monkeypatch.setattr(gguf, "free_bytes", lambda _folder: 2**10)
-    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")
-    assert code == 1
-    assert said.startswith("no room for the file: about ")
-    assert not list(tmp_path.iterdir())
-
-
-TINY_ONN = {"model_type": "tiny_onn"}
-LLAMA3 = {"rope_parameters": {"rope_type": "llama3"}}
-
-
 @pytest.mark.parametrize(
-    ("config", "what", "do"),
+    ("config", "what"),
     [
-        (TINY_ONN | {"dense": {"model_type": "gemma2"}}, "knows no TinyONN", "serve it by transformers"),
-        # No other target of Llama has this activation in llama.cpp.
-        (TINY_ONN | {"dense": {"model_type": "llama", "hidden_act": "gelu"}}, "", "serve it by transformers"),
-        (TINY_ONN | {"dense": {"model_type": "granite"}}, "", "carve with assemble.target=granitemoe, or serve"),
-        (TINY_ONN | {"topology": "global_pool"}, "", "carve with topology=per_layer: "),
+        ({"model_type": "tiny_onn", "dense": {"model_type": "gemma2"}}, "knows no TinyONN"),
         ({"model_type": "dots1", "num_key_value_heads": 2, "num_attention_heads": 4, "n_shared_experts": 1},
-         "as many key heads as query heads", "carve with assemble.target=glm4_moe, or serve"),
-        ({"model_type": "qwen2_moe", "mlp_only_layers": [0, 23]}, "layers [0, 23]", "carve with dense_layers=[]"),
-        ({"model_type": "mixtral", "rope_parameters": {"rope_type": "longrope"}}, "no longrope position encoding",
-         "serve it by transformers or vLLM"),
-        ({"model_type": "mixtral", "hidden_act": "gelu"}, "only SiLU", "serve it by transformers"),
-        ({"model_type": "glm4_moe", "n_shared_experts": 1} | LLAMA3, "no llama3 position encoding",
-         "carve with assemble.target=mixtral, or serve it by transformers or vLLM"),
+         "as many key heads as query heads"),
+        ({"model_type": "qwen2_moe", "mlp_only_layers": [0, 23]}, "layers [0, 23]"),
+        ({"model_type": "mixtral", "rope_parameters": {"rope_type": "longrope"}}, "no longrope position encoding"),
+        ({"model_type": "mixtral", "hidden_act": "gelu"}, "only SiLU"),
+        ({"model_type": "glm4_moe", "n_shared_experts": 1, "rope_parameters": {"rope_type": "llama3"}},
+         "no llama3 position encoding"),
     ],
 )  # fmt: skip
-def test_targets_that_do_not_convert_name_the_one_to_choose(config, what, do):
-    with pytest.raises(ConfigError) as caught:
+def test_targets_that_do_not_convert_are_refused(config, what):
+    with pytest.raises(ConfigError, match=re.escape(what)):
         gguf.check_convertible(config)
-    assert what in caught.value.what
-    assert caught.value.do.startswith(do)
 
 
 def test_targets_that_convert_pass():
@@ -107,23 +89,9 @@ def test_texts_that_are_too_long_for_llama_cpp_are_said(config, what):
 
 
 @pytest.mark.parametrize(
-    ("outtype", "note"),
-    [
-        ("q4_0", None),
-        ("f16", None),
-        ("q4_k_m", "q4_k_m wants rows of multiples of 256: weights with rows of 32, 64 are written in a larger type, "
-         "and may be slower; --type q8_0"),
-    ],
-)  # fmt: skip
-def test_types_that_fall_back_are_said(carve, outtype, note):
-    assert gguf.describe_fallbacks(carve, outtype) == ([note] if note else [])
-
-
-@pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("nothing", "", "no config.json, so no checkpoint"),
-        ("adapter_config.json", "{}", "an adapter of PEFT, no checkpoint"),
         ("config.json", '{"model_type": ["qwen3_moe"]}', "['qwen3_moe'] is no architecture that a carve becomes"),
         ("config.json", '{"model_type": "qwen2"}', "qwen2 is no architecture that a carve becomes"),
         ("config.json", '{"model_type": "qwen3_moe"}', "no model.safetensors or model.safetensors.index.json"),
