@@ -12,11 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.config import MoEShape
-from models.experts import Block, ExpertLoop
+from models.experts import Block
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
 from stages.artifacts.job import ALONE, Workers
-from stages.calibration.elimination import rank_by_alignment
 from stages.calibration.share import Share
 
 # Seeds of random routers start here: with those of stage=assemble, its random router would be drawn again.
@@ -25,14 +24,10 @@ FIRST_SEED = 5_000
 
 @dataclass(frozen=True)
 class CarvedFFN:
-    """`features(x_TD)` returns c_j(x)·h_j(x) of all neurons, (T, F); `down_DF` holds their columns.
-
-    `from_hidden` computes the features of (T, D) inputs from the activations (T, F) of all neurons of the dense FFN.
-    """
+    """`features(x_TD)` returns c_j(x)·h_j(x) of all neurons, (T, F); `down_DF` holds their columns."""
 
     features: Callable[[Tensor], Tensor]
     down_DF: Tensor
-    from_hidden: Callable[[Tensor, Tensor], Tensor]
 
     @property
     def width(self) -> int:
@@ -52,37 +47,6 @@ class CarvedFFN:
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "CarvedFFN":
         """The same features with `change_DF` added to the down columns."""
         return replace(self, down_DF=self.down_DF + change_DF)
-
-
-MOST_BYTES = 1 << 30  # kept by one memo; other values are computed again
-
-
-class Memo:
-    """Cache a function of tensors by the tensors' identity; the caller must keep the tensors alive."""
-
-    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
-        self._compute = compute
-        self._kept: dict[int, Tensor] = {}
-        self._bytes = 0
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """The value, kept if there is room."""
-        if (known := self._kept.get(id(x_TD))) is not None:
-            return known
-        value = self._compute(x_TD)
-        self.keep(x_TD, value)
-        return value
-
-    def keep(self, x_TD: Tensor, value: Tensor) -> None:
-        """Keep a value that was computed elsewhere, if there is room."""
-        if self._bytes + value.nbytes <= MOST_BYTES:
-            self._kept[id(x_TD)] = value
-            self._bytes += value.nbytes
-
-    def forget(self, x_TD: Tensor) -> None:
-        """Remove the tensor's value, if it is kept."""
-        value = self._kept.pop(id(x_TD), None)
-        self._bytes -= 0 if value is None else value.nbytes
 
 
 def expert_grams(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"]) -> Float[Tensor, "E N N"]:
@@ -113,8 +77,6 @@ class LayerFacts:
     contribution_F: Float[Tensor, "F"]
     shape: MoEShape
     seed: int
-    # The layer of a global pool, as in its checkpoint; `neurons_EN` are then those of all layers.
-    pool: ExpertLoop | None = None
     stays_dense: bool = False  # the carve and every baseline keep the layer's FFN
 
 
@@ -143,35 +105,30 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
     raise AssertionError(f"no baseline {method}")
 
 
-def start_baseline(
-    method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
-) -> CarvedFFN:
+def start_baseline(method: str, facts: LayerFacts, inputs: Sequence[Tensor]) -> CarvedFFN:
     """The baseline `method` (without `_aligned`) before alignment; copies of a neuron are scaled, see `copies_scale`.
 
-    Calibration `inputs` are read only for best_mask and for neurons with copies; `hidden` returns their activations,
-    None computes them.
+    Calibration `inputs` are read only for neurons with copies.
     """
-    if method in MASKS:
-        return mask_neurons(facts, MASKS[method](facts, inputs))
+    if method == "static_mask":
+        return mask_neurons(facts)
     choose = choice_of(method, facts)
     if not has_copies(facts.neurons_EN):
         return route(facts, choose)
-    # Routers do not read the activations.
-    looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
-    chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
+    chosen = (choose(x_TD, facts.ffn.hidden(x_TD)) for x_TD in inputs)
     member_EF = membership(facts.neurons_EN, facts.ffn.width)
     return route(facts, choose, copies_scale(chosen, member_EF, facts.always_S, Share.of(inputs).workers))
 
 
-def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | None = None) -> CarvedFFN:
+def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | float = 1.0) -> CarvedFFN:
     """The layer's experts, chosen by `choose`, and its always-on neurons, with scaled down columns."""
     ffn, member_EF = facts.ffn, membership(facts.neurons_EN, facts.ffn.width)
 
-    def features(x_TD: Tensor, h_TF: Tensor) -> Tensor:
+    def features(x_TD: Tensor) -> Tensor:
+        h_TF = ffn.hidden(x_TD)
         return h_TF * active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
 
-    down_DF = ffn.down_DF if scale_F is None else ffn.down_DF * scale_F
-    return CarvedFFN(lambda x_TD: features(x_TD, ffn.hidden(x_TD)), down_DF, features)
+    return CarvedFFN(features, ffn.down_DF * scale_F)
 
 
 def copies_scale(
@@ -199,16 +156,9 @@ def copies_scale(
     return scale_F.float()
 
 
-# Criteria for the neurons of a static mask. best_mask, the strongest: the error after alignment, `rank_by_alignment`.
-MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
-    "static_mask": lambda facts, _: facts.contribution_F,
-    "best_mask": lambda facts, inputs: rank_by_alignment(facts.ffn, inputs, facts.shape.active_width),
-}
-
-
-def mask_neurons(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> CarvedFFN:
-    """A narrower FFN without routing: the S + K·N neurons of highest measure, the same for every token."""
-    ffn = facts.ffn
-    kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
+def mask_neurons(facts: LayerFacts) -> CarvedFFN:
+    """A narrower FFN without routing: the S + K·N neurons of highest contribution, the same for every token."""
+    ffn, width = facts.ffn, min(facts.ffn.width, facts.shape.active_width)
+    kept = facts.contribution_F.topk(width).indices.sort().values.to(ffn.down_DF.device)
     narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)
-    return CarvedFFN(narrow.hidden, narrow.down_DF, lambda _x, h_TF: h_TF.index_select(1, kept))
+    return CarvedFFN(narrow.hidden, narrow.down_DF)

@@ -1,8 +1,7 @@
-"""Compare dense and carved model, run by transformers, on held-out text."""
+"""Compare dense model, carved model and baselines on held-out text: losses, FFN by FFN, size and speed."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +14,21 @@ from transformers import PreTrainedModel
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig, MoEShape
-from models.ffn import DenseFFN, ffn_parts, watch_ffns
+from models.ffn import DenseFFN, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
+from models.stream import LayerStream, StreamLayer
 from models.training import RouterWatch
 from stages.artifacts.job import ALONE, Workers
-from stages.evaluate.baselines import FactsOf, LayerFacts, expert_grams, output_norms
+from stages.calibration.alignment import AlignmentSettings, align_down
+from stages.calibration.batches import TokenStream
+from stages.calibration.share import Share
+from stages.calibration.token_memory import TokenMemory
+from stages.evaluate.baselines import FactsOf, LayerFacts, expert_grams, output_norms, route, start_baseline
+from stages.evaluate.config import PUBLISHED_TOKENS
+from stages.evaluate.published import PUBLISHED, first_text
 from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_loss
-from stages.routing.task import error_drops
 from stages.text.batches import TokenBatch
 
 
@@ -90,17 +95,17 @@ class LayerFidelity:
 
     top_k: int
     load_E: Tensor
-    grams_ENN: Tensor | None  # None in a global pool, which uses the error oracle
+    grams_ENN: Tensor | None  # None in a global pool, whose experts are not those of one layer's neurons
     missed: float = 0.0
     wanted: float = 0.0
     agreed: int = 0
-    chosen: int = 0
 
     @classmethod
     def start(cls, facts: LayerFacts) -> "LayerFidelity":
         """Nothing seen yet."""
         load_E = torch.zeros(len(facts.neurons_EN), device=facts.router.rows_ED.device)
-        return cls(facts.shape.top_k, load_E, None if facts.pool else expert_grams(facts.ffn, facts.neurons_EN))
+        pooled = facts.shape.pooled
+        return cls(facts.shape.top_k, load_E, None if pooled else expert_grams(facts.ffn, facts.neurons_EN))
 
     def add(
         self,
@@ -110,7 +115,7 @@ class LayerFidelity:
         mask_BT: Bool[Tensor, "B T"],
         chosen_SK: Int[Tensor, "S K"],
     ) -> None:
-        """Compare one batch with the dense FFN and with the oracle, see `oracle_name`.
+        """Compare one batch with the dense FFN and with the oracle, which chooses the experts of largest output norm.
 
         `chosen_SK` are the model's own choices for all S = B·T tokens: `facts.router` approximates a selection bias.
         `facts` are passed with each batch, because weights of a model larger than its device are not kept.
@@ -123,24 +128,20 @@ class LayerFidelity:
         chosen_TK = chosen_SK[mask_BT.flatten()]
         self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
         if self.grams_ENN is not None:
-            gains_TE = output_norms(self.grams_ENN, h_TF, facts.neurons_EN)
-        else:
-            assert facts.pool is not None, "see start"
-            gains_TE = error_drops(facts.pool, x_TD.float(), wanted_TD.float())
-        best_TK = choose_experts(gains_TE, self.top_k)
-        self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
-        self.chosen += chosen_TK.numel()
+            best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.neurons_EN), self.top_k)
+            self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
 
     def result(self, workers: Workers = ALONE) -> LayerResult:
         """The figures of the layer, from the sums of all workers."""
-        sums = torch.tensor([self.missed, self.wanted, self.agreed, self.chosen], dtype=torch.float64)
+        sums = torch.tensor([self.missed, self.wanted, self.agreed], dtype=torch.float64)
         sums = torch.cat([sums, self.load_E.cpu().double()])
         workers.sum_(sums)
-        missed, wanted, agreed, chosen = sums[:4].tolist()
-        load_E = sums[4:].to(self.load_E)
+        missed, wanted, agreed = sums[:3].tolist()
+        load_E = sums[3:].to(self.load_E)
         unused, imbalance = int((load_E == 0).sum()), float(load_E.max() / load_E.mean())
         error = missed / wanted if wanted else 0.0
-        return LayerResult(error, agreed / chosen, imbalance, unused, (load_E / load_E.mean()).tolist())
+        agreement = None if self.grams_ENN is None else agreed / float(load_E.sum())
+        return LayerResult(error, agreement, imbalance, unused, (load_E / load_E.mean()).tolist())
 
 
 def follow_ffns(
@@ -184,36 +185,89 @@ def follow_ffns(
     return loss, results
 
 
-def measure_layers(
-    carved: PreTrainedModel,
-    batches: Sequence[TokenBatch],
-    dense: PreTrainedModel,
-    layers: Sequence[int],
+ALIGNED = "_aligned"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Batches of both splits."""
+
+    calibration: Sequence[TokenBatch]
+    heldout: Sequence[TokenBatch]
+
+
+class BaselineRun:
+    """One baseline's pass through the layers, on both splits."""
+
+    def __init__(
+        self,
+        name: str,
+        stream: LayerStream,
+        text: Text,
+        settings: AlignmentSettings,
+        workers: Workers,
+        memory: TokenMemory | None,
+    ) -> None:
+        """Embed the splits; calibration text only if the baseline is fitted on its own hidden states."""
+        self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
+        self._settings = settings
+        read = text.calibration
+        if not self.aligned:
+            read = first_text(read, PUBLISHED_TOKENS.get(self.method, 0))
+        self.fitted = bool(read)
+        self._calibration = TokenStream(stream, read, workers, memory)
+        self.heldout = TokenStream(stream, text.heldout, workers, memory)
+
+    def step(self, layer: StreamLayer, facts: LayerFacts, cut: Share, *, last: bool) -> None:
+        """Fit the baseline on calibration inputs, then run the layer on both splits; the `last` on held-out text only.
+
+        A baseline that is not fitted uses the inputs `cut` of the unaligned carve.
+        """
+        self._calibration.enter(layer)
+        inputs = self._calibration.inputs
+        carved: Callable[[Tensor], Tensor] = layer.ffn
+        if not facts.stays_dense:
+            if self.method in PUBLISHED:
+                baseline = route(*PUBLISHED[self.method](facts, inputs))
+            else:
+                baseline = start_baseline(self.method, facts, inputs if self.fitted else cut)
+            if self.aligned:
+                wanted = [inputs.keep(layer.ffn(x_TD)) for x_TD in inputs]
+                baseline = align_down(baseline, inputs, wanted, self._settings).carved
+            carved = baseline
+        if not last:
+            self._calibration.leave(map(carved, inputs))
+        self.heldout.enter(layer)
+        self.heldout.leave(map(carved, self.heldout.inputs))
+
+
+@torch.no_grad()
+def run_baselines(
+    names: Sequence[str],
+    stream: LayerStream,
+    text: Text,
+    facts_of: FactsOf,
+    settings: AlignmentSettings,
+    replicated: bool,
     workers: Workers = ALONE,
-) -> dict[int, float]:
-    """Fall of the carved model's loss, nats per token, if one of the layers gets its dense FFN back."""
-    carve = measure_loss(carved, batches, workers=workers).nats
-    saved = {}
-    for layer in tqdm(layers, desc="layers put back", unit="layer"):
-        with dense_again(carved, layer, dense.get_decoder().layers[layer].mlp):
-            saved[layer] = carve - measure_loss(carved, batches, workers=workers).nats
-    return saved
+    memory: TokenMemory | None = None,
+) -> dict[str, MeanLoss]:
+    """Held-out loss of every baseline, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
 
-
-@contextmanager
-def dense_again(carved: PreTrainedModel, layer: int, ffn: nn.Module) -> Iterator[None]:
-    """Replace the output of a layer's experts by that of the dense FFN."""
-    first, *others = ffn_parts(carved.get_decoder().layers[layer])
-
-    def instead(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> object:
-        dense: Tensor = ffn(args[0])
-        return (dense, *output[1:]) if isinstance(output, tuple) else dense
-
-    def nothing(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        return torch.zeros_like(output)
-
-    with ExitStack() as hooks:
-        hooks.callback(first.register_forward_hook(instead).remove)
-        for other in others:
-            hooks.callback(other.register_forward_hook(nothing).remove)
-        yield
+    If neurons are `replicated`, unaligned baselines need weights for the copies, see `copies_scale`. They are computed
+    on the inputs of the unaligned carve, in one pass for all baselines that are not fitted, whose inputs differ little.
+    Memory: hidden states of every baseline, on both splits if it is fitted, and one layer.
+    """
+    runs = {name: BaselineRun(name, stream, text, settings, workers, memory) for name in names}
+    counted = replicated and any(not run.fitted and run.method != "static_mask" for run in runs.values())
+    cut = TokenStream(stream, text.calibration if counted else [], workers, memory)
+    for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
+        facts, last = facts_of(index, layer.ffn), index == stream.depth - 1
+        cut.enter(layer)
+        for run in runs.values():
+            run.step(layer, facts, cut.inputs, last=last)
+        if not last:
+            cut.leave(
+                map(layer.ffn if facts.stays_dense else start_baseline("unaligned", facts, cut.inputs), cut.inputs)
+            )
+    return {name: run.heldout.loss(stream, text.heldout) for name, run in runs.items()}

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 5
+VERSION = 6
 
 BASELINES = {  # name → row of the table
     "unaligned": "this MoE before projection, weights as cut",
     "static_mask": "static mask of the same width",
     "static_mask_aligned": "static mask, down columns aligned",
-    "best_mask_aligned": "best static mask (neurons by what alignment loses least), down columns aligned",
     "random_router": "random router, weights as cut",
     "random_router_aligned": "random router, aligned to its own routing",
     "cmoe": "CMoE (arXiv:2502.04416)",
@@ -20,8 +19,8 @@ BASELINES = {  # name → row of the table
 }
 # Published method → calibration tokens that it reads, as many as its code.
 PUBLISHED_TOKENS = {"cmoe": 16_384, "moefication": 0}
-# Baselines of a pool; masks and oracles choose among one layer's neurons.
-POOL_BASELINES = frozenset({"unaligned", "random_router"})
+# Baselines of a pool; the others choose among one layer's neurons.
+POOL_BASELINES = frozenset({"unaligned"})
 
 
 @dataclass
@@ -35,4 +34,3 @@ class EvaluateConfig:
     )
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     speed_tokens: int = field(default=8192, metadata={"minimum": 0})
-    layer_tokens: int = field(default=0, metadata={"minimum": 0})

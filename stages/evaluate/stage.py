@@ -1,32 +1,31 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 from instruments.dtypes import dtype_name
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
-from models.experts import ExpertLoop
 from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
-from models.source import read_config
 from models.stream import LayerStream
-from models.targets.config import MOE_TARGETS, check_target
 from stages.artifacts.carve import NeuronStatistics, Partition, Routers
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, layer_seed
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.share import evenly_spaced
-from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import FIRST_SEED, FactsOf, LayerFacts
-from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_layers, measure_speed
+from stages.evaluate.comparison import (
+    Text,
+    count_parameters,
+    follow_ffns,
+    load_carved,
+    measure_speed,
+    run_baselines,
+)
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss, measure_loss
-from stages.text.batches import TokenBatch, batch_sequences, split_batch
+from stages.text.batches import batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import load_text
 
@@ -51,34 +50,26 @@ def run(
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)
     dtype = resolve_dtype(context.model, context.device) or checkpoint_dtype(context.folder, "source")
-    if shape.pooled:
-        offloaded = job.scratch / f"assembled-{job.workers.rank}"
-        assembled = load_carved(job.parents["assemble"] / "checkpoint", context.model, dtype, offloaded)
-        baselines = run_pool_baselines(evaluate.baselines, assembled, text.heldout, seed, job.workers)
-    else:
+    baselines: dict[str, MeanLoss] = {}
+    if not shape.pooled:
         plain_facts = read_facts(job, "assemble", context, partition, shape)
         with LayerStream(context.folder, device=context.device) as stream:
             replicated, memory = int(partition.multiplicity.max()) > 1, context.memory
             baselines = run_baselines(
                 evaluate.baselines, stream, text, plain_facts, project, replicated, job.workers, memory
             )
+    elif "unaligned" in evaluate.baselines:
+        offloaded = job.scratch / f"assembled-{job.workers.rank}"
+        assembled = load_carved(job.parents["assemble"] / "checkpoint", context.model, dtype, offloaded)
+        baselines["unaligned"] = measure_loss(assembled, text.heldout, "unaligned", job.workers)
     if not job.workers.leads:
         return NOTHING
     tokens, trained = losses["dense"].tokens, evaluate.checkpoint == "train"
-    target_for = partial(target_with_dense, context.folder, job.parents[evaluate.checkpoint] / "checkpoint", shape)
-    named = dtype_name(dtype)
     evaluation = Evaluation(
-        shape, partition.width, tokens, losses | baselines, costs, layers, trained, target_for, named
+        shape, partition.width, tokens, losses | baselines, costs, layers, trained, dtype_name(dtype)
     )
     write_report(evaluation, job.out)
     return summarise(evaluation)
-
-
-def target_with_dense(source: Path, checkpoint: Path, shape: MoEShape, layers: Sequence[int]) -> list[str]:
-    """The setting of an architecture that supports these dense layers; [] if the checkpoint's own does."""
-    target = MOE_TARGETS[read_config(checkpoint)["model_type"]]
-    errors = check_target(read_config(source), target, replace(shape, dense_layers=tuple(layers)))
-    return [error.do for error in errors[:1]]
 
 
 def compare_models(
@@ -96,12 +87,6 @@ def compare_models(
     workers = job.workers
     losses = {"dense": measure_loss(dense, text.heldout, "dense", workers)}
     losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of, shape, workers)
-    if evaluate.layer_tokens:
-        # Users choose dense layers by this, so it is measured on calibration text, not on held-out text.
-        seen = spread_sequences(context.text, evaluate.layer_tokens)
-        carved_layers = [index for index in range(len(layers)) if index not in shape.dense_layers]
-        saved = measure_layers(carved, seen, dense, carved_layers, workers)
-        layers = [replace(layer, saved=saved.get(index)) for index, layer in enumerate(layers)]
     # One worker measures while the others wait, since they would take memory bandwidth.
     timed = evaluate.speed_tokens
     speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
@@ -109,32 +94,21 @@ def compare_models(
     return losses, costs, layers
 
 
-def spread_sequences(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
-    """Single sequences of the batches, evenly spaced, with about this many tokens in all; at least one sequence."""
-    single = [one for batch in batches for one in split_batch(batch, 1)]
-    wanted = round(tokens * len(single) / sum(one.tokens for one in single))
-    return [single[index] for index in evenly_spaced(len(single), wanted)]
-
-
 def read_facts(job: Job, stage: str, context: CalibrationContext, partition: Partition, shape: MoEShape) -> FactsOf:
-    """Results of earlier stages by layer; routers and a pool's experts are those of `stage`."""
+    """Results of earlier stages by layer; routers are those of `stage`."""
     statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF = statistics.contribution
-    pool = read_pool(job.parents[stage] / "checkpoint", context.device) if shape.pooled else None
 
     def facts_of(index: int, ffn: DenseFFN) -> LayerFacts:
         device = ffn.gate_FD.device
-        neurons_EN = partition.routed(index).to(device).long()
-        always_S, router = partition.always_on[index].to(device).long(), routers.layer(index).to(device)
         return LayerFacts(
             ffn,
-            neurons_EN,
-            always_S,
-            router,
+            partition.routed(index).to(device).long(),
+            partition.always_on[index].to(device).long(),
+            routers.layer(index).to(device),
             contribution_LF[index].to(device),
             shape,
             layer_seed(context.seed, FIRST_SEED + index),
-            pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
             stays_dense=index in shape.dense_layers,
         )
 

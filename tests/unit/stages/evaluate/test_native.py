@@ -5,7 +5,7 @@ import pytest
 import torch
 from pico import write_pico
 from pico_moes import make_moe
-from transformers import AutoModelForCausalLM, GraniteMoeSharedConfig, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import ModelConfig, MoEShape
@@ -17,10 +17,8 @@ from models.training import find_routers
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import (
     count_parameters,
-    dense_again,
     follow_ffns,
     load_carved,
-    measure_layers,
     measure_speed,
     time_forward,
 )
@@ -87,39 +85,6 @@ def moe():
     return AutoModelForCausalLM.from_config(
         Qwen2MoeConfig(**sizes, **experts, vocab_size=V, shared_expert_intermediate_size=S)
     )
-
-
-@pytest.fixture(scope="module")
-def granite():
-    """Experts and always-on neurons are separate modules; the experts' module returns a tuple."""
-    sizes = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_local_experts": E, "num_experts_per_tok": K, "intermediate_size": N, "shared_intermediate_size": S}
-    return AutoModelForCausalLM.from_config(GraniteMoeSharedConfig(**sizes, **experts, vocab_size=V))
-
-
-@pytest.mark.parametrize("name", ["moe", "granite"])
-def test_one_layer_gives_what_the_dense_ffn_gives(name, dense, batches, request):
-    model, seen = request.getfixturevalue(name), {}
-    ffns = [layer.mlp for layer in dense.model.layers]
-    with (
-        torch.no_grad(),
-        dense_again(model, 1, ffns[1]),
-        watch_ffns(model, lambda layer, *io: seen.update({layer: io})),
-    ):
-        model(batches[0].input_ids)
-        for layer, (x_BTD, output_BTD) in seen.items():
-            assert torch.equal(output_BTD, ffns[layer](x_BTD)) is (layer == 1)
-    assert_no_hooks(model)
-
-
-def test_a_layer_saves_what_it_costs(dense, batches):
-    """Layer 1 outputs zeros: its dense FFN restores the dense loss. Layer 0 is the dense layer: nothing to save."""
-    carved = copy.deepcopy(dense)
-    carved.model.layers[1].mlp.down_proj.weight.data.zero_()
-    saved = measure_layers(carved, batches, dense, [0, 1])
-    lost = measure_loss(carved, batches).nats - measure_loss(dense, batches).nats
-    assert saved == {0: 0.0, 1: pytest.approx(lost)}
-    assert lost != 0
 
 
 def test_a_token_passes_everything_but_the_experts_it_is_not_sent_to(dense, moe):

@@ -93,7 +93,7 @@ def test_published_methods_have_at_most_the_active_width_of_the_carve(wide, batc
     neurons = [*carved.neurons_EN.flatten().tolist(), *carved.always_S.tolist()]
     assert len(set(neurons)) == len(neurons)
     h_TF = wide.ffn.hidden(batches[0])
-    active_TF = route(carved, choose).from_hidden(batches[0], h_TF) / h_TF
+    active_TF = route(carved, choose).features(batches[0]) / h_TF
     (width,) = {round(float(count)) for count in active_TF.sum(1)}
     assert shape.active_width - shape.n < width <= shape.active_width
 

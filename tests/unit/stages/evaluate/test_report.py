@@ -73,8 +73,15 @@ def test_the_record(evaluation, tmp_path):
         "imbalance": 2.5,
         "unused_experts": 1,
         "load": [],
-        "saved": None,
     }
+
+
+def test_a_pool_has_no_oracle(evaluation, tmp_path):
+    layers = [replace(layer, agreement=None) for layer in evaluation.layers]
+    write_report(replace(evaluation, layers=layers, shape=MoEShape(4, 8, 2, 16, "global_pool")), tmp_path)
+    page = (tmp_path / "evaluation.md").read_text()
+    assert "router agrees" not in page
+    assert [line.split("|")[3].strip() for line in page.splitlines() if line.startswith(("| 0", "| 1"))] == ["–", "–"]
 
 
 def test_the_table_for_the_console_is_that_of_the_page(evaluation):
@@ -87,21 +94,3 @@ def test_a_trained_carve_is_told_from_baselines_that_are_not(evaluation):
     assert [note for note in notes if note not in summarise(evaluation).notes] == [
         "this MoE is trained by stage=train; the dense model and the baselines are not"
     ]
-
-
-@pytest.mark.parametrize(
-    ("saved", "dense", "advice"),
-    [
-        ([0.01, 0.08, 0.01, 0.01, 0.01, 0.01, 0.01, 0.06], (), "of layer 1 (0.0800), 7 (0.0600): 'dense_layers=[1,7]'"),
-        ([None, 0.01, 0.01, 0.08, 0.01, 0.01, 0.01, 0.01], (0,), "of layer 3 (0.0800): 'dense_layers=[0,3]'"),
-        ([0.01, 0.012, 0.015, 0.01, 0.01, 0.01, 0.01, 0.01], (), "none over twice as much"),
-        ([-0.01, 0.0, -0.02, 0.0, 0.0, 0.0, 0.0, 0.0], (), "too little for a comparison"),
-    ],
-)
-def test_layers_that_cost_far_more_than_others_are_named(evaluation, tmp_path, saved, dense, advice):
-    layers = [LayerResult(0.125, 0.75, 1.5, 0, saved=nats) for nats in saved]
-    shape = replace(evaluation.shape, dense_layers=dense)
-    measured = replace(evaluation, layers=layers, shape=shape)
-    assert advice in summarise(measured).notes[-1]
-    write_report(measured, tmp_path)
-    assert "cost of its carve (nats)" in (tmp_path / "evaluation.md").read_text()

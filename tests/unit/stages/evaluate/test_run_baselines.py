@@ -3,14 +3,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from pico import write_pico
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from models.config import MoEShape
 from models.routing import LinearRouter
 from models.stream import LayerStream
-from stages.artifacts.job import ALONE
-from stages.evaluate.baseline_pass import Text, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import LayerFacts
+from stages.evaluate.comparison import Text, run_baselines
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
 
@@ -56,7 +55,7 @@ def run(folder, text, *names, top_k=K, always_on=S):
         return run_baselines(names, stream, text, facts_of, Settings(), replicated=False)
 
 
-@pytest.mark.parametrize("name", ["unaligned", "static_mask", "best_mask", "random_router", "oracle"])
+@pytest.mark.parametrize("name", ["unaligned", "static_mask", "random_router", "oracle"])
 def test_with_every_neuron_on_each_baseline_is_the_dense_model(folder, text, name):
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loss = run(folder, text, name, top_k=E)[name]
@@ -95,14 +94,3 @@ def test_neurons_with_copies_share_their_weight(folder, text):
     expected = measure_loss(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), text.heldout, "dense")
     for name in names:
         assert losses[name].nats == pytest.approx(expected.nats, rel=1e-5), name
-
-
-def test_a_pools_random_router_that_cannot_be_written_is_said(monkeypatch, caplog):
-    monkeypatch.setattr("stages.evaluate.baseline_pass.is_offloaded", lambda _model: True)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", num_hidden_layers=0, vocab_size=7, hidden_size=8, num_attention_heads=2)
-    )
-    assert run_pool_baselines(["random_router"], model, [], 0, ALONE) == {}
-    assert caplog.messages == [
-        "baseline random_router is left out: the weights of an offloaded model cannot be replaced"
-    ]
