@@ -4,7 +4,7 @@
 
 The first model that runs with gradients is dumped until the process ends, also inside DistributedDataParallel or
 Megatron's wrappers; a step ends with an optimizer step. TENSOR_SAVE_CONFIG='{"max_steps": 2}' holds settings of
-DumpConfig. Without TENSOR_SAVE_ENABLED nothing happens. Chunks of a pipeline need an explicit TensorDump.
+DumpConfig. Without TENSOR_SAVE_ENABLED nothing happens.
 """
 
 import atexit
@@ -47,11 +47,12 @@ class AutoDump:
     def _before(self, module: nn.Module, _args: object) -> None:
         """Hook before every module; the model itself is called before its parts."""
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
-        if self.dump is not None or not trained or not find_modules([module]):
+        if self.dump is not None or not trained or not find_modules(module):
             return
         self._waiting.remove()
         self.dump = TensorDump(module, config=self._config, environment=self._environment).__enter__()
-        self.dump.join_pass(module)
+        if module is self.dump.root:
+            self.dump.begin_pass()
         logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
 
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

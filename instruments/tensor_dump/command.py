@@ -1,6 +1,7 @@
 """`python -m pipeline dump show|compare|export FOLDER ...`: inspect, compare and export tensor dumps."""
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,20 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
 
+from instruments.distance import measure_distance
 from instruments.dtypes import SIZES
 from instruments.errors import ConfigError, check_output, exit_code, say, some
-from instruments.tensor_dump.index import STORED, Listing, TensorRecord
+from instruments.tensor_dump.index import STORED, Source, TensorRecord
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_files import export_pt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from torch import Tensor
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
 
 
-def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
+def summarise(reader: DumpReader, chosen: Sequence[TensorRecord]) -> str:
     """Facts, a table row per kind of module and tensor, and problems."""
     groups: dict[tuple[str, str], list[TensorRecord]] = {}
     for record in chosen:
@@ -30,43 +36,38 @@ def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
         groups.setdefault((kind, record.source.tensor), []).append(record)
     rows = [_row(kind, tensor, records) for (kind, tensor), records in groups.items()]
     table = tabulate(rows, COLUMNS, disable_numparse=True)
-    facts = tabulate(list(facts_of(listing, chosen)), tablefmt="plain", disable_numparse=True)
-    complaints = "".join(f"{line}\n" for line in complaints_of(listing))
+    facts = tabulate(list(facts_of(reader, chosen)), tablefmt="plain", disable_numparse=True)
+    complaints = "".join(f"{line}\n" for line in complaints_of(reader))
     return f"{facts}\n\n{table}\n" + (f"\n{complaints}" if complaints else "")
 
 
-def complaints_of(listing: Listing) -> Iterator[str]:
+def complaints_of(reader: DumpReader) -> Iterator[str]:
     """Missing files, incomplete lines, killed processes, and problems in the manifests."""
-    if missing := listing.missing_files:
+    if missing := reader.missing_files:
         yield f"{len(missing)} files that the index names are missing: {some(missing, 3)}"
-    if listing.torn:
-        yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
-    manifests = listing.manifests()
-    killed = [rank for rank in listing.ranks if rank not in manifests]
-    if killed:
-        yield f"ranks {some(map(str, killed), 3)} did not finish: listed tensors are complete, later ones are missing"
+    if reader.torn:
+        yield f"{reader.torn} bytes at the end of an index were left by a killed process, and are not read"
+    manifests = reader.manifests()
+    if killed := [str(rank) for rank in reader.ranks if rank not in manifests]:
+        yield f"ranks {some(killed, 3)} did not finish: listed tensors are complete, later ones are missing"
     for rank, manifest in sorted(manifests.items()):
         yield from (f"rank {rank}: {complaint}" for complaint in manifest.complaints())
 
 
-def facts_of(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
+def facts_of(reader: DumpReader, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
     """Number of records, modules, processes and steps, and the size of the tensors."""
     sources = [record.source for record in chosen]
     steps = sorted({source.step for source in sources})
     stored = {(record.file, record.key): record for record in chosen if record.status == STORED}
     size = sum(prod(record.shape) * SIZES.get(record.dtype, 4) for record in stored.values())
     labels = {record.label for record in chosen if record.label is not None}
-    yield "folder", str(listing.folder)
-    yield (
-        "records",
-        f"{len(chosen):,} of {len(listing.records):,}, {len({source.module for source in sources})} modules",
-    )
-    yield "processes", ", ".join(map(str, listing.ranks))
+    yield "folder", str(reader.folder)
+    yield "records", f"{len(chosen):,} of {len(reader.records):,}, {len({source.module for source in sources})} modules"
+    yield "processes", ", ".join(map(str, reader.ranks))
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}" if steps else "0"
     yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB; shared tensors count once"
     if labels:
-        real = sorted({record.quant_type for record in chosen})
-        yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
+        yield "label", f"{', '.join(sorted(labels))}; really {', '.join(sorted({one.quant_type for one in chosen}))}"
 
 
 def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, ...]:
@@ -77,7 +78,6 @@ def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, 
     errors = [record.rounding.relative_l2 for record in records if record.rounding is not None]
     zeros, nonfinite = sum(one.all_zero for one in found), sum(one.nonfinite > 0 for one in found)
     notes = [f"{zeros} all zero"] * (zeros > 0) + [f"{nonfinite} not finite"] * (nonfinite > 0)
-    notes += [f"{len(records) - len(found)} dropped"] * (len(found) < len(records))
     shapes = sorted({"×".join(map(str, record.shape)) for record in records})
     types = sorted({record.quant_type for record in records})
     return (
@@ -91,7 +91,7 @@ _PANELS_ACROSS = 3
 _BLUE, _PALE = "#2b6ca3", "#a9c7e0"
 
 
-def draw(tensors: Sequence[tuple[str, "Tensor"]], path: Path, *, by_channel: bool) -> None:
+def draw(tensors: Sequence[tuple[str, Tensor]], path: Path, *, by_channel: bool) -> None:
     """One panel per tensor: a histogram of its finite values, or the range of every channel (last axis)."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
@@ -108,7 +108,7 @@ def draw(tensors: Sequence[tuple[str, "Tensor"]], path: Path, *, by_channel: boo
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _draw_histogram(panel: "Axes", values: "Tensor") -> None:
+def _draw_histogram(panel: "Axes", values: Tensor) -> None:
     """120 equal bins, with a logarithmic count axis."""
     finite = values[values.isfinite()].float().numpy()
     panel.set_yscale("log")
@@ -116,7 +116,7 @@ def _draw_histogram(panel: "Axes", values: "Tensor") -> None:
         panel.hist(finite, 120, color=_BLUE, histtype="stepfilled", log=True)
 
 
-def _draw_channels(panel: "Axes", values: "Tensor") -> None:
+def _draw_channels(panel: "Axes", values: Tensor) -> None:
     """The range and the 1st to 99th percentiles."""
     if not values.numel():
         return
@@ -129,6 +129,66 @@ def _draw_channels(panel: "Axes", values: "Tensor") -> None:
     panel.legend(fontsize=7)
 
 
+Difference = tuple[Source, float, float, float]
+
+
+def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
+    """How `b` differs from `a`: relative L2, largest distance, cosine; None if both have equal bytes or no values.
+
+    NaN where shapes differ or a value is not finite.
+    """
+    if a.shape == b.shape:
+        bits = [one.contiguous().view(-1).view(torch.uint8) for one in (a, b)]  # NaN equals itself; 0 differs from −0
+        if not a.numel() or (a.dtype == b.dtype and torch.equal(*bits)):
+            return None
+        found = measure_distance(a, b)
+        if not found.nonfinite and not found.reference_nonfinite:
+            return source, found.normalised_l2, found.max_abs, found.cosine
+    return source, math.nan, math.nan, math.nan
+
+
+_WORST = 10
+
+
+def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, str]:
+    """Whether all common tensors agree within `tolerance`, and a text with the first and the largest differences.
+
+    Tensors of the same process, step, microbatch, call, module and name are compared by relative L2 distance; with
+    tolerance 0 any bit counts. Raises ConfigError: the dumps have no tensor in common.
+    """
+    with DumpReader(first) as ours, DumpReader(second) as theirs:
+        mine, others = (
+            {(record.rank, record.source): record for record in reader.select(status=STORED)}
+            for reader in (ours, theirs)
+        )
+        common = [key for key in mine if key in others]
+        if not common:
+            what = "the two dumps have no tensor in common"
+            do = "dump the same modules and steps of the same model twice"
+            raise ConfigError(what, where=f"{first}, {second}", do=do)
+        bar = tqdm(common, desc="compare", leave=False, disable=None)
+        found = [find_difference(key[1], ours.load(mine[key]), theirs.load(others[key])) for key in bar]
+    differences = [one for one in found if one and not (tolerance and one[1] <= tolerance)]
+    text = f"{len(common):,} tensors compared, {len(differences):,} differ"
+    text += f" by more than {tolerance:g}\n" if tolerance else "\n"
+    only_first, only_second = len(mine) - len(common), len(others) - len(common)
+    if only_first or only_second:
+        text += f"only in {first}: {only_first:,}; only in {second}: {only_second:,}\n"
+    if differences:
+        worst = sorted(differences, key=lambda one: -math.inf if math.isnan(one[1]) else -one[1])
+        text += f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
+        text += f"\nlargest relative distances\n{_table(worst[:_WORST])}\n"
+    return not differences, text
+
+
+def _table(differences: Sequence[Difference]) -> str:
+    rows = [
+        (source.module, source.tensor, str(source.step), f"{relative:.3g}", f"{largest:.3g}", f"{cosine:.9f}")
+        for source, relative, largest, cosine in differences
+    ]
+    return tabulate(rows, ("module", "tensor", "step", "relative L2", "largest", "cosine"), disable_numparse=True)
+
+
 DIFFERENT = 3
 MOST_PANELS = 12
 
@@ -139,11 +199,6 @@ def main(words: Sequence[str] | None = None) -> int:
     0 done, 1 a dump cannot be read or a picture not written, 2 the command line is wrong, 3 the compared dumps differ,
     130 interrupted.
     """
-    wanted = _parser().parse_args(words)
-    return exit_code(lambda: wanted.act(wanted))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipeline dump", description="Look into tensor dumps.")
     commands = parser.add_subparsers(required=True, metavar="show|compare|export")
     show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious; pictures")
@@ -167,28 +222,26 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("folder", type=Path)
     export.add_argument("out", type=Path)
     export.set_defaults(act=_export)
-    return parser
+    wanted = parser.parse_args(words)
+    return exit_code(lambda: wanted.act(wanted))
 
 
 def _show(wanted: argparse.Namespace) -> int:
     check_output(wanted.histogram, wanted.channels)
-    listing = Listing(wanted.folder)
-    step = {} if wanted.step is None else {"step": wanted.step}
-    chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
-    if not chosen:
-        what = f"none of {len(listing.records)} records matches"
-        do = f"python -m pipeline dump show {wanted.folder} --list"
-        raise ConfigError(what, where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}", do=do)
-    say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
-    for out, by_channel in ((wanted.histogram, False), (wanted.channels, True)):
-        if out:
-            _draw_first(listing, chosen, out, by_channel=by_channel)
+    with DumpReader(wanted.folder) as reader:
+        step = {} if wanted.step is None else {"step": wanted.step}
+        chosen = reader.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
+        if not chosen:
+            where, do = "--module, --tensor, --step", f"python -m pipeline dump show {wanted.folder} --list"
+            raise ConfigError(f"none of {len(reader.records)} records matches", where=where, do=do)
+        say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(reader, chosen))
+        for out, by_channel in ((wanted.histogram, False), (wanted.channels, True)):
+            if out:
+                _draw_first(reader, chosen, out, by_channel=by_channel)
     return 0
 
 
-def _draw_first(listing: Listing, chosen: Sequence[TensorRecord], out: Path, *, by_channel: bool) -> None:
-    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table needs neither torch nor matplotlib
-
+def _draw_first(reader: DumpReader, chosen: Sequence[TensorRecord], out: Path, *, by_channel: bool) -> None:
     # A tensor that several layers share is drawn once.
     first: dict[tuple[str | None, str | None], TensorRecord] = {}
     for record in chosen:
@@ -196,27 +249,20 @@ def _draw_first(listing: Listing, chosen: Sequence[TensorRecord], out: Path, *, 
             first.setdefault((record.file, record.key), record)
     stored = list(first.values())
     shown = stored[:MOST_PANELS]
-    with DumpReader(listing.folder) as reader:
-        tensors = [(f"{record.source.module}\n{record.source.tensor}", reader.load(record)) for record in shown]
-    if not tensors:
+    if not shown:
         raise ConfigError("no tensor to draw: only statistics were kept", where=str(out), do="dump with keep=tensors")
-    draw(tensors, out, by_channel=by_channel)
+    draw([(f"{one.source.module}\n{one.source.tensor}", reader.load(one)) for one in shown], out, by_channel=by_channel)
     rest = f", the first {len(shown)} of {len(stored)}: --module, --tensor and --step choose"
     sys.stdout.write(f"\n{out}{rest if len(stored) > len(shown) else ''}\n")
 
 
 def _compare(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.reader import compare_folders  # noqa: PLC0415 - imports torch
-
     equal, text = compare_folders(wanted.first, wanted.second, wanted.tolerance)
     say(text)
     return 0 if equal else DIFFERENT
 
 
 def _export(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - imports torch
-    from instruments.tensor_dump.tensor_files import export_pt  # noqa: PLC0415
-
     with DumpReader(wanted.folder) as reader:
         sys.stdout.write(f"{wanted.out}: {export_pt(reader, wanted.out)} files\n")
     return 0

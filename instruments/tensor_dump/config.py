@@ -44,31 +44,25 @@ class DumpConfig:
     every_steps: int = field(default=1, metadata={"minimum": 1})
     max_steps: int | None = field(default=None, metadata={"minimum": 1})
     ranks: list[int] | None = field(default=None, metadata={"minimum": 0})
-    first_token: int = field(default=0, metadata={"minimum": 0})
-    every_tokens: int = field(default=1, metadata={"minimum": 1})
     max_tokens: int | None = field(default=None, metadata={"minimum": 1})
-    recomputed: bool = False
     keep: str = field(default="tensors", metadata={"choices": ("tensors", "statistics")})
     last_steps: int | None = field(default=None, metadata={"minimum": 1})
     memory_mib: int = field(default=512, metadata={"minimum": 1})
-    when_full: str = field(default="block", metadata={"choices": ("block", "drop", "statistics")})
-    shard_mib: int = field(default=64, metadata={"minimum": 1})
     quant_type: str | None = field(default=None, metadata={"choices": QUANT_TYPES})
     fake_quant: bool = False
 
 
 def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError]:
     """Errors of settings that exclude each other; `prefix` is prepended to every setting's name."""
-    if not config.fake_quant:
-        return
-    if config.quant_type is None:
-        what = f"{prefix}fake_quant=true needs {prefix}quant_type, which is not set"
-        do = f"{prefix}quant_type=mxfp8, or {prefix}fake_quant=false"
-        yield ConfigError(what, where=f"settings {prefix}quant_type and {prefix}fake_quant", do=do)
-    if config.keep == "statistics":
-        what = f"{prefix}fake_quant=true stores rounded tensors, and {prefix}keep=statistics stores none"
-        do = f"{prefix}keep=tensors, or {prefix}fake_quant=false"
-        yield ConfigError(what, where=f"settings {prefix}keep and {prefix}fake_quant", do=do)
+    faults = {
+        "quant_type": (config.quant_type is None, "null gives no format to round into", "mxfp8"),
+        "keep": (config.keep == "statistics", "statistics stores no tensors", "tensors"),
+    }
+    for name, (is_fault, why, other) in faults.items():
+        if config.fake_quant and is_fault:
+            what = f"{prefix}fake_quant=true stores rounded tensors, and {prefix}{name}={why}"
+            do = f"{prefix}{name}={other}, or {prefix}fake_quant=false"
+            yield ConfigError(what, where=f"settings {prefix}{name} and {prefix}fake_quant", do=do)
 
 
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
@@ -93,26 +87,21 @@ def read_control(
     setting, or no folder.
     """
     word = environment.get(ENABLED, "").strip().lower() or "1"
-    if word not in {*_YES, *_NO}:
-        raise ConfigError(
-            f"{ENABLED}={word} is neither yes nor no", where=f"environment variable {ENABLED}", do=f"{ENABLED}=1, or 0"
-        )
+    enabled = word in _YES
+    if not enabled and word not in _NO:
+        what = f"{ENABLED}={word} is neither yes nor no"
+        raise ConfigError(what, where=f"environment variable {ENABLED}", do=f"{ENABLED}=1, or 0")
     label = config.quant_type or environment.get(QUANT_TYPE, "").strip() or None
     if label not in {None, *QUANT_TYPES}:
-        raise ConfigError(
-            f"unknown quant type {label!r}; known are {', '.join(QUANT_TYPES)}",
-            where="config.quant_type" if config.quant_type else f"environment variable {QUANT_TYPE}",
-            do="mxfp8, or leave it out",
-        )
-    enabled = word in _YES
-    named = folder or (Path(environment[FOLDER]) if environment.get(FOLDER) else None)
-    if enabled and named is None:
-        raise ConfigError(
-            "no folder to dump into", where="TensorDump", do=f"TensorDump(model, folder), or {FOLDER}=dump"
-        )
+        what = f"unknown quant type {label!r}; known are {', '.join(QUANT_TYPES)}"
+        where = "config.quant_type" if config.quant_type else f"environment variable {QUANT_TYPE}"
+        raise ConfigError(what, where=where, do="mxfp8, or leave it out")
+    if enabled and not folder and not environment.get(FOLDER):
+        do = f"TensorDump(model, folder), or {FOLDER}=dump"
+        raise ConfigError("no folder to dump into", where="TensorDump", do=do)
     joined = replace(config, quant_type=label)
     _check(joined)
-    return enabled, named or Path(), joined
+    return enabled, folder or Path(environment.get(FOLDER, "")), joined
 
 
 def read_settings(environment: Mapping[str, str]) -> DumpConfig:

@@ -1,12 +1,9 @@
 """The index of a dump (append-only JSON lines, one per tensor), and its manifest (expected against captured)."""
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ from instruments.errors import ContractError, some
 from instruments.files import write_json
 from instruments.json_kinds import check_fields, is_count, kinds_of
 
-# Which content was kept: the bytes, only the statistics, or nothing.
-STORED, STATISTICS, DROPPED = "stored", "statistics", "dropped"
+# Which content was kept: the bytes, or only the statistics.
+STORED, STATISTICS = "stored", "statistics"
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,6 @@ class Source:
     call: int  # of the module within the microbatch, from 0
     evaluation: bool  # in a forward pass without gradients, which is not a microbatch of the training
     direction: str  # forward or backward
-    recompute: bool  # in a forward pass that was recomputed for the backward pass
     module: str  # name in the model
     layer: int | None  # of the decoder, from 0; None outside it
     layer_type: str  # linear, attention, embedding ...
@@ -41,9 +37,26 @@ class Placement:
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the first piece
+    token_axis: int | None  # the axis that counts the tokens of a sequence, if there is one
     # (axis, n): along the axis the part is n equal pieces, evenly spaced in the whole; None: one piece.
     pieces: tuple[int, int] | None = None
-    tokens: tuple[int, int, int] | None = None  # first position, step, number kept; None: all positions
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], token_axis: int | None) -> "Placement":
+        """The place of a tensor that this process holds completely."""
+        return cls(tuple(shape), (0,) * len(shape), token_axis)
+
+    @classmethod
+    def of_axis(
+        cls, part: Sequence[int], axis: int, index: int, parts: int, token_axis: int | None, pieces: int = 1
+    ) -> "Placement":
+        """The place of a part of this shape, number `index` of `parts` equal ones along `axis`.
+
+        With `pieces` > 1 the axis concatenates that many matrices (gate and up), and a part holds its share of each.
+        """
+        shape, offset = list(part), [0] * len(part)
+        offset[axis], shape[axis] = index * shape[axis] // pieces, parts * shape[axis]
+        return cls(tuple(shape), tuple(offset), token_axis, (axis, pieces) if pieces > 1 and parts > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -101,13 +114,12 @@ class TensorRecord:
     rounding: RoundingError | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def name_as(self, quant_type: str, timestamp: str | None = None) -> str:
-        """The name with another number format, and another form of the time."""
+    def name_as(self, quant_type: str) -> str:
+        """The record's name with another number format."""
         source = self.source
         return make_name(
-            timestamp or self.timestamp, self.counter, source.layer_type, source.layer, source.direction, quant_type,
-            source.tensor,
-        )  # fmt: skip
+            self.timestamp, self.counter, source.layer_type, source.layer, source.direction, quant_type, source.tensor
+        )
 
     def to_row(self) -> dict[str, Any]:
         """The record as JSON values."""
@@ -145,8 +157,8 @@ def _check_record(record: TensorRecord) -> None:
         raise ValueError(f"shape {list(record.shape)} is too large for a tensor")
     if not len(record.shape) == len(record.placement.global_shape) == len(record.placement.offset):
         raise ValueError(f"the placement of shape {list(record.shape)} has other axes")
-    if record.status not in {STORED, STATISTICS, DROPPED}:
-        raise ValueError(f"status {record.status!r} is none of {STORED}, {STATISTICS}, {DROPPED}")
+    if record.status not in {STORED, STATISTICS}:
+        raise ValueError(f"status {record.status!r} is neither {STORED} nor {STATISTICS}")
     if record.status == STORED and None in {record.file, record.key, record.checksum}:
         raise ValueError("a stored tensor needs file, key and checksum")
 
@@ -194,7 +206,6 @@ class Manifest:
     zero_gradients: list[str] = field(default_factory=list)  # names of records
     nonfinite: list[str] = field(default_factory=list)
     not_dumped: dict[str, dict[str, str]] = field(default_factory=dict)  # module → tensor → reason
-    dropped: int = 0
     statistics_only: int = 0  # although bytes were requested
     lost: int = 0  # because writing failed
 
@@ -203,7 +214,6 @@ class Manifest:
         source, statistics = record.source, record.statistics
         times = self.captured.setdefault(source.module, {})
         times[source.tensor] = times.get(source.tensor, 0) + 1
-        self.dropped += record.status == DROPPED
         self.statistics_only += bytes_wanted and record.status == STATISTICS
         if statistics is not None and statistics.nonfinite:
             self.nonfinite.append(record.name)
@@ -216,10 +226,8 @@ class Manifest:
         `held_back`: captures are written only in case of a fault, so that none may be right.
         """
         self.steps = steps
-        fired = {*self.captured, *self.not_dumped}
-        self.never_fired = [name for name in self.expected if name not in fired]
-        if not steps or (held_back and not self.captured):
-            self.never_fired = []
+        if steps and not (held_back and not self.captured):
+            self.never_fired = [name for name in self.expected if name not in {*self.captured, *self.not_dumped}]
         for name, times in self.captured.items():
             known = {*times, *self.not_dumped.get(name, ())}
             if missing := [tensor for tensor in self.expected[name] if tensor not in known]:
@@ -245,15 +253,13 @@ class Manifest:
             "tensors hold values that are not finite": self.nonfinite,
         }
         yield from (f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names)
-        if self.dropped:
-            yield f"{self.dropped} tensors dropped: the memory was full; raise memory_mib"
         if self.statistics_only:
-            yield f"of {self.statistics_only} tensors only statistics were kept: the memory was full; raise memory_mib"
+            yield f"of {self.statistics_only} tensors only statistics were kept: raise memory_mib"
         if self.lost:
             yield f"{self.lost} tensors lost to a disk that failed"
 
 
-FORMAT, VERSION = "tiny-onn tensor dump", 5
+FORMAT, VERSION = "tiny-onn tensor dump", 6
 
 
 def read_index(path: Path) -> tuple[int, list[TensorRecord], int]:
@@ -263,7 +269,7 @@ def read_index(path: Path) -> tuple[int, list[TensorRecord], int]:
     """
     whole, _, rest = _read_bytes(path).rpartition(b"\n")
     first, *lines = whole.split(b"\n")
-    header = _parse(path, first, "line 1: ", lambda content: content)
+    header = _parse(path, first, "line 1: ")
     if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
         raise ContractError(
             f"{path.name} is no index of a tensor dump of version {VERSION}", where=str(path), do="name a dump's folder"
@@ -276,17 +282,16 @@ def read_index(path: Path) -> tuple[int, list[TensorRecord], int]:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest that one process wrote at the end of its dump. Raises ContractError: damaged."""
-
-    def read(content: Any) -> Manifest:  # noqa: ANN401
-        kinds = kinds_of(Manifest)
+    content, kinds = _parse(path, _read_bytes(path)), kinds_of(Manifest)
+    try:
         check_fields(content, kinds)
-        return Manifest(**{name: content[name] for name in kinds})
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    return Manifest(**{name: content[name] for name in kinds})
 
-    manifest: Manifest = _parse(path, _read_bytes(path), "", read)
-    return manifest
 
-
-def _parse(path: Path, text: bytes, place: str, read: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+def _parse(path: Path, text: bytes, place: str = "", read: Callable[[Any], Any] = lambda content: content) -> Any:  # noqa: ANN401
+    """`read` of the JSON `text`. Raises ContractError: either is invalid."""
     try:
         return read(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -308,57 +313,3 @@ def _damaged(path: Path, detail: str) -> ContractError:
     return ContractError(
         f"{path.name} is damaged: {detail}", where=str(path), do="copy the whole dump again, or dump again"
     )
-
-
-class Listing:
-    """The indices of all processes of a dump."""
-
-    def __init__(self, folder: Path | str) -> None:
-        """Read the indices. Raises ContractError: there is none, or one is damaged."""
-        self.folder = Path(folder)
-        paths = sorted(self.folder.glob("index-*.jsonl"))
-        if not paths:
-            raise ContractError("no tensor dump here: no index-*.jsonl", where=str(folder), do="name a dump's folder")
-        indices = [read_index(path) for path in paths]
-        self.ranks = [rank for rank, _records, _torn in indices]
-        found = [record for _rank, records, _torn in indices for record in records]
-        # In the order of capture.
-        self.records = tuple(sorted(found, key=lambda record: (record.counter, record.rounded_from is not None)))
-        self.torn = sum(torn for _rank, _records, torn in indices)  # bytes of last lines of killed processes
-
-    @cached_property
-    def missing_files(self) -> tuple[str, ...]:
-        """Files that are in the index but not in the folder."""
-        named = sorted({record.file for record in self.records if record.file is not None})
-        return tuple(name for name in named if not (self.folder / name).is_file())
-
-    def manifests(self) -> dict[int, Manifest]:
-        """Manifests by rank; a killed process has none. Raises ContractError."""
-        paths = sorted(self.folder.glob("manifest-*.json"))
-        ranks = {path: re.fullmatch(r"manifest-(\d{5,18})", path.stem, re.ASCII) for path in paths}
-        return {int(found[1]): read_manifest(path) for path, found in ranks.items() if found}
-
-    def select(self, *, rounded: bool = False, **wanted: object) -> list[TensorRecord]:
-        """Records whose fields match; texts may be globs, and a collection matches any of its values.
-
-        Args:
-            rounded: select the copies rounded to another number format instead of the tensors themselves.
-            wanted: step, microbatch, call, evaluation, direction, recompute, module, layer, layer_type, tensor, rank,
-                status, quant_type, name.
-        """
-        chosen = [record for record in self.records if (record.rounded_from is not None) == rounded]
-        for name, value in wanted.items():
-            chosen = [record for record in chosen if _fits(_value(record, name), value)]
-        return chosen
-
-
-def _value(record: TensorRecord, name: str) -> object:
-    return getattr(record.source if hasattr(record.source, name) else record, name)
-
-
-def _fits(value: object, wanted: object) -> bool:
-    if isinstance(wanted, str) and isinstance(value, str):
-        return fnmatchcase(value, wanted)
-    if isinstance(wanted, set | frozenset | tuple | list | range):
-        return any(_fits(value, one) for one in wanted)
-    return value == wanted

@@ -1,20 +1,20 @@
-"""Hooks on layers with a weight, attention and its kernels, and fused experts; also on TransformerEngine's modules."""
+"""Hooks on layers with a weight, attention and its kernels, and fused experts."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from instruments.hooks import OwnHook, look_inside
-from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR, TENSORS
-from instruments.tensor_dump.parts import Part, layer_of, part_of_weight
+from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, TENSORS
+from instruments.tensor_dump.index import Placement
 from instruments.tensor_dump.recorder import Call, Recorder, Watched
 from instruments.tensors import is_sharded
 from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
@@ -22,72 +22,88 @@ from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_pa
 TENSOR_PARALLEL = "tp"
 
 
-def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
+def layer_of(name: str) -> int | None:
+    """The first number in a module's name: 3 for model.layers.3.mlp.experts.5.up_proj."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None
+
+
+def find_known(root: nn.Module) -> Iterator[Watched]:
     """Linear layers (also of bitsandbytes and PEFT), Conv1D, convolutions, embeddings, attention, fused experts."""
     kinds: tuple[tuple[Any, str, Any], ...] = (
-        (nn.Linear, LINEAR, _part_of_linear),
-        (conv1d_kind(), LINEAR, _part_of_whole),
+        (nn.Linear, LINEAR, _place_of_linear),
+        (conv1d_kind(), LINEAR, _place_of_whole),
         (_ConvNd, CONVOLUTION, lambda _module, name, tensor: _without_tokens(name, tensor)),
-        (nn.Embedding | nn.EmbeddingBag, EMBEDDING, _part_of_embedding),
+        (nn.Embedding | nn.EmbeddingBag, EMBEDDING, _place_of_embedding),
     )
-    for name, module in root.named_modules(prefix=prefix):
+    for name, module in root.named_modules():
         layer = layer_of(name)
-        for kind, layer_type, part_of in kinds:
+        for kind, layer_type, place in kinds:
             if isinstance(module, kind):
-                yield Watched(name, module, layer_type, layer, hook_layer, partial(part_of, module))
+                yield Watched(name, module, layer_type, layer, hook_layer, partial(place, module))
         forward = getattr(type(module), "forward", None)  # a ScriptModule has none
         code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
         if code is not None and _LOOK_UP in code.co_names:
-            yield Watched(name, module, ATTENTION, layer, hook_kernel, partial(_part_of_heads, module))
+            yield Watched(name, module, ATTENTION, layer, hook_kernel, partial(_place_of_heads, module))
         for own in fused_parameters(module):
             yield Watched(f"{name}.{own}", module, EXPERTS, layer, hook_experts, _without_tokens, parameter=own)
 
 
-def _without_tokens(name: str, tensor: Tensor) -> Part:
-    return part_of_weight(tensor) if name == "weight" else Part.whole(tensor, None)
+def place_of_weight(weight: Tensor) -> Placement:
+    """The place of this process's part of a weight, which may be sharded."""
+    offset = [0] * weight.ndim
+    if is_sharded(weight):
+        for axis, placement in enumerate(weight.placements):
+            if placement.is_shard():
+                dim: int = placement.dim  # type: ignore[attr-defined]
+                chunk = -(-weight.shape[dim] // weight.device_mesh.size(axis))
+                offset[dim] = min(weight.device_mesh.get_local_rank(axis) * chunk, weight.shape[dim])
+    return Placement(tuple(weight.shape), tuple(offset), None)
 
 
-def _part_of_whole(_module: nn.Module, name: str, tensor: Tensor) -> Part:
+def _without_tokens(name: str, tensor: Tensor) -> Placement:
+    return place_of_weight(tensor) if name == "weight" else Placement.whole(tensor.shape, None)
+
+
+def _place_of_whole(_module: nn.Module, name: str, tensor: Tensor) -> Placement:
     """Inputs and outputs are whole; the axis before the features, the second-last one, counts tokens."""
     if name == "weight":
-        return part_of_weight(tensor)
-    return Part.whole(tensor, tensor.ndim - 2 if tensor.ndim >= 2 else None)
+        return place_of_weight(tensor)
+    return Placement.whole(tensor.shape, tensor.ndim - 2 if tensor.ndim >= 2 else None)
 
 
-def _part_of_embedding(_module: nn.Module, name: str, tensor: Tensor) -> Part:
+def _place_of_embedding(module: nn.Module, name: str, tensor: Tensor) -> Placement:
     """Ids have no feature axis."""
-    if name == "weight":
-        return part_of_weight(tensor)
-    axis = tensor.ndim - (1 if name == "input" else 2)
-    return Part.whole(tensor, axis if axis >= 0 else None)
+    if name == "input" and tensor.ndim:
+        return Placement.whole(tensor.shape, tensor.ndim - 1)
+    return _place_of_whole(module, name, tensor)
 
 
-def _part_of_linear(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401 - a Linear
+def _place_of_linear(module: Any, name: str, tensor: Tensor) -> Placement:  # noqa: ANN401 - a Linear
     """The weight may be sharded, and with it the features of the input or the output."""
-    if name == "weight":
-        return part_of_weight(tensor)
+    place = _place_of_whole(module, name, tensor)
     width, axis = (module.in_features, 1) if name == "input" else (module.out_features, 0)
-    if is_parametrized(module, "weight") or not is_sharded(module.weight) or tensor.shape[-1] == width:
-        return _part_of_whole(module, name, tensor)
-    begin = part_of_weight(module.weight).offset[axis]
-    return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), tensor.ndim - 2)
+    is_split = not is_parametrized(module, "weight") and is_sharded(module.weight) and tensor.shape[-1] != width
+    if name == "weight" or not is_split:
+        return place
+    begin = place_of_weight(module.weight).offset[axis]
+    return Placement((*tensor.shape[:-1], width), (*place.offset[:-1], begin), place.token_axis)
 
 
-def _part_of_heads(module: nn.Module, name: str, tensor: Tensor) -> Part:
+def _place_of_heads(module: nn.Module, name: str, tensor: Tensor) -> Placement:
     """Part of (batch, heads, tokens, head_dim); of the output (batch, tokens, heads, head_dim)."""
     axis, config = 2 if name == "output" else 1, getattr(module, "config", None)
     heads = getattr(config, "num_attention_heads" if name in {"query", "output"} else "num_key_value_heads", None)
-    place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
-    if place is None or heads is None or tensor.shape[axis] == heads:
-        return Part.whole(tensor, 3 - axis)
-    return Part.of_axis(tensor, axis, *place, 3 - axis)
+    rank_and_size = find_mesh_coordinates(module).get(TENSOR_PARALLEL)
+    if rank_and_size is None or heads is None or tensor.shape[axis] == heads:
+        return Placement.whole(tensor.shape, 3 - axis)
+    return Placement.of_axis(tensor.shape, axis, *rank_and_size, 3 - axis)
 
 
-def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+def find_mesh_coordinates(root: nn.Module) -> dict[str, tuple[int, int]]:
     """Coordinate of this process and size of every mesh axis over which weights are sharded; {} if none are."""
     return {
         name: (mesh.get_local_rank(axis), mesh.size(axis))
-        for root in roots
         for weight in root.parameters()
         if is_sharded(weight)
         for mesh in [weight.device_mesh]
@@ -258,51 +274,3 @@ def _run_product(
     if output.requires_grad:
         output.register_hook(lambda gradient: recorder.take_found_gradient(call, "grad_output", gradient.flatten(1)))
     return output
-
-
-# TransformerEngine, also inside Megatron: its classes are found by name, without an import; Megatron's
-# TEColumnParallelLinear, TEDotProductAttention ... are subclasses. The input of a LayerNormLinear is that of its norm:
-# the kernel does not expose the norm's output.
-_ENGINE_KINDS = {"Linear": LINEAR, "LayerNormLinear": NORM_LINEAR, "DotProductAttention": ATTENTION}
-
-
-def find_transformer_engine(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every module of one of the three classes or a subclass."""
-    for name, module in root.named_modules(prefix=prefix):
-        own = (kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine."))
-        layer_type = next((_ENGINE_KINDS[kind.__name__] for kind in own if kind.__name__ in _ENGINE_KINDS), None)
-        if layer_type is not None:
-            number = getattr(module, "layer_number", None)  # Megatron's, counted over all pipeline stages
-            layer = number - 1 if isinstance(number, int) else layer_of(name)
-            attention = layer_type == ATTENTION
-            hook, part_of = (hook_attention, _engine_heads) if attention else (hook_layer, _engine_linear)
-            yield Watched(name, module, layer_type, layer, hook, partial(part_of, module))
-
-
-def _engine_linear(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401 - a module of TransformerEngine
-    """A layer split along its outputs (parallel_mode column) or inputs (row), or not split.
-
-    The features of the side that is split are parts; on the other side, the tokens may be.
-    """
-    mode, place = module.parallel_mode, _engine_group(module)
-    if name == "weight":
-        axis = {"column": 0, "row": 1}.get(mode)
-        return Part.whole(tensor, None) if axis is None else Part.of_axis(tensor, axis, *place, None)
-    tokens = 0 if tensor.ndim == 3 else None  # the axis in (tokens, batch, features)
-    if mode == ("row" if name == "input" else "column"):
-        return Part.of_axis(tensor, tensor.ndim - 1, *place, tokens)
-    if mode in {"column", "row"} and module.sequence_parallel:
-        return Part.of_axis(tensor, 0, *place, tokens)
-    return Part.whole(tensor, tokens)
-
-
-def _engine_heads(module: Any, name: str, tensor: Tensor) -> Part:  # noqa: ANN401
-    """Heads are the second-last axis; tokens are the first axis in sbhd and thd, the second in bshd."""
-    tokens = 1 if getattr(module, "qkv_format", "sbhd") == "bshd" else 0
-    return Part.of_axis(tensor, tensor.ndim - (1 if name == "output" else 2), *_engine_group(module), tokens)
-
-
-def _engine_group(module: Any) -> tuple[int, int]:  # noqa: ANN401
-    """This process's rank in the tensor-parallel group, and the group's size."""
-    size = getattr(module, "tp_size", 1)
-    return (torch.distributed.get_rank(module.tp_group) if size > 1 else 0), size

@@ -1,27 +1,34 @@
-"""Read the tensors of a dump, join those of several processes, compare two dumps."""
+"""Read the tensors of a dump, and join those of several processes."""
 
-import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
-from tqdm import tqdm
 
-from instruments.distance import measure_distance
-from instruments.errors import CheckpointError, ConfigError, ContractError
+from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_files import EntryReader, TensorEntry, checksum_of, read_header
-from instruments.tensor_dump.index import STORED, Listing, Placement, Source, TensorRecord
+from instruments.tensor_dump.index import STORED, Manifest, Placement, TensorRecord, read_index, read_manifest
 
 
-class DumpReader(Listing):
+class DumpReader:
     """A dump, complete or still being written; all tensors that it lists are complete."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Read the indices. Raises ContractError."""
-        super().__init__(folder)
+        """Read the indices of all processes. Raises ContractError: there is none, or one is damaged."""
+        self.folder = Path(folder)
+        indices = [read_index(path) for path in sorted(self.folder.glob("index-*.jsonl"))]
+        if not indices:
+            raise ContractError("no tensor dump here: no index-*.jsonl", where=str(folder), do="name a dump's folder")
+        self.ranks = [rank for rank, _records, _torn in indices]
+        self.torn = sum(torn for _rank, _records, torn in indices)  # bytes of last lines of killed processes
+        found = [record for _rank, records, _torn in indices for record in records]
+        # In the order of capture.
+        self.records = tuple(sorted(found, key=lambda record: (record.counter, record.rounded_from is not None)))
         self._shards: dict[str, dict[str, TensorEntry]] = {}
         self._files = EntryReader()
 
@@ -31,11 +38,37 @@ class DumpReader(Listing):
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._files.close()
 
+    @cached_property
+    def missing_files(self) -> tuple[str, ...]:
+        """Files that are in the index but not in the folder."""
+        named = sorted({record.file for record in self.records if record.file is not None})
+        return tuple(name for name in named if not (self.folder / name).is_file())
+
+    def manifests(self) -> dict[int, Manifest]:
+        """Manifests by rank; a killed process has none. Raises ContractError."""
+        paths = sorted(self.folder.glob("manifest-*.json"))
+        ranks = {path: re.fullmatch(r"manifest-(\d{5,18})", path.stem, re.ASCII) for path in paths}
+        return {int(found[1]): read_manifest(path) for path, found in ranks.items() if found}
+
+    def select(self, *, rounded: bool = False, **wanted: object) -> list[TensorRecord]:
+        """Records whose fields match; texts may be globs, and a collection matches any of its values.
+
+        Args:
+            rounded: select the copies rounded to another number format instead of the tensors themselves.
+            wanted: step, microbatch, call, evaluation, direction, module, layer, layer_type, tensor, rank, status,
+                quant_type, name.
+        """
+        return [
+            record
+            for record in self.records
+            if (record.rounded_from is not None) == rounded
+            and all(_fits(_value(record, name), value) for name, value in wanted.items())
+        ]
+
     def load(self, record: TensorRecord) -> Tensor:
         """A private copy on the CPU. Raises ContractError: bytes not kept, or a missing or damaged file."""
-        entry = self._entry(record)
         try:
-            tensor = self._files.read(entry, str(record.key))
+            tensor = self._files.read(self._entry(record), str(record.key))
         except CheckpointError as error:
             raise self._refuse(record, f"cannot be read: {error.what}") from error
         if (tuple(tensor.shape), str(tensor.dtype)) != (record.shape, f"torch.{record.dtype}"):
@@ -46,16 +79,13 @@ class DumpReader(Listing):
         return tensor
 
     def _entry(self, record: TensorRecord) -> TensorEntry:
-        """Location of the bytes. Raises ContractError."""
+        """Location of the bytes. Raises ContractError, CheckpointError."""
         if record.status != STORED:
-            do = "dump with keep=tensors, when_full=block or more memory_mib"
+            do = "dump with keep=tensors, or more memory_mib"
             raise self._refuse(record, f"has no bytes: its status is {record.status}", do)
         name, key = str(record.file), str(record.key)
-        try:
-            if name not in self._shards:
-                self._shards[name] = read_header(self.folder / name)
-        except CheckpointError as error:
-            raise self._refuse(record, f"cannot be read: {error.what}") from error
+        if name not in self._shards:
+            self._shards[name] = read_header(self.folder / name)
         if key not in self._shards[name]:
             raise self._refuse(record, f"cannot be read: there is no tensor {key}")
         return self._shards[name][key]
@@ -72,34 +102,23 @@ class DumpReader(Listing):
             ContractError: a process's part is missing, or the tokens are split by context parallelism.
         """
         if record.parallel.get("cp", (0, 1))[1] > 1 and record.source.tensor != "weight":
-            what = f"{record.source.module} {record.source.tensor}: tokens of context-parallel processes are not joined"
-            do = "reader.load(record): what each process has, in its own order of tokens"
-            raise ContractError(what, where=str(self.folder), do=do)
+            what = "is one of several context-parallel processes, whose tokens are not joined"
+            raise self._refuse(record, what, "reader.load(record): what each process has, in its own order of tokens")
         parts, shape = self.parts_of(record), record.placement.global_shape
-        first = self.load(record)
-        # Check that the files hold enough values before the size in the index is allocated.
-        held = sum(prod(self._entry(part).shape) for part in parts if part.status == STORED)
-        if held < prod(shape):
-            raise self._incomplete(record, parts)
-        joined, covered = torch.empty(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.bool)
-        for part in parts:
-            for area, piece in _lay_out(self.load(part), part.placement):
-                if joined[area].shape != piece.shape:
-                    raise self._incomplete(record, parts)
-                joined[area] = piece
-                covered[area] = True
-        if not covered.all():
-            raise self._incomplete(record, parts)
+        tensors = [self.load(part) for part in parts]
+        # The size in the index is allocated only if the files hold as many values.
+        fits = prod(shape) <= sum(tensor.numel() for tensor in tensors)
+        if fits:
+            joined, covered = torch.empty(shape, dtype=tensors[0].dtype), torch.zeros(shape, dtype=torch.bool)
+            for part, tensor in zip(parts, tensors, strict=True):
+                for area, piece in _lay_out(tensor, part.placement):
+                    if fits := fits and joined[area].shape == piece.shape:
+                        joined[area], covered[area] = piece, True
+        if not fits or not covered.all():
+            ranks = ", ".join(str(part.rank) for part in parts)
+            do = "copy the indices and files of all processes into one folder, or dump with ranks=null"
+            raise self._refuse(record, f"has parts of ranks {ranks}, which are not the whole of {list(shape)}", do)
         return joined
-
-    def _incomplete(self, record: TensorRecord, parts: Sequence[TensorRecord]) -> ContractError:
-        ranks = ", ".join(str(part.rank) for part in parts)
-        return ContractError(
-            f"{record.source.module} {record.source.tensor}: the parts of ranks {ranks} are not the whole of "
-            f"{list(record.placement.global_shape)}",
-            where=str(self.folder),
-            do="copy the indices and files of all processes into one folder, or dump with ranks=null",
-        )
 
     def parts_of(self, record: TensorRecord) -> list[TensorRecord]:
         """The records of the same tensor from all processes of its tensor-parallel group."""
@@ -113,6 +132,18 @@ class DumpReader(Listing):
         ]
 
 
+def _value(record: TensorRecord, name: str) -> object:
+    return getattr(record.source if hasattr(record.source, name) else record, name)
+
+
+def _fits(value: object, wanted: object) -> bool:
+    if isinstance(wanted, str) and isinstance(value, str):
+        return fnmatchcase(value, wanted)
+    if isinstance(wanted, set | frozenset | tuple | list | range):
+        return any(_fits(value, one) for one in wanted)
+    return value == wanted
+
+
 def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Every piece of a part, with its place in the whole. Raises ContractError: invalid pieces."""
     axis, count = placement.pieces or (0, 1)
@@ -123,65 +154,3 @@ def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice
         if count > 1:
             begins[axis] += number * placement.global_shape[axis] // count
         yield tuple(slice(begin, begin + size) for begin, size in zip(begins, piece.shape, strict=True)), piece
-
-
-Difference = tuple[Source, float, float, float]
-
-
-def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
-    """How `b` differs from `a`: relative L2, largest distance, cosine; None if both have equal bytes or no values.
-
-    NaN where shapes differ or a value is not finite.
-    """
-    if a.shape != b.shape:
-        return source, math.nan, math.nan, math.nan
-    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]  # NaN equals itself; 0 differs from −0
-    if not a.numel() or (a.dtype == b.dtype and torch.equal(*bits)):
-        return None
-    found = measure_distance(a, b)
-    if found.nonfinite or found.reference_nonfinite:
-        return source, math.nan, math.nan, math.nan
-    return source, found.normalised_l2, found.max_abs, found.cosine
-
-
-COLUMNS = ("module", "tensor", "step", "relative L2", "largest", "cosine")
-_WORST = 10
-
-
-def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, str]:
-    """Whether all common tensors agree within `tolerance`, and a text with the first and the largest differences.
-
-    Tensors of the same process, step, microbatch, call, module and name are compared by relative L2 distance; with
-    tolerance 0 any bit counts. Raises ConfigError: the dumps have no tensor in common.
-    """
-    with DumpReader(first) as ours, DumpReader(second) as theirs:
-        mine, others = (
-            {(record.rank, record.source): record for record in reader.select(status=STORED)}
-            for reader in (ours, theirs)
-        )
-        common = [key for key in mine if key in others]
-        if not common:
-            what = "the two dumps have no tensor in common"
-            do = "dump the same modules and steps of the same model twice"
-            raise ConfigError(what, where=f"{first}, {second}", do=do)
-        bar = tqdm(common, desc="compare", leave=False, disable=None)
-        found = [find_difference(key[1], ours.load(mine[key]), theirs.load(others[key])) for key in bar]
-    differences = [one for one in found if one and not (tolerance and one[1] <= tolerance)]
-    text = f"{len(common):,} tensors compared, {len(differences):,} differ"
-    text += f" by more than {tolerance:g}\n" if tolerance else "\n"
-    only_first, only_second = len(mine) - len(common), len(others) - len(common)
-    if only_first or only_second:
-        text += f"only in {first}: {only_first:,}; only in {second}: {only_second:,}\n"
-    if differences:
-        worst = sorted(differences, key=lambda one: -math.inf if math.isnan(one[1]) else -one[1])
-        text += f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
-        text += f"\nlargest relative distances\n{_table(worst[:_WORST])}\n"
-    return not differences, text
-
-
-def _table(differences: Sequence[Difference]) -> str:
-    rows = [
-        (source.module, source.tensor, str(source.step), f"{relative:.3g}", f"{largest:.3g}", f"{cosine:.9f}")
-        for source, relative, largest, cosine in differences
-    ]
-    return tabulate(rows, COLUMNS, disable_numparse=True)

@@ -17,10 +17,9 @@ from torch.utils.weak import TensorWeakRef
 from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
 from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump.config import BACKWARD, FORWARD, TENSORS, DumpConfig
-from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, now
-from instruments.tensor_dump.parts import Part, RankInfo, keep_tokens
+from instruments.tensor_dump.index import STATISTICS, STORED, Placement, Source, TensorRecord, now
 from instruments.tensor_dump.statistics import exact_moments, measure
-from instruments.tensor_dump.writer import Capture, DumpWriter, Held
+from instruments.tensor_dump.writer import Capture, DumpWriter, Held, copy_to_host
 from instruments.tensors import is_sharded
 
 
@@ -34,9 +33,8 @@ class Watched:
     layer: int | None  # of the decoder, from 0
     # Installs the hooks; leaving the returned contexts removes them.
     hook: "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"
-    part_of: Callable[[str, Tensor], Part]  # name of a tensor (not of its gradient), and the tensor or its gradient
+    place: Callable[[str, Tensor], Placement]  # name of a tensor (not of its gradient), and the tensor or its gradient
     parameter: str = ""  # name within the module, where that holds several layers
-    chunk: int = 0  # index of the pipeline chunk, where a process has several
 
     def expected(self, config: DumpConfig) -> list[str]:
         """The configured tensors that this kind of module has."""
@@ -121,6 +119,33 @@ def _is_same(kept: Tensor | None, tensor: Tensor) -> bool:
     return kept is not None and kept.data_ptr() == tensor.data_ptr() and kept.shape == tensor.shape
 
 
+@dataclass(frozen=True)
+class RankInfo:
+    """Rank of this process and its coordinates in the parallel groups."""
+
+    rank: int
+    world: int
+    parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: coordinate and group size
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Rank of this process in torch.distributed, and the number of processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def keep_tokens(tensor: Tensor, place: Placement, most: int | None) -> tuple[Tensor, Placement]:
+    """The first `most` positions of every sequence (None: all), and their place among those of all processes."""
+    axis = place.token_axis
+    if axis is None or most is None:
+        return tensor, place
+    shape, offset = list(place.global_shape), list(place.offset)
+    kept = tensor.narrow(axis, 0, min(max(most - offset[axis], 0), tensor.shape[axis]))
+    shape[axis], offset[axis] = min(shape[axis], most), min(offset[axis], most)
+    return kept, replace(place, global_shape=tuple(shape), offset=tuple(offset))
+
+
 class Recorder:
     """Turns tensors from hooks into captures. Hooks may run in several threads of the autograd engine."""
 
@@ -135,33 +160,33 @@ class Recorder:
         self.dumped_steps = 0  # completed steps selected by the settings
         self._open = True
         self._kept: deque[list[Capture]] = deque([[]])  # captures of the last steps; only with last_steps
-        self._evaluating: dict[int, bool] = {}  # chunk → whether its current forward pass is without gradients
+        self._evaluating: bool | None = None  # whether the model's running forward pass is without gradients
         self._weights: dict[Watched, tuple[TensorWeakRef, RemovableHandle]] = {}  # weights with a gradient hook
         self._begin_step(0)
 
-    def begin_microbatch(self, chunk: int) -> None:
+    def begin_microbatch(self) -> None:
         """The model's forward pass begins."""
         if not in_backward():
-            self._evaluating[chunk] = not torch.is_grad_enabled()
-            self._microbatches[chunk, self._evaluating[chunk]] += 1
+            self._evaluating = not torch.is_grad_enabled()
+            self._microbatches[self._evaluating] += 1
 
-    def end_microbatch(self, chunk: int) -> None:
+    def end_microbatch(self) -> None:
         """The model's forward pass has ended."""
         if not in_backward():
-            self._evaluating.pop(chunk, None)
+            self._evaluating = None
 
     @property
     def microbatches(self) -> int:
-        """Forward passes with gradients in this step, over all chunks."""
-        return sum(count for (_chunk, evaluation), count in self._microbatches.items() if not evaluation)
+        """Forward passes with gradients in this step."""
+        return self._microbatches[False]
 
     def begin_call(self, watched: Watched, first_input: Tensor) -> Call | None:
         """A watched module is called; None if this call is not dumped."""
         if not (self._active and self._open) or in_transform():
             return None
         # Outside a forward pass of the whole model, such as in model.encode(x), the call itself decides.
-        evaluation = self._evaluating.get(watched.chunk, not torch.is_grad_enabled())
-        microbatch = max(self._microbatches[watched.chunk, evaluation] - 1, 0)
+        evaluation = not torch.is_grad_enabled() if self._evaluating is None else self._evaluating
+        microbatch = max(self._microbatches[evaluation] - 1, 0)
         if in_backward():
             unknown = Call(watched, self._step, microbatch, 0, evaluation, recompute=True)
             return self._calls.repeat(watched, first_input) or unknown
@@ -177,23 +202,23 @@ class Recorder:
         """Capture this process's part of a tensor in its current state."""
         if tensor_name not in self._config.tensors or not self._open or tensor.is_meta:
             return
-        if call.recompute and direction == FORWARD and not self._config.recomputed:
+        if call.recompute and direction == FORWARD:  # captured in the first pass already
             return
         watched = call.watched
         if tensor.is_complex():
             self.leave_out(watched, [tensor_name], "complex numbers")
             return
         source = Source(
-            call.step, call.microbatch, call.number, call.evaluation, direction, call.recompute,
-            watched.name, watched.layer, watched.layer_type, tensor_name,
+            call.step, call.microbatch, call.number, call.evaluation, direction, watched.name, watched.layer,
+            watched.layer_type, tensor_name,
         )  # fmt: skip
-        part = watched.part_of(tensor_name.removeprefix("grad_"), tensor)
+        place = watched.place(tensor_name.removeprefix("grad_"), tensor)
         if is_sharded(tensor):
             tensor = tensor.to_local()
         with self._lock, torch.no_grad():
-            kept, placement = keep_tokens(tensor.detach(), part, self._config)
+            kept, placement = keep_tokens(tensor.detach(), place, self._config.max_tokens)
             held = self._recall(tensor, placement) or self._hold(kept)
-            if held.status != DROPPED and (version := _version(tensor)) is not None:
+            if (version := _version(tensor)) is not None:
                 self._seen[id(tensor)] = TensorWeakRef(tensor), version, placement, held
             captured = self._describe(source, tensor, kept, placement, held.status), held
             if self._config.last_steps is None:
@@ -250,7 +275,7 @@ class Recorder:
         config = self._config
         turn, rest = divmod(number - config.first_step, config.every_steps)
         self._step = number
-        self._microbatches: Counter[tuple[int, bool]] = Counter()  # (chunk, evaluation) → forward passes so far
+        self._microbatches: Counter[bool] = Counter()  # evaluation → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
         self._calls = CallOrder(number)
         self._reached: dict[Watched, Call] = {}  # module → last call reached by the backward pass
@@ -287,39 +312,32 @@ class Recorder:
         return replace(record, name=record.name_as(quant_type))
 
     def _hold(self, kept: Tensor) -> Held:
-        """Copy the tensor or compute its statistics, depending on settings and free memory."""
-        if self._config.keep == "statistics":
-            return self._measure(kept)
-        if (block := self._find_room(kept.nbytes)) is not None:
-            return Held.copy(STORED, kept, block)
-        return Held(DROPPED) if self._config.when_full == "drop" else self._measure(kept)
-
-    def _measure(self, kept: Tensor) -> Held:
+        """Copy the tensor; or compute its statistics, if only they are wanted or it exceeds the memory."""
+        if self._config.keep == "tensors" and self._find_room(kept.nbytes):
+            data, wait = copy_to_host(kept)
+            return Held(STORED, data, kept.nbytes, wait)
         if kept.device.type == "cpu":
             return Held(STATISTICS, found={"statistics": measure(kept)})
-        moments = exact_moments(kept)
-        block = self._find_room(moments.nbytes)
-        return Held(DROPPED) if block is None else Held.copy(STATISTICS, moments, block)
+        data, wait = copy_to_host(exact_moments(kept))
+        return Held(STATISTICS, data, wait=wait)
 
-    def _find_room(self, size: int) -> Tensor | None:
-        """Reserve `size` bytes, waiting or dropping old steps as the settings allow; else None."""
+    def _find_room(self, size: int) -> bool:
+        """Reserve memory: with last_steps that of older steps, else by waiting; False if it cannot suffice."""
         if size > self._memory.capacity:
-            return None
-        block = self._memory.reserve(size)
-        while block is None and self._config.last_steps is not None and len(self._kept) > 1:
+            return False
+        if self._config.last_steps is None:
+            if not self._memory.reserve(size):
+                self._writer.flush()  # or the writer might wait for more captures before it frees memory
+                self._memory.reserve(size, wait=True)
+            return True
+        while not (found := self._memory.reserve(size)) and len(self._kept) > 1:
             self._forget_oldest()
-            block = self._memory.reserve(size)
-        if block is None and self._config.last_steps is None and self._config.when_full == "block":
-            self._writer.flush()  # or the writer might wait for more captures before it frees memory
-            return self._memory.reserve(size, wait=True)
-        return block
+        return found
 
     def _forget_oldest(self) -> None:
         for _record, held in self._kept.popleft():
-            if held.block is not None:
-                if held.wait is not None:
-                    held.wait()
-                self._memory.release(held.block)
+            self._memory.release(held.reserved)
+            held.reserved, held.data = 0, None
 
 
 def _version(tensor: Tensor) -> int | None:

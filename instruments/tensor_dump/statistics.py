@@ -3,7 +3,6 @@
 import math
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from instruments.tensor_dump.index import Statistics
@@ -15,7 +14,7 @@ _PIECE = 2**17
 
 
 @torch.no_grad()
-def measure(tensor: Shaped[Tensor, "..."]) -> Statistics:
+def measure(tensor: Tensor) -> Statistics:
     """Statistics of a tensor on the CPU, over its finite values.
 
     Numerics: sums of 2^17 values in float32, their sums in float64; mean within 1e-5 of the root mean square, deviation
@@ -39,17 +38,17 @@ def measure(tensor: Shaped[Tensor, "..."]) -> Statistics:
     return Statistics(low, high, mean, math.sqrt(variance), 0)
 
 
-def _flatten(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "size"]:
+def _flatten(tensor: Tensor) -> Tensor:
     """All values in memory order, without a copy if there are no gaps; statistics do not depend on the order."""
     axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(axes).reshape(-1)
 
 
 @torch.no_grad()
-def exact_moments(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "5"]:
-    """Minimum, maximum, mean and deviation of the finite values, and the number of others, without synchronisation.
+def exact_moments(tensor: Tensor) -> Tensor:
+    """``(5,)`` minimum, maximum, mean and deviation of the finite values, and the number of others.
 
-    On the tensor's device; the minimum is infinite if no value is finite.
+    On the tensor's device, without synchronisation; the minimum is infinite if no value is finite.
     Numerics: float64 on the CPU, float32 elsewhere; the deviation is computed from the mean in a second pass.
     """
     values = tensor.double() if tensor.device.type == "cpu" else tensor.float()
@@ -64,7 +63,7 @@ def exact_moments(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "5"]:
     return torch.stack([low, high, mean, deviation, (~finite).sum().to(values.dtype)])
 
 
-def read_moments(moments: Float[Tensor, "5"], size: int) -> Statistics:
+def read_moments(moments: Tensor, size: int) -> Statistics:
     """Statistics from the moments that `exact_moments` computed of a tensor of `size` values."""
     low, high, mean, deviation, nonfinite = moments.tolist()
     if low == math.inf:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -22,10 +23,10 @@ from instruments.errors import ConfigError
 from instruments.hooks import WRAPPERS, OwnHook, plain_name
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
-from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
-from instruments.tensor_dump.parts import RankInfo, rank_and_world
-from instruments.tensor_dump.recorder import Recorder, Watched
-from instruments.tensor_dump.writer import DumpWriter, HostMemory
+from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
+from instruments.tensor_dump.parallel_modules import find_coordinates, find_parallel
+from instruments.tensor_dump.recorder import RankInfo, Recorder, Watched, rank_and_world
+from instruments.tensor_dump.writer import DumpWriter
 
 logger = logging.getLogger(__name__)
 
@@ -37,93 +38,66 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
-    """All modules that can be watched, found by all adapters."""
-    found: list[Watched] = []
-    for number, root in enumerate(roots):
-        prefix = f"chunk{number}" if len(roots) > 1 else ""
-        mine = [*find_known(root, prefix), *find_transformer_engine(root, prefix)]
-        if "megatron.core" in sys.modules:
-            from instruments.tensor_dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
-
-            mine += find_megatron(root, prefix)
-        found += [replace(one, name=plain_name(one.name), chunk=number) for one in mine]
-    return found
+def find_modules(root: nn.Module) -> list[Watched]:
+    """All modules that can be watched."""
+    return [replace(one, name=plain_name(one.name)) for one in (*find_known(root), *find_parallel(root))]
 
 
 def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
     """The modules that match a pattern and have a requested tensor. Raises ConfigError: a pattern matches no module."""
-    unmatched = [glob for glob in config.modules if not any(fnmatchcase(one.name, glob) for one in found)]
+    names = [one.name for one in found]
+    unmatched = [glob for glob in config.modules if not any(fnmatchcase(name, glob) for name in names)]
     if unmatched or not config.modules:
-        raise _nothing_matched(unmatched, found)
+        kinds = sorted({name.rpartition(".")[2] for name in names})
+        has = f"they are called {', '.join(kinds)}" if kinds else "the model has no layer and no attention known here"
+        what = f"no module matches {', '.join(unmatched) or 'an empty list'}; {has}"
+        do = f"modules=['*.{kinds[0]}']" if kinds else "dump a model of transformers or megatron-core"
+        raise ConfigError(what, where="setting modules", do=do)
     matched = [one for one in found if any(fnmatchcase(one.name, glob) for glob in config.modules)]
     chosen = [one for one in matched if one.expected(config)]
     if not chosen:
-        kinds = ", ".join(sorted({one.layer_type for one in matched}))
         what = f"tensors={config.tensors}: the selected modules have none of them"
         do = f"tensors={[name for name in TENSORS[matched[0].layer_type] if name in DEFAULT_TENSORS]}"
-        raise ConfigError(what, where=f"setting tensors; modules={config.modules} are {kinds}", do=do)
+        raise ConfigError(what, where=f"setting tensors; modules={config.modules}", do=do)
     return chosen
 
 
-def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> ConfigError:
-    kinds = sorted({one.name.rpartition(".")[2] for one in found})
-    has = f"they are called {', '.join(kinds)}" if kinds else "the model has no layer and no attention known here"
-    example = f"modules=['*.{kinds[0]}']" if kinds else "dump a model of transformers or megatron-core"
-    return ConfigError(
-        f"no module matches {', '.join(unmatched) or 'an empty list'}; {has}", where="setting modules", do=example
-    )
-
-
-def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iterator[str]:
+def unseen_weights(root: nn.Module, found: Sequence[Watched]) -> Iterator[str]:
     """Names of weight matrices outside all known layers."""
     seen = {id(parameter) for one in found for parameter in one.module.parameters()}
-    for root in roots:
-        for name, parameter in root.named_parameters():
-            if parameter.ndim >= 2 and id(parameter) not in seen:
-                yield plain_name(name)
+    for name, parameter in root.named_parameters():
+        if parameter.ndim >= 2 and id(parameter) not in seen:
+            yield plain_name(name)
 
 
-def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
+def find_rank_info(root: nn.Module) -> RankInfo:
     """Rank and world size in torch.distributed, and coordinates in the parallel groups."""
-    rank, world = rank_and_world()
-    if "megatron.core" in sys.modules:
-        from instruments.tensor_dump.megatron_modules import find_coordinates  # noqa: PLC0415
-
-        if found := find_coordinates():
-            return RankInfo(rank, world, found)
-    return RankInfo(rank, world, find_mesh_coordinates(roots))
+    return RankInfo(*rank_and_world(), find_coordinates() or find_mesh_coordinates(root))
 
 
-def refuse_compiled_call() -> None:
-    """Raise ConfigError if torch.compile makes this call, and would trace the hooks."""
-    frame = sys._getframe() if "torch._dynamo" in sys.modules else None
-    while frame is not None:
-        # Calls that are not compiled, such as checkpointing, also have frames of torch._dynamo.
-        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
-            frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
-        ):
-            raise _compiled_error()
-        frame = frame.f_back
-
-
-def refuse_compiled(roots: Sequence[nn.Module]) -> None:
-    """Raise ConfigError if a model is compiled."""
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ConfigError if the model is compiled, or if torch.compile makes this call, and would trace the hooks."""
     dynamo: Any = sys.modules.get("torch._dynamo")
-    for module in (module for root in roots for module in root.modules()) if dynamo else ():
+    if dynamo is None:
+        return
+    compiled = any(
         # A disabled torch.compile returns its argument.
-        in_place = hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
-        if in_place or isinstance(module, dynamo.OptimizedModule):
-            raise _compiled_error()
-
-
-def _compiled_error() -> ConfigError:
-    return ConfigError(
-        "the model is compiled: fused kernels have no inputs and outputs of layers to dump",
-        where="TensorDump, torch.compile",
-        do="TORCHDYNAMO_DISABLE=1 in the environment of this run, which makes torch.compile do nothing; "
-        "or dump before the model is compiled",
+        hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable") or isinstance(module, dynamo.OptimizedModule)
+        for module in model.modules()
     )
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not compiled:
+        # Calls that are not compiled, such as checkpointing, also have frames of torch._dynamo.
+        compiled = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
+            frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
+        )
+        frame = frame.f_back
+    if compiled:
+        raise ConfigError(
+            "the model is compiled: fused kernels have no inputs and outputs of layers to dump",
+            where="TensorDump, torch.compile",
+            do="TORCHDYNAMO_DISABLE=1 in the environment of this run, which makes torch.compile do nothing",
+        )
 
 
 _DUMPED: WeakSet[nn.Module] = WeakSet()
@@ -133,7 +107,7 @@ class TensorDump:
     """A dump of a running model, while the context is open.
 
     Args:
-        model: of transformers, of megatron-core, or any with nn.Linear; a list for the chunks of a pipeline.
+        model: of transformers, of megatron-core, or any with nn.Linear.
         folder: output folder; None takes TENSOR_SAVE_DIR. It must not hold a dump of this process yet.
         config: settings; None dumps everything.
         metadata: any JSON values, added to every record.
@@ -147,7 +121,7 @@ class TensorDump:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module,
         folder: Path | str | None = None,
         config: DumpConfig | None = None,
         *,
@@ -159,15 +133,14 @@ class TensorDump:
         enabled, self.folder, self.config = read_control(named, config or DumpConfig(), environment)
         self.metadata = dict(metadata or {})
         self.manifest: Manifest | None = None  # complete after the dump
-        self._given = [model] if isinstance(model, nn.Module) else list(model)
-        self._roots = [unwrap(one) for one in self._given]
-        self.identity = find_rank_info(self._roots)
+        self._given, self.root = model, unwrap(model)
+        self.identity = find_rank_info(self.root)
         ranks = self.config.ranks
         self.enabled = enabled and (ranks is None or self.identity.rank in ranks)
-        found = find_modules(self._roots) if self.enabled else []
+        found = find_modules(self.root) if self.enabled else []
         self.watched = select(found, self.config) if self.enabled else []
         # If only some modules are requested, weights outside them are not reported.
-        self._unseen = list(unseen_weights(self._roots, found)) if self.enabled and "*" in self.config.modules else []
+        self._unseen = list(unseen_weights(self.root, found)) if self.enabled and "*" in self.config.modules else []
         self._hooks = ExitStack()
         self._running: tuple[Recorder, DumpWriter] | None = None
 
@@ -182,32 +155,24 @@ class TensorDump:
             raise ConfigError(what, where="TensorDump", do=do)
         config, rank_info = self.config, self.identity
         header = {"started": now(), "world": rank_info.world, "config": asdict(config)}
-        on_gpu = any(parameter.is_cuda for root in self._roots for parameter in root.parameters())
-        self._memory = HostMemory(config.memory_mib * 2**20, pinned=on_gpu)
         self.manifest = Manifest({one.name: one.expected(config) for one in self.watched}, self._unseen)
-        writer = DumpWriter(self.folder, rank_info.rank, header, self._memory, config, self.manifest)
+        writer = DumpWriter(self.folder, rank_info.rank, header, config, self.manifest)
         recorder = Recorder(config, writer, rank_info, self.metadata)
-        self._running = recorder, writer
+        self._running, self._memory = (recorder, writer), writer.memory
         _DUMPED.update(modules)
-        for number, root in enumerate(self._roots):
-            begin = OwnHook(lambda *_, chunk=number: self._begin_pass(chunk))
-            end = OwnHook(lambda *_, chunk=number: recorder.end_microbatch(chunk))
-            self._hooks.enter_context(root.register_forward_pre_hook(begin))
-            self._hooks.enter_context(root.register_forward_hook(end, always_call=True))
+        begin, end = OwnHook(lambda *_: self.begin_pass()), OwnHook(lambda *_: recorder.end_microbatch())
+        self._hooks.enter_context(self.root.register_forward_pre_hook(begin))
+        self._hooks.enter_context(self.root.register_forward_hook(end, always_call=True))
         for one in self.watched:
             for hook in one.hook(one, recorder):
                 self._hooks.enter_context(hook)
         return self
 
-    def join_pass(self, model: nn.Module) -> None:
-        """Count the forward pass of `model` that began before the dump: newly added hooks miss its start."""
-        if model in self._roots:
-            self._begin_pass(self._roots.index(model))
-
-    def _begin_pass(self, chunk: int) -> None:
+    def begin_pass(self) -> None:
+        """Count a forward pass: by a hook, or by the caller if the pass began before the dump."""
         if self._running is not None:
-            refuse_compiled_call()
-            self._running[0].begin_microbatch(chunk)
+            refuse_compiled(self._given)
+            self._running[0].begin_microbatch()
 
     @property
     def microbatches(self) -> int:

@@ -22,8 +22,8 @@ from instruments.errors import ContractError
 from instruments.files import whole_file
 from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
 from instruments.tensor_dump.index import STORED, Statistics, is_bare, make_name
-from instruments.tensor_dump.parts import rank_and_world
 from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.recorder import rank_and_world
 from instruments.tensor_dump.statistics import measure
 
 _SAVED = count()
@@ -39,17 +39,18 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     stored = [record for record in reader.records if record.status == STORED]
     if len({record.name for record in stored}) < len(stored):
         raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
-    rounded = {record.rounded_from for record in stored} - {None}
+    has_copies = any(record.rounded_from for record in stored)
     for record in tqdm(stored, desc="export", unit="tensor", disable=None):
-        source, time = record.source, _read_time(record.timestamp)
-        label = record.quant_type if rounded or record.label is None else record.label
+        source = record.source
+        label = record.quant_type if has_copies or record.label is None else record.label
         named = (source.layer_type, source.layer, source.direction, label, source.tensor)
+        info = {"device": record.device, "requires_grad": record.requires_grad, "is_leaf": None}
         more = {
-            "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
+            **vars(source), "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
             "rounding": record.rounding and vars(record.rounding), **record.metadata,
         }  # fmt: skip
-        info = {"device": record.device, "requires_grad": record.requires_grad, "is_leaf": None}
-        _write(folder, time, record.counter, named, reader.load(record), record.statistics, info, vars(source), more)
+        time, tensor = _read_time(record.timestamp), reader.load(record)
+        _write(folder, time, record.counter, named, tensor, record.statistics, info, more)
     return len(stored)
 
 
@@ -64,9 +65,10 @@ def save_attention_tensors(
     **facts: object,
 ) -> dict[str, str | None]:
     """Write query, key and value at once; returns their paths, or None if TENSOR_SAVE_ENABLED=0. See `save_tensor`."""
-    where = (layer_idx, {**(metadata or {}), **facts})
-    named = {"query": query, "key": key, "value": value}
-    return {name: save_tensor(one, "attention", operation, quant_type, name, *where) for name, one in named.items()}
+    return {
+        name: save_tensor(tensor, "attention", operation, quant_type, name, layer_idx, metadata, **facts)
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+    }
 
 
 def save_linear_tensors(
@@ -79,9 +81,10 @@ def save_linear_tensors(
     **facts: object,
 ) -> dict[str, str | None]:
     """Write input and weight at once; returns their paths, or None if TENSOR_SAVE_ENABLED=0. See `save_tensor`."""
-    where = (layer_idx, {**(metadata or {}), **facts})
-    named = {"input": input_tensor, "weight": weight}
-    return {name: save_tensor(one, "linear", operation, quant_type, name, *where) for name, one in named.items()}
+    return {
+        name: save_tensor(tensor, "linear", operation, quant_type, name, layer_idx, metadata, **facts)
+        for name, tensor in (("input", input_tensor), ("weight", weight))
+    }
 
 
 def save_tensor(
@@ -113,12 +116,11 @@ def save_tensor(
     if not enabled:
         return None
     rank, world = rank_and_world()
+    folder.mkdir(parents=True, exist_ok=True)
     kept, named = tensor.detach().to("cpu", copy=True), (layer_type, layer_idx, operation, quant_type, tensor_name)
     info = {"device": str(tensor.device), "requires_grad": tensor.requires_grad, "is_leaf": tensor.is_leaf}
-    more = {"rank": rank, **(metadata or {}), **facts}
-    folder.mkdir(parents=True, exist_ok=True)
-    counter = next(_SAVED) * world + rank
-    return str(_write(folder, datetime.now(UTC), counter, named, kept, measure(kept), info, {}, more))
+    more, counter = {"rank": rank, **(metadata or {}), **facts}, next(_SAVED) * world + rank
+    return str(_write(folder, datetime.now(UTC), counter, named, kept, measure(kept), info, more))
 
 
 def _read_time(timestamp: str) -> datetime:
@@ -136,7 +138,6 @@ def _write(
     tensor: Tensor,
     found: Statistics | None,
     info: Mapping[str, Any],
-    source: Mapping[str, Any],
     more: Mapping[str, Any],
 ) -> Path:
     """Write a tensor; statistics are of the finite values, is_leaf is None where a dump did not record it."""
@@ -144,10 +145,12 @@ def _write(
     if not is_bare(name):
         raise ContractError(f"{name!r} is no name of a file", where="save_tensor", do="tensor_name='query'")
     numbers = (found.minimum, found.maximum, found.mean, found.std) if found else (None,) * 4
-    shown = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), **info}
-    shown |= zip(("min", "max", "mean", "std"), numbers, strict=True)
+    tensor_info = {
+        "shape": list(tensor.shape), "dtype": str(tensor.dtype), **info,
+        **dict(zip(("min", "max", "mean", "std"), numbers, strict=True)),
+    }  # fmt: skip
     facts = dict(zip(("layer_type", "layer_idx", "operation", "quant_type", "tensor_name"), named, strict=True))
-    whole = {**source, **facts, "save_time": time.strftime("%Y-%m-%d %H:%M:%S"), **more}
+    metadata = {**facts, "save_time": time.strftime("%Y-%m-%d %H:%M:%S"), **more}
     with whole_file(folder / f"{name}.pt") as unfinished:
-        torch.save({"tensor": tensor, "tensor_info": shown, "metadata": whole}, unfinished)
+        torch.save({"tensor": tensor, "tensor_info": tensor_info, "metadata": metadata}, unfinished)
     return folder / f"{name}.pt"

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -24,48 +23,33 @@ from instruments.files import sync, whole_file
 from instruments.safetensors_files import checksum_of
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord
-from instruments.tensor_dump.rounding import round_into
 from instruments.tensor_dump.statistics import measure, read_moments
 
 
 class HostMemory:
-    """Host memory for captures, at most `capacity` bytes; pinned if a GPU copies into it.
+    """Counts the bytes of captures that wait to be written, at most `capacity`."""
 
-    Released blocks are used again for captures of the same size: every step has the same ones.
-    """
-
-    def __init__(self, capacity: int, *, pinned: bool) -> None:
-        self.capacity, self._pinned = capacity, pinned
-        self.used = self.most_used = self._allocated = 0  # bytes; `_allocated` includes released blocks
-        self._released: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = self.most_used = 0
         self._changed = Condition()
 
-    def reserve(self, size: int, *, wait: bool = False) -> Tensor | None:
-        """A block of `size` bytes; if there is no room, None, or with `wait` block until there is (size ≤ capacity)."""
+    def reserve(self, size: int, *, wait: bool = False) -> bool:
+        """Whether there was room for `size` bytes, which are now reserved; `wait` blocks until there is."""
         with self._changed:
             while self.used + size > self.capacity:
                 if not wait:
-                    return None
+                    return False
                 self._changed.wait()
             self.used += size
             self.most_used = max(self.most_used, self.used)
-            if self._released[size]:
-                return self._released[size].pop()
-            if self._allocated + size > self.capacity:
-                self._released.clear()
-                self._allocated = self.used - size
-            self._allocated += size
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            return True
 
-    def release(self, block: Tensor) -> None:
-        """Return a block."""
+    def release(self, size: int) -> None:
+        """Give up reserved bytes."""
         with self._changed:
-            self.used -= block.nbytes
-            self._released[block.nbytes].append(block)
+            self.used -= size
             self._changed.notify_all()
-
-
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 @dataclass(eq=False)
@@ -74,28 +58,30 @@ class Held:
 
     status: str
     data: Tensor | None = None  # on the CPU; with status statistics the moments, unless `found` has them
-    block: Tensor | None = None
+    reserved: int = 0  # bytes of the host memory
     wait: Callable[[], None] | None = None  # call before reading `data`; None where the copy is complete
     found: dict[str, Any] = field(default_factory=dict)  # statistics, file, key, checksum for its records
     rounded: dict[str, Any] = field(default_factory=dict)  # record fields of a rounded copy, if there is one
 
-    @classmethod
-    def copy(cls, status: str, tensor: Tensor, block: Tensor) -> "Held":
-        """Start to copy a tensor, row-major, into the block; later changes of the tensor do not affect the copy."""
-        host = block.view(tensor.dtype).view(tensor.shape)
-        if not tensor.is_cuda:
-            host.copy_(tensor)
-            return cls(status, host, block)
-        # Clone in the current stream, so that the next kernel may overwrite it; copy to the host in another stream.
-        own = tensor.clone(memory_format=torch.contiguous_format)
-        stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        done = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            host.copy_(own, non_blocking=True)
-            done.record(stream)
-        own.record_stream(stream)
-        return cls(status, host, block, done.synchronize)
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def copy_to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """A row-major copy, safe from later changes of the tensor; and a function that waits for it (None: done)."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if not tensor.is_cuda:
+        return host.copy_(tensor), None
+    # Clone in the current stream, so that the next kernel may overwrite it; copy to the host in another stream.
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    done = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        host.copy_(own, non_blocking=True)
+        done.record(stream)
+    own.record_stream(stream)
+    return host, done.synchronize
 
 
 # One tensor of one call: its record, still incomplete, and its content.
@@ -107,21 +93,21 @@ def create_index(folder: Path, rank: int) -> BufferedWriter:
     path = folder / f"index-{rank:05}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
+    what = "the folder holds a dump already"
+    do = "another folder for every dump; processes of one job need torch.distributed to tell ranks"
     try:
         flock(file, LOCK_EX | LOCK_NB)
+        if not file.tell():
+            return file
     except BlockingIOError:
-        file.close()
         what = f"another process is dumping into this folder as rank {rank}"
-        do = "give every dump a folder of its own; processes of one job need torch.distributed to tell ranks"
-        raise ContractError(what, where=str(path), do=do) from None
-    if file.tell():
-        file.close()
-        what = "the folder holds a dump already"
-        raise ContractError(what, where=str(path), do="another folder, or remove this one if it is not needed")
-    return file
+    file.close()
+    raise ContractError(what, where=str(path), do=do)
 
 
-# Most rows that wait for a file to be closed; rows without bytes would otherwise never be written.
+# A file is closed when it holds this many bytes, or this many rows wait for it: rows without bytes would never be
+# written. A closed file survives a kill.
+SHARD_BYTES = 64 * 2**20
 _ROWS = 1000
 
 
@@ -129,21 +115,15 @@ class DumpWriter:
     """Writes captures in the order of `put`; `close` waits until all are on the disk."""
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        header: Mapping[str, Any],
-        memory: HostMemory,
-        config: DumpConfig,
-        manifest: Manifest,
+        self, folder: Path, rank: int, header: Mapping[str, Any], config: DumpConfig, manifest: Manifest
     ) -> None:
         """Create the index and start the thread, which frees `memory` and counts captures in the `manifest`.
 
         Raises ContractError: the folder is in use.
         """
         self.failure: BaseException | None = None  # of the thread; later captures count as lost
-        self._told = False  # whether `check` has raised it
-        self._folder, self._rank, self._index, self.memory = folder, rank, create_index(folder, rank), memory
+        self.memory = HostMemory(config.memory_mib * 2**20)
+        self._folder, self._rank, self._index = folder, rank, create_index(folder, rank)
         self._append([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
         sync(folder)
         self._config, self.manifest = config, manifest
@@ -152,7 +132,7 @@ class DumpWriter:
         self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
         self._rows: list[TensorRecord] = []
-        self._blocks: list[Tensor] = []
+        self._reserved = 0
         self._shards = 0
         self._thread = Thread(target=self._work, name="tensor dump", daemon=True)
         self._thread.start()
@@ -175,10 +155,9 @@ class DumpWriter:
         self._index.close()
 
     def check(self) -> None:
-        """Raise the thread's error, once. Raises UserError: the disk is full or not writable."""
-        if self.failure is None or self._told:
+        """Raise the thread's error. Raises UserError: the disk is full or not writable."""
+        if self.failure is None:
             return
-        self._told = True
         if not isinstance(self.failure, OSError | SafetensorError):
             raise self.failure
         raise UserError(
@@ -193,7 +172,7 @@ class DumpWriter:
             try:
                 if not isinstance(item, Event):
                     self._add(*item)
-                full = len(self._rows) >= _ROWS or self._bytes >= self._config.shard_mib * 2**20
+                full = len(self._rows) >= _ROWS or self._bytes >= SHARD_BYTES
                 if full or isinstance(item, Event) or self.failure is not None:
                     self._seal()
             except BaseException as error:  # noqa: BLE001 - raised again by `check`
@@ -204,18 +183,19 @@ class DumpWriter:
                 item.set()
 
     def _add(self, record: TensorRecord, held: Held) -> None:
-        if held.block is not None:
-            self._blocks.append(held.block)
+        # Once for all records that share the content; the recorder holds it until the step ends.
+        self._reserved, held.reserved = self._reserved + held.reserved, 0
+        data, held.data = held.data, None
         if self.failure is not None:
             self.manifest.lost += 1
             return
-        if not held.found and held.data is not None:  # once for all records that share the content
+        if data is not None:
             if held.wait is not None:
                 held.wait()
             if held.status == STORED:
-                self._keep(record, held, held.data)
+                self._keep(record, held, data)
             else:
-                held.found = {"statistics": read_moments(held.data, prod(record.shape))}
+                held.found = {"statistics": read_moments(data, prod(record.shape))}
         record = replace(record, **held.found)
         self.manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
@@ -227,6 +207,8 @@ class DumpWriter:
         """Compute statistics and add the tensor to the file, with a rounded copy if configured."""
         held.found, wanted = self._place(record.name, data), self._config.quant_type
         if self._config.fake_quant and wanted not in {None, record.quant_type} and data.is_floating_point():
+            from instruments.tensor_dump.rounding import round_into  # noqa: PLC0415 - needs jaxtyping
+
             rounded, error = round_into(data, str(wanted))
             facts = {"dtype": dtype_name(rounded.dtype), "quant_type": str(wanted), "rounding": error}
             held.rounded = facts | self._place(f"{record.name}.{wanted}", rounded)
@@ -259,6 +241,5 @@ class DumpWriter:
 
     def _release(self) -> None:
         self._tensors, self._rows, self._bytes = {}, [], 0
-        for block in self._blocks:
-            self.memory.release(block)
-        self._blocks = []
+        self.memory.release(self._reserved)
+        self._reserved = 0

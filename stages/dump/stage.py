@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.command import facts_of
-from instruments.tensor_dump.index import Listing, Manifest
+from instruments.tensor_dump.index import Manifest
+from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
 from models.loading import load_dense, load_tokenizer, padding_id
@@ -25,8 +26,8 @@ from stages.text.sequences import load_text
 
 def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
     """The result table; its notes name missing or suspicious records."""
-    listing = Listing(folder)
-    _folder, *facts = facts_of(listing, listing.select())
+    reader = DumpReader(folder)
+    _folder, *facts = facts_of(reader, reader.select())
     rows = [*facts, ("time", f"{seconds:.1f} s")]
     return Table("Tensors dumped", ("what", "value"), rows, list(manifest.complaints()))
 

@@ -16,7 +16,10 @@ ENTRIES = {
     "auto_diff": ("from tiny_onn import auto_diff", ("transformers", "matplotlib")),
     "analyze_tensor": ("from tiny_onn import analyze_tensor", ("transformers", "matplotlib")),
     "static_check": ("from tiny_onn import static_check", ("torch", "transformers")),
-    "TensorDump": ("from instruments.tensor_dump.tensor_dump import TensorDump", ("transformers", "matplotlib")),
+    "TensorDump": (
+        "from instruments.tensor_dump.tensor_dump import TensorDump",
+        ("transformers", "matplotlib", "jaxtyping", "numba", "tabulate"),
+    ),
     "DumpReader": ("from instruments.tensor_dump.reader import DumpReader", ("transformers", "matplotlib")),
     "ParameterTensorScanner": (
         "from instruments.parameter_scan.scanner import ParameterTensorScanner",

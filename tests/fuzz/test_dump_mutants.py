@@ -9,9 +9,9 @@ import torch
 from fuzz.mutants import Trials, mutate_bytes, mutate_json, mutate_shard_header
 from unit.instruments.tensor_dump.small_model import run
 
-from instruments.tensor_dump.command import complaints_of, summarise
+from instruments.tensor_dump.command import compare_folders, complaints_of, summarise
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.reader import DumpReader, compare_folders
+from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_files import export_pt
 
 COUNTS = [pytest.param(60, id="quick"), pytest.param(600, id="long", marks=pytest.mark.slow)]

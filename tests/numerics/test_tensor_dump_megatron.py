@@ -117,8 +117,6 @@ def test_one_process_gives_what_plain_hooks_give(plain, job, case):
     with DumpReader(folder / "dump") as reader:
         found = {(r.source.step, r.source.module, r.source.tensor): reader.load(r) for r in reader.records}
         assert len(found) == len(reader.records)
-        recomputed = {r.source.recompute for r in reader.select(direction="backward", module="decoder.*")}
-    assert recomputed == {case == "recompute"}
     assert found.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
     run = torch.load(folder / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
@@ -201,4 +199,4 @@ def test_a_process_whose_files_are_not_there_is_said(halves, tmp_path):
         (record,) = reader.select(step=0, module="*layers.0.mlp.linear_fc1", tensor="weight")
         with pytest.raises(ContractError) as error:
             reader.join(record)
-    assert f"the parts of ranks 0 are not the whole of {[2 * F, D]}" in error.value.what
+    assert f"parts of ranks 0, which are not the whole of {[2 * F, D]}" in error.value.what

@@ -10,7 +10,7 @@ from torch import nn
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.writer import MscanWriter
-from instruments.tensor_dump.index import Listing
+from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
 from tiny_onn import watch_model
 
@@ -88,6 +88,6 @@ def test_a_dump(tmp_path):
         run(model)
         disturb(model)
         dump.step()
-    found = [record.source for record in Listing(tmp_path / "dump").records if not record.source.evaluation]
+    found = [record.source for record in DumpReader(tmp_path / "dump").records if not record.source.evaluation]
     assert {(one.microbatch, one.call) for one in found} == {(0, 0)}
     assert dump.manifest.nonfinite == []

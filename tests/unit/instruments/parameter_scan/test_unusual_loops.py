@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from instruments.parameter_scan.scanner import ParameterTensorScanner
-from instruments.tensor_dump.index import Listing
+from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
 
 B, T, V, D, F = 3, 6, 17, 4, 9
@@ -96,7 +96,7 @@ def test_per_sample_gradients_by_torch_func(tmp_path):
     check(scanner, expected)
     for name, gradients in found.items():
         assert gradients.flatten(1).norm(dim=1).tolist() == pytest.approx(expected[name], rel=1e-4)
-    sources = [record.source for record in Listing(tmp_path / "dump").records]
+    sources = [record.source for record in DumpReader(tmp_path / "dump").records]
     assert {(source.call, source.evaluation) for source in sources} == {(0, False)}
 
 

@@ -16,7 +16,7 @@ from instruments.tensor_dump.tensor_dump import TensorDump
         ({}, {"CUSTOM_QUANT_TYPE": "fp3"}, "CUSTOM_QUANT_TYPE"),
         ({"quant_type": "int4"}, {}, "quant_type"),
         ({}, {"TENSOR_SAVE_ENABLED": "maybe"}, "TENSOR_SAVE_ENABLED"),
-        ({"when_full": "panic"}, {}, "when_full"),
+        ({"keep": "everything"}, {}, "keep"),
         ({"every_steps": 0}, {}, "every_steps"),
         ({"fake_quant": True}, {}, "quant_type and fake_quant"),
         ({"fake_quant": True, "quant_type": "mxfp8", "keep": "statistics"}, {}, "keep and fake_quant"),

@@ -7,7 +7,6 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
 
@@ -147,5 +146,5 @@ def test_calls_without_gradients_outside_a_forward_pass_are_an_evaluation(folder
         with torch.no_grad():
             model.training_step(torch.ones(T, D))
         running.step()
-    records = Listing(folder).select(module="encoder", tensor="input")
+    records = DumpReader(folder).select(module="encoder", tensor="input")
     assert [record.source.evaluation for record in records] == [False, True]

@@ -7,9 +7,9 @@ import pytest
 from unit.instruments.tensor_dump.small_model import Small, run
 
 from instruments.errors import ContractError
+from instruments.tensor_dump import writer
 from instruments.tensor_dump.command import main
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.reader import DumpReader
 
 COPY = "copy the whole dump again, or dump again"
@@ -45,7 +45,7 @@ def test_a_name_that_leads_elsewhere_is_refused(dump, field, value, tmp_path, ca
         ({"shape": [2**40, 2**40]}, f"shape [{2**40}, {2**40}] is too large for a tensor"),
         ({"shape": 3}, "shape missing or of another type"),
         ({"shape": [1]}, "the placement of shape [1] has other axes"),
-        ({"status": "kept"}, "status 'kept' is none of stored, statistics, dropped"),
+        ({"status": "kept"}, "status 'kept' is neither stored nor statistics"),
         ({"checksum": None}, "a stored tensor needs file, key and checksum"),
         ({"counter": 1.5, "device": None}, "counter, device missing or of another type"),
         ({"label": "\ud800"}, "label missing or of another type"),
@@ -54,7 +54,7 @@ def test_a_name_that_leads_elsewhere_is_refused(dump, field, value, tmp_path, ca
 def test_a_field_of_another_kind_is_named(dump, fields, detail):
     path = edit_row(dump, **fields)
     with pytest.raises(ContractError) as error:
-        Listing(dump)
+        DumpReader(dump)
     assert str(error.value) == (f"index-00000.jsonl is damaged: line 2: {detail}\n  where: {path}\n  do:    {COPY}")
 
 
@@ -112,9 +112,10 @@ def test_a_part_that_does_not_fit_is_not_joined(dump, placement):
         reader.join(reader.records[0])
 
 
-def test_a_missing_and_a_short_file(tmp_path, capsys):
+def test_a_missing_and_a_short_file(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "large"
-    run(folder, DumpConfig(shard_mib=1), steps=3, model=Small(features=512, hidden=300), rows=256)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 2**20)
+    run(folder, steps=3, model=Small(features=512, hidden=300), rows=256)
     names = [path.name for path in sorted(folder.glob("*.safetensors"))]
     assert len(names) > 1
     (folder / names[1]).unlink()
@@ -138,10 +139,10 @@ def test_a_missing_and_a_short_file(tmp_path, capsys):
 
 def test_an_index_with_a_torn_end(dump, capsys):
     path = dump / "index-00000.jsonl"
-    whole = len(Listing(dump).records)
+    whole = len(DumpReader(dump).records)
     with path.open("ab") as file:
         file.write(b'{"name": "half a r')
-    assert (len(Listing(dump).records), Listing(dump).torn) == (whole, 18)
+    assert (len(DumpReader(dump).records), DumpReader(dump).torn) == (whole, 18)
     assert main(["show", str(dump)]) == 0
     assert "18 bytes at the end of an index were left by a killed process" in capsys.readouterr().out
 
@@ -154,6 +155,6 @@ def test_a_file_that_is_no_index(tmp_path, content):
 
 
 def test_a_tensor_without_values_is_joined(tmp_path):
-    run(tmp_path / "dump", DumpConfig(tensors=["input"], first_token=100), steps=1)
+    run(tmp_path / "dump", DumpConfig(tensors=["input"]), steps=1, rows=0)
     with DumpReader(tmp_path / "dump") as reader:
         assert reader.join(reader.records[0]).numel() == 0

@@ -1,4 +1,4 @@
-"""Modules that are called several times, in layers that are recomputed (activation checkpointing)."""
+"""Modules called several times, in layers that are recomputed (activation checkpointing); the first tokens."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.index import Placement
 from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.recorder import keep_tokens
 from instruments.tensor_dump.tensor_dump import TensorDump
 
 T, D = 7, 6
@@ -49,7 +51,7 @@ def twice(apply):
 
 def dump(folder, run, passes):
     model = Shared(3, run)
-    config = DumpConfig(tensors=["input", "grad_output"], recomputed=True)
+    config = DumpConfig(tensors=["input", "grad_output"])
     with TensorDump(model, folder, config, environment={}) as dumped:
         losses = [model(x) for x in passes]
         for loss in losses:
@@ -59,8 +61,7 @@ def dump(folder, run, passes):
     with DumpReader(folder) as reader:
         for record in reader.records:
             source = record.source
-            again = source.recompute and source.direction == "forward"
-            found[again, source.microbatch, source.call, source.module, source.tensor] = reader.load(record)
+            found[source.microbatch, source.call, source.module, source.tensor] = reader.load(record)
         assert len(found) == len(reader.records)
     return found
 
@@ -74,8 +75,32 @@ def test_every_gradient_belongs_to_the_call_that_it_is_of(tmp_path, run, reentra
     again = dump(
         tmp_path / "again", run(lambda function, *args: checkpoint(function, *args, use_reentrant=reentrant)), passes
     )
-    assert plain.keys() == {key for key in again if not key[0]}
-    assert max(call for _, _, call, _, _ in plain) > 0
-    for (repeated, *key), tensor in again.items():
-        assert torch.equal(tensor, plain[False, *key]), (repeated, key)
-    assert any(repeated for repeated, *_ in again)
+    assert plain.keys() == again.keys()
+    assert max(call for _, call, _, _ in plain) > 0
+    for key, tensor in again.items():
+        assert torch.equal(tensor, plain[key]), key
+
+
+B, W = 2, 12
+
+
+@pytest.mark.parametrize("most", [None, 1, 5, 12, 99])
+def test_the_first_tokens_of_the_whole_and_of_parts(most):
+    tensor = torch.randn(B, W, D)
+    expected = tensor[:, :most]
+    kept, place = keep_tokens(tensor, Placement.whole(tensor.shape, 1), most)
+    assert torch.equal(kept, expected)
+    assert place.global_shape == expected.shape
+    assert keep_tokens(tensor, Placement.whole(tensor.shape, None), most)[0] is tensor  # a weight
+    joined = torch.full(expected.shape, torch.nan)
+    for index, part in enumerate(tensor.chunk(3, dim=1)):
+        mine, where = keep_tokens(part, Placement.of_axis(part.shape, 1, index, 3, 1), most)
+        assert where.global_shape == expected.shape
+        joined[:, where.offset[1] : where.offset[1] + mine.shape[1]] = mine
+    assert torch.equal(joined, expected)
+
+
+def test_parts_made_of_pieces():
+    """Gate and up are concatenated, and each process holds a slice of both."""
+    place = Placement.of_axis((6, D), 0, index=1, parts=2, token_axis=None, pieces=2)
+    assert (place.global_shape, place.offset, place.pieces) == ((12, D), (3, 0), (0, 2))

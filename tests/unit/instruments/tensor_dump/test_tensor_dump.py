@@ -1,6 +1,7 @@
 """What is captured, when, and what happens when memory is short."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ from torch import nn
 from unit.instruments.tensor_dump.small_model import D, F, Small, inputs, run
 
 from instruments.errors import ConfigError, ContractError
+from instruments.tensor_dump import writer
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import Listing
-from instruments.tensor_dump.parts import RankInfo
 from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.recorder import RankInfo
 from instruments.tensor_dump.statistics import measure
 from instruments.tensor_dump.tensor_dump import TensorDump
 
@@ -22,7 +23,7 @@ def folder(tmp_path):
 
 
 def steps_of(folder):
-    return sorted({record.source.step for record in Listing(folder).records})
+    return sorted({record.source.step for record in DumpReader(folder).records})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_the_schedule(folder, settings, steps, caplog):
 def test_selected_modules_and_tensors_and_free_metadata(folder):
     config = DumpConfig(modules=["layers.1"], tensors=["weight", "grad_output"])
     run(folder, config, steps=1, metadata={"run": "a", "lr": 0.1})
-    records = Listing(folder).records
+    records = DumpReader(folder).records
     assert {(one.source.module, one.source.tensor) for one in records} == {
         ("layers.1", "weight"), ("layers.1", "grad_output"),
     }  # fmt: skip
@@ -52,18 +53,18 @@ def test_selected_modules_and_tensors_and_free_metadata(folder):
 
 
 def test_selected_tokens(folder):
-    run(folder, DumpConfig(first_token=1, every_tokens=2, max_tokens=2, tensors=["input", "weight"]), steps=1)
+    run(folder, DumpConfig(max_tokens=2, tensors=["input", "weight"]), steps=1)
     with DumpReader(folder) as reader:
         (record,) = reader.select(module="layers.0", tensor="input")
-        assert torch.equal(reader.load(record), inputs(0)[[1, 3]])
-        assert record.placement.tokens == (1, 2, 2)
+        assert torch.equal(reader.load(record), inputs(0)[:2])
+        assert record.placement.token_axis == 0
         (weight,) = reader.select(module="layers.0", tensor="weight")
         assert weight.shape == (F, D)
 
 
 def test_statistics_alone(folder):
     dump = run(folder, DumpConfig(keep="statistics"), steps=1)
-    listing = Listing(folder)
+    listing = DumpReader(folder)
     assert {record.status for record in listing.records} == {"statistics"}
     assert list(folder.glob("*.safetensors")) == []
     (record,) = listing.select(module="layers.0", tensor="input")
@@ -73,48 +74,46 @@ def test_statistics_alone(folder):
         reader.load(record)
 
 
+class Twin(Small):
+    """Two layers with one input."""
+
+    def forward(self, x):
+        return self.layers[0](x).sum() + self.layers[1](x).sum()
+
+
 WIDE = {"features": 512, "hidden": 300}  # the input of 512 rows takes 1 MiB
 
 
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """A writer that cannot keep up."""
-    import time
-
-    from instruments.tensor_dump import writer
-
-    real = writer.measure
+def test_training_waits_while_the_memory_is_full(folder, monkeypatch, caplog):
+    real = writer.measure  # a writer that cannot keep up
     monkeypatch.setattr(writer, "measure", lambda tensor: time.sleep(0.1) or real(tensor))
-
-
-@pytest.mark.parametrize("when_full", ["block", "drop", "statistics"])
-def test_full_memory(folder, when_full, slow_disk, caplog):
-    config = DumpConfig(tensors=["input"], memory_mib=2, shard_mib=1, when_full=when_full)
+    config = DumpConfig(tensors=["input"], memory_mib=2)
     dump = run(folder, config, steps=6, model=Small(**WIDE), rows=512)
+    assert dump._memory.used == 0
     assert dump._memory.most_used <= 2 * 2**20
-    listing = Listing(folder)
-    assert len(listing.records) == 12
-    status = [record.status for record in listing.records]
-    if when_full == "block":
-        assert set(status) == {"stored"}
-        with DumpReader(folder) as reader:
-            for step, record in enumerate(reader.select(module="layers.0")):
-                assert torch.equal(reader.load(record), inputs(step, 512, 512))
-        assert caplog.text == ""
-        return
-    kind = {"drop": "dropped", "statistics": "statistics"}[when_full]
-    assert set(status) == {"stored", kind}
-    count = status.count(kind)
-    assert (dump.manifest.dropped, dump.manifest.statistics_only) == ((count, 0) if when_full == "drop" else (0, count))
-    assert f"{count} tensors" in caplog.text
-    for record in listing.select(status="statistics", module="layers.0"):
-        assert record.statistics.maximum == float(inputs(record.source.step, 512, 512).max())
+    with DumpReader(folder) as reader:
+        assert len(reader.records) == 12
+        for step, record in enumerate(reader.select(module="layers.0")):
+            assert torch.equal(reader.load(record), inputs(step, 512, 512))
+    assert caplog.text == ""
+
+
+def test_a_tensor_that_layers_share_is_counted_once(folder, monkeypatch):
+    """Its memory is released once: else later captures would be written over."""
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1)
+    model = Twin(D, D)
+    dump = run(folder, DumpConfig(tensors=["input", "grad_output"]), steps=5, model=model)
+    assert dump._memory.used == 0
+    with DumpReader(folder) as reader:
+        for layer in (0, 1):
+            for step, record in enumerate(reader.select(module=f"layers.{layer}", tensor="input")):
+                assert torch.equal(reader.load(record), inputs(step))
 
 
 def test_a_tensor_larger_than_the_memory_is_measured(folder, caplog):
     config = DumpConfig(tensors=["input"], memory_mib=1)
     run(folder, config, steps=1, model=Small(**WIDE), rows=600)
-    assert [record.status for record in Listing(folder).records] == ["statistics", "stored"]
+    assert [record.status for record in DumpReader(folder).records] == ["statistics", "stored"]
     assert "of 1 tensors only statistics were kept" in caplog.text
 
 
@@ -129,7 +128,7 @@ def test_the_last_steps_are_written_when_a_loss_is_not_finite(folder):
 
 def test_with_finite_losses_the_last_steps_are_forgotten(folder):
     dump = run(folder, DumpConfig(last_steps=2, memory_mib=1), steps=40, model=Small(**WIDE), rows=64)
-    assert Listing(folder).records == ()
+    assert DumpReader(folder).records == ()
     assert dump._memory.most_used <= 2**20
     assert list(dump.manifest.complaints()) == []  # nothing is missing
 
@@ -139,7 +138,7 @@ def test_steps_that_do_not_fit_are_given_up_oldest_first(folder):
     config = DumpConfig(last_steps=4, memory_mib=2, tensors=["input"])
     run(folder, config, steps=6, losses=losses, model=Small(**WIDE), rows=300)
     # One step takes 0.93 MiB.
-    found = [(record.source.step, record.source.module, record.status) for record in Listing(folder).records]
+    found = [(record.source.step, record.source.module, record.status) for record in DumpReader(folder).records]
     assert found == [(step, f"layers.{layer}", "stored") for step in (4, 5) for layer in (0, 1)]
 
 
@@ -164,7 +163,7 @@ def test_a_label_is_recorded_with_the_real_format(folder):
     with TensorDump(model, folder, environment={"CUSTOM_QUANT_TYPE": "mxfp8"}) as dump:
         model(inputs(0).to(torch.bfloat16)).backward()
         dump.step()
-    assert {(record.quant_type, record.label) for record in Listing(folder).records} == {("bf16", "mxfp8")}
+    assert {(record.quant_type, record.label) for record in DumpReader(folder).records} == {("bf16", "mxfp8")}
 
 
 def test_modules_that_never_ran_zeros_and_nan_are_reported(folder, caplog):
@@ -190,24 +189,20 @@ def test_modules_that_never_ran_zeros_and_nan_are_reported(folder, caplog):
     assert "1 modules never fired: unused" in caplog.text
     assert "2 gradients are zero everywhere" in caplog.text
     assert "2 tensors hold values that are not finite" in caplog.text
-    assert Listing(folder).manifests()[0].never_fired == ["unused"]
+    assert DumpReader(folder).manifests()[0].never_fired == ["unused"]
     with torch.no_grad(), TensorDump(Small(), folder.with_name("forward"), environment={}) as dump:
-        dump._given[0](inputs(0))
+        dump.root(inputs(0))
     assert dump.manifest.missing == {"layers.0": ["grad_output"], "layers.1": ["grad_output"]}
 
 
 def test_shared_inputs_are_measured_once(folder, monkeypatch):
-    class Twin(Small):
-        def forward(self, x):
-            return self.layers[0](x).sum() + self.layers[1](x).sum()
-
     measured = []
     monkeypatch.setattr(
         "instruments.tensor_dump.recorder.measure", lambda tensor: measured.append(tensor.shape) or measure(tensor)
     )
     run(folder, DumpConfig(keep="statistics", tensors=["input"]), steps=1, model=Twin(D, D))
     assert len(measured) == 1
-    assert len(Listing(folder).records) == 2
+    assert len(DumpReader(folder).records) == 2
 
 
 def test_weights_that_no_adapter_sees_are_listed(folder):
@@ -225,7 +220,7 @@ def test_the_environment_switches_it_off_and_names_the_folder(folder):
     assert run(folder, DumpConfig(ranks=[3])).enabled is False
     assert not folder.exists()
     run(None, steps=1, environment={"TENSOR_SAVE_DIR": str(folder), "TENSOR_SAVE_ENABLED": "true"})
-    assert len(Listing(folder).records) == 6
+    assert len(DumpReader(folder).records) == 6
 
 
 def test_one_model_is_dumped_once_at_a_time(folder, tmp_path):
@@ -237,23 +232,9 @@ def test_one_model_is_dumped_once_at_a_time(folder, tmp_path):
     run(tmp_path / "third", model=model, steps=1)
 
 
-def test_chunks_of_a_pipeline_are_dumped_together(folder):
-    chunks = [Small(), Small(F, D)]
-    with TensorDump(chunks, folder, DumpConfig(tensors=["input"]), environment={}) as dump:
-        for microbatch in (0, 1):
-            chunks[0](inputs(microbatch))
-            chunks[1](inputs(microbatch, features=F))
-        dump.step()
-    found = [(record.source.module, record.source.microbatch) for record in Listing(folder).records]
-    assert set(found) == {
-        (f"chunk{one}.layers.{layer}", number) for one in (0, 1) for layer in (0, 1) for number in (0, 1)
-    }
-    assert list(dump.manifest.complaints()) == []
-
-
 def test_tokens_of_context_parallel_processes_are_not_joined(folder, monkeypatch):
     identity = RankInfo(0, 1, {"tp": (0, 1), "cp": (0, 2)})
-    monkeypatch.setattr("instruments.tensor_dump.tensor_dump.find_rank_info", lambda _roots: identity)
+    monkeypatch.setattr("instruments.tensor_dump.tensor_dump.find_rank_info", lambda _root: identity)
     model = Small()
     run(folder, model=model, steps=1)
     with DumpReader(folder) as reader:
@@ -261,4 +242,4 @@ def test_tokens_of_context_parallel_processes_are_not_joined(folder, monkeypatch
         assert torch.equal(reader.join(weight), model.layers[0].weight)
         with pytest.raises(ContractError) as error:
             reader.join(record)
-    assert "tokens of context-parallel processes are not joined" in error.value.what
+    assert "context-parallel processes, whose tokens are not joined" in error.value.what
