@@ -108,6 +108,8 @@ def _has_range(values: Tensor) -> bool:
 
 # Calls of a module in one forward pass that are recorded separately.
 _MOST_CALLS = 64
+# Steps after which parameters without any gradient are reported.
+_GRADIENT_STEPS = 3
 
 
 class Measurement:
@@ -194,10 +196,10 @@ class Measurement:
         missing = [name for name, norm in norms.items() if norm == MISSING]
         self._steps_without.update(missing)
         self.with_gradient |= norms.keys() - set(missing)
-        found += self.name_without_gradient(self.config.gradient_steps) + self._judge_unseen(layers, outputs)
+        found += self.name_without_gradient(_GRADIENT_STEPS) + self._judge_unseen(layers, outputs)
         if known_scale is not None:
             found += verdict.check_loss_scale(known_scale, self.scales, self.config)
-            self.scales = [*self.scales[-self.config.falls :], known_scale]
+            self.scales = [*self.scales[-verdict.FALLS :], known_scale]
         largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
         return StepReport(
             step, known_loss, math.hypot(*layers.values()), known_scale, layers,

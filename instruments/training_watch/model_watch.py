@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,7 @@ from torch.optim import Optimizer
 from instruments.errors import ConfigError
 from instruments.hooks import OwnHook, in_backward, in_training_pass
 from instruments.training_watch.measurement import Measurement, gradient_norms, logger
-from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
-
-if TYPE_CHECKING:
-    from instruments.tensor_dump.tensor_dump import TensorDump
+from instruments.training_watch.step_log import StepLog, StepReport, WatchConfig
 
 
 @dataclass
@@ -48,11 +45,10 @@ class ModelWatch:
         scaler: GradScaler | None,
         config: WatchConfig,
         log: Path | None,
-        dump: "TensorDump | None",
         first_step: int,
     ) -> None:
         """Add the hooks."""
-        self.optimizers, self.scaler, self.dump = optimizers, scaler, dump
+        self.optimizers, self.scaler = optimizers, scaler
         self.next_step = first_step
         self.last: StepReport | None = None
         self.measurement = Measurement(model, config)
@@ -66,13 +62,7 @@ class ModelWatch:
         self._hooks, self._optimizer_hooks = ExitStack(), ExitStack()
         self._hooked: set[str] = set()  # parameters with a hook
         _OPEN.add(self)
-        try:
-            self._add_hooks(model)
-            if dump is not None:
-                dump.__enter__()
-        except BaseException:
-            self.remove()
-            raise
+        self._add_hooks(model)
         if not any(parameter.requires_grad for parameter in self.measurement.parameters.values()):
             logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
 
@@ -157,9 +147,6 @@ class ModelWatch:
             self._held.judged.add(key)
         self.last, self._loss = report, None
         self._log.write(report)
-        bad = any(anomaly.severity == SEVERE for anomaly in report.anomalies)
-        if self.dump is not None and (bad or not joins):
-            self.dump.step(float("nan") if bad else 0.0)
         self._hook_parameters()
         return report
 
@@ -241,12 +228,9 @@ class ModelWatch:
         """Return self; the hooks exist already."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Remove the hooks and end the dump."""
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks."""
         self.remove()
-        dump, self.dump = self.dump, None
-        if dump is not None:
-            dump.__exit__(kind, *details)
 
 
 _OPEN: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
@@ -263,8 +247,6 @@ def watch_model(
     config: WatchConfig | None = None,
     *,
     log: Path | str | None = None,
-    dump: Path | str | None = None,
-    dump_steps: int = 2,
     first_step: int = 0,
 ) -> ModelWatch:
     """Watch gradients, outputs and the loss scale of a model in training; its results do not change.
@@ -277,24 +259,13 @@ def watch_model(
         scaler: the GradScaler that scales the loss; its scale is judged as well.
         config: thresholds.
         log: file of JSON lines, one per step; processes after the first add their rank to its name, watch-1.jsonl.
-        dump: folder for the tensors of the last steps before a severe finding, written by `instruments.tensor_dump`.
-        dump_steps: number of these steps.
         first_step: number of the first step, for a resumed run.
     Raises:
         ConfigError: the model is sharded in a way that hides its layers.
     """
     for old in [one for one in _OPEN if one.measurement.model is model]:
         logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
-        old.__exit__(None)
-    tensors = None if dump is None else _dump_into(Path(dump), model, dump_steps)
+        old.remove()
     given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     log = None if log is None else Path(log)
-    return ModelWatch(model, [_unwrap(one) for one in given], scaler, config or WatchConfig(), log, tensors, first_step)
-
-
-def _dump_into(folder: Path, model: nn.Module, steps: int) -> "TensorDump":
-    # Without a dump, only torch is needed.
-    from instruments.tensor_dump.config import DumpConfig  # noqa: PLC0415
-    from instruments.tensor_dump.tensor_dump import TensorDump  # noqa: PLC0415
-
-    return TensorDump(model, folder, DumpConfig(last_steps=steps), environment={})
+    return ModelWatch(model, [_unwrap(one) for one in given], scaler, config or WatchConfig(), log, first_step)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError, check_output, exit_code, say
-from instruments.json_kinds import Kind, check_fields, is_count, is_number, is_text, kind_of, list_of, plain_json
+from instruments.json_kinds import plain_json
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +70,13 @@ class WatchConfig:
     growth: float = field(default=10.0, metadata={"minimum": 1})
     dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
     dead_steps: int = field(default=3, metadata={"minimum": 1})
-    gradient_steps: int = field(default=3, metadata={"minimum": 1})
     activations: bool = True
     near_limit: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
     low_scale: float = field(default=128.0, metadata={"above": 0})
-    lost_scale: float = field(default=1.0, metadata={"above": 0})
-    falls: int = field(default=5, metadata={"minimum": 1})
     repeat_steps: int = field(default=100, metadata={"minimum": 1})
-    layer_steps: int = field(default=10, metadata={"minimum": 1})
+
+
+_LAYER_STEPS = 10  # steps between two lines with the norm of every layer
 
 
 class StepLog:
@@ -101,7 +100,7 @@ class StepLog:
                 self._said[key] = report.step
                 logger.log(_LEVELS[anomaly.severity], "step %d: %s", report.step, anomaly.message)
         if self.path is not None:
-            layers = report.step % self.config.layer_steps == 0
+            layers = report.step % _LAYER_STEPS == 0
             with file_of_rank(self.path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(report.record(layers=layers)) + "\n")
 
@@ -131,7 +130,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(file: Path, picture: Path | None) -> None:
     check_output(picture)
-    lines = check_log(file)
+    try:
+        lines = read_step_log(file)
+        if not any({"loss", "gradient_norm"} & line.keys() for line in lines):
+            raise ValueError("it holds neither losses nor gradient norms")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ContractError(f"cannot be read: {error}", where=str(file), do="name a log of watch_model") from error
     say(describe(lines))
     if picture:
         draw_training_steps(lines, picture)
@@ -142,33 +146,6 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
     """All complete lines; a last line cut short by a kill is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-_FIGURES = ("loss", "gradient_norm", "loss_scale")
-_KINDS: dict[str, Kind] = dict.fromkeys(_FIGURES, lambda value: is_number(value) or value in ("nan", "inf", "-inf")) | {
-    "step": is_count, "anomalies": list_of(kind_of(Anomaly)), "warnings": list_of(is_text),
-}  # fmt: skip
-
-
-def check_log(path: Path) -> list[dict[str, Any]]:
-    """Read and validate the complete lines of a log. Raises ContractError: it is not a log of steps."""
-    place = ""
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
-        lines = read_step_log(path)
-        for number, line in enumerate(lines, 1):
-            place = f"line {number}: "
-            present = {"step", *line} if isinstance(line, dict) else ()
-            check_fields(line, {name: kind for name, kind in _KINDS.items() if name in present})
-        place = ""
-        if not any({"loss", "gradient_norm"} & line.keys() for line in lines):
-            raise ValueError("it holds neither losses nor gradient norms")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ContractError(
-            f"cannot be read: {place}{error}", where=str(path), do="name a log of watch_model"
-        ) from error
-    return lines
 
 
 def count_findings(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, int, str]]:

@@ -16,11 +16,9 @@ from instruments.training_watch.step_log import WatchConfig
 class WatchCallback(TrainerCallback):  # type: ignore[misc]
     """Watches the model during training; `watch` is its ModelWatch from the start of training on."""
 
-    def __init__(
-        self, config: WatchConfig | None = None, *, log: Path | str | None = None, dump: Path | str | None = None
-    ) -> None:
+    def __init__(self, config: WatchConfig | None = None, *, log: Path | str | None = None) -> None:
         """The arguments are those of `watch_model`."""
-        self._config, self._log, self._dump = config, log, dump
+        self._config, self._log = config, log
         self.watch: ModelWatch | None = None
 
     def on_train_begin(
@@ -28,9 +26,8 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Add the hooks; those of a training that raised are removed first."""
         if self.watch is not None:
-            self.watch.__exit__(None)
-        first = state.global_step + 1
-        self.watch = watch_model(model, config=self._config, log=self._log, dump=self._dump, first_step=first)
+            self.watch.remove()
+        self.watch = watch_model(model, config=self._config, log=self._log, first_step=state.global_step + 1)
         self.watch.share_factor = args.world_size if args.average_tokens_across_devices else 1
 
     def on_pre_optimizer_step(
@@ -44,4 +41,4 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Remove the hooks."""
         if self.watch is not None:
-            self.watch.__exit__(None)
+            self.watch.remove()

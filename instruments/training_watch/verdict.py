@@ -151,6 +151,10 @@ def _with_norms(names: Sequence[str], layers: Mapping[str, float]) -> str:
     return some([f"{name} ({layers[name]:.2g})" for name in names], 3, ", ")
 
 
+# Consecutive falls of the loss scale that are reported.
+FALLS = 5
+
+
 def check_loss_scale(
     scale: GradScaler | float, history: Sequence[float] = (), config: WatchConfig | None = None
 ) -> list[Anomaly]:
@@ -166,7 +170,7 @@ def check_loss_scale(
             return []
         scale = scale.get_scale()
     found = []
-    if not scale > config.lost_scale:
+    if not scale > 1:
         what = f"the loss scale is {scale:g}: overflows go on without any scaling, and float16 gradients underflow"
         found.append(Anomaly("loss_scale", SEVERE, what))
     elif scale < config.low_scale:
@@ -174,7 +178,7 @@ def check_loss_scale(
         found.append(Anomaly("loss_scale", WARNING, what))
     latest_first = pairwise([scale, *reversed(history)])
     falls = sum(1 for _ in takewhile(lambda pair: pair[0] < pair[1], latest_first))
-    if falls >= config.falls:
+    if falls >= FALLS:
         what = f"the loss scale fell {falls} steps in a row, to {scale:g}: something overflows at every scale"
         found.append(Anomaly("falling_scale", WARNING, what))
     return found

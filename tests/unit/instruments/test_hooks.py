@@ -58,7 +58,7 @@ def disturb(model):
 def test_a_watch(tmp_path):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with watch_model(model, optimizer, log=tmp_path / "log.jsonl", dump=tmp_path / "dump") as watch:
+    with watch_model(model, optimizer, log=tmp_path / "log.jsonl") as watch:
         run(model)
         disturb(model)
         optimizer.step()

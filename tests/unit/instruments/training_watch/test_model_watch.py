@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from unit.instruments.training_watch.watched_net import D, H, Net, batch, hooks_of, loss_of, norm_of, train
 
-from instruments.errors import ConfigError, ContractError
-from instruments.tensor_dump.reader import DumpReader
+from instruments.errors import ConfigError
 from instruments.training_watch.step_log import read_step_log
 from tiny_onn import watch_model
 
@@ -296,16 +295,6 @@ def test_parameters_are_watched_from_the_step_on_at_which_they_are_unfrozen():
             optimizer.zero_grad()
 
 
-def test_a_watch_that_cannot_start_leaves_nothing(tmp_path):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with watch_model(model, optimizer, dump=tmp_path / "dump"):
-        train(model, 1, optimizer=optimizer)
-    with pytest.raises(ContractError):
-        watch_model(model, optimizer, dump=tmp_path / "dump")
-    assert hooks_of(model) == list(optimizer._optimizer_step_post_hooks) == []
-
-
 def test_a_second_watch_of_a_model_ends_the_first(tmp_path, caplog):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -316,17 +305,6 @@ def test_a_second_watch_of_a_model_ends_the_first(tmp_path, caplog):
     assert [line["step"] for line in read_step_log(tmp_path / "log.jsonl")] == [0, 1, 2]
     watch.remove()
     assert hooks_of(model) == []
-
-
-def test_the_last_steps_before_a_severe_finding_are_dumped(tmp_path):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with watch_model(model, optimizer, dump=tmp_path / "dump", dump_steps=2):
-        train(model, 3, optimizer=optimizer)
-        model.head.weight.data[0] = torch.nan
-        train(model, 1, optimizer=optimizer)
-    with DumpReader(tmp_path / "dump") as reader:
-        assert {record.source.step for record in reader.records} == {2, 3}
 
 
 def test_wrong_use_is_explained(caplog):
