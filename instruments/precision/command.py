@@ -45,7 +45,8 @@ def _run(wanted: argparse.Namespace) -> int:
     if not wanted.input.is_file():
         raise ConfigError(f"there is no file {wanted.input}", where="--input", do="torch.save(sample, 'sample.pt')")
     model = find_model(wanted.model)
-    from instruments.precision.findings import to_json  # noqa: PLC0415 - a wrong command line needs no torch
+    # A wrong command line needs no torch.
+    from instruments.precision.findings import draw_diff, to_json  # noqa: PLC0415
     from instruments.precision.model_diff import auto_diff  # noqa: PLC0415
     from instruments.precision.verdict import Verdict  # noqa: PLC0415
     from instruments.safetensors_files import read_tensors  # noqa: PLC0415
@@ -56,8 +57,6 @@ def _run(wanted: argparse.Namespace) -> int:
     if wanted.json:
         write_json(wanted.json, to_json(diff))
     if wanted.plot:
-        from instruments.precision.plot import draw_diff  # noqa: PLC0415 - matplotlib takes a second
-
         draw_diff(diff, wanted.plot)
     return int(diff.verdict is not Verdict.OK)
 
@@ -65,22 +64,17 @@ def _run(wanted: argparse.Namespace) -> int:
 def find_model(place: str) -> "nn.Module":
     """Load a torch module from a Python file; a class or function is called without arguments.
 
-    Raises ConfigError: no such file or name, or no torch module. Errors raised by the file's code pass through.
+    Raises ConfigError: no such file, or no torch module of this name. Errors raised by the file's code pass through.
     """
     file, _, name = place.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
+    if not Path(file).is_file():
         raise ConfigError(f"there is no Python file {file or name}", where="--model", do="--model model.py:Net")
-    sys.path.insert(0, str(path.parent.resolve()))  # it can import modules of its folder, as with `python FILE.py`
-    held = run_path(file, run_name=path.stem)
-    if name not in held:
-        known = [key for key in held if not key.startswith("_")]
-        raise ConfigError(f"{path} has no {name}", where="--model", do=f"--model {path}:{(known or ['Net'])[-1]}")
+    sys.path.insert(0, str(Path(file).parent.resolve()))  # its imports work as with `python FILE.py`
+    made: Any = run_path(file, run_name=Path(file).stem).get(name)
     from torch import nn  # noqa: PLC0415
 
-    found: Any = held[name]
-    made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    made = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(made, nn.Module):
-        what = f"{place} is {type(made).__name__}, no torch module"
+        what = f"{name} in {file} is no torch module"
         raise ConfigError(what, where="--model", do="name a module, or a function without arguments that returns one")
     return made

@@ -1,9 +1,10 @@
-"""Results of auto_diff, module by module, and their table, notes and JSON."""
+"""Results of auto_diff, module by module, and their table, notes, JSON and picture."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -80,9 +81,7 @@ class ChoiceDiff:
     call: Call
     path: str
     rows: int
-    own: float | None = None  # on the FP32 inputs
-    propagated: float | None = None
-    floor: float | None = None  # in FP32, every tensor off by one unit in the last place
+    propagated: float | None  # None: the shapes differ
 
 
 @dataclass
@@ -255,12 +254,10 @@ def _summary(diff: Diff) -> Iterator[str]:
     if not (known := [(choice.propagated, choice) for choice in diff.choices if choice.propagated is not None]):
         return
     most, worst = max(known, key=lambda pair: pair[0])
-    shares = ([share for share, _ in known], [one.own for _, one in known], [one.floor for _, one in known])
-    mean, own, floor = (fmean([share for share in group if share is not None] or [0.0]) for group in shares)
     yield (
-        f"discrete choices (experts of a token): {mean:.1%} differ in the mean of {len(known)} modules, {most:.1%} at "
-        f"most ({worst.call}); on FP32 inputs {own:.1%}, in FP32 off by one unit {floor:.1%}. Tokens near the border "
-        "may change their choice, which is no error: from that module on they are left out of the figures above"
+        f"discrete choices (experts of a token): {fmean(share for share, _ in known):.1%} differ in the mean of "
+        f"{len(known)} modules, {most:.1%} at most ({worst.call}). Tokens near the border may change their choice, "
+        "which is no error: from that module on they are left out of the figures above"
     )
 
 
@@ -296,3 +293,45 @@ def to_json(diff: Diff) -> dict[str, Any]:
         del output["limits"]
     found: dict[str, Any] = plain_json(asdict(diff) | {"verdict": diff.verdict, "outputs": outputs})
     return found | {"notes": notes_of(diff)}
+
+
+_COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
+_NAMED = 8  # findings labelled with their module names
+
+
+def draw_diff(diff: Diff, path: Path) -> None:
+    """Write a PNG: propagated errors above, own errors below; dots coloured by verdict, overflows at the top."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
+
+    figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
+    figure.suptitle(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}")
+    panels, places = figure.subplots(2, 1, sharex=True), range(len(diff.outputs))
+    for panel, name in zip(panels, ("propagated", "own"), strict=True):
+        errors = [_error(getattr(output, name)) for output in diff.outputs]
+        held = [getattr(output, f"{name}_floor") for output in diff.outputs]
+        floors = [floor if floor and floor < math.inf else math.nan for floor in held]
+        verdicts = [getattr(output, f"{name}_verdict") for output in diff.outputs]
+        known = [value for value in (*errors, *floors) if 0 < value < math.inf] or [diff.limits.output_warning]
+        top, bottom = 3 * max(*known, diff.limits.output_severe), min(known) / 3
+        limits = [diff.limits.warning_ratio * floor for floor in floors]
+        panel.fill_between(places, bottom, limits, color="#e4edf5", linewidth=0, label="below the warning limit")
+        panel.plot(places, floors, color="#8fb0cc", linewidth=1, label="FP32 off by one unit in the last place")
+        shown = [min(max(error, bottom), top) for error in errors]
+        panel.scatter(places, shown, s=10, c=[_COLOURS[verdict] for verdict in verdicts], label=name, zorder=3)
+        panel.set_yscale("log")
+        panel.set_ylim(bottom, 1.3 * top)
+        panel.set_ylabel(f"{name} error (normalised L2)")
+        panel.legend(fontsize=8, loc="lower right")
+    found = [place for place, output in enumerate(diff.outputs) if output.own_verdict is not Verdict.OK]
+    for place in found[:_NAMED]:
+        panel.axvline(place, color="#cccccc", linewidth=0.8, zorder=0)
+        name = diff.outputs[place].name
+        panel.text(place, panel.get_ylim()[1], name, fontsize=7, rotation=90, va="top", ha="right")
+    panel.set_xlabel("outputs, in the order of execution")
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _error(distance: Distance | None) -> float:
+    if distance is None:
+        return math.nan
+    return math.inf if distance.nonfinite else distance.normalised_l2

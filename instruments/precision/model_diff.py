@@ -87,7 +87,6 @@ def auto_diff(
     low: nn.Module | None = None,
     modules: Sequence[str] = ("*",),
     limits: DiffLimits | None = None,
-    memory_mib: int = 2048,
     seed: int = 0,
 ) -> Diff:
     """Compare a model in low precision with itself in FP32.
@@ -98,12 +97,12 @@ def auto_diff(
         precision: bfloat16 or float16; "bf16" and "fp16" are the same.
         mode: autocast, or cast: `model.to(precision)`.
         low: for mode=cast, a low-precision model made in another way (`from_pretrained(dtype=...)`).
-        modules: globs on names of modules to compare; the model's own output always is.
+        modules: globs on names of modules to compare; the model's own output always is. Their outputs stay in host
+            memory, in FP32.
         limits: on errors; None: the defaults.
-        memory_mib: most host memory for stored outputs.
         seed: of the perturbation, and of random numbers that the model draws.
     Raises:
-        ConfigError: an invalid setting, a ScriptModule, or more outputs than `memory_mib` holds.
+        ConfigError: an invalid setting, or a ScriptModule.
         NumericsError: the model does not run in this precision.
     """
     started = perf_counter()
@@ -113,8 +112,7 @@ def auto_diff(
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         lowered = LowPrecision(reference, precision, mode, low)
         diff = Diff(dtype_name(lowered.dtype), mode, limits or DiffLimits())
-        perturbation = Perturbation(lowered.dtype, seed)
-        passes = Comparison(reference, lowered, perturbation, device, wanted, memory_mib * 2**20, diff)
+        passes = Comparison(reference, lowered, Perturbation(lowered.dtype, seed), device, wanted, diff)
         arguments = arguments_of(reference, sample, device)
         passes.run_low(arguments)
         passes.run_reference(arguments)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from instruments.distance import Distance
 from instruments.dtypes import dtype_name
-from instruments.errors import ConfigError, NumericsError
+from instruments.errors import NumericsError
 from instruments.hooks import Call, ModuleTracer, hookable_modules, trace_modules
 from instruments.precision.comparison import axis_ranges, find_swamping, rows_with_error, sums_up
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
@@ -57,12 +57,11 @@ class Comparison:
         perturbation: Perturbation,
         device: torch.device,
         wanted: frozenset[str],
-        budget: int,
         diff: Diff,
     ) -> None:
-        """`wanted`: names of the modules to compare; `budget`: bytes for stored outputs."""
+        """`wanted`: names of the modules to compare."""
         self.reference, self.low, self.perturbation, self.device = reference, low, perturbation, device
-        self.wanted, self.budget, self.diff = wanted, budget, diff
+        self.wanted, self.diff = wanted, diff
         self.kept: dict[Key, Tensor] = {}  # low-precision outputs, later those of the reference, on the host
         self.types: dict[Call, list[torch.dtype | None]] = {}  # of arguments in low precision
         self.broken: dict[Key, Tensor] = {}  # masks of NaN and inf in low precision; inputs and outputs
@@ -111,14 +110,7 @@ class Comparison:
             elif tensor.is_floating_point():
                 self._note_broken((call, path), tensor)
                 if call.module in self.wanted:
-                    self._keep((call, path), tensor)
-
-    def _keep(self, key: Key, tensor: Tensor) -> None:
-        self.budget -= 4 * tensor.numel()  # its FP32 reference takes its place
-        if self.budget < 0:
-            what = f"the outputs up to {key[0]} take more host memory than memory_mib"
-            raise ConfigError(what, where="settings memory_mib and modules", do="modules=['*.mlp'], or more memory_mib")
-        self.kept[key] = tensor.to("cpu", copy=True)
+                    self.kept[call, path] = tensor.to("cpu", copy=True)
 
     def run_reference(self, arguments: Arguments) -> None:
         """FP32 pass: each module first runs in low precision and perturbed; then its three outputs are compared."""
@@ -168,7 +160,11 @@ class Comparison:
         trials = self._trials.pop(call, None)
         for path, tensor in tensors.items():
             if is_choice(tensor):
-                self._choose((call, path), tensor, trials.low.outputs.get(path) if trials else None)
+                self.reference_choices[call, path] = tensor.clone()
+                if (call, path) in self.low_choices:
+                    share = self._alike.update(tensor, self.low_choices[call, path])
+                    rows = tensor.numel() // tensor.shape[-1]
+                    self.choices[call, path] = ChoiceDiff(call, path, rows, share)
         if trials is None:
             return
         swamped = ""
@@ -184,13 +180,6 @@ class Comparison:
                 found.swamped, found.overflow = swamped, overflow
                 self.outputs[call, path] = found
                 self.kept[call, path] = tensor.to("cpu", copy=True)
-
-    def _choose(self, key: Key, chosen: Tensor, own: Tensor | None) -> None:
-        self.reference_choices[key] = chosen.clone()
-        if key in self.low_choices:
-            found = self.choices[key] = ChoiceDiff(*key, chosen.numel() // chosen.shape[-1])
-            found.propagated = self._alike.update(chosen, self.low_choices[key])
-            found.own = None if own is None else EqualChoiceRows().update(chosen, own)
 
     def _compare(self, call: Call, path: str, module: nn.Module, exact: Tensor, trials: _Trials) -> OutputDiff:
         arrived = self.kept[call, path]
@@ -244,8 +233,7 @@ class Comparison:
             tensors = find_real_tensors(output)
             for path, tensor in tensors.items():
                 if is_choice(tensor) and (call, path) in self.choices:
-                    changed = alike.update(self.reference_choices[call, path], tensor)
-                    self.choices[call, path].floor = changed
+                    alike.update(self.reference_choices[call, path], tensor)
             for path, tensor in tensors.items():
                 found = self.outputs.get((call, path))
                 if found is not None:

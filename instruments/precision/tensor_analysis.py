@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from instruments.precision import comparison
 from instruments.precision.comparison import FORMATS, AxisRange, find_format, round_to
 from instruments.precision.findings import text_table
 from instruments.precision.verdict import Verdict, worst
-from instruments.tensors import as_real
 
 # Addends of a sum; of a longer axis only the first ones are added.
 LONGEST = 16384
@@ -46,22 +46,11 @@ class ReductionLoss:
             return ""
         lost = f", {self.stagnant:.0%} of the addends lost" if self.stagnant > WORTH_A_WORD else ""
         errors = f"error {self.one_by_one:.1g} → {self.fp32:.1g}"
-        return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}){self._torch_advice}"
+        torch_sum = "" if self.torch_sum is None else f"; torch.sum, which adds in fp32: {self.torch_sum:.1g}"
+        return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}{torch_sum})"
 
     def _bad(self, error: float | None) -> bool:
         return error is not None and error > WORTH_A_WORD and self.fp32 * 10 <= error
-
-    @property
-    def _torch_advice(self) -> str:
-        """How torch.sum treats the tensor in this format."""
-        if self.torch_sum is None:
-            return f"; torch has no sum of {self.format}: convert before"
-        if not self._bad(self.torch_sum):
-            return f"; torch.sum adds in fp32 and rounds once: {self.torch_sum:.1g}, as it is"
-        why = "its inputs are rounded, and cancel: keep them in float32"
-        if self.torch_sum == float("inf"):
-            why = "its result overflows: dtype=torch.float32"
-        return f"; torch.sum errs as well, {self.torch_sum:.1g}, as {why}"
 
 
 def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
@@ -192,10 +181,12 @@ def analyze_tensor(
     scale: str | None = None,
     name: str = "tensor",
 ) -> TensorAnalysis:
-    """Measure what a tensor loses in number formats. Raises ConfigError: integers, or an unknown format or scale.
+    """Measure what a tensor loses in number formats.
+
+    Raises ConfigError: no dense floating-point tensor, or an unknown format or scale.
 
     Args:
-        tensor: floating-point, or complex: read as pairs along one more axis; of a sparse one, the stored values.
+        tensor: floating-point and dense.
         formats: bfloat16 (bf16), float16 (fp16), float8_e4m3fn, float8_e5m2.
         target_dtype: a single format, instead of `formats`.
         scale: "amax": first multiply so that the largest value becomes the format's, as usual in FP8; not for sums.
@@ -205,11 +196,15 @@ def analyze_tensor(
     targets = [find_format(one, "formats" if target_dtype is None else "target_dtype") for one in formats]
     if scale not in {None, AMAX}:
         raise ConfigError(f"scale={scale} is no way to scale", where="argument scale", do="scale='amax', or None")
-    values, notes = _real_values(tensor, name)
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        what = f"{name} is {tensor.layout} of {tensor.dtype}, no dense floating-point tensor"
+        do = "tensor.to_dense().float(), or torch.view_as_real(tensor)"
+        raise ConfigError(what, where=f"tensor of shape {tuple(tensor.shape)}", do=do)
+    values = tensor if tensor.dtype == torch.float64 else tensor.float()
     finite = values.isfinite()
     clean = torch.where(finite, values, 0)
     nonfinite = values.numel() - int(finite.sum())
-    notes += [f"{nonfinite:,} of {values.numel():,} values are not finite and left out"] * (nonfinite > 0)
+    notes = [f"{nonfinite:,} of {values.numel():,} values are not finite and left out"] * (nonfinite > 0)
     notes += ["the tensor is empty"] * (not values.numel())
     axes = comparison.long_axes(clean) if clean.numel() else []
     return TensorAnalysis(
@@ -218,18 +213,6 @@ def analyze_tensor(
         [_measure_sums(clean, axis, target) for target in targets for axis in axes],
         comparison.axis_ranges(clean), _count_octaves(clean), notes,
     )  # fmt: skip
-
-
-def _real_values(tensor: Shaped[Tensor, "..."], name: str) -> tuple[Tensor, list[str]]:
-    """The values as real numbers in fp32 or fp64, and notes on them. Raises ConfigError: integers."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        what = f"{name} holds {dtype_name(tensor.dtype)}, not floating-point numbers"
-        do = "give a floating-point tensor, or tensor.float()"
-        raise ConfigError(what, where=f"tensor of shape {tuple(tensor.shape)}", do=do)
-    notes = ["complex: the last dim holds real and imaginary parts"] * tensor.is_complex()
-    notes += ["sparse: only the stored values are analysed"] * tensor.is_sparse
-    values = as_real(tensor.coalesce().values() if tensor.is_sparse else tensor)
-    return values if values.dtype == torch.float64 else values.float(), notes
 
 
 def _count_octaves(values: Float[Tensor, "..."]) -> list[int]:
@@ -282,3 +265,27 @@ def to_json(found: Sequence[TensorAnalysis]) -> list[dict[str, Any]]:
     """All results; non-finite figures as text."""
     judged = [{"verdicts": {loss.format: loss.verdict for loss in one.losses}, "advice": one.advice} for one in found]
     return [plain_json(asdict(one) | more) for one, more in zip(found, judged, strict=True)]
+
+
+_FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
+
+
+def draw_tensor(found: TensorAnalysis, path: Path) -> None:
+    """Write a PNG: a histogram of the sizes of the values, and the range of each format."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
+
+    figure = Figure(figsize=(6, 3.8), dpi=110, layout="constrained")
+    panel = figure.subplots()
+    places = [FIRST_OCTAVE + k for k, count in enumerate(found.octaves) if count]
+    panel.bar(places, [count for count in found.octaves if count], width=1, align="edge", color="#a9c7e0")
+    panel.set_yscale("log")
+    for number, loss in enumerate(found.losses):
+        limits = torch.finfo(FORMATS[loss.format])
+        smallest = limits.smallest_normal * limits.eps
+        colour, label = _FORMAT_COLOURS[number % 4], f"{loss.format}: {loss.verdict}"
+        for edge, style, name in ((limits.smallest_normal, "-", None), (limits.max, "-", label), (smallest, ":", None)):
+            panel.axvline(math.log2(edge), color=colour, linestyle=style, linewidth=1.2, label=name)
+    panel.set_xlabel("log2|x|; dotted: the smallest value", fontsize=8)
+    panel.set_title(f"{found.name} {'×'.join(map(str, found.shape))}", fontsize=10)
+    panel.legend(fontsize=7)
+    figure.savefig(path, format="png", metadata={"Software": None})

@@ -95,11 +95,6 @@ def _find_hooked(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _plain(output: Tensor) -> Tensor:
-    """Real numbers, without the structure of a nested tensor."""
-    return as_real(output.values() if output.layout is torch.jagged else output)
-
-
 def _has_range(values: Tensor) -> bool:
     """Whether torch finds its minimum; 8-bit formats are scaled to their limits on purpose."""
     found = values.is_floating_point() and values.itemsize > 1 and values.layout is torch.strided
@@ -158,7 +153,7 @@ class Measurement:
                 self._was_read = False
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
-            parts = [_plain(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
+            parts = [as_real(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
             for part in parts:
                 if _has_range(part):
                     low, high = torch.aminmax(part)  # one pass, no copy
@@ -280,8 +275,7 @@ class Measurement:
         if not compiled and self._unseen == 1:  # the first step's forward pass may have run before the hooks
             return []
         self._unseen = -1
-        why = "they run under torch.compile, which" if compiled else "they were called in a way (torch.compile?) that"
-        what = f"the outputs of {len(unseen)} modules are unseen: {why} bypasses hooks; gradients are watched"
+        what = f"the outputs of {len(unseen)} modules are unseen: torch.compile bypasses hooks; gradients are watched"
         return [Anomaly("outputs_unseen", WARNING, f"{what} ({some(unseen, 3, ', ')})", tuple(unseen))]
 
 

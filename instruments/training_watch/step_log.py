@@ -134,9 +134,10 @@ def _run(file: Path, picture: Path | None) -> None:
         lines = read_step_log(file)
         if not any({"loss", "gradient_norm"} & line.keys() for line in lines):
             raise ValueError("it holds neither losses nor gradient norms")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ContractError(f"cannot be read: {error}", where=str(file), do="name a log of watch_model") from error
-    say(describe(lines))
+        summary = describe(lines)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ContractError(f"no log of steps: {error}", where=str(file), do="name a log of watch_model") from error
+    say(summary)
     if picture:
         draw_training_steps(lines, picture)
         sys.stdout.write(f"{picture}\n")

@@ -16,7 +16,6 @@ class AutoDiffConfig:
     precision: str = field(default="bfloat16", metadata={"choices": ("bfloat16", "float16", "bf16", "fp16")})
     mode: str = field(default="autocast", metadata={"choices": ("autocast", "cast")})
     modules: list[str] = field(default_factory=lambda: ["*"])
-    memory_mib: int = field(default=2048, metadata={"minimum": 1})
     limits: DiffLimits = field(default_factory=DiffLimits)
 
 

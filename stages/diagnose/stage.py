@@ -21,7 +21,6 @@ from instruments.precision import findings, tensor_analysis
 from instruments.precision.comparison import find_format
 from instruments.precision.model_diff import auto_diff
 from instruments.precision.perturbation import CAST
-from instruments.precision.plot import draw_diff, draw_tensor
 from instruments.static_check.check import static_check
 from instruments.tensors import find_tensors
 from instruments.training_watch.model_watch import watch_model
@@ -161,10 +160,10 @@ def diff_model(request: Request) -> Table:
     low = load_model(request, find_format(settings.precision)) if settings.mode == CAST else None
     diff = auto_diff(
         reference, load_sample(request, reference), precision=settings.precision, mode=settings.mode, low=low,
-        modules=settings.modules, limits=settings.limits, memory_mib=settings.memory_mib, seed=request.seed,
+        modules=settings.modules, limits=settings.limits, seed=request.seed,
     )  # fmt: skip
     (request.job.out / "auto_diff.json").write_text(json.dumps(findings.to_json(diff), indent=1) + "\n")
-    draw_diff(diff, request.job.out / "auto_diff.png")
+    findings.draw_diff(diff, request.job.out / "auto_diff.png")
     title = f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}"
     return Table(title, findings.COLUMNS, findings.rows_of(diff), findings.notes_of(diff))
 
@@ -213,14 +212,14 @@ def analyze_tensors(request: Request) -> Table:
     tensors = read_tensors(Path(asked.file), asked.tensors) if asked.file else read_activations(request, asked.modules)
     found, notes = [], []
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() or tensor.is_complex():
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
             scale = None if asked.scale == "none" else asked.scale
             found.append(tensor_analysis.analyze_tensor(tensor, asked.formats, scale=scale, name=name))
         else:
             notes.append(f"{name} holds {str(tensor.dtype).removeprefix('torch.')}: not analysed")
     (request.job.out / "analyze_tensor.json").write_text(json.dumps(tensor_analysis.to_json(found), indent=1) + "\n")
     for number, one in enumerate(found[:_MOST_PICTURES]):
-        draw_tensor(one, request.job.out / f"tensor_{number:02}.png")
+        tensor_analysis.draw_tensor(one, request.job.out / f"tensor_{number:02}.png")
     if len(found) > _MOST_PICTURES:
         notes.append(f"pictures of the first {_MOST_PICTURES} of {len(found)} tensors")
     rows, notes = tensor_analysis.rows_of(found), [*tensor_analysis.notes_of(found), *notes]

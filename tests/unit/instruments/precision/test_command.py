@@ -60,8 +60,8 @@ def test_the_command_runs_no_pickle_and_explains_what_is_wrong(files, capsys):
         ("net.py:Net", "object.pt", 1, "no tensors can be read: it holds more than tensors, and opening that can run"),
         ("net.py:Net", "none.pt", 2, "there is no file"),
         ("nets.py:Net", "sample.pt", 2, "there is no Python file"),
-        ("net.py:Model", "sample.pt", 2, "net.py has no Model"),
-        ("net.py:number", "sample.pt", 2, "net.py:number is int, no torch module"),
+        ("net.py:Model", "sample.pt", 2, "net.py is no torch module"),
+        ("net.py:number", "sample.pt", 2, "net.py is no torch module"),
     ):
         assert main(["--model", f"{files}/{model}", "--input", f"{files}/{given}"]) == code
         error = capsys.readouterr().err

@@ -177,8 +177,6 @@ def test_settings_and_models_that_do_not_work():
         auto_diff(stack(), sample(), precision=torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match="mode=half is none of autocast, cast"):
         auto_diff(stack(), sample(), mode="half")
-    with pytest.raises(ConfigError, match=r"blocks\.0\.norm take more host memory than memory_mib"):
-        auto_diff(stack(), sample(), memory_mib=0)
     with pytest.raises(ConfigError, match="no module is called layers"):
         auto_diff(stack(), sample(), modules=["layers.*"])
     with pytest.raises(NumericsError) as error:
@@ -222,8 +220,6 @@ def test_other_choices_are_counted_and_not_taken_for_errors():
     (choice,) = diff.choices
     assert (str(choice.call), choice.rows) == ("router", 1203)
     assert 0 < choice.propagated < 0.05
-    assert choice.own == choice.propagated
-    assert choice.floor > choice.propagated
     assert diff.verdict is Verdict.OK, notes_of(diff)
     assert any(note.startswith("discrete choices (experts of a token): ") for note in notes_of(diff))
 

@@ -61,16 +61,6 @@ def test_outputs_that_torch_finds_no_range_of_are_left_out(change):
     assert train(Side(change)) == []
 
 
-def test_the_range_of_a_nested_output():
-    model = nn.Sequential(nn.Linear(D, H))
-    with watch_model(model) as watch:
-        output = model(torch.nested.nested_tensor([torch.ones(3, D), torch.ones(5, D)], layout=torch.jagged))
-        output.values().square().mean().backward()
-        watch.step()
-    low, high = watch.last.outputs["0"]
-    assert (low, high) == (output.values().min().item(), output.values().max().item())
-
-
 def test_gradients_by_torch_func():
     """Per-sample gradients under vmap: their tensors must not be kept, and are no step."""
     model, (x, y) = Net(), batch()
@@ -176,8 +166,7 @@ def test_under_torch_compile_outputs_are_reported_as_unseen(how, caplog):
     train_unseen(trained, 5, optimizer=optimizer)
     (message,) = [record.message for record in caplog.records if record.name.startswith("instruments")]
     count = 1 if how == "part" else 4
-    why = "they were called in a way (torch.compile?)" if how == "before" else "they run under torch.compile, which"
-    assert message.startswith(f"step {int(how == 'before')}: the outputs of {count} modules are unseen: {why}")
+    assert message.startswith(f"step {int(how == 'before')}: the outputs of {count} modules are unseen: ")
     assert watch.last.gradient_norm > 0.1
     assert watch.next_step == 5
 

@@ -62,7 +62,8 @@ def test_files_that_are_no_log(tmp_path, capsys):
     (tmp_path / "other.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "text").write_text("words\n")
     (tmp_path / "list").write_text("[]\n")
-    for name in ("text", "list", "nowhere", "other.jsonl"):
+    (tmp_path / "no_step").write_text('{"loss": 1.0}\n')
+    for name in ("text", "list", "no_step", "nowhere", "other.jsonl"):
         assert main([str(tmp_path / name)]) == 1
     assert main([str(tmp_path / "text"), "--plot", str(tmp_path / "no/a.png")]) == 2
     assert "holds neither losses nor gradient norms" in capsys.readouterr().err
