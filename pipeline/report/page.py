@@ -171,8 +171,8 @@ def read_evaluation(folder: Path) -> Evaluation:
             for name, model in record["models"].items()
         }
         layers = [
-            {**layer, "error": _number(layer["error"]), "agreement": _number(layer["agreement"]),
-             "load": [*map(_number, layer.get("load", ()))]}
+            {**layer, "error": _number(layer["error"]), "load": [*map(_number, layer.get("load", ()))],
+             "agreement": None if shape.pooled else _number(layer["agreement"])}
             for layer in record["layers"]
         ]  # fmt: skip
         if not layers or len({len(layer["load"]) for layer in layers}) > 1:
@@ -217,13 +217,14 @@ def layers(evaluation: Evaluation) -> Section:
     """Reconstruction error of each carved FFN, its router's agreement with the oracle, and the experts' load."""
     shape, found = evaluation.shape, evaluation.layers
     errors, agreement = ([(index, layer[key]) for index, layer in enumerate(found)] for key in ("error", "agreement"))
-    oracle = "take most off the output error" if shape.pooled else "have the largest output norm"
     charts = [
         draw_lines("Reconstruction error", "Σ‖dense − MoE‖² / Σ‖dense‖² of each FFN's output on the carved model's own "
                    "inputs; 0 is the dense FFN.", {"": errors}),
-        draw_lines("Router's agreement with the oracle", f"Share of the chosen experts that also {oracle}.",
-                   {"routers": agreement}, chance=shape.top_k / shape.experts),
     ]  # fmt: skip
+    if not shape.pooled:
+        caption = "Share of the chosen experts that also have the largest output norm."
+        charts.append(draw_lines("Router's agreement with the oracle", caption, {"routers": agreement},
+                                 chance=shape.top_k / shape.experts))  # fmt: skip
     if found[0]["load"]:
         loads_LE = np.array([layer["load"] for layer in found])
         charts.append(draw_loads("Expert load", "A load of 1 is an even share.", loads_LE))
