@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 def pack_identity(facts: Mapping[str, object], shapes: Shapes, weights: WeightNames) -> str:
     """Identity of a scan as JSON: its facts, shapes and number formats of its sums, names of its weights."""
     sums = {name: [size, str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
-    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": sums, "weights": [*map(dict, weights)]}
+    content = {**facts, "layout": LAYOUT_VERSION, "sums": sums, "weights": [*map(dict, weights)]}
     return json.dumps(content, sort_keys=True)
 
 
@@ -189,7 +189,7 @@ class RedisStore(SumStore):
         bits = list(self._send_bits(part.tensors[BITS]))
         totals = {name: repr(value) for name, value in _totals(part).items()}  # repr gives all digits
         flush = json.dumps({"batches": sorted(part.done), "bits": bits, "totals": totals})
-        return _text(self.run_commit(keys=self.ledger, args=[self.identity, flush, *self._chunks(part)]))
+        return str(self.run_commit(keys=self.ledger, args=[self.identity, flush, *self._chunks(part)]), "ascii")
 
     def apply(self) -> int:
         """Add the first pending chunk to the sums; returns the number of chunks that are left."""
@@ -209,7 +209,8 @@ class RedisStore(SumStore):
             room = sums.tensors[BITS][layer].view(-1).numpy()
             bits = np.frombuffer(self.client.get(self.bits[layer]) or b"", np.uint8)[: len(room)]  # type: ignore[arg-type]
             room[: len(bits)] = bits
-        totals = {_text(name): _number(value) for name, value in self.client.hgetall(self.totals).items()}
+        found: dict[bytes, bytes] = self.client.hgetall(self.totals)  # type: ignore[assignment]
+        totals = {str(name, "utf-8", "replace"): _number(value) for name, value in found.items()}
         sums.counters = {name: totals[name] for name in COUNTERS if name in totals}
         sums.done = self.done()
         return sums, totals
@@ -220,22 +221,17 @@ class RedisStore(SumStore):
         Raises:
             ContractError: another program changed or deleted some of them.
         """
-        for name in FIELDS:
-            values_LF = sums.tensors[name].double()
-            bad_LF = ~(values_LF.isfinite() & (values_LF >= 0))
-            if bad_LF.any():
-                layer, neuron = bad_LF.nonzero()[0].tolist()
-                raise self._tampered(f"{name} of layer {layer}, neuron {neuron}, is no number of 0 or more")
-        wanted = _totals(sums)
-        if sums.done and (strange := sorted(totals.keys() ^ (wanted.keys() | set(COUNTERS)))):
-            raise self._tampered(f"the total {strange[0]} is missing, or no scan counts it")
-        lost = LAST_DECIMAL * self.width * len(sums.done)
+        wanted, lost = _totals(sums), LAST_DECIMAL * self.width * len(sums.done)
+        wrong = {name for name in FIELDS if not (sums.tensors[name] >= 0).all()}
         for name, found in wanted.items():
             total = totals.get(name, 0.0)
-            # Refuses NaN, too.
-            if not (total >= 0 and abs(found - total) <= TOLERANCE * total + lost):
-                what = f"{name.replace(':', ' of layer ')} adds up to {found:.10g}, and {total:.10g} was added"
-                raise self._tampered(what)
+            if not abs(found - total) <= TOLERANCE * abs(total) + lost:  # also if one is NaN
+                wrong.add(name)
+        if sums.done:  # totals that no scan counts, or that are missing
+            wrong |= totals.keys() ^ (wanted.keys() | set(COUNTERS))
+        if wrong:
+            what = f"sums in Redis were changed by somebody else: {', '.join(sorted(wrong))}"
+            raise ContractError(what, where=self.place, do=START_OVER)
 
     def _claim(self) -> None:
         keys = [*self.ledger[1:], *(f"{prefix}0" for layer in self.rows for prefix in layer)]
@@ -246,8 +242,8 @@ class RedisStore(SumStore):
         if held is None:
             what = f"the Redis key {found} is there, but no scan has begun under this namespace"
             raise ContractError(what, where=self.place, do="another store.namespace, or delete all keys under this one")
-        if _text(held) != self.identity:
-            what = f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}"
+        if held != self.identity.encode():
+            what = f"Redis holds sums of a scan with {list_differences(held, self.identity)}"
             do = f"{START_OVER}; another store.namespace; or the code that began this scan"
             raise ContractError(what, where=self.place, do=do)
 
@@ -293,10 +289,6 @@ class RedisStore(SumStore):
                 content = bits_Rf[begin:end]
                 self.client.setrange(key, begin * bytes_each, content.tobytes())
                 yield key, begin * bytes_each, end * bytes_each - 1, int(np.bitwise_count(content).sum())
-
-    def _tampered(self, what: str) -> ContractError:
-        what = f"sums in Redis were changed by somebody else: {what}"
-        return ContractError(what, where=self.place, do=START_OVER)
 
 
 def open_redis_store(
@@ -348,24 +340,8 @@ def _totals(sums: ScanSums) -> dict[str, float]:
     return totals
 
 
-def _text(answer: bytes | str) -> str:
-    return answer if isinstance(answer, str) else answer.decode(errors="replace")
-
-
-def _number(answer: bytes | str) -> float:
+def _number(answer: bytes) -> float:
     try:
         return float(answer)
     except ValueError:
         return float("nan")
-
-
-def _differences(held: str, wanted: str) -> str:
-    """The differences between two identities, in words."""
-    ours = json.loads(wanted)
-    try:
-        theirs = json.loads(held)
-        words = list_differences(*({"layout": content["layout"], **content["facts"]} for content in (theirs, ours)))
-        words += [f"another {name}" for name in ("sums", "weights") if theirs[name] != ours[name]]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "an identity that is no scan's"
-    return ", ".join(words)

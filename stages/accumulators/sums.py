@@ -1,10 +1,12 @@
-"""Running sums of a scan, files of them, and the interface of their stores."""
+"""Running sums of a scan, the interface of their stores, and the store in local files."""
 
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_files import load_tensors, save_tensors
-from stages.accumulators.config import START_OVER
+from stages.accumulators.config import START_OVER, StoreConfig
+from stages.artifacts.job import Job
 
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -51,32 +54,20 @@ def empty_sums(shapes: Shapes) -> ScanSums:
     return ScanSums({name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()})
 
 
-def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
-    """Write sums and further facts to a file, atomically."""
-    save_tensors(path, sums.tensors, **facts, counters=sums.counters, done=sorted(sums.done))
-
-
-def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
-    """Read the sums and facts that `save_sums` wrote. Raises ContractError: the file is missing or damaged."""
+def list_differences(held: str | bytes, wanted: str) -> str:
+    """The facts that differ between two identities of a scan, which are JSON objects, in words."""
     try:
-        tensors, facts = load_tensors(path)
-        counters = {name: float(count) for name, count in facts["counters"].items()}
-        sums = ScanSums(tensors, counters, {*facts["done"]})
-        if not isinstance(json.loads(facts["identity"]), dict):
-            raise ValueError("its identity is no object")
-    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        why = error.what if isinstance(error, CheckpointError) else error
-        raise ContractError(f"this file holds no sums of a scan: {why}", where=str(path), do=START_OVER) from error
-    return sums, facts
-
-
-def list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """One entry for each fact that differs."""
-    return [
+        theirs, ours = dict(json.loads(held)), json.loads(wanted)
+    except (ValueError, TypeError, RecursionError):
+        return "an identity that is no scan's"
+    said = [
         f"{name} {theirs.get(name, 'unset')} (here {ours.get(name, 'unset')})"
+        if isinstance(ours.get(name, ""), str)
+        else f"another {name}"
         for name in sorted(theirs.keys() | ours.keys())
         if theirs.get(name) != ours.get(name)
     ]
+    return ", ".join(said)
 
 
 class SumStore(ABC):
@@ -115,3 +106,110 @@ class SumStore(ABC):
 
     def close(self) -> None:  # noqa: B027 - local files are not kept open
         """Close connections; sums that were not flushed are lost."""
+
+
+class LocalStore(SumStore):
+    """The sums of one worker in `folder/sums.<worker>.safetensors`.
+
+    Each flush replaces the file atomically. Sums and batch numbers are in the same file, so that no batch is lost or
+    counted twice.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Shapes,
+        *,
+        identity: Mapping[str, Any],
+        every: float,
+        worker: int = 0,
+        workers: int = 1,
+        fresh: bool = False,
+    ) -> None:
+        """Load the sums of a killed run from `folder`, or start from zero; `every`: seconds between flushes.
+
+        If an earlier run had more workers, worker 0 takes over the sums of the extra ones, unless their batches have
+        been read again since. `fresh` deletes this worker's file; the pipeline cleans only the leading machine.
+        Raises ContractError: the folder holds sums of another identity.
+        """
+        self.path = folder / f"sums.{worker}.safetensors"
+        self.identity, self.shapes = json.dumps(identity, sort_keys=True), shapes
+        if fresh:
+            self.path.unlink(missing_ok=True)
+        super().__init__(self._load(self.path) if self.path.exists() else empty_sums(shapes), every)
+        self.inherited: list[ScanSums] = []
+        left = [path for path in sorted(folder.glob("sums.*.safetensors")) if int(path.name.split(".")[1]) >= workers]
+        for part in map(self._load, left if worker == 0 else ()):
+            if not part.done & self.done():
+                self.inherited.append(part)
+
+    def forget(self) -> None:
+        """Reset the sums to zero."""
+        self.sums = empty_sums(self.shapes)
+
+    def done(self) -> set[int]:
+        """Batches in this worker's sums and in those it took over."""
+        return self.sums.done.union(*(part.done for part in self.inherited))
+
+    def flush(self) -> None:
+        """Replace the file with the current sums."""
+        facts = {"identity": self.identity, "counters": self.sums.counters, "done": sorted(self.sums.done)}
+        save_tensors(self.path, self.sums.tensors, **facts)
+        self.last = time.monotonic()
+
+    def collect(self) -> ScanSums:
+        """This worker's sums and those it took over."""
+        if not self.inherited:
+            return self.sums
+        total = empty_sums(self.shapes)
+        for part in (self.sums, *self.inherited):
+            total.add(part)
+        return total
+
+    def _load(self, path: Path) -> ScanSums:
+        try:
+            tensors, facts = load_tensors(path)
+            held = str(facts["identity"])
+            sums = ScanSums(tensors, {name: float(n) for name, n in facts["counters"].items()}, {*facts["done"]})
+        except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
+            what = f"unfinished sums cannot be read: {error}"
+        else:
+            shapes = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+            if held == self.identity and shapes == dict(self.shapes):
+                return sums
+            what = f"unfinished sums are of a scan with {list_differences(held, self.identity) or 'other tensors'}"
+        raise ContractError(what, where=str(path), do=f"{START_OVER}; or the code that began this scan")
+
+
+@contextmanager
+def open_store(
+    store: StoreConfig,
+    shapes: Shapes,
+    job: Job,
+    *,
+    label: str,
+    identity: Mapping[str, str],
+    weights: Sequence[Mapping[str, str]],
+) -> Iterator[SumStore]:
+    """Open this worker's store of a scan, and close it at the end.
+
+    Only sums of equal `identity` are added up; its entry `scan` is the fingerprint. `weights` maps gate, up and down of
+    every layer to the name of the weight. Raises UserError: the store cannot be reached, or holds sums of another scan.
+    """
+    workers, every = job.workers, store.checkpoint_every
+    keeper: SumStore | None = None
+    if store.kind == "local":
+        rank, world = workers.rank, workers.world
+        keeper = LocalStore(
+            job.scratch, shapes, identity=identity, every=every, worker=rank, workers=world, fresh=job.fresh
+        )
+    else:
+        from stages.accumulators.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra
+
+        claim = partial(open_redis_store, store, shapes, label=label, identity=identity, weights=weights)
+        # The leading worker claims the namespace before the others open it.
+        keeper = claim(fresh=job.fresh) if workers.leads else None
+        workers.broadcast(None)
+        keeper = keeper or claim()
+    with closing(keeper):
+        yield keeper

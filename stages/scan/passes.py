@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from instruments.errors import CheckpointError, NumericsError
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
-from stages.accumulators.store import LocalStore
-from stages.accumulators.sums import ScanSums, SumStore
+from stages.accumulators.sums import LocalStore, ScanSums, SumStore
 from stages.artifacts.job import Workers
 from stages.losses import forward_losses, supervised_tokens
 from stages.scan.batch_sums import BatchSums, HostBatch

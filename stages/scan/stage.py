@@ -20,8 +20,7 @@ from models.ffn import dense_weight, ffn_modules, ffn_weight_names
 from models.loading import input_device, load_dense, load_tokenizer, padding_id
 from models.source import resolve_folder
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.store import open_store
-from stages.accumulators.sums import ScanSums
+from stages.accumulators.sums import ScanSums, open_store
 from stages.artifacts.carve import NeuronStatistics
 from stages.artifacts.job import NOTHING, Job, Table, Workers
 from stages.losses import save_memory

@@ -40,15 +40,15 @@ def test_a_local_store_asks_no_server(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:6379", "http://me:s3same@host/0", "redis://", "redis://host:many/0", "redis://host/one",
-            "unix://", "redis://[::1", None]
+    "url", ["localhost:6379", "http://me:s3same@host/0", "redis://me:s3same@host:many/0", "redis://[::1",
+            "redis://127.0.0.1?socket_timeout=soon", None]
 )  # fmt: skip
 def test_no_address(url, monkeypatch):
     monkeypatch.delenv("TINY_ONN_REDIS_URL", raising=False)
     caught = refusal(url)
     assert caught.type is ConfigError
     assert caught.value.where == ("setting store.url" if url else "settings store.url and TINY_ONN_REDIS_URL")
-    assert caught.value.what == ("store.url is no Redis address" if url else "store.kind=redis names no server")
+    assert "s3same" not in str(caught.value)
 
 
 def test_options_of_a_url_change_neither_numbers_nor_keys(server):
@@ -59,11 +59,8 @@ def test_options_of_a_url_change_neither_numbers_nor_keys(server):
     assert store.client.info("keyspace").keys() == {"db3"}
 
 
-@pytest.mark.parametrize("option", ["ssl_ca_cert=ca.pem", "socket_timeout=soon"])
-def test_an_option_that_is_none(server, option):
-    caught = refusal(f"{server.url}?{option}")
-    assert caught.type is ConfigError
-    assert option.partition("=")[0] in caught.value.what
+def test_an_option_that_is_none(server):
+    assert refusal(f"{server.url}?ssl_ca_cert=ca.pem").type is ConfigError
 
 
 def test_the_package_is_missing(monkeypatch):
@@ -129,7 +126,7 @@ def test_memory_is_full(server):
     store.sums.add(make_part(1))
     with pytest.raises(UserError) as caught:
         store.flush()
-    assert caught.value.what == "the Redis server's memory is full (maxmemory)"
+    assert caught.value.what.startswith("the Redis server's memory is full: ")
     assert caught.value.where == f"Redis at 127.0.0.1:{server.port}, database 0, namespace t:"
     follow(client, caught.value.do)
     store.flush()
@@ -176,7 +173,7 @@ def test_a_server_that_keeps_nothing_is_used_with_one_warning_and_a_cluster_is_n
 def test_a_user_with_just_the_rights_that_the_message_names_or_fewer(server):
     reading, keys = {"categories": ["+@read"], "commands": ["+info", "+ping"], "passwords": ["+pw"]}, ["t:*"]
     server.client().acl_setuser("guest", enabled=True, **reading)
-    with pytest.raises(UserError, match="the Redis server's user may not do this: "):
+    with pytest.raises(UserError, match=r"the Redis server refuses: .*permission"):
         open_store(server.url.replace("//", "//guest:pw@"))
     reading["categories"] += ["+@write", "+@scripting"]
     server.client().acl_setuser("scan", enabled=True, keys=keys, **reading)
@@ -186,7 +183,7 @@ def test_a_user_with_just_the_rights_that_the_message_names_or_fewer(server):
 
 def test_a_replica(server):
     server.client().replicaof("127.0.0.1", 9)
-    with pytest.raises(UserError, match="this Redis server is a read-only replica"):
+    with pytest.raises(UserError, match=r"the Redis server refuses: .*read only replica"):
         open_store(server.url)
 
 

@@ -235,7 +235,7 @@ def test_keys_that_another_program_overwrote_stop_the_scan(server, kind):
     store.collect()
     STRANGE[kind](server.client())
     store.sums.add(make_part(1))
-    with pytest.raises(UserError, match=r"is of another type|is not a number") as caught:
+    with pytest.raises(UserError, match="changed by somebody else") as caught:
         [store.flush(), store.collect()]
     assert caught.value.do.startswith("the same command with stage=scan fresh=true")
 
@@ -248,7 +248,7 @@ def test_another_identity_is_refused_and_named(server):
     assert caught.value.where == f"Redis at 127.0.0.1:{server.port}, database 0, namespace t:"
     with pytest.raises(ContractError, match=r"a scan with another sums\n"):
         open_store(server.url, shapes=SHAPES | {"sum_abs": ((LAYERS, WIDTH + 1), torch.float64)})
-    for held in ("mine", "[]", "3", "[" * 99_999, '{"facts": 3}'):
+    for held in ("mine", "3", "[" * 99_999):
         server.client().set("t:scan:identity", held)
         with pytest.raises(ContractError, match=r"a scan with an identity that is no scan's\n"):
             open_store(server.url)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from instruments.errors import NumericsError
 from models.ffn import ffn_modules
-from stages.accumulators.store import LocalStore
+from stages.accumulators.sums import LocalStore
 from stages.artifacts.job import ALONE
 from stages.losses import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
