@@ -48,16 +48,13 @@ def weight_squares(
     Numerics: fp32 products and sums; norms within 1e-5 of the true gradient's in fp32. Squares below 1e-38 (norms below
         1e-19) become 0.
     """
+    if gram:
+        rows_BO = column_squares(grad_BTO, x_BTI, gram=True, gram_BTT=gram_BTT)
+        return column_squares(x_BTI, grad_BTO, gram=True), rows_BO
     columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
     rows_BO = x_BTI.new_empty(x_BTI.shape[0], grad_BTO.shape[2], dtype=torch.float32)
     for part in sample_parts(x_BTI, grad_BTO):
-        x = x_BTI[part].float()
-        if gram:
-            grad = grad_BTO[part].float()
-            columns_BI[part] = _quadratic_forms(gram_matrix(grad), x)
-            rows_BO[part] = _quadratic_forms(gram_matrix(x) if gram_BTT is None else gram_BTT[part], grad)
-        else:
-            columns_BI[part], rows_BO[part] = _product_squares(x, grad_BTO[part])
+        columns_BI[part], rows_BO[part] = _product_squares(x_BTI[part], grad_BTO[part])
     return columns_BI, rows_BO
 
 

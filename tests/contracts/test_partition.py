@@ -87,7 +87,7 @@ def test_another_contract_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("damage", "what"),
-    [(lambda path: path.unlink(), "missing"), (lambda path: path.write_bytes(path.read_bytes()[:-3]), "truncated")],
+    [(lambda path: path.unlink(), "missing"), (lambda path: path.write_bytes(path.read_bytes()[:-3]), "damaged")],
 )
 def test_a_partition_that_is_not_there_or_truncated(tmp_path, damage, what):
     Partition(F, NEURONS, HOME, ALWAYS_ON).save(tmp_path)

@@ -18,7 +18,7 @@ def test_damaged_shards_are_all_named(refused, source):
     cut.write_bytes(cut.read_bytes()[:-10])
     lost.unlink()
     errors = refused(*words_for(source)).split("\n\n")
-    for error, path, what in zip(errors, (corrupt, cut, lost), ("header", "truncated: ", "is missing"), strict=True):
+    for error, path, what in zip(errors, (corrupt, cut, lost), ("is damaged", "is damaged", "is missing"), strict=True):
         assert what in error.splitlines()[0]
         assert f"  where: {path}" in error
 

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from instruments.errors import CheckpointError
-from instruments.safetensors_files import MAX_HEADER_BYTES, load_tensors, read_header, save_tensors
+from instruments.safetensors_files import load_tensors, read_header, save_tensors
 
 
 @pytest.fixture
@@ -36,11 +35,12 @@ def test_lists_every_tensor_and_where_it_lies(shard: Path) -> None:
     ("damage", "what"),
     [
         (lambda path: path.unlink(), "model.safetensors is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-6]), "model.safetensors is damaged: truncated: "),
-        (lambda path: path.write_bytes(path.read_bytes() + b"xyz"), "model.safetensors is damaged: too long: "),
-        *(
-            (lambda path, size=size: path.write_bytes(b"\x7f" * size), "model.safetensors is damaged: header length")
-            for size in (0, 5, 8)
+        (lambda path: path.write_bytes(path.read_bytes()[:-6]), "model.safetensors is damaged: "),
+        (lambda path: path.write_bytes(path.read_bytes() + b"xyz"), "model.safetensors is damaged: "),
+        (lambda path: path.write_bytes(b"\x7f" * 8), "model.safetensors is damaged: "),
+        (
+            lambda path: write_raw(path, b'{"a": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}', bytes(8)),
+            "model.safetensors is damaged: tensors of C64 cannot be read",
         ),
     ],
 )
@@ -50,46 +50,6 @@ def test_damaged_files(shard: Path, damage: Callable[[Path], object], what: str)
         read_header(shard)
     assert caught.value.what.startswith(what)
     assert (caught.value.where, caught.value.do) == (str(shard), "download or copy the file again")
-
-
-@pytest.mark.parametrize(
-    ("header", "reason"),
-    [
-        (b'{"a": ', "JSONDecodeError: "),
-        (b"[1, 2]", "TypeError: "),
-        (b"\xff\xfe\xff", "UnicodeDecodeError: "),
-        (b'{"a": {"dtype": "F32", "shape": [2]}}', "KeyError: 'data_offsets'"),
-        (b'{"a": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}}', "KeyError: 'Q4'"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}', "ValueError: F32 [2] needs 8 bytes"),
-    ],
-)
-def test_unreadable_header(tmp_path: Path, header: bytes, reason: str) -> None:
-    path = tmp_path / "model.safetensors"
-    write_raw(path, header, bytes(9))
-    with pytest.raises(CheckpointError) as caught:
-        read_header(path)
-    assert caught.value.what.startswith(f"model.safetensors is damaged: unreadable header ({reason}")
-
-
-@pytest.mark.parametrize("begin", [4, 12], ids=["overlap", "hole"])
-def test_tensors_must_lie_side_by_side(tmp_path: Path, begin: int) -> None:
-    path = tmp_path / "model.safetensors"
-    first = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    second = {"dtype": "F32", "shape": [1], "data_offsets": [begin, begin + 4]}
-    header = json.dumps({"a": first, "b": second}).encode()
-    write_raw(path, header, bytes(begin + 4))
-    with pytest.raises(CheckpointError) as caught:
-        read_header(path)
-    assert caught.value.what == f"model.safetensors is damaged: hole or overlap at byte {8 + len(header) + 8}"
-
-
-def test_a_header_larger_than_any_checkpoint_has(tmp_path: Path) -> None:
-    length = MAX_HEADER_BYTES + 1
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(length.to_bytes(8, "little"))
-        file.truncate(length + 8)
-    with pytest.raises(CheckpointError, match="a header of 16,777,217 bytes, more than the 16,777,216 it may have"):
-        read_header(tmp_path / "model.safetensors")
 
 
 def test_tensors_and_facts_come_back_and_a_flipped_bit_is_seen(tmp_path: Path) -> None:

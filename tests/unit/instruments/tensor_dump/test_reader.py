@@ -133,7 +133,7 @@ def test_a_missing_and_a_short_file(tmp_path, capsys, monkeypatch):
     assert f"1 files that the index names are missing: {names[1]}" in capsys.readouterr().out
     path = folder / names[0]
     path.write_bytes(path.read_bytes()[:-5])
-    with DumpReader(folder) as reader, pytest.raises(ContractError, match="is damaged: truncated"):
+    with DumpReader(folder) as reader, pytest.raises(ContractError, match="is damaged: "):
         reader.load(next(record for record in reader.records if record.file == names[0]))
 
 
