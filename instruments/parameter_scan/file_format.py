@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
-from instruments.json_kinds import check_fields, is_anything, is_count, is_flag, is_text, kinds_of, list_of, object_of
+from instruments.files import check_fields, is_anything, is_count, is_flag, is_text, kinds_of, list_of, object_of
 from instruments.parameter_scan.log16 import encode_log16
 from instruments.parameter_scan.parameters import ParameterTable, WatchedParameter
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from instruments.distance import Distance
 from instruments.errors import some
+from instruments.files import plain_json
 from instruments.hooks import Call
-from instruments.json_kinds import plain_json
-from instruments.precision.comparison import FORMATS, AxisRange
+from instruments.precision.comparison import FORMATS, AxisRange, Distance
 from instruments.precision.verdict import DiffLimits, Verdict, worst
 
 

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instruments.distance import Distance
 from instruments.dtypes import dtype_name
 from instruments.errors import NumericsError
 from instruments.hooks import Call, ModuleTracer, hookable_modules, trace_modules
-from instruments.precision.comparison import axis_ranges, find_swamping, rows_with_error, sums_up
+from instruments.precision.comparison import Distance, axis_ranges, find_swamping, rows_with_error, sums_up
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.perturbation import (
     AUTOCAST,

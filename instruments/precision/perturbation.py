@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from instruments.distance import Distance, measure_distance
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
 from instruments.hooks import Call, hookable_modules
-from instruments.precision.comparison import changed_rows, find_format, ulp
+from instruments.precision.comparison import Distance, changed_rows, find_format, measure_distance, ulp
 from instruments.tensors import as_real, find_tensors, map_tensors
 
 AUTOCAST, CAST = "autocast", "cast"

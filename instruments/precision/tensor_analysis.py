@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from instruments.distance import measure_distance
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
-from instruments.json_kinds import plain_json
+from instruments.files import plain_json
 from instruments.precision import comparison
-from instruments.precision.comparison import FORMATS, AxisRange, find_format, round_to
+from instruments.precision.comparison import FORMATS, AxisRange, find_format, measure_distance, round_to
 from instruments.precision.findings import text_table
 from instruments.precision.verdict import Verdict, worst
 

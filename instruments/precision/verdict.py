@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from instruments.distance import Distance
+    from instruments.precision.comparison import Distance
 
 
 class Verdict(StrEnum):

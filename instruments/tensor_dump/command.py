@@ -15,9 +15,9 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.distance import measure_distance
 from instruments.dtypes import SIZES
 from instruments.errors import ConfigError, check_output, exit_code, say, some
+from instruments.precision.comparison import measure_distance
 from instruments.tensor_dump.index import STORED, Source, TensorRecord
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_files import export_pt

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from instruments.errors import ConfigError
-from instruments.json_kinds import check_fields, kinds_of
+from instruments.files import check_fields, kinds_of
 
 LINEAR, ATTENTION, EXPERTS = "linear", "attention", "experts"
 CONVOLUTION, EMBEDDING = "convolution", "embedding"

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError, some
-from instruments.files import write_json
-from instruments.json_kinds import check_fields, is_count, kinds_of
+from instruments.files import check_fields, is_count, kinds_of, write_json
 
 # Which content was kept: the bytes, or only the statistics.
 STORED, STATISTICS = "stored", "statistics"

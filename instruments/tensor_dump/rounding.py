@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
-from instruments.distance import measure_distance
+from instruments.precision.comparison import measure_distance
 from instruments.tensor_dump.index import RoundingError
 
 LEAST, GREATEST = -22, 15

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError, check_output, exit_code, say
-from instruments.json_kinds import plain_json
+from instruments.files import plain_json
 
 logger = logging.getLogger(__name__)
 
