@@ -6,7 +6,6 @@ from pathlib import Path
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
-from instruments.tensor_dump.config import contradictions as of_dump
 from models.config import setting_word
 from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
@@ -37,7 +36,6 @@ def check_dump(dump: DumpStageConfig) -> Iterator[ConfigError]:
         read_control(Path(), DumpConfig(quant_type=dump.quant_type and QUANT_TYPES[0]), os.environ)
     except ConfigError as error:
         yield error
-    yield from of_dump(dump, "dump.")
     if not dump.enabled:
         what = "the dump is switched off, and stage=dump does nothing else"
         where, do = "setting dump.enabled, environment variable TENSOR_SAVE_ENABLED", "dump.enabled=true"

@@ -18,24 +18,29 @@ from tqdm import tqdm
 from instruments.dtypes import SIZES
 from instruments.errors import ConfigError, check_output, exit_code, say, some
 from instruments.precision.comparison import measure_distance
+from instruments.tensor_dump.config import QUANT_TYPES
 from instruments.tensor_dump.index import STORED, Source, TensorRecord
 from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.rounding import round_into
 from instruments.tensor_dump.tensor_files import export_pt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
+COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "suspicious")
 
 
-def summarise(reader: DumpReader, chosen: Sequence[TensorRecord]) -> str:
-    """Facts, a table row per kind of module and tensor, and problems."""
+def summarise(reader: DumpReader, chosen: Sequence[TensorRecord], quant_type: str | None = None) -> str:
+    """Facts, a table row per kind of module and tensor, with the error of rounding to `quant_type`, and problems."""
     groups: dict[tuple[str, str], list[TensorRecord]] = {}
     for record in chosen:
         kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$", "*", record.source.module)
         groups.setdefault((kind, record.source.tensor), []).append(record)
-    rows = [_row(kind, tensor, records) for (kind, tensor), records in groups.items()]
-    table = tabulate(rows, COLUMNS, disable_numparse=True)
+    rows = []
+    for (kind, tensor), records in groups.items():
+        error = [] if quant_type is None else [_rounding(reader, records, quant_type)]
+        rows.append((kind, tensor, *_row(records), *error))
+    table = tabulate(rows, COLUMNS if quant_type is None else [*COLUMNS, quant_type], disable_numparse=True)
     facts = tabulate(list(facts_of(reader, chosen)), tablefmt="plain", disable_numparse=True)
     complaints = "".join(f"{line}\n" for line in complaints_of(reader))
     return f"{facts}\n\n{table}\n" + (f"\n{complaints}" if complaints else "")
@@ -70,21 +75,30 @@ def facts_of(reader: DumpReader, chosen: Sequence[TensorRecord]) -> Iterator[tup
         yield "label", f"{', '.join(sorted(labels))}; really {', '.join(sorted({one.quant_type for one in chosen}))}"
 
 
-def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, ...]:
+def _row(records: Sequence[TensorRecord]) -> tuple[str, ...]:
     found = [record.statistics for record in records if record.statistics is not None]
     lows = [one.minimum for one in found if one.minimum is not None]
     highs = [one.maximum for one in found if one.maximum is not None]
     deviations = [one.std for one in found if one.std is not None]
-    errors = [record.rounding.relative_l2 for record in records if record.rounding is not None]
     zeros, nonfinite = sum(one.all_zero for one in found), sum(one.nonfinite > 0 for one in found)
     notes = [f"{zeros} all zero"] * (zeros > 0) + [f"{nonfinite} not finite"] * (nonfinite > 0)
     shapes = sorted({"×".join(map(str, record.shape)) for record in records})
     types = sorted({record.quant_type for record in records})
     return (
-        kind, tensor, f"{len(records):,}", some(shapes, 3, " "), some(types, 3),
+        f"{len(records):,}", some(shapes, 3, " "), some(types, 3),
         f"{min(lows):.3g} … {max(highs):.3g}" if lows else "–", f"{max(deviations):.3g}" if deviations else "–",
-        f"{max(errors):.2g}" if errors else "", ", ".join(notes),
+        ", ".join(notes),
     )  # fmt: skip
+
+
+def _rounding(reader: DumpReader, records: Sequence[TensorRecord], quant_type: str) -> str:
+    """The largest relative L2 error of rounding one of these tensors; infinite if a value overflows."""
+    errors = []
+    for record in records:
+        if record.status == STORED and (values := reader.load(record)).is_floating_point():
+            found = measure_distance(values, round_into(values, quant_type))
+            errors.append(math.inf if found.nonfinite else found.normalised_l2)
+    return f"{max(errors):.2g}" if errors else "–"
 
 
 _PANELS_ACROSS = 3
@@ -206,7 +220,7 @@ def main(words: Sequence[str] | None = None) -> int:
     show.add_argument("--module", default="*", metavar="GLOB", help="only these modules")
     show.add_argument("--tensor", default="*", metavar="GLOB", help="only input, weight, grad_output, query ...")
     show.add_argument("--step", type=int, help="only this step")
-    show.add_argument("--rounded", action="store_true", help="the copies rounded into another number format")
+    show.add_argument("--round", choices=QUANT_TYPES, help="also the relative L2 error in this number format")
     show.add_argument("--list", action="store_true", help="one line a tensor, by name")
     show.add_argument("--histogram", type=Path, metavar="OUT", help="draw a histogram of every tensor, as a PNG")
     show.add_argument("--channels", type=Path, metavar="OUT", help="draw the range of every channel, as a PNG")
@@ -230,11 +244,12 @@ def _show(wanted: argparse.Namespace) -> int:
     check_output(wanted.histogram, wanted.channels)
     with DumpReader(wanted.folder) as reader:
         step = {} if wanted.step is None else {"step": wanted.step}
-        chosen = reader.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
+        chosen = reader.select(module=wanted.module, tensor=wanted.tensor, **step)
         if not chosen:
             where, do = "--module, --tensor, --step", f"python -m pipeline dump show {wanted.folder} --list"
             raise ConfigError(f"none of {len(reader.records)} records matches", where=where, do=do)
-        say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(reader, chosen))
+        names = "".join(f"{record.name}\n" for record in chosen)
+        say(names if wanted.list else summarise(reader, chosen, wanted.round))
         for out, by_channel in ((wanted.histogram, False), (wanted.channels, True)):
             if out:
                 _draw_first(reader, chosen, out, by_channel=by_channel)

@@ -1,7 +1,7 @@
 """Settings of a tensor dump, also read from environment variables."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -49,20 +49,6 @@ class DumpConfig:
     last_steps: int | None = field(default=None, metadata={"minimum": 1})
     memory_mib: int = field(default=512, metadata={"minimum": 1})
     quant_type: str | None = field(default=None, metadata={"choices": QUANT_TYPES})
-    fake_quant: bool = False
-
-
-def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError]:
-    """Errors of settings that exclude each other; `prefix` is prepended to every setting's name."""
-    faults = {
-        "quant_type": (config.quant_type is None, "null gives no format to round into", "mxfp8"),
-        "keep": (config.keep == "statistics", "statistics stores no tensors", "tensors"),
-    }
-    for name, (is_fault, why, other) in faults.items():
-        if config.fake_quant and is_fault:
-            what = f"{prefix}fake_quant=true stores rounded tensors, and {prefix}{name}={why}"
-            do = f"{prefix}{name}={other}, or {prefix}fake_quant=false"
-            yield ConfigError(what, where=f"settings {prefix}{name} and {prefix}fake_quant", do=do)
 
 
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
@@ -131,5 +117,3 @@ def _check(config: DumpConfig) -> None:
             else:
                 continue
             raise ConfigError(f"{spec.name}={item} {what}", where=f"setting {spec.name}", do=f"{spec.name}={remedy}")
-    for error in contradictions(config):
-        raise error

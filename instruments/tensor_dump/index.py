@@ -1,10 +1,9 @@
 """The index of a dump (append-only JSON lines, one per tensor), and its manifest (expected against captured)."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +30,6 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Place of a process's part in the tensor that all processes hold together."""
-
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the first piece
-    token_axis: int | None  # the axis that counts the tokens of a sequence, if there is one
-    # (axis, n): along the axis the part is n equal pieces, evenly spaced in the whole; None: one piece.
-    pieces: tuple[int, int] | None = None
-
-    @classmethod
-    def whole(cls, shape: Sequence[int], token_axis: int | None) -> "Placement":
-        """The place of a tensor that this process holds completely."""
-        return cls(tuple(shape), (0,) * len(shape), token_axis)
-
-    @classmethod
-    def of_axis(
-        cls, part: Sequence[int], axis: int, index: int, parts: int, token_axis: int | None, pieces: int = 1
-    ) -> "Placement":
-        """The place of a part of this shape, number `index` of `parts` equal ones along `axis`.
-
-        With `pieces` > 1 the axis concatenates that many matrices (gate and up), and a part holds its share of each.
-        """
-        shape, offset = list(part), [0] * len(part)
-        offset[axis], shape[axis] = index * shape[axis] // pieces, parts * shape[axis]
-        return cls(tuple(shape), tuple(offset), token_axis, (axis, pieces) if pieces > 1 and parts > 1 else None)
-
-
-@dataclass(frozen=True)
 class Statistics:
     """Statistics of the finite values; None if there are none."""
 
@@ -74,16 +45,7 @@ class Statistics:
         return self.minimum == 0 and self.maximum == 0 and not self.nonfinite
 
 
-@dataclass(frozen=True)
-class RoundingError:
-    """The error of rounding a tensor to a number format."""
-
-    relative_l2: float  # ‖rounded − x‖ ÷ ‖x‖
-    sqnr_db: float | None  # 10·log10(‖x‖² ÷ ‖rounded − x‖²); None unless finite
-    max_abs: float
-
-
-_PARTS: dict[str, Any] = {"source": Source, "placement": Placement, "statistics": Statistics, "rounding": RoundingError}
+_PARTS: dict[str, Any] = {"source": Source, "statistics": Statistics}
 
 
 @dataclass(frozen=True)
@@ -96,12 +58,11 @@ class TensorRecord:
     rank: int
     source: Source
     parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: this process's coordinate and the group's size
-    placement: Placement
     shape: tuple[int, ...]
     dtype: str
     device: str
     requires_grad: bool
-    quant_type: str  # real format: fp32, bf16, nf4 ...; of a rounded copy, the format rounded to
+    quant_type: str  # real format: fp32, bf16, nf4 ...
     label: str | None  # the format that the user named
     autocast: str | None  # format of the computation under autocast
     status: str
@@ -109,16 +70,7 @@ class TensorRecord:
     file: str | None = None  # in the folder of the dump
     key: str | None = None  # in the file; several records may share one
     checksum: int | None = None  # CRC-32 of the stored bytes
-    rounded_from: str | None = None  # name of the record that was rounded
-    rounding: RoundingError | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    def name_as(self, quant_type: str) -> str:
-        """The record's name with another number format."""
-        source = self.source
-        return make_name(
-            self.timestamp, self.counter, source.layer_type, source.layer, source.direction, quant_type, source.tensor
-        )
 
     def to_row(self) -> dict[str, Any]:
         """The record as JSON values."""
@@ -152,27 +104,18 @@ def _check_record(record: TensorRecord) -> None:
     for field_name, name in (("name", record.name), ("file", record.file)):
         if name is not None and not is_bare(name):
             raise ValueError(f"{field_name} {name!r} is no name of a file in the dump's folder")
-    if max(_size(record.shape), _size(record.placement.global_shape)) > _MOST:
-        raise ValueError(f"shape {list(record.shape)} is too large for a tensor")
-    if not len(record.shape) == len(record.placement.global_shape) == len(record.placement.offset):
-        raise ValueError(f"the placement of shape {list(record.shape)} has other axes")
     if record.status not in {STORED, STATISTICS}:
         raise ValueError(f"status {record.status!r} is neither {STORED} nor {STATISTICS}")
     if record.status == STORED and None in {record.file, record.key, record.checksum}:
         raise ValueError("a stored tensor needs file, key and checksum")
 
 
-def is_bare(name: str) -> bool:
-    """Whether a name read from a file can only name a file in the folder itself."""
-    return name not in {"", ".", ".."} and len(name.encode()) <= _LONGEST and not set(name) & set("/\\\0")
-
-
-_MOST = 1 << 62  # values of a tensor
 _LONGEST = 240  # bytes of a file name, before its suffix
 
 
-def _size(shape: Sequence[int]) -> int:
-    return prod(max(side, 1) for side in shape)
+def is_bare(name: str) -> bool:
+    """Whether a name read from a file can only name a file in the folder itself."""
+    return name not in {"", ".", ".."} and len(name.encode()) <= _LONGEST and not set(name) & set("/\\\0")
 
 
 def make_name(

@@ -1,8 +1,9 @@
-"""Hooks on layers with a weight, attention and its kernels, and fused experts."""
+"""Hooks on layers with a weight, attention and its kernels, and fused experts; also of Megatron, found by name."""
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,13 +14,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from instruments.hooks import OwnHook, look_inside
-from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, TENSORS
-from instruments.tensor_dump.index import Placement
+from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR, TENSORS
 from instruments.tensor_dump.recorder import Call, Recorder, Watched
 from instruments.tensors import is_sharded
 from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
-
-TENSOR_PARALLEL = "tp"
 
 
 def layer_of(name: str) -> int | None:
@@ -28,86 +26,104 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+# Kind of module → tensor → its axis that counts the tokens of a sequence. Attention has (batch, heads, tokens,
+# head_dim), and (batch, tokens, heads, head_dim) as output.
+_FEATURES_LAST = {"input": -2, "output": -2}
+_HEADS = ("query", "key", "value")
+
+
 def find_known(root: nn.Module) -> Iterator[Watched]:
     """Linear layers (also of bitsandbytes and PEFT), Conv1D, convolutions, embeddings, attention, fused experts."""
-    kinds: tuple[tuple[Any, str, Any], ...] = (
-        (nn.Linear, LINEAR, _place_of_linear),
-        (conv1d_kind(), LINEAR, _place_of_whole),
-        (_ConvNd, CONVOLUTION, lambda _module, name, tensor: _without_tokens(name, tensor)),
-        (nn.Embedding | nn.EmbeddingBag, EMBEDDING, _place_of_embedding),
+    kinds: tuple[tuple[Any, str, Mapping[str, int]], ...] = (
+        (nn.Linear, LINEAR, _FEATURES_LAST),
+        (conv1d_kind(), LINEAR, _FEATURES_LAST),
+        (_ConvNd, CONVOLUTION, {}),
+        (nn.Embedding | nn.EmbeddingBag, EMBEDDING, {"input": -1, "output": -2}),
     )
     for name, module in root.named_modules():
         layer = layer_of(name)
-        for kind, layer_type, place in kinds:
+        for kind, layer_type, axes in kinds:
             if isinstance(module, kind):
-                yield Watched(name, module, layer_type, layer, hook_layer, partial(place, module))
+                yield Watched(name, module, layer_type, layer, hook_layer, axes)
         forward = getattr(type(module), "forward", None)  # a ScriptModule has none
         code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
         if code is not None and _LOOK_UP in code.co_names:
-            yield Watched(name, module, ATTENTION, layer, hook_kernel, partial(_place_of_heads, module))
+            yield Watched(name, module, ATTENTION, layer, hook_kernel, dict.fromkeys(_HEADS, 2) | {"output": 1})
         for own in fused_parameters(module):
-            yield Watched(f"{name}.{own}", module, EXPERTS, layer, hook_experts, _without_tokens, parameter=own)
+            yield Watched(f"{name}.{own}", module, EXPERTS, layer, hook_experts, {}, parameter=own)
 
 
-def place_of_weight(weight: Tensor) -> Placement:
-    """The place of this process's part of a weight, which may be sharded."""
-    offset = [0] * weight.ndim
-    if is_sharded(weight):
-        for axis, placement in enumerate(weight.placements):
-            if placement.is_shard():
-                dim: int = placement.dim  # type: ignore[attr-defined]
-                chunk = -(-weight.shape[dim] // weight.device_mesh.size(axis))
-                offset[dim] = min(weight.device_mesh.get_local_rank(axis) * chunk, weight.shape[dim])
-    return Placement(tuple(weight.shape), tuple(offset), None)
+# Package → class → kind of module. Megatron's TEColumnParallelLinear, TEDotProductAttention ... are subclasses of
+# TransformerEngine's. The input of a LayerNormLinear is that of its norm, whose output the kernel does not expose.
+_MEGATRON = "megatron.core"
+_PARALLEL = {
+    _MEGATRON: {
+        "ColumnParallelLinear": LINEAR, "RowParallelLinear": LINEAR, "VocabParallelEmbedding": EMBEDDING,
+        "DotProductAttention": ATTENTION,
+    },
+    "transformer_engine": {"Linear": LINEAR, "LayerNormLinear": NORM_LINEAR, "DotProductAttention": ATTENTION},
+}  # fmt: skip
 
 
-def _without_tokens(name: str, tensor: Tensor) -> Placement:
-    return place_of_weight(tensor) if name == "weight" else Placement.whole(tensor.shape, None)
+def find_parallel(root: nn.Module) -> Iterator[Watched]:
+    """Every module of these classes or a subclass, its layer counted over all pipeline stages."""
+    numbers: dict[str, int] = {}
+    for name, module in root.named_modules():
+        if isinstance(number := getattr(module, "layer_number", None), int):
+            numbers[name] = number - 1
+        package, layer_type = _class_of(module)
+        layer = next((numbers[one] for one in _enclosing(name) if one in numbers), layer_of(name))
+        if layer_type == ATTENTION:
+            tokens = 1 if getattr(module, "qkv_format", "sbhd") == "bshd" else 0
+            yield Watched(name, module, ATTENTION, layer, hook_attention, dict.fromkeys((*_HEADS, "output"), tokens))
+        elif layer_type == EMBEDDING:
+            yield Watched(name, module, EMBEDDING, None, hook_layer, {"input": 1, "output": 1})
+        elif layer_type:
+            hook = partial(hook_layer, given_weight=_given_weight) if package == _MEGATRON else hook_layer
+            yield Watched(name, module, layer_type, layer, hook, {"input": 0, "output": 0})
 
 
-def _place_of_whole(_module: nn.Module, name: str, tensor: Tensor) -> Placement:
-    """Inputs and outputs are whole; the axis before the features, the second-last one, counts tokens."""
-    if name == "weight":
-        return place_of_weight(tensor)
-    return Placement.whole(tensor.shape, tensor.ndim - 2 if tensor.ndim >= 2 else None)
+def _class_of(module: nn.Module) -> tuple[str, str]:
+    """Package and kind of the known class that the module is of; empty for others."""
+    for kind in type(module).__mro__:
+        for package, kinds in _PARALLEL.items():
+            if kind.__module__.startswith(f"{package}.") and kind.__name__ in kinds:
+                return package, kinds[kind.__name__]
+    return "", ""
 
 
-def _place_of_embedding(module: nn.Module, name: str, tensor: Tensor) -> Placement:
-    """Ids have no feature axis."""
-    if name == "input" and tensor.ndim:
-        return Placement.whole(tensor.shape, tensor.ndim - 1)
-    return _place_of_whole(module, name, tensor)
+def _enclosing(name: str) -> Iterator[str]:
+    """The module's name, then those of the modules around it, from the inside out."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
-def _place_of_linear(module: Any, name: str, tensor: Tensor) -> Placement:  # noqa: ANN401 - a Linear
-    """The weight may be sharded, and with it the features of the input or the output."""
-    place = _place_of_whole(module, name, tensor)
-    width, axis = (module.in_features, 1) if name == "input" else (module.out_features, 0)
-    is_split = not is_parametrized(module, "weight") and is_sharded(module.weight) and tensor.shape[-1] != width
-    if name == "weight" or not is_split:
-        return place
-    begin = place_of_weight(module.weight).offset[axis]
-    return Placement((*tensor.shape[:-1], width), (*place.offset[:-1], begin), place.token_axis)
+def _given_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return args[1] if len(args) > 1 else kwargs.get("weight")
 
 
-def _place_of_heads(module: nn.Module, name: str, tensor: Tensor) -> Placement:
-    """Part of (batch, heads, tokens, head_dim); of the output (batch, tokens, heads, head_dim)."""
-    axis, config = 2 if name == "output" else 1, getattr(module, "config", None)
-    heads = getattr(config, "num_attention_heads" if name in {"query", "output"} else "num_key_value_heads", None)
-    rank_and_size = find_mesh_coordinates(module).get(TENSOR_PARALLEL)
-    if rank_and_size is None or heads is None or tensor.shape[axis] == heads:
-        return Placement.whole(tensor.shape, 3 - axis)
-    return Placement.of_axis(tensor.shape, axis, *rank_and_size, 3 - axis)
+# Coordinate → group name in the functions of Megatron's parallel_state.
+_COORDINATES = {
+    "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "cp": "context_parallel", "dp": "data_parallel",
+    "ep": "expert_model_parallel",
+}  # fmt: skip
 
 
-def find_mesh_coordinates(root: nn.Module) -> dict[str, tuple[int, int]]:
-    """Coordinate of this process and size of every mesh axis over which weights are sharded; {} if none are."""
+def find_coordinates(root: nn.Module) -> dict[str, tuple[int, int]]:
+    """Coordinate of this process and size of every group of Megatron, or else of the mesh that shards weights."""
+    ask: Any = sys.modules.get("megatron.core.parallel_state")
+    if ask is not None and ask.model_parallel_is_initialized():
+        return {
+            name: (getattr(ask, f"get_{group}_rank")(), getattr(ask, f"get_{group}_world_size")())
+            for name, group in _COORDINATES.items()
+        }
     return {
         name: (mesh.get_local_rank(axis), mesh.size(axis))
         for weight in root.parameters()
         if is_sharded(weight)
         for mesh in [weight.device_mesh]
-        for axis, name in enumerate(mesh.mesh_dim_names or (TENSOR_PARALLEL,))
+        for axis, name in enumerate(mesh.mesh_dim_names or ("tp",))
     }
 
 
@@ -177,7 +193,6 @@ def _hook_calls(
 
 
 Kernel = Callable[..., Any]
-_HEADS = ("query", "key", "value")
 _LOOK_UP = "get_interface"
 
 _watchers: dict[nn.Module, tuple[Watched, Recorder]] = {}

@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
 from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump.config import BACKWARD, FORWARD, TENSORS, DumpConfig
-from instruments.tensor_dump.index import STATISTICS, STORED, Placement, Source, TensorRecord, now
+from instruments.tensor_dump.index import STATISTICS, STORED, Source, TensorRecord, make_name, now
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import Capture, DumpWriter, Held, copy_to_host
 from instruments.tensors import is_sharded
@@ -33,7 +33,7 @@ class Watched:
     layer: int | None  # of the decoder, from 0
     # Installs the hooks; leaving the returned contexts removes them.
     hook: "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"
-    place: Callable[[str, Tensor], Placement]  # name of a tensor (not of its gradient), and the tensor or its gradient
+    token_axes: Mapping[str, int]  # tensor → its axis that counts the tokens of a sequence
     parameter: str = ""  # name within the module, where that holds several layers
 
     def expected(self, config: DumpConfig) -> list[str]:
@@ -135,17 +135,6 @@ def rank_and_world() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def keep_tokens(tensor: Tensor, place: Placement, most: int | None) -> tuple[Tensor, Placement]:
-    """The first `most` positions of every sequence (None: all), and their place among those of all processes."""
-    axis = place.token_axis
-    if axis is None or most is None:
-        return tensor, place
-    shape, offset = list(place.global_shape), list(place.offset)
-    kept = tensor.narrow(axis, 0, min(max(most - offset[axis], 0), tensor.shape[axis]))
-    shape[axis], offset[axis] = min(shape[axis], most), min(offset[axis], most)
-    return kept, replace(place, global_shape=tuple(shape), offset=tuple(offset))
-
-
 class Recorder:
     """Turns tensors from hooks into captures. Hooks may run in several threads of the autograd engine."""
 
@@ -212,15 +201,14 @@ class Recorder:
             call.step, call.microbatch, call.number, call.evaluation, direction, watched.name, watched.layer,
             watched.layer_type, tensor_name,
         )  # fmt: skip
-        place = watched.place(tensor_name.removeprefix("grad_"), tensor)
         if is_sharded(tensor):
             tensor = tensor.to_local()
         with self._lock, torch.no_grad():
-            kept, placement = keep_tokens(tensor.detach(), place, self._config.max_tokens)
-            held = self._recall(tensor, placement) or self._hold(kept)
+            kept = self._keep_tokens(tensor.detach(), watched.token_axes.get(tensor_name.removeprefix("grad_")))
+            held = self._recall(tensor, kept.shape) or self._hold(kept)
             if (version := _version(tensor)) is not None:
-                self._seen[id(tensor)] = TensorWeakRef(tensor), version, placement, held
-            captured = self._describe(source, tensor, kept, placement, held.status), held
+                self._seen[id(tensor)] = TensorWeakRef(tensor), version, kept.shape, held
+            captured = self._describe(source, tensor, kept, held.status), held
             if self._config.last_steps is None:
                 self._writer.put(captured)
             else:
@@ -279,8 +267,8 @@ class Recorder:
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
         self._calls = CallOrder(number)
         self._reached: dict[Watched, Call] = {}  # module → last call reached by the backward pass
-        # id → tensor captured in this step (weak reference), its version, placement and content.
-        self._seen: dict[int, tuple[TensorWeakRef, int, Placement, Held]] = {}
+        # id → tensor captured in this step (weak reference), its version, the shape that was kept, and the content.
+        self._seen: dict[int, tuple[TensorWeakRef, int, torch.Size, Held]] = {}
 
     def _on_weight_gradient(self, watched: Watched, gradient: Tensor) -> None:
         """Autograd has summed the gradients of all uses; recorded under the call reached last by the backward pass."""
@@ -288,28 +276,34 @@ class Recorder:
         if call is not None and call.step == self._step:
             self.take(call, "grad_weight", gradient.to_dense() if gradient.is_sparse else gradient, BACKWARD)
 
-    def _recall(self, tensor: Tensor, placement: Placement) -> Held | None:
+    def _keep_tokens(self, tensor: Tensor, axis: int | None) -> Tensor:
+        """The first positions, at most `max_tokens`."""
+        most = self._config.max_tokens
+        if most is None or axis is None or not -tensor.ndim <= axis < tensor.ndim:
+            return tensor
+        return tensor.narrow(axis, 0, min(most, tensor.shape[axis]))
+
+    def _recall(self, tensor: Tensor, shape: torch.Size) -> Held | None:
         """The content captured of the same tensor, if it has not changed since."""
         if id(tensor) not in self._seen:
             return None
-        seen, version, place, held = self._seen[id(tensor)]
-        return held if seen() is tensor and version == _version(tensor) and place == placement else None
+        seen, version, kept, held = self._seen[id(tensor)]
+        return held if seen() is tensor and version == _version(tensor) and kept == shape else None
 
-    def _describe(
-        self, source: Source, tensor: Tensor, kept: Tensor, placement: Placement, status: str
-    ) -> TensorRecord:
+    def _describe(self, source: Source, tensor: Tensor, kept: Tensor, status: str) -> TensorRecord:
         """The record, without the fields that the writer computes from the content."""
         info, timestamp, quant_type = self._rank_info, now(), quant_type_of(tensor)
         counter = self._captured * info.world + info.rank
         self._captured += 1
-        record = TensorRecord(
-            name="", counter=counter, timestamp=timestamp,
-            rank=info.rank, source=source, parallel=info.parallel, placement=placement, shape=tuple(kept.shape),
-            dtype=dtype_name(tensor.dtype), device=str(tensor.device), requires_grad=tensor.requires_grad,
-            quant_type=quant_type, label=self._config.quant_type, autocast=autocast_type_of(tensor),
-            status=status, metadata=self._metadata,
+        name = make_name(
+            timestamp, counter, source.layer_type, source.layer, source.direction, quant_type, source.tensor
+        )
+        return TensorRecord(
+            name=name, counter=counter, timestamp=timestamp, rank=info.rank, source=source, parallel=info.parallel,
+            shape=tuple(kept.shape), dtype=dtype_name(tensor.dtype), device=str(tensor.device),
+            requires_grad=tensor.requires_grad, quant_type=quant_type, label=self._config.quant_type,
+            autocast=autocast_type_of(tensor), status=status, metadata=self._metadata,
         )  # fmt: skip
-        return replace(record, name=record.name_as(quant_type))
 
     def _hold(self, kept: Tensor) -> Held:
         """Copy the tensor; or compute its statistics, if only they are wanted or it exceeds the memory."""

@@ -1,4 +1,4 @@
-"""Copies of tensors rounded to number formats under study: HiFloat8, the OCP Microscaling formats, bf16 and fp16."""
+"""Round tensors to number formats under study: HiFloat8, the OCP Microscaling formats, bf16 and fp16."""
 
 import math
 from collections.abc import Callable
@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
-
-from instruments.precision.comparison import measure_distance
-from instruments.tensor_dump.index import RoundingError
 
 LEAST, GREATEST = -22, 15
 LARGEST = 2.0**GREATEST  # the next code, 1.5·2^15, is infinity
@@ -104,14 +101,9 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @torch.no_grad()
-def round_into(values: Float[Tensor, "..."], quant_type: str) -> tuple[Float[Tensor, "..."], RoundingError]:
-    """Round to a number format; returns the values, float32 where torch lacks the format, and the error.
+def round_into(values: Float[Tensor, "*axes K"], quant_type: str) -> Float[Tensor, "*axes K"]:
+    """Round to a number format: hifp8, mxfp8, mxfp4, bf16 or fp16; float32 where torch lacks the format.
 
-    The error is that of the finite values, infinite if one of them overflows. Blocks follow the last axis; a scalar has
-    none.
+    Blocks follow the last axis.
     """
-    rounded = _ROUNDINGS[quant_type](values)
-    distance = measure_distance(values, rounded)
-    relative, largest = (math.inf, math.inf) if distance.nonfinite else (distance.normalised_l2, distance.max_abs)
-    decibels = distance.sqnr_db if 0 < relative < math.inf else None
-    return rounded.contiguous(), RoundingError(relative, decibels, largest)
+    return _ROUNDINGS[quant_type](values).contiguous()

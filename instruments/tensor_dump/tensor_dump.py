@@ -23,8 +23,7 @@ from instruments.errors import ConfigError
 from instruments.hooks import WRAPPERS, OwnHook, plain_name
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
-from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
-from instruments.tensor_dump.parallel_modules import find_coordinates, find_parallel
+from instruments.tensor_dump.modules import find_coordinates, find_known, find_parallel
 from instruments.tensor_dump.recorder import RankInfo, Recorder, Watched, rank_and_world
 from instruments.tensor_dump.writer import DumpWriter
 
@@ -72,7 +71,7 @@ def unseen_weights(root: nn.Module, found: Sequence[Watched]) -> Iterator[str]:
 
 def find_rank_info(root: nn.Module) -> RankInfo:
     """Rank and world size in torch.distributed, and coordinates in the parallel groups."""
-    return RankInfo(*rank_and_world(), find_coordinates() or find_mesh_coordinates(root))
+    return RankInfo(*rank_and_world(), find_coordinates(root))
 
 
 def refuse_compiled(model: nn.Module) -> None:

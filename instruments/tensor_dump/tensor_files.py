@@ -32,22 +32,19 @@ _SAVED = count()
 def export_pt(reader: DumpReader, folder: Path) -> int:
     """Write one file per stored tensor; returns the number of files.
 
-    The number format in a file name is the dump's label (CUSTOM_QUANT_TYPE). Without a label, or if rounded copies are
-    exported too, it is the real format.
+    The number format in a file name is the dump's label (CUSTOM_QUANT_TYPE), or without one the real format.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored = [record for record in reader.records if record.status == STORED]
     if len({record.name for record in stored}) < len(stored):
         raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
-    has_copies = any(record.rounded_from for record in stored)
     for record in tqdm(stored, desc="export", unit="tensor", disable=None):
         source = record.source
-        label = record.quant_type if has_copies or record.label is None else record.label
-        named = (source.layer_type, source.layer, source.direction, label, source.tensor)
+        named = (source.layer_type, source.layer, source.direction, record.label or record.quant_type, source.tensor)
         info = {"device": record.device, "requires_grad": record.requires_grad, "is_leaf": None}
         more = {
             **vars(source), "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
-            "rounding": record.rounding and vars(record.rounding), **record.metadata,
+            **record.metadata,
         }  # fmt: skip
         time, tensor = _read_time(record.timestamp), reader.load(record)
         _write(folder, time, record.counter, named, tensor, record.statistics, info, more)

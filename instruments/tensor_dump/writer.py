@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from instruments.dtypes import dtype_name
 from instruments.errors import ContractError, UserError
 from instruments.files import sync, whole_file
 from instruments.safetensors_files import checksum_of
@@ -54,14 +53,13 @@ class HostMemory:
 
 @dataclass(eq=False)
 class Held:
-    """Content copied or measured once and shared by its records; the writer fills in `found` and `rounded`."""
+    """Content copied or measured once and shared by its records; the writer fills in `found`."""
 
     status: str
     data: Tensor | None = None  # on the CPU; with status statistics the moments, unless `found` has them
     reserved: int = 0  # bytes of the host memory
     wait: Callable[[], None] | None = None  # call before reading `data`; None where the copy is complete
     found: dict[str, Any] = field(default_factory=dict)  # statistics, file, key, checksum for its records
-    rounded: dict[str, Any] = field(default_factory=dict)  # record fields of a rounded copy, if there is one
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
@@ -193,27 +191,15 @@ class DumpWriter:
             if held.wait is not None:
                 held.wait()
             if held.status == STORED:
-                self._keep(record, held, data)
+                held.found = self._place(record.name, data)
             else:
                 held.found = {"statistics": read_moments(data, prod(record.shape))}
         record = replace(record, **held.found)
         self.manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
-        if held.rounded:
-            name = record.name_as(held.rounded["quant_type"])
-            self._rows.append(replace(record, name=name, rounded_from=record.name, **held.rounded))
-
-    def _keep(self, record: TensorRecord, held: Held, data: Tensor) -> None:
-        """Compute statistics and add the tensor to the file, with a rounded copy if configured."""
-        held.found, wanted = self._place(record.name, data), self._config.quant_type
-        if self._config.fake_quant and wanted not in {None, record.quant_type} and data.is_floating_point():
-            from instruments.tensor_dump.rounding import round_into  # noqa: PLC0415 - needs jaxtyping
-
-            rounded, error = round_into(data, str(wanted))
-            facts = {"dtype": dtype_name(rounded.dtype), "quant_type": str(wanted), "rounding": error}
-            held.rounded = facts | self._place(f"{record.name}.{wanted}", rounded)
 
     def _place(self, key: str, tensor: Tensor) -> dict[str, Any]:
+        """Add a tensor to the file; returns the fields of its record."""
         self._tensors[key] = tensor
         self._bytes += tensor.nbytes
         return {

@@ -39,7 +39,6 @@ OTHERS = {
     "heal": ("stage=train", "train=heal", *FEW, *TRAIN),
     "dump": ("stage=dump",),
     "statistics": ("stage=dump", "dump=statistics"),
-    "rounded": ("stage=dump", "dump.quant_type=mxfp4", "dump.fake_quant=true"),
     "auto_diff": (DIAGNOSE, "check=auto_diff"),
     "cast": (DIAGNOSE, "check=auto_diff", "diagnose.auto_diff.mode=cast"),
     "watch": (DIAGNOSE, "check=watch"),

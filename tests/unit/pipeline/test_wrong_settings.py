@@ -35,7 +35,7 @@ WRONG = [
     *("assemble.router_steps=1000001", "project.rounds=1001", "project.router_tokens=1000000000001"),
     *("top_k=2.5", "experts=many", "scan.gradients=perhaps", "diagnose.checkpoint=/nowhere", "cluster.map_layers=[99]"),
     *("dump.enabled=false", "dump.folder=/usr", "dump.gradients=false dump.tensors=[grad_output]"),
-    *("dump.fake_quant=true", "dump.fake_quant=true dump.quant_type=mxfp8 dump.keep=statistics", "dump.quant_type=mx"),
+    "dump.quant_type=mx",
     "stage=train assemble.mode=parity assemble.parity_logit_std=0",
     *("model.path=/x", "model=qwen2_5_0_5b model.path='/my model'", "model.revision=v2"),
     *("train.router_share=0.9", "train.language_model=0", "train.batch=5"),

@@ -18,8 +18,6 @@ from instruments.tensor_dump.tensor_dump import TensorDump
         ({}, {"TENSOR_SAVE_ENABLED": "maybe"}, "TENSOR_SAVE_ENABLED"),
         ({"keep": "everything"}, {}, "keep"),
         ({"every_steps": 0}, {}, "every_steps"),
-        ({"fake_quant": True}, {}, "quant_type and fake_quant"),
-        ({"fake_quant": True, "quant_type": "mxfp8", "keep": "statistics"}, {}, "keep and fake_quant"),
     ],
 )
 def test_settings_without_meaning_are_errors(tmp_path, settings, environment, setting):

@@ -1,4 +1,4 @@
-"""Modules called several times, in layers that are recomputed (activation checkpointing); the first tokens."""
+"""Modules called several times, in layers that are recomputed (activation checkpointing)."""
 
 import pytest
 import torch
@@ -6,9 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import Placement
 from instruments.tensor_dump.reader import DumpReader
-from instruments.tensor_dump.recorder import keep_tokens
 from instruments.tensor_dump.tensor_dump import TensorDump
 
 T, D = 7, 6
@@ -79,28 +77,3 @@ def test_every_gradient_belongs_to_the_call_that_it_is_of(tmp_path, run, reentra
     assert max(call for _, call, _, _ in plain) > 0
     for key, tensor in again.items():
         assert torch.equal(tensor, plain[key]), key
-
-
-B, W = 2, 12
-
-
-@pytest.mark.parametrize("most", [None, 1, 5, 12, 99])
-def test_the_first_tokens_of_the_whole_and_of_parts(most):
-    tensor = torch.randn(B, W, D)
-    expected = tensor[:, :most]
-    kept, place = keep_tokens(tensor, Placement.whole(tensor.shape, 1), most)
-    assert torch.equal(kept, expected)
-    assert place.global_shape == expected.shape
-    assert keep_tokens(tensor, Placement.whole(tensor.shape, None), most)[0] is tensor  # a weight
-    joined = torch.full(expected.shape, torch.nan)
-    for index, part in enumerate(tensor.chunk(3, dim=1)):
-        mine, where = keep_tokens(part, Placement.of_axis(part.shape, 1, index, 3, 1), most)
-        assert where.global_shape == expected.shape
-        joined[:, where.offset[1] : where.offset[1] + mine.shape[1]] = mine
-    assert torch.equal(joined, expected)
-
-
-def test_parts_made_of_pieces():
-    """Gate and up are concatenated, and each process holds a slice of both."""
-    place = Placement.of_axis((6, D), 0, index=1, parts=2, token_axis=None, pieces=2)
-    assert (place.global_shape, place.offset, place.pieces) == ((12, D), (3, 0), (0, 2))

@@ -1,4 +1,4 @@
-"""Formats against their definitions: the OCP Microscaling tables, the 256 codes of HiFloat8; and errors of copies."""
+"""Formats against their definitions: the OCP Microscaling tables, the 256 codes of HiFloat8."""
 
 import itertools
 import math
@@ -80,7 +80,7 @@ def test_a_value_that_is_not_finite_takes_its_block_with_it():
 
 def test_zeros_and_the_smallest_numbers():
     for quant_type in QUANT_TYPES:
-        assert round_into(torch.zeros(3, 5), quant_type)[1].relative_l2 == 0
+        assert torch.equal(round_into(torch.zeros(3, 5), quant_type).float(), torch.zeros(3, 5))
     tiny = torch.full((1, BLOCK), 2.0**-149)  # below the smallest scale times the smallest element
     assert torch.equal(round_to_blocks(tiny, E4M3), torch.zeros(1, BLOCK))
     assert SCALE_MIN == -127
@@ -135,19 +135,7 @@ def test_hifloat8_beyond_its_range():
     assert round_to_hifloat8(torch.tensor([math.nan])).isnan().all()
 
 
-@pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_the_error_is_that_of_the_returned_tensor(quant_type):
-    values = torch.randn(7, 70, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
-    rounded, error = round_into(values, quant_type)
-    gap = (rounded.double() - values.double()).norm() / values.double().norm()
-    assert error.relative_l2 == pytest.approx(float(gap))
-    assert error.max_abs == float((rounded.double() - values.double()).abs().max())
-    if quant_type == "bf16":
-        assert (error.relative_l2, error.sqnr_db) == (0, None)
-    else:
-        assert error.sqnr_db == pytest.approx(-20 * math.log10(error.relative_l2)) if error.relative_l2 else True
-
-
-def test_a_value_that_overflows_is_an_infinite_error():
-    error = round_into(torch.tensor([1.0, 1e6, math.nan]), "fp16")[1]
-    assert (error.relative_l2, error.sqnr_db, error.max_abs) == (math.inf, None, math.inf)
+def test_formats_that_torch_has():
+    values = torch.randn(7, 70, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_into(values, "bf16"), values.bfloat16())
+    assert torch.equal(round_into(values, "fp16"), values.half())
