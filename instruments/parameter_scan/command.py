@@ -1,9 +1,9 @@
 """`python -m pipeline mscan FILE`: show an .mscan file as a table, a Parquet file or a picture."""
 
 import argparse
+import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
-from instruments.parameter_scan.file_format import VERSION, Rows
-from instruments.parameter_scan.parameters import locate, module_of
+from instruments.files import whole_file
+from instruments.parameter_scan.file_format import VERSION, ParameterTable, Rows
 from instruments.parameter_scan.reader import Mscan, read_mscan
 
 if TYPE_CHECKING:
@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
 
 
-def summarise(scan: Mscan, only: Rows | None = None) -> str:
-    """Facts of the file, and value ranges per kind of module, over all sequences or for one."""
+def locate(name: str) -> tuple[int | None, str]:
+    """Layer and module of a weight: model.layers.3.mlp.up_proj.weight is (3, model.layers.*.mlp.up_proj)."""
+    module = name.removesuffix(".weight")
+    if (numbered := re.search(r"\.(\d+)\.", module)) is None:
+        return None, module
+    return int(numbered[1]), f"{module[: numbered.start()]}.*.{module[numbered.end() :]}"
+
+
+def summarise(scan: Mscan) -> str:
+    """Facts of the file, and value ranges per kind of module."""
     header = scan.header
     tokens = sum(one.tokens for one in scan.sequences)
     encoding = {"f32": "f32, lossless", "log16": "log16, 16 bits on each column's own logarithmic scale"}
@@ -41,19 +49,16 @@ def summarise(scan: Mscan, only: Rows | None = None) -> str:
     facts += [(str(key), str(value)) for key, value in header.metadata.items()]
     if scan.torn:
         facts.append(("torn tail", f"{scan.torn:,} bytes that a killed writer had not sealed; not read"))
-    if only is not None:
-        one = only.sequences[0]
-        facts.append(("sequence", f"number {one.number}, {one.name}, {one.tokens:,} tokens {one.source}".rstrip()))
-    table = tabulate([*_module_rows(scan, only)], COLUMNS, tablefmt="simple", disable_numparse=True)
+    table = tabulate([*_module_rows(scan)], COLUMNS, tablefmt="simple", disable_numparse=True)
     return f"{tabulate(facts, tablefmt='plain', disable_numparse=True)}\n\n{table}\n"
 
 
-def _module_rows(scan: Mscan, only: Rows | None) -> Iterator[tuple[str, ...]]:
+def _module_rows(scan: Mscan) -> Iterator[tuple[str, ...]]:
     entries = scan.parameters.entries
     modules: dict[str, list[int]] = {}
     for column, entry in enumerate(entries):
         modules.setdefault(locate(entry.name)[1], []).append(column)
-    activation, gradient = _norms(scan, only)
+    activation, gradient = scan.activation(), scan.gradient()
     bound = np.maximum(scan.error_bound("activation"), scan.error_bound("gradient"))
     for module, columns in modules.items():
         values = activation[:, columns], gradient[:, columns]
@@ -64,13 +69,6 @@ def _module_rows(scan: Mscan, only: Rows | None) -> Iterator[tuple[str, ...]]:
             module, f"{len(columns)}", f"{inputs:,}", f"{outputs:,}", _range(values[0]), _range(values[1]),
             f"{share:.0%}" if share in {0, 1} else f"{share:.2%}", f"{bound[columns].max():.1e}",
         )  # fmt: skip
-
-
-def _norms(scan: Mscan, only: Rows | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(S, P) activation and gradient of all sequences, or of one."""
-    if only is None:
-        return scan.activation(), scan.gradient()
-    return only.arrays["activation"], only.arrays["gradient"]
 
 
 def _range(values: NDArray[np.float32]) -> str:
@@ -85,7 +83,7 @@ class Grid:
     """One value per layer and module, NaN where a layer lacks the module; and values of weights outside the layers."""
 
     layers: tuple[int, ...]
-    modules: tuple[str, ...]  # within a layer: self_attn.q_proj
+    modules: tuple[str, ...]  # of `locate`
     values_LM: NDArray[np.float64]
     outside: dict[str, float]  # embed_tokens, lm_head
 
@@ -105,24 +103,15 @@ def delta_sc(
     return np.where(measured_P > 0, total_P / np.maximum(measured_P, 1), np.nan)
 
 
-def grid_by_layer(names: Iterable[str], values_P: Float[np.ndarray, "P"]) -> Grid:
-    """Arrange values of parameters by layer and module, modules in the order of first appearance.
-
-    Modules of two stacks of layers that would have one name (encoder and decoder) have their full names.
-    """
-    names = list(names)
-    times = Counter(map(locate, names))
-    shared = {module for (_layer, module), count in times.items() if count > 1}
-    placed = []
-    for name, value in zip(names, values_P, strict=True):
-        layer, module = locate(name)
-        placed.append((layer, module_of(name) if module in shared else module, float(value)))
-    layers = sorted({layer for layer, _, _ in placed if layer is not None})
-    modules = list(dict.fromkeys(module for layer, module, _ in placed if layer is not None))
+def grid_by_layer(names: Sequence[str], values_P: Float[np.ndarray, "P"]) -> Grid:
+    """Arrange values of parameters by layer and module, modules in the order of first appearance."""
+    placed = [locate(name) for name in names]
+    layers = sorted({layer for layer, _module in placed if layer is not None})
+    modules = list(dict.fromkeys(module for layer, module in placed if layer is not None))
     outside, values_LM = {}, np.full((len(layers), len(modules)), np.nan)
-    for layer, module, value in placed:
+    for (layer, module), value in zip(placed, values_P, strict=True):
         if layer is None:
-            outside[module] = value
+            outside[module] = float(value)
         else:
             values_LM[layers.index(layer), modules.index(module)] = value
     return Grid(tuple(layers), tuple(modules), values_LM, outside)
@@ -161,19 +150,22 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     limit = float(np.quantile(known, 0.98) if len(known) else 0) or 1.0  # the most extreme 2 % are clipped
     scale = Normalize(-limit, limit)
     if rows:
-        # q_proj for self_attn.q_proj, unless two modules would get the same name.
-        last = [module.rpartition(".")[2] for module in grid.modules]
-        names = [name if last.count(name) == 1 else full for name, full in zip(last, grid.modules, strict=True)]
-        _draw_cells(panels[0], grid.values_LM, names, scale)
+        _draw_cells(panels[0], grid.values_LM, _shorten(grid.modules), scale)
         panels[0].set_ylabel("layer")
         panels[0].set_yticks(range(rows), [str(layer) for layer in grid.layers])
         panels[0].tick_params(axis="x", rotation=30)
     if grid.outside:
-        _draw_cells(panels[-1], np.array([[*grid.outside.values()]]), [*grid.outside], scale)
+        _draw_cells(panels[-1], np.array([[*grid.outside.values()]]), _shorten([*grid.outside]), scale)
         panels[-1].set_yticks([])
     bar = figure.colorbar(ScalarMappable(scale, COLOURS), ax=panels, extend="both", shrink=0.9)
     bar.set_label("z(activation) − z(gradient)")
     figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _shorten(modules: Sequence[str]) -> list[str]:
+    """q_proj for model.layers.*.self_attn.q_proj, unless two modules would get the same name."""
+    last = [module.rpartition(".")[2] for module in modules]
+    return [name if last.count(name) == 1 else full for name, full in zip(last, modules, strict=True)]
 
 
 def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], scale: "Normalize") -> None:
@@ -189,22 +181,84 @@ def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], 
             panel.text(column, row, f"{value:z.2f}", ha="center", va="center", fontsize=8, color=ink)
 
 
+Part = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
+
+
+def long_parts(table: ParameterTable, rows: Rows) -> Iterator[tuple[str, Part]]:
+    """One sequence's norms by kind: columns of parameters, blocks, tokens (-1: none), and flat activation and gradient.
+
+    Kinds: total, input, output and, if recorded, token: all parameters of the first token, then of the second ...
+    """
+    everyone, arrays = np.arange(len(table.entries), dtype=np.int32), rows.arrays
+    counts = {
+        "input": ([entry.in_blocks for entry in table.entries], "in_activation", "in_gradient"),
+        "output": ([entry.out_blocks for entry in table.entries], None, "out_gradient"),
+    }
+    none = np.full_like(everyone, -1)
+    yield "total", (everyone, none, none, arrays["activation"][0], arrays["gradient"][0])
+    for kind, (blocks, activation, gradient) in counts.items():
+        block = np.concatenate([none[:0], *(np.arange(count, dtype=np.int32) for count in blocks)])
+        found = arrays[gradient][0]
+        seen = arrays[activation][0] if activation else np.full_like(found, np.nan)
+        yield kind, (np.repeat(everyone, blocks), block, np.full_like(block, -1), seen, found)
+    if "token_activation" in arrays:
+        seen, found = arrays["token_activation"], arrays["token_gradient"]
+        token = np.repeat(np.arange(len(seen), dtype=np.int32), len(everyone))
+        yield "token", (np.tile(everyone, len(seen)), np.full_like(token, -1), token, seen.ravel(), found.ravel())
+
+
+def export_parquet(scan: Mscan, out: Path) -> int:
+    """Write one long Parquet table and return the number of rows. Raises ConfigError: pyarrow is not installed.
+
+    Columns: sequence (number), name, layer (null outside the layers), module, parameter, table (the kind in
+    `long_parts`), block (null in total and token), token (position among the sequence's tokens; null elsewhere),
+    activation (null in output), gradient. Values that were not measured are null.
+    """
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - an optional extra
+        from pyarrow.parquet import ParquetWriter  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        do = "pip install -e '.[parquet]'"
+        raise ConfigError("--parquet needs pyarrow, which is not installed", where="command line", do=do) from error
+    text = pa.dictionary(pa.int32(), pa.string())
+    schema = pa.schema(
+        {
+            "sequence": pa.int64(), "name": text, "layer": pa.int32(), "module": text, "parameter": text, "table": text,
+            "block": pa.int32(), "token": pa.int32(), "activation": pa.float32(), "gradient": pa.float32(),
+        }
+    )  # fmt: skip
+    layers, modules = zip(*map(locate, scan.parameters.names), strict=True)
+    of_parameters = pa.array(layers, pa.int32()), pa.array(modules, text), pa.array(scan.parameters.names, text)
+    written = 0
+    with whole_file(out) as unfinished, ParquetWriter(unfinished, schema) as writer:
+        for rows in (segment.rows(at, at + 1) for segment in scan.segments for at in range(len(segment.sequences))):
+            (sequence,) = rows.sequences
+            for kind, (parameter, block, token, activation, gradient) in long_parts(scan.parameters, rows):
+                zeros = np.zeros_like(parameter)
+                columns = [
+                    np.full(len(parameter), sequence.number, np.int64),
+                    pa.DictionaryArray.from_arrays(zeros, [sequence.name]),
+                    *(column.take(pa.array(parameter)) for column in of_parameters),
+                    pa.DictionaryArray.from_arrays(zeros, [kind]),
+                    *(pa.array(places, mask=places < 0) for places in (block, token)),
+                    *(pa.array(norms, from_pandas=True) for norms in (activation, gradient)),  # NaN is null
+                ]
+                writer.write_table(pa.table(columns, schema=schema))
+                written += len(parameter)
+    return written
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
     0 done, 1 a file cannot be read or written, or was not closed, 2 the command line is wrong, 130 interrupted.
     """
-    wanted = _parser().parse_args(words)
-    return exit_code(lambda: _run(wanted))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipeline mscan", description="Look into an .mscan file.")
     parser.add_argument("file", type=Path, help="the file")
     parser.add_argument("--parquet", type=Path, metavar="OUT", help="write all norms as a long table")
     parser.add_argument("--delta-sc", type=Path, metavar="OUT", help="draw z(activation) - z(gradient) as a PNG")
-    parser.add_argument("--sequence", metavar="NAME|NUMBER", help="only this sequence")
-    return parser
+    wanted = parser.parse_args(words)
+    return exit_code(lambda: _run(wanted))
 
 
 def _run(wanted: argparse.Namespace) -> None:
@@ -213,12 +267,13 @@ def _run(wanted: argparse.Namespace) -> None:
         if out.exists() and wanted.file.exists() and out.samefile(wanted.file):
             raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
     scan = read_mscan(wanted.file)
-    only = None if wanted.sequence is None else _select(scan, wanted.sequence)
-    say(summarise(scan, only))
+    say(summarise(scan))
     if wanted.parquet:
-        sys.stdout.write(f"\n{wanted.parquet}: {_export(scan, only, wanted.parquet):,} rows\n")
+        sys.stdout.write(f"\n{wanted.parquet}: {export_parquet(scan, wanted.parquet):,} rows\n")
     if wanted.delta_sc:
-        _draw(scan, only, wanted.delta_sc)
+        grid = grid_by_layer(scan.parameters.names, delta_sc(scan.activation(), scan.gradient()))
+        title = f"ΔSC of {scan.header.model}\nmean of {len(scan.sequences)} sequences"
+        draw_delta_sc(grid, wanted.delta_sc, title=title)
         sys.stdout.write(f"\n{wanted.delta_sc}\n")
     sys.stdout.flush()
     if not scan.closed:
@@ -227,27 +282,3 @@ def _run(wanted: argparse.Namespace) -> None:
             where=f"{scan.path}, after {len(scan.sequences):,} sequences; {scan.torn:,} unusable bytes follow",
             do="wait for the writer, copy the file again, or go on scanning into it",
         )
-
-
-def _select(scan: Mscan, wanted: str) -> Rows:
-    """The sequence with that name, or else with that number."""
-    named = any(sequence.name == wanted for sequence in scan.sequences)
-    is_number = not named and wanted.isascii() and wanted.isdecimal() and len(wanted) < 19
-    return scan.select(int(wanted) if is_number else wanted)
-
-
-def _export(scan: Mscan, only: Rows | None, out: Path) -> int:
-    try:
-        from instruments.parameter_scan.parquet import export_parquet  # noqa: PLC0415 - an optional extra
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "--parquet needs pyarrow, which is not installed", where="command line", do="pip install -e '.[parquet]'"
-        ) from error
-    return export_parquet(scan, out, only)
-
-
-def _draw(scan: Mscan, only: Rows | None, out: Path) -> None:
-    activation, gradient = _norms(scan, only)
-    what = f"mean of {len(activation)} sequences" if only is None else only.sequences[0].name
-    grid = grid_by_layer(scan.parameters.names, delta_sc(activation, gradient))
-    draw_delta_sc(grid, out, title=f"ΔSC of {scan.header.model}\n{what}")

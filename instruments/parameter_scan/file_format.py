@@ -1,4 +1,4 @@
-"""The bytes of an .mscan file (SPECIFICATION.md): its header, and segments of sequences with their norms."""
+"""The bytes of an .mscan file (SPECIFICATION.md): header with the parameter table, and segments of sequences."""
 
 import json
 import struct
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,10 +14,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from instruments.errors import ContractError
+from instruments.errors import ContractError, some
 from instruments.files import check_fields, is_anything, is_count, is_flag, is_text, kinds_of, list_of, object_of
 from instruments.parameter_scan.log16 import encode_log16
-from instruments.parameter_scan.parameters import ParameterTable, WatchedParameter
 
 MAGIC, VERSION = b"MSCAN", 3
 ENCODINGS = ("f32", "log16")
@@ -32,6 +32,85 @@ _CONTENT = {
     "model": is_text, "created": is_text, "block_width": is_count, "encoding": is_text, "per_token": is_flag,
     "metadata": object_of(is_anything), "parameters": list_of(is_anything),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WatchedParameter:
+    """One watched weight, (out_features, in_features), and its blocks.
+
+    Input block i holds columns i·width to (i+1)·width of the weight, output block o the same rows; the last may be
+    narrower. Where the outputs of an attention layer are heads (or the inputs, for its output projection), a block is a
+    head. An embedding (V, D) has no input blocks, because rows are looked up, and its output blocks are blocks of D.
+    For a Conv1D, whose weight is stored as (in_features, out_features), columns and rows are exchanged.
+    """
+
+    name: str  # model.layers.0.self_attn.q_proj.weight; of a fused expert: ...mlp.experts.3.gate_up_proj
+    kind: str  # linear or embedding
+    in_features: int
+    out_features: int
+    block_width: int
+    in_head: int | None = None  # width of a head if inputs are heads
+    out_head: int | None = None
+
+    @property
+    def in_width(self) -> int:
+        """Columns of an input block."""
+        return self.in_head or self.block_width
+
+    @property
+    def out_width(self) -> int:
+        """Rows of an output block."""
+        return self.out_head or self.block_width
+
+    @property
+    def in_blocks(self) -> int:
+        """Number of input blocks."""
+        return 0 if self.kind == "embedding" else ceil(self.in_features / self.in_width)
+
+    @property
+    def out_blocks(self) -> int:
+        """Number of output blocks."""
+        return ceil(self.out_features / self.out_width)
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """P weights in column order; I input blocks and O output blocks, concatenated over the weights."""
+
+    entries: tuple[WatchedParameter, ...]
+    block_width: int
+
+    @property
+    def names(self) -> list[str]:
+        """Names in column order."""
+        return [entry.name for entry in self.entries]
+
+    @cached_property
+    def input_columns(self) -> list[slice]:
+        """Columns of each weight's input blocks."""
+        return _columns(entry.in_blocks for entry in self.entries)
+
+    @cached_property
+    def output_columns(self) -> list[slice]:
+        """Columns of each weight's output blocks."""
+        return _columns(entry.out_blocks for entry in self.entries)
+
+    @cached_property
+    def widths(self) -> tuple[int, int, int]:
+        """P, I and O."""
+        blocks = [(entry.in_blocks, entry.out_blocks) for entry in self.entries]
+        return len(blocks), sum(inputs for inputs, _ in blocks), sum(outputs for _, outputs in blocks)
+
+    def index(self, name: str) -> int:
+        """Column of the weight `name`. Raises ContractError."""
+        if name in self.names:
+            return self.names.index(name)
+        what = f"no parameter {name}; there are {some(self.names, 3)}"
+        raise ContractError(what, where="parameter table of the .mscan file", do="python -m pipeline mscan FILE")
+
+
+def _columns(blocks: Iterable[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(accumulate(blocks, initial=0))]
 
 
 @dataclass(frozen=True)

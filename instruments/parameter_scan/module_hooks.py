@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -17,7 +17,7 @@ from instruments.hooks import EagerHook, look_inside
 from instruments.parameter_scan import inputs
 from instruments.parameter_scan.passes import Passes, ScanPass
 from instruments.parameter_scan.targets import Target
-from instruments.transformers_layers import ProductFinder, conv1d_kind
+from instruments.transformers_layers import ProductFinder
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,8 @@ class TargetHooks:
             return None
         if ids_BT is not None:
             scan_pass.note_order(ids_BT)
-        facts = scan_pass.facts.side(x, name)
-        if facts is None:
-            self._leave_out("it may belong to the encoder or the decoder: pad them to different lengths")
-            return None
         try:
-            scan_pass.require_samples_first(facts, x, name)
-            facts.split(x, name)
+            scan_pass.split(x, name)
         except ConfigError as error:
             self._leave_out("its samples cannot be separated", error)
             return None
@@ -92,15 +87,12 @@ class TargetHooks:
         return watch(unless_closed, output, *saved, on_changed=on_changed)
 
     def _on_linear(self, x: Tensor, output: Tensor) -> Tensor | None:
-        module, x = self.target.module, x.detach()
+        x = x.detach()
         scan_pass = self._enter(x, self._name)
         if scan_pass is None:
             return None
         if not self.passes.gradients:
             self._record_input(scan_pass, x, x.device)
-            return None
-        if has_own_forward(module) and not (isinstance(output, Tensor) and computes_linear(module, x, output)):
-            self._leave_out(f"{type(module).__name__} computes more than a Linear layer")
             return None
         return self._watch(scan_pass, self._record_linear, output, x) if output.requires_grad else None
 
@@ -182,8 +174,7 @@ class TargetHooks:
         """Reduce the tied output embedding's part of the embedding's gradient."""
         if self.target.column not in scan_pass.ids:
             return
-        facts = scan_pass.facts.side(x, self._head_name) or scan_pass.facts
-        x_BSD = facts.split(x, self._head_name).to(grad.device)
+        x_BSD = scan_pass.facts.split(x, self._head_name).to(grad.device)
         grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
         gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
         ids_BT = scan_pass.ids[self.target.column].to(grad.device)
@@ -198,7 +189,7 @@ class TargetHooks:
         if scan_pass is None:
             return None
         facts = scan_pass.facts
-        if facts.decoder is not None or len(top_k_index) != facts.samples * facts.length:
+        if len(top_k_index) != facts.samples * facts.length:
             error = facts.inseparable(self._name, f"{len(top_k_index)} tokens")
             self._leave_out("its samples cannot be separated", error)
             return None
@@ -268,27 +259,6 @@ def _listen(module: nn.Module, receive: Callable[[Tensor, Tensor], Tensor | None
         return receive(args[0] if args else next(iter(kwargs.values())), output)
 
     return module.register_forward_hook(EagerHook(hook), with_kwargs=True)
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether a class other than Linear and Conv1D computes the output, from a weight that is not quantised."""
-    forward = type(module).forward
-    weight = module._parameters.get("weight")
-    if forward.__module__.startswith("bitsandbytes.") or (weight is not None and weight.element_size() == 1):
-        return False
-    return forward not in {nn.Linear.forward, getattr(conv1d_kind(), "forward", None)}
-
-
-@torch.no_grad()
-def computes_linear(module: Any, x: Tensor, output: Tensor) -> bool:  # noqa: ANN401 - a Linear
-    """Whether a Linear with its own forward returns x·Wᵀ + b up to rounding, so that the norms are the weight's."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.shape != (output.shape[-1], x.shape[-1]):
-        return False
-    expected = linear(x.to(weight.dtype), weight, module.bias)
-    coarse = min(expected.dtype.itemsize, output.dtype.itemsize) < torch.float32.itemsize
-    error = torch.linalg.vector_norm(output.float() - expected.float())
-    return bool(error <= (1e-2 if coarse else 1e-4) * torch.linalg.vector_norm(expected.float()))
 
 
 # Results that carry no gradient to the weight.

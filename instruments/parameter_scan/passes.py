@@ -25,7 +25,7 @@ IGNORED = -100  # the label that losses ignore
 
 @dataclass(frozen=True, eq=False)
 class CallFacts:
-    """Facts of a forward call: B samples of T positions; of an encoder-decoder, those of the encoder."""
+    """Facts of a forward call: B samples of T positions."""
 
     samples: int
     length: int
@@ -33,22 +33,6 @@ class CallFacts:
     supervised_B: Tensor | None  # number of labels in the loss, if it shifts them by one; None: unknown
     labelled_B: Tensor | None = None  # the same if it does not
     ids_BT: Tensor | None = None  # input_ids
-    decoder: "CallFacts | None" = None  # of an encoder-decoder: the other sequences of the same samples
-
-    def side(self, tensor: Tensor, name: str) -> "CallFacts | None":
-        """The facts, or the decoder's, that apply to a module's input; None if its shape and name do not tell."""
-        if self.decoder is None:
-            return self
-        pooled = tensor.ndim == 2 and len(tensor) == self.samples
-        positions = tensor.shape[1] if tensor.ndim == 3 else len(tensor) // self.samples
-        if self.length == self.decoder.length:
-            same = self.mask_BT is None and self.decoder.mask_BT is None
-            return self if pooled or same or "encoder" in name.split(".") else None
-        return self if pooled else {self.length: self, self.decoder.length: self.decoder}.get(positions)
-
-    def has_tokens(self, side: "CallFacts") -> bool:
-        """Whether values per token can be recorded: a record has rows for the encoder's tokens only."""
-        return self.decoder is None or (side is self and self.length != self.decoder.length)
 
     def split(self, tensor: Tensor, name: str) -> Tensor:
         """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N); else ConfigError."""
@@ -67,8 +51,15 @@ class CallFacts:
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name; a wrapper that takes any arguments has the names of the model inside."""
-    return dict(zip(_positional_names(model), args, strict=False)) | dict(kwargs)
+    """All arguments of a call by name; a wrapper that takes any arguments has the names of the model inside.
+
+    Raises ConfigError: the model is an encoder-decoder.
+    """
+    names = _positional_names(model)
+    if any(name.startswith("decoder_") for name in names):
+        what = "an encoder-decoder has two sequences per sample, and the scanner records one"
+        raise refusal(what, "scan a part of the model that has one sequence, such as model.encoder")
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def replace_argument(
@@ -90,10 +81,7 @@ def _positional_names(model: nn.Module) -> list[str]:
     return names if names or len(inside) != 1 else _positional_names(inside[0])
 
 
-_DECODER_ARGUMENTS = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
-
-
-def read_call(arguments: Mapping[str, Any], *, encoder_decoder: bool = False) -> CallFacts:
+def read_call(arguments: Mapping[str, Any]) -> CallFacts:
     """Sizes, padding and number of supervised tokens, from the model's arguments.
 
     Raises ConfigError: neither input_ids nor inputs_embeds, or an attention mask of another shape.
@@ -105,25 +93,17 @@ def read_call(arguments: Mapping[str, Any], *, encoder_decoder: bool = False) ->
         raise refusal(what, "call the scanned model with input_ids=... or inputs_embeds=...")
     samples, length = inputs.shape[:2]
     ids_BT = None if inputs.is_floating_point() else inputs
-    mask_BT, decoder = _padding_mask(arguments, "attention_mask", samples, length), None
-    if encoder_decoder or any(arguments.get(name) is not None for name in _DECODER_ARGUMENTS):
-        own = [arguments.get(name) for name in (*_DECODER_ARGUMENTS[:2], "labels")]
-        own_length = next((value.shape[1] for value in own if isinstance(value, Tensor) and value.ndim > 1), length)
-        own_mask_BT = _padding_mask(arguments, _DECODER_ARGUMENTS[2], samples, own_length)
-        decoder = CallFacts(samples, own_length, own_mask_BT, None)
-        mask_BT = None if mask_BT is not None and mask_BT.all() else mask_BT
-    supervised_B, labelled_B = _supervised(arguments, samples)
-    return CallFacts(samples, length, mask_BT, supervised_B, labelled_B, ids_BT, decoder)
+    mask_BT = _padding_mask(arguments.get("attention_mask"), samples, length)
+    return CallFacts(samples, length, mask_BT, *_supervised(arguments, samples), ids_BT)
 
 
-def _padding_mask(arguments: Mapping[str, Any], name: str, samples: int, length: int) -> Tensor | None:
-    mask = arguments.get(name)
+def _padding_mask(mask: object, samples: int, length: int) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != samples or mask.shape[1] < length:
         found = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        what = f"{name} is {found}; the scanner reads padding from a mask of shape {(samples, length)}"
-        raise refusal(what, f"pass the tokenizer's {name}, or none for samples without padding")
+        what = f"attention_mask is {found}; the scanner reads padding from a mask of shape {(samples, length)}"
+        raise refusal(what, "pass the tokenizer's attention_mask, or none for samples without padding")
     # With a cache the mask also covers earlier positions.
     return mask[:, -length:] != 0
 
@@ -179,33 +159,31 @@ class ScanPass:
             if torch.equal(ids_BT, whole_BT.mT) and not torch.equal(ids_BT, whole_BT):
                 self.positions_first = True
 
-    def require_samples_first(self, facts: CallFacts, tensor: Tensor, name: str) -> None:
-        """With as many samples as positions, shapes do not tell them apart. Raises ConfigError: strides do not either.
+    def split(self, tensor: Tensor, name: str) -> Tensor:
+        """A module's input as (B, T, N), (B, S, N) with fewer positions, or (B, 1, N) from one row per sample.
 
-        From a layer with transposed input on, all later layers of the pass are refused.
+        Raises ConfigError: its samples cannot be separated. With as many samples as positions, shapes do not tell them
+        apart: from a layer with transposed input on, all later layers of the pass are refused.
         """
-        if facts.samples != facts.length or facts.samples == 1:
-            return
-        if tensor.ndim == 3 and 0 < tensor.stride(0) < tensor.stride(1):
-            self.positions_first = True
-        if self.positions_first or (tensor.ndim == 2 and len(tensor) == facts.samples):
-            what = f"{name} was given a tensor of shape {tuple(tensor.shape)}"
-            raise refusal(
-                f"{what}; its rows may be the {facts.samples} samples or the {facts.length} positions",
-                "batches of another number of samples",
-            )
+        facts, x = self.facts, self.facts.split(tensor, name)
+        if facts.samples == facts.length > 1:
+            self.positions_first |= tensor.ndim == 3 and 0 < tensor.stride(0) < tensor.stride(1)
+            if self.positions_first or x.shape[1] == 1:
+                what = f"{name} was given a tensor of shape {tuple(tensor.shape)}"
+                raise refusal(
+                    f"{what}; its rows may be the {facts.samples} samples or the {facts.length} positions",
+                    "batches of another number of samples",
+                )
+        return x
 
     def read_input(self, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
         """Squares of a module's input in blocks of `width`. Raises ConfigError: its samples cannot be separated."""
-        facts = self.facts.side(source, name) or self.facts
-        x_BTI = narrow(facts.split(source, name)).to(device)
-        mask_BT, pooled = facts.mask_BT, source.ndim == 2 and x_BTI.shape[1] == 1  # pooled: one row per sample
-        if pooled:
-            mask_BT = None
+        x_BTI = narrow(self.facts.split(source, name)).to(device)
+        pooled = source.ndim == 2 and x_BTI.shape[1] == 1  # one row per sample
+        mask_BT = None if pooled else self.facts.mask_BT
         if mask_BT is not None:  # the output embedding may get only the last positions
             mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
-        per_token = self.per_token and not pooled and self.facts.has_tokens(facts)
-        return InputSquares(source, x_BTI, mask_BT, width, per_token=per_token)
+        return InputSquares(source, x_BTI, mask_BT, width, per_token=self.per_token and not pooled)
 
     def record_input(self, column: int, block_squares_Bi: Tensor, token_squares_BT: Tensor | None) -> None:
         """Store ‖X‖² per block and, if measured, per token."""

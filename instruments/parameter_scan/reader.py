@@ -2,7 +2,6 @@
 
 import mmap
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from instruments.parameter_scan.file_format import (
     SEGMENT_MAGIC,
     TOKEN_ARRAYS,
     Header,
+    ParameterTable,
     Rows,
     SegmentHeader,
     StoredSequence,
@@ -31,7 +31,6 @@ from instruments.parameter_scan.file_format import (
     unpack_table,
 )
 from instruments.parameter_scan.log16 import decode_log16, error_bound
-from instruments.parameter_scan.parameters import ParameterTable
 
 
 def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:
@@ -170,18 +169,13 @@ class Mscan:
         """
         if not self.header.per_token:
             raise refused(self.path, f"{self.path.name} holds no values per token", "scan again with per_token=True")
-        arrays = self.select(sequence).arrays
-        return arrays["token_activation"], arrays["token_gradient"]
-
-    def select(self, wanted: int | str) -> Rows:
-        """One sequence, by number or name, with all its norms. Raises ContractError: no such sequence."""
         for segment in self.segments:
-            for row, sequence in enumerate(segment.sequences):
-                if wanted in {sequence.number, sequence.name}:
-                    return segment.rows(row, row + 1)
-        known = f"number {self.sequences[0].number} or name {self.sequences[0].name!r}" if self.sequences else ""
-        do = f"ask for one of them, such as {known}" if known else "scan some text into the file"
-        raise refused(self.path, f"no sequence {wanted!r}; there are {len(self.sequences)}", do)
+            for row, one in enumerate(segment.sequences):
+                if sequence in {one.number, one.name}:
+                    arrays = segment.rows(row, row + 1).arrays
+                    return arrays["token_activation"], arrays["token_gradient"]
+        what = f"no sequence {sequence!r}; there are {len(self.sequences)}"
+        raise refused(self.path, what, "see scan.sequences")
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
         """(columns,) largest relative error of an array's stored values; 0 for f32."""
@@ -189,13 +183,6 @@ class Mscan:
         for segment in self.segments if self.header.encoding == "log16" else ():
             np.maximum(bound, error_bound(segment.scale(name)), out=bound)
         return bound
-
-    def blocks_of_rows(self, size: int) -> Iterator[Rows]:
-        """All sequences in file order, at most `size` at a time."""
-        for segment in self.segments:
-            count = len(segment.sequences)
-            for start in range(0, count, size):
-                yield segment.rows(start, min(start + size, count))
 
     def _stacked(self, name: str, columns: slice = ALL) -> NDArray[np.float32]:
         none = np.empty((0, self.header.widths[name]), np.float32)[:, columns]

@@ -6,7 +6,7 @@ which `backward` is called: a divided or scaled loss gives divided or scaled nor
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, NumericsError, some
 from instruments.hooks import EagerHook, in_transform
+from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.parameter_scan.module_hooks import TargetHooks, WeightUses
-from instruments.parameter_scan.parameters import WatchedParameter
 from instruments.parameter_scan.passes import (
     CallFacts,
     Passes,
@@ -34,7 +34,6 @@ from instruments.tensors import to_host
 logger = logging.getLogger(__name__)
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
-_PRODUCTS = ("auto", "gram", "direct")
 
 
 class ParameterTensorScanner:
@@ -49,7 +48,6 @@ class ParameterTensorScanner:
             (not the gradient of token t's own loss).
         gradients: True records backward passes, and no forward pass under no_grad. False records forward passes alone,
             under no_grad or not; gradients are then NaN.
-        sink: called with each record at the next forward pass and at exit; without it, records wait for `collect`.
         product: gram, direct, or auto for the cheaper one; both are exact.
     Raises:
         ConfigError: no parameter matches, a requested one cannot be scanned, or (on entering) the model is already
@@ -63,19 +61,16 @@ class ParameterTensorScanner:
         block_width: int = 64,
         per_token: bool = False,
         gradients: bool = True,
-        sink: Callable[[ScanRecord], None] | None = None,
         product: str = "auto",
     ) -> None:
         """Find the weights to watch; the model is changed only on entering."""
-        if product not in _PRODUCTS:
-            raise refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
         selection = Selection(model, patterns, block_width)
         self._targets: Sequence[Target] = selection.targets
         self.left_out = selection.left_out
         self.parameters: list[WatchedParameter] = [one for target in self._targets for one in target.parameters]
         self.skipped: list[str] = []  # samples without a supervised token
-        self._per_token, self._gradients, self._sink, self._product = per_token, gradients, sink, product
+        self._per_token, self._gradients, self._product = per_token, gradients, product
         self._passes = Passes(gradients=gradients, strict=selection.strict, left_out=self.left_out)
         self._uses = WeightUses(self._targets if gradients else ())
         self._handles: list[RemovableHandle] = []
@@ -111,7 +106,6 @@ class ParameterTensorScanner:
         self._passes.close()
         try:
             if kind is None:
-                self._deliver()
                 self._records = self.collect()
                 self._note_unmeasured()
         finally:
@@ -148,22 +142,15 @@ class ParameterTensorScanner:
                 records.append(record)
         return records
 
-    def _deliver(self) -> None:
-        if self._sink is not None:
-            for record in self.collect():
-                self._sink(record)
-
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Hook before the model's forward."""
         if self._passes.recomputed():
             return None  # recomputation: its modules use the pass of the backward pass
-        self._deliver()
         self._passes.begin(None)
         if (self._gradients and not torch.is_grad_enabled()) or in_transform():
             return None
         arguments = bind_arguments(model, args, kwargs)
-        config = getattr(model, "config", None)
-        facts = read_call(arguments, encoder_decoder=getattr(config, "is_encoder_decoder", False) is True)
+        facts = read_call(arguments)
         if not facts.samples * facts.length:
             return None  # an empty batch
         self._step += 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from instruments.errors import ConfigError, some
-from instruments.parameter_scan.parameters import WatchedParameter
+from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.transformers_layers import conv1d_kind, fused_parameters
 
 logger = logging.getLogger(__name__)
@@ -132,10 +132,8 @@ class Selection:
                     raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
             elif len(shared := users[id(weight)]) > 1:
                 self._leave_out(f"{name}.weight", f"{some(shared, 3, ', ')} share one weight")
-            elif weight.is_complex():
-                self._leave_out(f"{name}.weight", "complex weights are not measured")
-            elif module.scale_grad_by_freq:
-                self._leave_out(f"{name}.weight", "scale_grad_by_freq mixes the gradients of samples")
+            elif why := _unmeasured(module):
+                self._leave_out(f"{name}.weight", why)
             elif len(tied) > 1:
                 self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
             else:
@@ -155,8 +153,8 @@ class Selection:
                 self._leave_out(f"{shared}.weight", why)
         heads = find_head_widths(self._modules)
         for name, module in self._modules.items():
-            if name in chosen and stored_weight(module).is_complex():
-                self._leave_out(f"{name}.weight", "complex weights are not measured")
+            if name in chosen and (why := _unmeasured(module)):
+                self._leave_out(f"{name}.weight", why)
             elif name in chosen and f"{name}.weight" not in self.left_out:
                 parameter = WatchedParameter(f"{name}.weight", "linear", *_features(module), self._width)
                 self._add([_cut_by_heads(parameter, *heads[name]) if name in heads else parameter], module)
@@ -186,6 +184,19 @@ class Selection:
             if weight.ndim >= 2 and id(weight) not in seen and name not in self.left_out:
                 kind = type(self._modules[name.rpartition(".")[0]]).__name__
                 self.left_out[name] = f"{kind} is no Linear, Conv1D or embedding"
+
+
+def _unmeasured(module: nn.Module) -> str:
+    """Why the norms of a Linear's or embedding's weight would be wrong; empty if they are not."""
+    weight, forward = stored_weight(module), type(module).forward
+    if weight.is_complex():
+        return "complex weights are not measured"
+    if getattr(module, "scale_grad_by_freq", False):
+        return "scale_grad_by_freq mixes the gradients of samples"
+    # Those of bitsandbytes, and of other packed weights, compute the same as a Linear.
+    known = forward.__module__.startswith("bitsandbytes.") or weight.element_size() == 1
+    plain = forward in {nn.Linear.forward, getattr(conv1d_kind(), "forward", None)}
+    return "" if isinstance(module, nn.Embedding) or known or plain else "its class has a forward of its own"
 
 
 def stored_weight(module: Any) -> Tensor:  # noqa: ANN401 - a Linear, Conv1D or embedding

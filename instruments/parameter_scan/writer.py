@@ -21,13 +21,14 @@ from instruments.parameter_scan.file_format import (
     SEQUENCE_ARRAYS,
     TOKEN_ARRAYS,
     Header,
+    ParameterTable,
     Rows,
     SegmentHeader,
     StoredSequence,
+    WatchedParameter,
     pack_payload,
     refused,
 )
-from instruments.parameter_scan.parameters import ParameterTable, WatchedParameter
 from instruments.parameter_scan.reader import Mscan, Segment, read_mscan
 from instruments.parameter_scan.targets import ScanRecord
 

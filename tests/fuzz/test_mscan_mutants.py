@@ -36,7 +36,6 @@ def look_at_everything(path):
         scan.output_blocks(name)
     if scan.header.per_token and scan.sequences:
         scan.tokens(scan.sequences[0].number)
-    list(scan.blocks_of_rows(2))
     return (scan.sequences, scan.activation()), scan.closed
 
 

@@ -71,11 +71,13 @@ def test_a_scan(tmp_path):
     parameters = ParameterTensorScanner(model).parameters
     with (
         MscanWriter(tmp_path / "scan.mscan", parameters, model="net", block_width=64) as file,
-        ParameterTensorScanner(model, sink=file.add) as scanner,
+        ParameterTensorScanner(model) as scanner,
     ):
         run(model)
         disturb(model)
         run(model)
+        for record in scanner.collect():
+            file.add(record)
     gradient_SP = read_mscan(tmp_path / "scan.mscan").gradient()
     assert gradient_SP.shape == (2 * B, 2)
     assert np.isfinite(gradient_SP).all()

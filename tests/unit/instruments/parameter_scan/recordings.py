@@ -2,7 +2,7 @@
 
 import torch
 
-from instruments.parameter_scan.parameters import WatchedParameter
+from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 
 WIDTH = 4

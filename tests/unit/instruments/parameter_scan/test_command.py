@@ -2,7 +2,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from instruments.parameter_scan.command import Grid, delta_sc, draw_delta_sc, grid_by_layer
+from instruments.parameter_scan.command import Grid, delta_sc, draw_delta_sc, grid_by_layer, locate
 
 S, P = 3, 5
 
@@ -40,10 +40,24 @@ def test_equal_values_have_no_score(value):
     assert np.isnan(delta_sc(flat[:0], flat[:0])).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.layers.12.self_attn.q_proj.weight", (12, "model.layers.*.self_attn.q_proj")),
+        ("transformer.h.0.mlp.c_proj.weight", (0, "transformer.h.*.mlp.c_proj")),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", (3, "model.layers.*.mlp.experts.7.up_proj")),
+        ("model.embed_tokens.weight", (None, "model.embed_tokens")),
+        ("lm_head.weight", (None, "lm_head")),
+    ],
+)
+def test_layer_and_module_of_a_weight(name, place):
+    assert locate(name) == place
+
+
 def test_a_grid_has_gaps_where_a_layer_lacks_a_module():
     names = ["embed.weight", "m.0.q.weight", "m.0.up.weight", "m.2.q.weight"]
     grid = grid_by_layer(names, np.array([9.0, 1.0, 2.0, 3.0]))
-    assert (grid.layers, grid.modules, grid.outside) == ((0, 2), ("q", "up"), {"embed": 9.0})
+    assert (grid.layers, grid.modules, grid.outside) == ((0, 2), ("m.*.q", "m.*.up"), {"embed": 9.0})
     assert np.array_equal(grid.values_LM, [[1, 2], [3, np.nan]], equal_nan=True)
 
 
@@ -52,7 +66,9 @@ def test_modules_of_encoder_and_decoder_are_told_apart():
              for part in ("attention.q", f"{stack}_only.q")]  # fmt: skip
     names += ["encoder.embed.weight", "decoder.embed.weight", "lm_head.weight"]
     grid = grid_by_layer(names, np.arange(len(names), dtype=float))
-    modules = ("encoder.block.*.attention.q", "encoder_only.q", "decoder.block.*.attention.q", "decoder_only.q")
+    modules = tuple(
+        f"{stack}.block.*.{part}.q" for stack in ("encoder", "decoder") for part in ("attention", f"{stack}_only")
+    )
     assert (grid.layers, grid.modules) == ((0, 1), modules)
     assert grid.values_LM.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert grid.outside == {"encoder.embed": 8, "decoder.embed": 9, "lm_head": 10}

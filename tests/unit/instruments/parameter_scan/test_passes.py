@@ -16,6 +16,15 @@ def test_positional_arguments_get_their_names():
     assert set(bind_arguments(Model(), (IDS, IDS), {"labels": None})) == {"input_ids", "attention_mask", "labels"}
 
 
+def test_an_encoder_decoder_is_refused():
+    class Model(nn.Module):
+        def forward(self, input_ids, decoder_input_ids=None, labels=None):
+            return input_ids
+
+    with pytest.raises(ConfigError, match="an encoder-decoder has two sequences per sample"):
+        bind_arguments(Model(), (), {"input_ids": IDS, "labels": IDS})
+
+
 def test_padding_and_supervised_tokens():
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1]])  # the KV cache holds two earlier positions
     labels = torch.tensor([[7, -100, -100, -100, -100], [7, 7, -100, 7, -100]])

@@ -1,6 +1,6 @@
 import torch
 
-from instruments.parameter_scan.parameters import WatchedParameter
+from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.parameter_scan.passes import CallFacts, ScanPass, Squares
 from instruments.parameter_scan.scanner import to_record
 

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from instruments.errors import ConfigError
-from instruments.parameter_scan.parameters import WatchedParameter
+from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.targets import Selection
 
@@ -71,7 +71,6 @@ def test_two_linears_with_one_weight_are_left_out():
         (Model(), {"patterns": ["*.query"]}, "its Linear layers are called lm_head, q_proj, router"),
         (nn.Sequential(nn.ReLU()), {}, "matches the default; it has no Linear, Conv1D or embedding"),
         (Model(), {"block_width": 0}, "block_width=0 is below 1"),
-        (Model(), {"product": "fast"}, "product='fast' is none of auto, gram, direct"),
     ],
 )
 def test_settings_without_meaning_are_refused(model, settings, what):

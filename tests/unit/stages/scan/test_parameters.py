@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError, ContractError
-from instruments.parameter_scan.parameters import WatchedParameter
+from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 from instruments.parameter_scan.writer import MscanWriter
 from stages.artifacts.job import ALONE, Workers
