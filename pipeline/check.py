@@ -24,7 +24,7 @@ from models.targets.base import ALIGNMENT, MoETarget, expert_width
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
-from pipeline.settings import LOOKING, TRAINED, Settings, unneeded
+from pipeline.settings import LOOKING, TRAINED, Settings, enables, unneeded
 from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolve_shape, shape_faults
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
@@ -33,17 +33,13 @@ from stages.check import check_diagnose, check_dump, check_score, check_train
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.text.cache_key import check_data
-from stages.text.config import DataConfig, check_length
+from stages.text.config import check_length
 
 logger = logging.getLogger(__name__)
 
 LARGEST = 2**63 - 1
-LONGEST = 4000  # characters; Linux takes paths of 4,095 bytes
 LABEL = re.compile(r"[\w+-][\w.+ -]{0,99}")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-EMPTY_OUTPUT = ConfigError(
-    "output_dir is empty: is a variable of the shell not set?", where="setting output_dir", do="output_dir=outputs"
-)
 # Default maximum of an integer setting, by the last word of its name; a larger value is a typing error.
 MAX_COUNTS = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
@@ -72,18 +68,6 @@ def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa:
                 yield from value_errors(name, item, spec)
 
 
-def text_errors(settings: Settings) -> Iterator[ConfigError]:
-    """Errors for texts that cannot be a file name; the system refuses to look them up."""
-    for name, value, spec in find_fields(settings):
-        for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str):
-                continue
-            longest = max(len(part.encode("utf-8", "surrogateescape")) for part in text.split("/"))
-            if len(text) > LONGEST or "\0" in text or longest > 255:
-                what = f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has"
-                yield ConfigError(what, where=f"setting {name}", do=f"{name}={default_text(spec)}")
-
-
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
     """Errors of one value; numbers must be finite, integers must fit in 64 bits."""
     choices = spec.metadata.get("choices", ())
@@ -103,13 +87,18 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
         yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={default_text(spec)}")
 
 
+def as_word(value: object) -> str:
+    """A value as command-line text."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_word, value))}]"
+    if value in {None, MISSING}:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def default_text(spec: Field[Any]) -> str:
     """The default of a setting as command-line text."""
-    if callable(spec.default_factory):
-        return f"[{','.join(f'{item:g}' if isinstance(item, float) else str(item) for item in spec.default_factory())}]"
-    if spec.default in (None, MISSING):
-        return "null"
-    return str(spec.default).lower() if isinstance(spec.default, bool) else str(spec.default)
+    return as_word(spec.default_factory() if callable(spec.default_factory) else spec.default)
 
 
 def unknown_choice(name: str, value: object, choices: Iterable[object], *, listed: bool = False) -> ConfigError:
@@ -145,27 +134,35 @@ class Checked:
         return request_shape(self.settings, self.source)
 
 
-def validate(settings: Settings) -> Checked:
-    """Check the settings against each other, the source model, the data and the disk. Raises InvalidSettingsError."""
-    if errors := find_errors(settings):
+def validate(settings: Settings, words: Sequence[str] = ()) -> Checked:
+    """Check the settings against each other, the source model, the data and the disk; warn of surprises.
+
+    `words` are those of the command line. Raises InvalidSettingsError.
+    """
+    if errors := find_errors(settings, words):
         raise InvalidSettingsError(errors)
     source = read_source_config(settings.model)
     request = request_shape(settings, source)
-    return Checked(settings, resolve_shape(request, request.width) if carves(settings) else None, source)
+    shape = resolve_shape(request, request.width) if carves(settings) else None
+    for warning in warnings(settings, words, shape, request):
+        logger.warning(warning)
+    return Checked(settings, shape, source)
 
 
-def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -> list[UserError]:
+def find_errors(
+    settings: Settings, words: Sequence[str] = (), unreadable_groups: Set[str] = frozenset()
+) -> list[UserError]:
     """Every error in the settings.
 
-    `unreadable_groups`: groups and dials whose words could not be read, so that they keep their defaults. Checks that
-    depend on them are left out: their errors would concern values that the user did not choose.
+    `words`: those of the command line, in which a setting without effect is an error. `unreadable_groups`: groups and
+    dials whose words could not be read, so that they keep their defaults. Checks that depend on them are left out:
+    their errors would concern values that the user did not choose.
     """
-    if unusable := [*text_errors(settings)]:
-        return [*unusable]
     errors: list[UserError] = [*field_errors(settings), *_name_errors(settings.model)]
     errors += _output_errors(settings.output_dir)
     sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
+    errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
     if "data" not in unreadable_groups:
         stages = settings.stages
         errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
@@ -176,23 +173,21 @@ def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -
             errors.append(error)
     source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
     if "model" in unreadable_groups or source_faults:
-        warn_of_unneeded(settings)
         return errors + source_faults
     source = read_source_config(settings.model)
     if "data" not in unreadable_groups:
         errors += check_length(settings.data, source)
     errors += map_errors(settings, source)
     if sound and carves(settings):
-        return errors + _carve_errors(settings, request_shape(settings, source))
-    warn_of_unneeded(settings)
+        errors += _carve_errors(settings, request_shape(settings, source))
     return errors
 
 
 def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
-    """Errors of the shape and its target; warns of settings without effect."""
+    """Errors of the shape and its target."""
     if unusable := [*dense_layer_errors(request)]:
         return [*unusable]
-    shape, target = resolve_shape(request, request.width), None
+    shape = resolve_shape(request, request.width)
     place = f"shape, model={settings.model.label} with F={request.width} neurons a layer"
     faults = shape_faults(shape, request.width)
     do = find_remedy(request) or "a model with wider FFNs" if faults else ""
@@ -203,8 +198,6 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
         errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
     except UserError as error:
         errors.append(error)
-    warn_of_unneeded(settings, shape, target)
-    _warn_of_dense_maps(settings, request)
     return errors
 
 
@@ -216,14 +209,6 @@ def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[Config
     if unknown := [layer for layer in settings.cluster.map_layers if not -layers <= layer < layers]:
         what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
         yield ConfigError(what, where="setting cluster.map_layers", do="cluster.map_layers=[]")
-
-
-def _warn_of_dense_maps(settings: Settings, request: ShapeRequest) -> None:
-    """Log a warning for layers to draw that stay dense: they have no experts."""
-    asked = settings.cluster.map_layers if settings.cluster.map != "none" and settings.involves("cluster") else []
-    if dense := [layer for layer in asked if layer % request.layers in request.dense_layers]:
-        which = ", ".join(map(str, dense))
-        logger.warning("cluster.map_layers=%s: no map of layer %s, which stays dense", asked, which)
 
 
 def width_errors(shape: MoEShape, pad_to: int | None) -> Iterator[ConfigError]:
@@ -263,96 +248,119 @@ def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
 
 def _output_errors(output_dir: str) -> Iterator[ConfigError]:
     """Errors: an output folder that is empty, begins with ~, or cannot be written to."""
+    where, do = "setting output_dir", "output_dir=outputs"
     if not output_dir.strip():
-        yield EMPTY_OUTPUT
+        yield ConfigError("output_dir is empty: is a variable of the shell not set?", where=where, do=do)
         return
     if output_dir.startswith("~"):
         what = f"output_dir={output_dir} begins with ~, which the shell did not replace by your home folder"
         home = expand_user(output_dir)
-        do = setting_word("output_dir", str(home) if home.is_absolute() else "outputs")
-        yield ConfigError(what, where="setting output_dir", do=do)
+        yield ConfigError(what, where=where, do=setting_word("output_dir", str(home)) if home.is_absolute() else do)
         return
     latest = Path(output_dir) / "latest"
     if latest.exists() and not latest.is_symlink():
         what = f"{latest} is no link, so that this run cannot make it point to its results"
-        yield ConfigError(what, where="setting output_dir", do=shlex.join(["mv", str(latest), f"{latest}-old"]))
+        yield ConfigError(what, where=where, do=shlex.join(["mv", str(latest), f"{latest}-old"]))
     # Its folders may be links to another disk.
     for place in dict.fromkeys(nearest_existing(Path(output_dir) / name) for name in ("", "artifacts", "runs")):
         try:
             # Permission bits do not suffice: root, read-only mounts, kernel file systems.
             TemporaryFile(dir=place).close()
         except OSError as error:
-            yield ConfigError(_place_fault(place, error), where="setting output_dir", do="output_dir=outputs")
+            yield ConfigError(f"cannot write to {place}: {error.strerror}", where=where, do=do)
 
 
-def _place_fault(place: Path, error: OSError) -> str:
-    """Why no file can be written in a folder."""
-    if place.is_dir():
-        return f"cannot write to {place}: {error.strerror}"
-    if place.is_symlink() and not place.exists():
-        return f"{place} is a link to {place.readlink()}, which is not there: is a disk not mounted?"
-    return f"{place} is a file, not a folder"
+@dataclass(frozen=True)
+class Unread:
+    """A setting that has no effect."""
+
+    name: str
+    value: object
+    default: object
+    disabled_by: str
+    remedy: str
 
 
-def warn_of_unneeded(settings: Settings, shape: MoEShape | None = None, target: MoETarget | None = None) -> None:
-    """Log a warning for each setting without effect that differs from its default."""
-    groups = {name for stage in settings.stages for name in stage.nodes}
-    nodes: dict[str, Any] = {key: node for key, node in vars(settings).items() if key in groups and is_dataclass(node)}
-    for group, node in (nodes | settings.data.mixed).items():
-        for name, reason in unneeded(node).items():
-            if (value := getattr(node, name)) != getattr(type(node)(), name):
-                logger.warning("%s.%s=%s is ignored: %s.%s", group, name, value, group, reason)
-    _warn_of_sampling(settings)
-    if shape is not None:
-        _warn_of_active(settings)
-        _warn_of_constant_gates(settings, shape, target)
-        baselines = settings.evaluate.baselines
-        left_out = [name for name in baselines if name not in POOL_BASELINES]
-        if shape.pooled and left_out and baselines != EvaluateConfig().baselines and settings.involves("evaluate"):
-            logger.warning("evaluate.baselines=[%s] is ignored: topology=global_pool", ",".join(left_out))
+def find_unread(node: Any, prefix: str) -> Iterator[Unread]:  # noqa: ANN401 - any settings dataclass
+    """Every setting, at any depth, that has no effect."""
+    off, plain = unneeded(node), type(node)()
+    specs = {spec.name: spec for spec in fields(node)}
+    for key, spec in specs.items():
+        name, value = f"{prefix}{key}", getattr(node, key)
+        if by := off.get(key):
+            reason = f"{prefix}{by}={as_word(getattr(plain if by in off else node, by))}"
+            yield Unread(name, value, getattr(plain, key), reason, _switch_on(prefix, specs[by], spec))
+        elif is_dataclass(value):
+            yield from find_unread(value, f"{name}.")
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
+            for number, item in enumerate(value):
+                yield from find_unread(item, f"{name}.{number}.")
 
 
-def warn_of_other_stages(settings: Settings, words: Sequence[str]) -> None:
-    """Log a warning for words that concern train, dump, diagnose or a check of diagnose if the run does without."""
+def _switch_on(prefix: str, by: Field[Any], spec: Field[Any]) -> str:
+    """The word that gives a setting its effect: the default of the one that disables it if that suffices."""
+    wanted = spec.metadata["needs"][by.name]
+    if enables(by.default, wanted):
+        value = default_text(by)
+    elif isinstance(wanted, bool):
+        value = str(wanted).lower() if by.type is bool else "..."
+    else:
+        value = min(wanted) if isinstance(wanted, tuple | frozenset) else "null" if wanted is None else wanted
+    return f"{prefix}{by.name}={value}"
+
+
+def unread_settings(settings: Settings) -> Iterator[Unread]:
+    """Settings without effect of all groups that the stages of the run read."""
+    read = {name for stage in settings.stages for name in stage.nodes}
+    for group, node in vars(settings).items():
+        if group in read and is_dataclass(node):
+            yield from find_unread(node, f"{group}.")
+
+
+def unread_errors(settings: Settings, words: Sequence[str]) -> Iterator[tuple[str, ConfigError]]:
+    """Group, and an error, for each setting of the command line that has no effect."""
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    for unread in unread_settings(settings):
+        name = unread.name
+        listed = unread.value != unread.default and any(name.startswith(f"{key}.") for key in typed if "." in key)
+        if name in typed or listed:
+            what = f"{name}={as_word(unread.value)} has no effect: {unread.disabled_by}"
+            do = f"{unread.remedy}, or the command without {name}"
+            yield name.partition(".")[0], ConfigError(what, where=f"setting {name}", do=do)
+
+
+def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, request: ShapeRequest) -> Iterator[str]:
+    """Surprises in settings without errors: what a file under conf/ says without effect, and words not for this run."""
+    for unread in unread_settings(settings):
+        if unread.value != unread.default:
+            yield f"{unread.name}={unread.value} is ignored: {unread.disabled_by}"
     for stage in (TRAINED, *LOOKING):
         groups = {stage, "check"} if stage == "diagnose" else {stage}
         typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
         if typed and not settings.involves(stage):
-            logger.warning("%s is ignored: stage=%s does not run %s", " ".join(typed), settings.stage, stage)
+            yield f"{' '.join(typed)} is ignored: stage={settings.stage} does not run {stage}"
     others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
-    typed = [word for word in words if word.startswith(others)]
-    if typed and settings.stage == "diagnose":
-        logger.warning("%s is ignored: check=%s", " ".join(typed), settings.check)
+    if settings.stage == "diagnose" and (typed := [word for word in words if word.startswith(others)]):
+        yield f"{' '.join(typed)} is ignored: check={settings.check}"
+    if shape is not None:
+        yield from _carve_warnings(settings, shape, request.target(shape))
 
 
-def _warn_of_sampling(settings: Settings) -> None:
-    """Warn if data.tokens is set, but all stages of the run read only the first data.sample_tokens."""
-    tokens, sample = settings.data.tokens, settings.data.sample_tokens
-    reading = [stage for stage in settings.stages if "data" in stage.nodes]
-    if tokens != DataConfig().tokens and sample and sample < tokens and all(stage.samples for stage in reading):
-        logger.warning(
-            "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
-            settings.stage, sample, tokens,
-        )  # fmt: skip
-
-
-def _warn_of_constant_gates(settings: Settings, shape: MoEShape, target: MoETarget | None) -> None:
-    """Warn if the loss has no gradient for the routers, and only auxiliary losses would move them."""
-    if target is None or not settings.involves("train") or settings.train.straight_through:
+def _carve_warnings(settings: Settings, shape: MoEShape, target: MoETarget) -> Iterator[str]:
+    filled = ["top_k"] if shape.pooled else ["experts", "n", "top_k", "always_on"]
+    if settings.active != Settings.active and all(getattr(settings, name) is not None for name in filled):
+        yield f"active={settings.active:g} is ignored: it fills what is null of {', '.join(filled)}"
+    baselines = settings.evaluate.baselines
+    left_out = [name for name in baselines if name not in POOL_BASELINES]
+    if shape.pooled and left_out and baselines != EvaluateConfig().baselines and settings.involves("evaluate"):
+        yield f"evaluate.baselines=[{','.join(left_out)}] is ignored: topology=global_pool"
+    if not settings.involves("train") or settings.train.straight_through:
         return
     if shape.top_k == 1 < shape.experts and target.normalised(shape):
-        logger.warning(
-            "top_k=1: %s gives the chosen expert a gate of 1, so the loss has no gradient for the routers, and "
-            "only train.balance and train.z_weight move them; train.straight_through=true gives it one",
-            target.model_type,
+        yield (
+            f"top_k=1: {target.model_type} gives the chosen expert a gate of 1, so the loss has no gradient for the "
+            "routers, and only train.balance and train.z_weight move them; train.straight_through=true gives it one"
         )
-
-
-def _warn_of_active(settings: Settings) -> None:
-    """Warn if `active` is set, but no dial is left for it to fill, see `resolve_shape`."""
-    filled = ["top_k"] if settings.topology == GLOBAL_POOL else ["experts", "n", "top_k", "always_on"]
-    if settings.active != Settings.active and all(getattr(settings, name) is not None for name in filled):
-        logger.warning("active=%g is ignored: it fills what is null of %s", settings.active, ", ".join(filled))
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:

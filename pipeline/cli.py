@@ -99,8 +99,8 @@ def start(words: Sequence[str]) -> list[Step]:
     if faults := override_errors(settings, sweep=bool(SWEEPING & flags)):
         errors: list[UserError] = [error for found in faults.values() for error in found]
         if not flags:  # also report the errors of the other words
-            sound, _folder = compose([word for word in words if word not in faults])
-            errors += find_errors(sound, unreadable_groups={first_word(word) for word in faults})
+            sound = [word for word in words if word not in faults]
+            errors += find_errors(compose(sound)[0], sound, {first_word(word) for word in faults})
         raise InvalidSettingsError(errors)
     if flags:
         if SWEEPING & flags and not SHOWING & flags and (errors := sweep_errors(settings)):
@@ -120,18 +120,14 @@ def sweep_errors(words: Sequence[str]) -> list[UserError]:
     swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
     (jobs,) = BasicSweeper.split_arguments(overrides, None)
     found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    logging.disable(logging.WARNING)  # each job logs its own warnings
-    try:
-        for number, job in enumerate(jobs):
-            name = " ".join([f"job {number},", *(word for word in job if word.partition("=")[0] in swept)])
-            try:
-                errors = find_errors(compose(job)[0])
-            except ConfigError as wrong:
-                errors = [wrong]
-            for error in errors:
-                found[error.what, error.where, error.do].append(name)
-    finally:
-        logging.disable(logging.NOTSET)
+    for number, job in enumerate(jobs):
+        name = " ".join([f"job {number},", *(word for word in job if word.partition("=")[0] in swept)])
+        try:
+            errors = find_errors(compose(job)[0], job)
+        except ConfigError as wrong:
+            errors = [wrong]
+        for error in errors:
+            found[error.what, error.where, error.do].append(name)
     return [
         ConfigError(what, where=where if len(names) == len(jobs) else "; ".join(filter(None, [where, *names])), do=do)
         for (what, where, do), names in found.items()

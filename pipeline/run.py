@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from instruments.errors import ConfigError, UserError
 from instruments.files import hash_code
 from pipeline import artifacts
-from pipeline.check import Checked, contradictions, validate, warn_of_other_stages
+from pipeline.check import Checked, contradictions, validate
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
@@ -255,9 +255,8 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
     """
-    checked, workers = validate(settings), find_workers()
+    checked, workers = validate(settings, overrides), find_workers()
     workers.pick_device(settings.model.device)
-    warn_of_other_stages(settings, overrides)
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
         due = [step.stage.name for step in steps if step.due]

@@ -4,12 +4,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -133,23 +132,25 @@ class Settings:
 
 
 def unneeded(node: object) -> dict[str, str]:
-    """Settings of a dataclass that have no effect → the setting of the same node that disables them.
+    """Settings of a dataclass that have no effect → the name of the setting of the same node that disables them.
 
-    A field's metadata `needs` names other fields, and the values with which it is read: a text, a collection of texts,
-    None, or True for all but 0, None, false and "". A named field that is itself without effect counts as its default.
+    A field's metadata `needs` names other fields, and the values with which it is read: see `enables`. A named field
+    that is itself without effect counts as its default.
     """
     found: dict[str, str] = {}
     for spec in fields(node):  # type: ignore[arg-type]
         for name, wanted in spec.metadata.get("needs", {}).items():
-            value = getattr(type(node)() if name in found else node, name)
-            if isinstance(wanted, bool):
-                fits = bool(value) == wanted
-            else:
-                fits = value in wanted if isinstance(wanted, tuple | frozenset) else value == wanted
-            if not fits:
-                found[spec.name] = f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            if not enables(getattr(type(node)() if name in found else node, name), wanted):
+                found[spec.name] = name
                 break
     return found
+
+
+def enables(value: object, wanted: object) -> bool:
+    """Whether a value is the `wanted` one, or one of several; True: all but 0, None, false and ""."""
+    if isinstance(wanted, bool):
+        return bool(value) == wanted
+    return value in wanted if isinstance(wanted, tuple | frozenset) else value == wanted
 
 
 SCHEMA = OmegaConf.structured(Settings)  # built once: copying it in a merge takes a quarter of the time
@@ -186,42 +187,16 @@ def with_ancestors(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
 @cache
 def register_schema() -> None:
     """Register the schema as `schema`, and `${workspace:}` and `${variable:NAME,default}`, of the environment."""
-    # Without types, so that `to_settings` sees what the files say: OmegaConf would take '7' for true.
+    # Without types, which `to_settings` checks once: checking them in every merge is slow.
     ConfigStore.instance().store("schema", node=OmegaConf.to_container(SCHEMA))
     OmegaConf.register_new_resolver("workspace", lambda: str(find_workspace()), replace=True)
     OmegaConf.register_new_resolver("variable", lambda name, default: read_variable(name, os.environ) or default)
 
 
-BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
-
-
-def is_boolean(value: object) -> bool:
-    """Whether a value can stand for true or false: a word, or 0 and 1; OmegaConf takes every number in quotes."""
-    return value.lower() in BOOLEANS if isinstance(value, str) else value in (0, 1)  # also of a list
-
-
-def _wrong_booleans(kind: Any, values: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - of a composition
-    """Settings of a dataclass, at any depth, that are no booleans although they should be."""
-    for name, annotation in get_type_hints(kind).items():
-        value, key = values.get(name), f"{prefix}{name}"
-        if annotation is bool and name in values and not is_boolean(value):
-            yield f"{key}={value}"
-        elif is_dataclass(annotation) and isinstance(value, dict):
-            yield from _wrong_booleans(annotation, value, f"{key}.")
-        elif isinstance(value, list) and (items := get_args(annotation)) and is_dataclass(items[0]):
-            for number, item in enumerate(value):
-                yield from _wrong_booleans(items[0], item, f"{key}.{number}.")
-
-
 def to_settings(config: DictConfig) -> Settings:
     """Resolve a composed configuration once; all other code sees only dataclasses."""
     # Resolving does not check types (`${...}` may give a text for a list); the merge with the schema does.
-    resolved = OmegaConf.to_container(config, resolve=True)
-    if wrong := [*_wrong_booleans(Settings, resolved)]:
-        raise ConfigError(
-            f"{wrong[0]} should be true or false", where=f"the files under {CONF}", do="true or false there"
-        )
-    settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, resolved))
+    settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, OmegaConf.to_container(config, resolve=True)))
     assert isinstance(settings, Settings)
     return settings
 

@@ -99,11 +99,12 @@ def test_every_command_composes(command):
     sweep = "-m" in words[:1]
     words = words[sweep:]
     assert not override_errors(words, sweep=sweep)
-    settings, _folder = compose([re.sub(r",.*", "", word) if sweep else word for word in words])
+    words = [re.sub(r",.*", "", word) if sweep else word for word in words]
+    settings, _folder = compose(words)
     assert settings.stage in {"all", *STAGES}
     kinds = settings.model.kind, settings.data.kind, settings.store.kind
     if kinds == ("embedded", "python_stdlib", "local") and not settings.diagnose.checkpoint:  # others have to be there
-        assert find_errors(settings) == []
+        assert find_errors(settings, words) == []
 
 
 TORCHRUN = sorted(

@@ -51,7 +51,7 @@ def check_command(command):
     for combination in {tuple(combinations[0]), tuple(combinations[-1])}:
         settings, _folder = compose(combination)
         if settings.model.kind == "embedded" and settings.data.kind == "python_stdlib":  # others have to be there
-            assert find_errors(settings) == []
+            assert find_errors(settings, combination) == []
 
 
 def test_every_experiment_has_results_and_every_result_an_experiment():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.check import find_errors, warn_of_other_stages
+from pipeline.check import find_errors, validate
 from pipeline.settings import compose, register_schema, unneeded
 from stages.text.config import DataConfig, SourceConfig
 
@@ -15,7 +15,20 @@ def errors(tmp_path):
     register_schema()
 
     def find(words, **more):
-        return find_errors(compose([*words.split(), f"output_dir={tmp_path}"])[0], **more)
+        return find_errors(compose([*words.split(), f"output_dir={tmp_path}"])[0], words.split(), **more)
+
+    return find
+
+
+@pytest.fixture
+def warnings(tmp_path, caplog):
+    """Function that returns the warnings of a command line without errors."""
+    register_schema()
+
+    def find(words):
+        caplog.clear()
+        validate(compose([*words.split(), f"output_dir={tmp_path}"])[0], words.split())
+        return caplog.messages
 
     return find
 
@@ -37,7 +50,6 @@ CONTRADICTIONS = {
     "stage=scan score=taylor scan=forward_only": [],
     NOTHING: ["score.activation_weight=1"],
     f"{NOTHING} score.form=product": ["score.activation_weight=1"],
-    f"{NOTHING} score=wanda": [],
     f"{NOTHING} stage=scan": [],
     f"{NOTHING} score.gradient_weight=1 scan=forward_only": ["scan.gradients=true, or score.method=contribution"],
     "score.form=inverse_gradient score.activation_weight=0 score.frequency_weight=0": [
@@ -54,7 +66,6 @@ CONTRADICTIONS = {
     "stage=scam score=taylor scan=forward_only": ["stage=scan"],
     "cluster.map_layers=[4,3,-4,-5]": ["cluster.map_layers=[]"],
     "cluster.map_layers=[3,-4]": [],
-    "cluster.map_layers=[4] cluster.map=none": [],
     "cluster.map_layers=[4] stage=score": [],
     "data.max_length=1025": ["data.max_length=1024"],
     "data.max_length=1024": [],
@@ -129,7 +140,7 @@ def test_variables_of_the_dump(errors, monkeypatch):
         monkeypatch.setenv(name, "")
 
 
-# Words → the settings that are ignored, each with the setting that disables it.
+# Words → the typed settings without effect, each with the setting that disables it.
 IGNORED = {
     "data.path=my_texts data.max_new_tokens=9": {
         "data.path": "data.kind=python_stdlib", "data.max_new_tokens": "data.labels=full_sequence"
@@ -141,32 +152,62 @@ IGNORED = {
     "scan.gradients=false scan.parameters=true scan.norm_product=gram": {"scan.norm_product": "scan.gradients=false"},
     "score=random score.gradient_weight=5": {"score.gradient_weight": "score.method=random"},
     "vocabulary=none vocabulary.layers=2": {"vocabulary.layers": "vocabulary.tokens=0"},
-    "project=none project.descent_rate=0.5": {"project.descent_rate": "project.descent_steps=0"},
-    "project=align project.alpha=0.5": {"project.alpha": "project.gradient_projection=false"},
+    "project=align project.alpha=0.8": {"project.alpha": "project.gradient_projection=false"},  # also of the default
     "project.alignment=none project.refit_tokens=9": {"project.refit_tokens": "project.alignment=none"},
     "assemble=random assemble.router_steps=9": {"assemble.router_steps": "assemble.router=random"},
-    "assemble.parity_logit_std=0.1": {"assemble.parity_logit_std": "assemble.mode=train"},
     f"stage=train train.rest_rate=1 {ONN}": {"train.rest_rate": "train.all_share=0.0"},
-    f"stage=train train.logit_std=0 train.logit_std_share=0.2 {ONN}": {"train.logit_std_share": "train.logit_std=0.0"},
-    f"stage=train train.balance=none train.bias_rate=1 {ONN}": {"train.bias_rate": "train.balance=none"},
     f"stage=train train=full train.rest_rate=1 {ONN}": {},
-    "stage=scan project=align project.alpha=0.5": {},
-    "stage=dump dump.gradient_checkpointing=true dump.gradients=false": {
-        "dump.gradient_checkpointing": "dump.gradients=false"
+    "stage=scan project=align project.alpha=0.5": {},  # no stage of the run reads project
+    "stage=diagnose diagnose.analyze_tensor.tensors=[a]": {
+        "diagnose.analyze_tensor.tensors": "diagnose.analyze_tensor.file=null"
+    },
+    "data=mixture data.sources=[{python_stdlib:true,share:1,split:a}]": {
+        "data.sources.0.split": "data.sources.0.name=null"
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", IGNORED)
-def test_settings_without_effect_cause_a_warning(errors, caplog, words):
-    assert errors(words) == []
-    ignored = (message.split(" is ignored: ") for message in caplog.messages)
-    assert {setting.partition("=")[0]: reason for setting, reason in ignored} == IGNORED[words]
+def test_typed_settings_without_effect_are_errors(errors, words):
+    found = {error.where.removeprefix("setting "): error.what.partition(": ")[2] for error in errors(words)}
+    assert {name: reason for name, reason in found.items() if name in words or "sources" in name} == IGNORED[words]
+
+
+@pytest.mark.parametrize(
+    ("words", "do"),
+    [
+        ("project=align project.alpha=0.5", "project.gradient_projection=true"),
+        ("score=random score.gradient_weight=5", "score.method=s_p"),
+        ("project.descent_steps=0 project.descent_rate=0.5", "project.descent_steps=400"),
+        ("assemble.parity_logit_std=0.1", "assemble.mode=parity"),
+        ("scan.active_threshold=0.5 scan.active_share=0.2", "scan.active_threshold=null"),
+    ],
+)
+def test_the_error_of_a_setting_without_effect_names_what_switches_it_on(errors, words, do):
+    (error,) = errors(words)
+    assert error.do.partition(", or the command without ")[0] == do
+    kept = [word for word in words.split() if word.partition("=")[0] != do.partition("=")[0]]
+    assert errors(" ".join([*kept, do])) == []
+    assert errors(" ".join(words.split()[:-1])) == []
+
+
+def test_what_a_file_says_without_effect_is_a_warning(warnings):
+    """train=heal sets the rate of all other parameters."""
+    words = "stage=train train=heal train.all_share=0 train.experts_share=1"
+    assert warnings(words) == ["train.rest_rate=5e-06 is ignored: train.all_share=0.0"]
+
+
+def test_a_setting_without_effect_is_reported_with_all_other_errors(errors):
+    found = errors("project=align project.alpha=0.5 assemble.router=residual_ridge topology=global_pool top_k=17")
+    assert {error.where.partition(",")[0] for error in found} == {
+        "setting project.alpha", "settings assemble.router and topology=global_pool", "shape"
+    }  # fmt: skip
+    assert errors("score.gradient_weight=5", unreadable_groups={"score"}) == []
 
 
 def test_a_need_for_a_setting_that_is_itself_without_effect_is_met_by_its_default():
     assert "heldout_share" not in unneeded(DataConfig(kind="python_stdlib", heldout_path="x"))
-    assert unneeded(DataConfig(kind="text", heldout_path="x"))["heldout_share"] == "heldout_path=x"
+    assert unneeded(DataConfig(kind="text", heldout_path="x"))["heldout_share"] == "heldout_path"
     assert unneeded(SourceConfig(path="a", split="b", heldout_split="c")).keys() >= {"split", "heldout_split"}
     assert "heldout_share" not in unneeded(SourceConfig(path="a", heldout_split="c"))
 
@@ -180,11 +221,6 @@ WARNINGS = {
     f"active=0.4 {POOL} top_k=3": "active=0.4 is ignored",
     f"active=0.4 {POOL} always_on=9": None,
     "active=0.4 experts=16 n=48 top_k=3 always_on=256 stage=scan": None,
-    f"cluster.map_layers=[0,2,-1] dense_layers=[0,3] active=0.75 {ONN}": "cluster.map_layers=[0, 2, -1]: no map of",
-    f"cluster.map_layers=[1] dense_layers=[0] {ONN}": None,
-    "stage=scan data.tokens=70000": "stage=scan reads the first data.sample_tokens=16384",
-    "stage=project data.tokens=70000": None,
-    "stage=scan data.tokens=70000 data.sample_tokens=null": None,
     "stage=train experts=5 n=320 always_on=0 top_k=1": "top_k=1: qwen3_moe gives the chosen expert a gate of 1",
     "stage=train experts=5 n=320 always_on=64 top_k=1": None,
     "stage=train experts=5 n=320 always_on=0 top_k=1 train.straight_through=true": None,
@@ -192,12 +228,11 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("words", WARNINGS)
-def test_surprises_cause_a_warning(errors, caplog, words):
-    assert errors(words) == []
+def test_surprises_cause_a_warning(warnings, words):
     if WARNINGS[words] is None:
-        assert caplog.messages == []
+        assert warnings(words) == []
     else:
-        (message,) = caplog.messages
+        (message,) = warnings(words)
         assert message.startswith(WARNINGS[words])
 
 
@@ -213,7 +248,5 @@ def test_surprises_cause_a_warning(errors, caplog, words):
         ("stage=scan project.alpha=0.5", None),
     ],
 )
-def test_settings_of_a_stage_that_the_run_does_without(words, reason, caplog):
-    register_schema()
-    warn_of_other_stages(compose(words.split())[0], words.split())
-    assert [message.partition(" is ignored: ")[2] for message in caplog.messages] == ([reason] if reason else [])
+def test_settings_of_a_stage_that_the_run_does_without(words, reason, warnings):
+    assert [message.partition(" is ignored: ")[2] for message in warnings(words)] == ([reason] if reason else [])

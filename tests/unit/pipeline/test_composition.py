@@ -93,16 +93,3 @@ def test_a_faulty_file_under_conf(tmp_path, monkeypatch):
         composition.compose([])
     assert "Key 'expert' not in 'Settings'" in caught.value.what
     assert caught.value.where == f"the files under {tmp_path} and the command line"
-
-
-@pytest.mark.parametrize(
-    "settings", ["fresh: '5'", "model: {trust_remote_code: '7'}", "data: {sources: [{python_stdlib: '1'}]}"]
-)
-def test_a_number_in_a_file_turns_nothing_on(settings):
-    register_schema()
-    config = composition.OmegaConf.merge(
-        composition.OmegaConf.to_container(composition.SCHEMA), composition.OmegaConf.create(settings)
-    )
-    config = composition.OmegaConf.merge(config, {"experts": 4, "n": 4, "output_dir": "x"})
-    with pytest.raises(ConfigError, match="should be true or false"):
-        composition.to_settings(config)

@@ -19,18 +19,17 @@ WRONG = [
     *("scan.parameter_patterns=abc", "scan.parameter_patterns=[]", "project.penalties=[]", "project.matrices=[]"),
     *("project.penalties=[0]", "project.matrices=[gat]", "dump.tensors=[]", "dump.modules=[]", "dump.tensors=[wait]"),
     *("train.micro_batch=0", "train.micro_batch=1000000", "train.batch=0", "train.fsdp=true", "train.router_rate=0"),
-    *("dump.ranks=[7]", "dump.first_step=5", "dump.ranks=[]", "assemble.pad_to=1000000000", "fresh=2", "fresh=0.5"),
+    *("dump.ranks=[7]", "dump.first_step=5", "dump.ranks=[]", "assemble.pad_to=1000000000", "fresh=0.5"),
     *("model.device=mps", "model.device=meta", "model.device=foo", "model.device=''", "model.device=cuda:-1"),
     *(f"model.label={'x' * 300}", "'model.label=\"a\nb\"'", "'model.label=\"\x1b[31mred\"'", "model.label=.."),
     *(
         "output_dir=",
         "'output_dir=\" \"'",
-        "output_dir=null",
         "model.path=/a=b",
         "model.path=/a!b",
         "'model.path=/a(b)'",
     ),
-    *("'output_dir=\"~/x\"'", "'output_dir=\"~nobody/x\"'", "hydra.run.dir="),
+    *("'output_dir=\"~/x\"'", "'output_dir=\"~nobody/x\"'"),
     "scan.block_width=9223372036854775807",
     *("assemble.router_steps=1000001", "project.rounds=1001", "project.router_tokens=1000000000001"),
     *("top_k=2.5", "experts=many", "scan.gradients=perhaps", "diagnose.checkpoint=/nowhere", "cluster.map_layers=[99]"),
@@ -66,7 +65,8 @@ def find_faults(words):
     faults = override_errors(words, sweep=False)
     found = [error for errors in faults.values() for error in errors]
     settings, _folder = compose([word for word in words if word not in faults])
-    return [*found, *find_errors(settings, unreadable_groups={first_word(word) for word in faults})]
+    sound = [word for word in words if word not in faults]
+    return [*found, *find_errors(settings, sound, {first_word(word) for word in faults})]
 
 
 @pytest.mark.parametrize("typed", WRONG)
@@ -96,7 +96,7 @@ def test_no_word_reaches_hydra_that_would_write_to_the_root(tmp_path, monkeypatc
 @pytest.mark.parametrize("folder", ["/my (new) models/it's=1!", "/mein Ordner/été 1", "/模型/qwen"])
 def test_a_path_that_hydra_cannot_read_is_quoted_for_shell_and_command(key, folder):
     (error,) = override_errors([f"{key}={folder}"], sweep=False).popitem()[1]
-    assert "needs quotes" in error.what
+    assert "cannot be read" in error.what
     (word,) = shlex.split(error.do)
     assert override_errors([word], sweep=False) == {}
     assert parse_overrides([word])[0].value() == folder
