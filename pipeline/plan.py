@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from instruments.errors import CheckpointError, ContractError, DataError
+from instruments.errors import CheckpointError, ContractError
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
@@ -27,13 +27,11 @@ from stages.text.hub import require_hub
 
 log = logging.getLogger(__name__)
 
-# Key of the recipe for settings of pictures; they are not in the fingerprint.
-DRAWN = "drawn"
 # Key of the recipe for hashes of the parents' tensors, which settings do not determine: another device, or another
 # version of torch, rounds differently. Not in the fingerprint.
 READ = "read"
-# Reasons to run a stage: another result of a parent, and pictures alone.
-STALE, REDRAWN = "a result that it reads has changed", "other pictures of the same result"
+# A reason to run a stage.
+STALE = "a result that it reads has changed"
 # Nodes that name files or datasets, whose content enters the recipe as well.
 NODES_WITH_CONTENT = ("model", "data")
 
@@ -100,11 +98,8 @@ def make_plan(checked: Checked) -> list[Step]:
     chain, asked = settings.stages, asked_stages(settings.stage, settings.evaluate.checkpoint)
     wanted = {stage.name for stage in asked}
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
-    # Hashing a large model takes long, so stages that are due with any fingerprint are checked before.
     results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")
     published = {stage.name for stage in chain if any(results.glob(f"{stage.name}/[!.]*/{MANIFEST}"))}
-    surely_due = select_stages(wanted, published - fresh, chain)[1]
-    require_means(checked, surely_due)
     steps, reasons = make_steps(checked), dict[str, str]()
     for name, step in steps.items():
         if name in fresh:
@@ -113,12 +108,8 @@ def make_plan(checked: Checked) -> list[Step]:
             reasons[name] = STALE
         elif not is_complete(step.folder):
             reasons[name] = "changed settings or inputs" if name in published else "no result yet"
-        elif lacks_pictures(step):
-            reasons[name] = REDRAWN
     used, due = select_stages(wanted, steps.keys() - reasons.keys(), chain)
-    needy = {name for name in due if reasons[name] != REDRAWN}
-    if needy != surely_due:
-        require_means(checked, needy)
+    require_means(checked, due)
     fresh |= {name for name in reasons if reasons[name] == STALE}
     return [
         replace(steps[name], due=name in due, fresh=name in fresh, reason=reasons.get(name, ""))
@@ -132,7 +123,7 @@ def describe_plan(checked: Checked, steps: Sequence[Step]) -> Table:
     rows, total = [], 0.0
     for step in steps:
         name, what, needs = step.stage.name, f"runs: {step.reason}" if step.due else "kept", ["-"] * 4
-        if step.due and step.reason != REDRAWN:
+        if step.due:
             seconds = estimate_seconds(name, checked)
             total += seconds
             sizes = peak_bytes(name, checked), step.expected_bytes, temporary_bytes(name, checked)
@@ -157,8 +148,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     source_key = source_cache_key(settings.model, hash_of)
     text_key = data_cache_key(named, hash_of)  # once: a dataset of the hub is asked for its commit
     text_keys = {True: text_key, False: calibration_cache_key(named, text_key, hash_of.recall)}
-    undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
-    counted = nodes | {"cluster": undrawn.cluster, "model": resolve_model(checked)}
+    counted = nodes | {"model": resolve_model(checked)}
     sample = sampled(settings.data)  # one object for all stages, so that its text is tokenized once
     steps: dict[str, Step] = {}
     for stage in settings.stages:
@@ -168,8 +158,6 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout]}
         recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents)
         address = fingerprint(recipe)
-        if stage.name == "cluster" and settings.cluster.map != "none":
-            recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}
         steps[stage.name] = Step(
             stage,
             address,
@@ -205,30 +193,16 @@ def absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
 
-def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
-    """Check local files that a stage reads against the plan; if it is `done`, warn of changed text.
-
-    Raises CheckpointError: the dense model's files have changed. Most changes of text only add to its end.
-    """
-    planned = step.recipe["identity"]  # of the nodes that the stage reads in this run
-    model, data = (step.inputs.get(name) if name in planned else None for name in NODES_WITH_CONTENT)
-    local = model if isinstance(model, ModelConfig) and model.kind != "hub" else None  # a commit does not change
-    if local and source_cache_key(local, hash_of) != planned["model"]:
+def check_model(step: Step, hash_of: FileHashes) -> None:
+    """Raises CheckpointError: the dense model's files are not those of the plan."""
+    model, planned = step.inputs.get("model"), step.recipe["identity"].get("model")
+    if not isinstance(model, ModelConfig) or model.kind == "hub":  # a commit does not change
+        return
+    if planned != source_cache_key(model, hash_of):
         what = "the files of the dense model were changed during this run: its stages would read two models"
-        where = f"stage={step.stage.name}, {local.path or EMBEDDED}"
+        where = f"stage={step.stage.name}, {model.path or EMBEDDED}"
         do = "the same command again, which starts with the files as they are now"
         raise CheckpointError(what, where=where, do=do)
-    if not (done and isinstance(data, DataConfig) and data.kind == "text"):
-        return
-    with suppress(DataError):  # removed
-        named = absolute_paths(data)
-        found = data_cache_key(named, hash_of)
-        if not step.stage.fixed_heldout:
-            found = calibration_cache_key(named, found, hash_of.recall)
-        if found == planned["data"]:
-            return
-    message = "stage=%s: files of the text were changed during this run, and its stages may have read other text; %s"
-    log.warning(message, step.stage.name, "the same command reads it again")
 
 
 def published_recipe(step: Step) -> dict[str, Any]:
@@ -242,14 +216,6 @@ def is_stale(step: Step) -> bool:
     with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
         read, now = Manifest.read(step.folder, remedy="").recipe.get(READ, {}), published_recipe(step)[READ]
         return any(read[name] != now[name] for name in read.keys() & now.keys())
-    return False
-
-
-def lacks_pictures(step: Step) -> bool:
-    """Whether the result exists, but with other pictures than requested; then this stage runs again to draw them."""
-    with suppress(ContractError):  # no result, or a damaged one, which is reported when it is verified
-        drawn = Manifest.read(step.folder, remedy="").recipe.get(DRAWN)
-        return DRAWN in step.recipe and bool(drawn != step.recipe[DRAWN])
     return False
 
 

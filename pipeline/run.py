@@ -19,11 +19,10 @@ from pipeline.peak_memory import peak_bytes, start_measuring
 from pipeline.plan import (
     READ,
     Step,
-    check_sources,
+    check_model,
     describe_plan,
     find_checkpoint,
     is_stale,
-    lacks_pictures,
     make_plan,
     published_recipe,
 )
@@ -145,26 +144,23 @@ class Runner:
         """Run one stage in its staging folder and publish the result."""
         recipe = published_recipe(step)
         with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait, read=recipe[READ]) as staging:
-            complete = artifacts.is_complete(step.folder) and not step.fresh
-            kept = complete and not lacks_pictures(step)  # published by another run since the plan was made
+            # Published by another run since the plan was made.
+            kept = artifacts.is_complete(step.folder) and not step.fresh
             if step.stage.shared:
                 self.workers.broadcast(not kept)
             if kept:
                 self.keep(step)
                 return
-            earlier = step.folder if complete else None
-            if earlier:
-                self.verify(step.stage.name, earlier)
             for name, folder in step.parents.items():
                 self.verify(name, folder)
-            check_sources(step, self.hash_of, done=False)
-            whole = not earlier and not any(staging.scratch.iterdir())
+            check_model(step, self.hash_of)
+            whole = not any(staging.scratch.iterdir())
             log.info("%-9s running", step.stage.name)
             start = time.perf_counter()
             start_measuring()
-            job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh, earlier)
+            job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)
             table = run_stage(step, job, self.overrides)
-            check_sources(step, self.hash_of, done=True)
+            check_model(step, self.hash_of)
             artifacts.publish(staging, fingerprint=step.fingerprint, recipe=recipe, table=table)
         seconds = time.perf_counter() - start
         if whole:

@@ -156,7 +156,6 @@ class Job:
     fingerprint: str = ""
     workers: Workers = ALONE
     fresh: bool = False  # also discard results of earlier runs outside of `scratch` (in a store)
-    earlier: Path | None = None  # published result that differs in its pictures only; in the leading process
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ class ClusterConfig:
     features: str = field(default="coactivation", metadata={"choices": ("coactivation", "gate_rows")})
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     always_on_by: str = field(default="score", metadata={"choices": ("score", "alignment")})
-    map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
-    map_layers: list[int] = field(default_factory=list, metadata={"needs": {"map": ("umap", "tsne")}})
+    map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none"), "fingerprint": False})
+    map_layers: list[int] = field(
+        default_factory=list, metadata={"needs": {"map": ("umap", "tsne")}, "fingerprint": False}
+    )
 
     def ranks(self, shape: MoEShape, width: int) -> bool:
         """Whether neurons are ranked: to be always on, dropped, or dealt out by method rank."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN
 from models.source import resolve_folder
 from stages.artifacts.carve import NeuronStatistics, Partition, Scores
-from stages.artifacts.tensor_file import TensorFile
 from stages.calibration.batches import DealtLayer
 from stages.calibration.share import sample_rows
 from stages.cluster import methods
@@ -159,44 +157,17 @@ class LayerPartition:
         return home_F
 
 
-@dataclass(frozen=True)
-class Homes(TensorFile):
-    """The home of every neuron, published so that maps can be drawn again without another partition."""
-
-    VERSION: ClassVar[int] = 1
-    FILE: ClassVar[str] = "homes.safetensors"
-
-    home_LF: Tensor  # (L, F) int32, as in `LayerPartition`; ALWAYS_ON in layers that stay dense
-
-
 def save_partition(
     folder: Path, partitions: Mapping[int, LayerPartition], layers: int, shape: MoEShape, width: int, description: str
 ) -> None:
-    """Write all layers as one `Partition`, and the neurons' homes.
-
-    Of the `layers`, those without a partition stay dense.
-    """
-    home_LF = torch.full((layers, width), ALWAYS_ON, dtype=torch.int32)
+    """Write all layers as one `Partition`; of the `layers`, those without a partition stay dense."""
     always_on_LS = torch.zeros(layers, shape.always_on, dtype=torch.int32)
     neurons = [torch.empty(0, shape.n, dtype=torch.int32)] * layers
     for layer, partition in partitions.items():
-        home_LF[layer], always_on_LS[layer] = partition.home_F, partition.always_on_S
+        always_on_LS[layer] = partition.always_on_S
         neurons[layer] = partition.neurons_EN.int()
-    Homes(home_LF).save(folder)
     home_P = torch.arange(layers, dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
     Partition(width, torch.cat(neurons), home_P, always_on_LS, shape.pooled, description).save(folder)
-
-
-def load_layers(folder: Path) -> dict[int, LayerPartition]:
-    """Read the partitions that `save_partition` wrote. Raises ContractError."""
-    partition, home_LF, found = Partition.load(folder), Homes.load(folder).home_LF.long(), {}
-    for layer in partition.carved_layers:
-        home_F = home_LF[layer]
-        always_on_S, dropped_X = ((home_F == role).nonzero().flatten() for role in (ALWAYS_ON, DROPPED))
-        routed_U = (home_F >= 0).nonzero().flatten()
-        neurons_EN = partition.neurons_of(layer).long()
-        found[layer] = LayerPartition(always_on_S, routed_U, dropped_X, home_F[routed_U], neurons_EN)
-    return found
 
 
 def partition_layer(

@@ -25,7 +25,6 @@ from stages.cluster.layer import (
     LayerEvidence,
     LayerPartition,
     layer_shapes,
-    load_layers,
     partition_layer,
     save_partition,
     view_neurons,
@@ -86,9 +85,7 @@ def open_activities(context: CalibrationContext) -> Iterator[DealtLayer | None]:
 
 
 def find_done(job: Job, shape: MoEShape, layers: int) -> Mapping[int, LayerPartition | None]:
-    """Layers to carve → their partitions in an earlier result, or those that a killed run finished."""
-    if job.earlier is not None:
-        return load_layers(job.earlier)
+    """Layers to carve → their partitions, if a killed run finished them."""
     carved = [layer for layer in range(layers) if layer not in shape.dense_layers]
     return {layer: load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in carved}
 

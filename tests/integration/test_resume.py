@@ -75,20 +75,6 @@ def result(outputs, stage):
     return folder
 
 
-def test_another_map_is_drawn_without_the_text_and_without_another_partition(words, tmp_path, monkeypatch):
-    command = [*words, "stage=cluster", "cluster.map_layers=[0]", f"output_dir={tmp_path}"]
-    assert run_command(command) == 0
-    before = hashes(tmp_path, "cluster")
-    for name in ("partition_layer", "open_activities"):
-        monkeypatch.setattr(f"stages.cluster.stage.{name}", lambda *_, name=name, **__: pytest.fail(f"{name} ran"))
-    assert run_command([*command, "cluster.map=tsne"]) == 0
-    after = hashes(tmp_path, "cluster")
-    assert after.pop("neuron_map_layer_000.png")["size"]
-    assert after == before
-    (result(tmp_path, "cluster") / "partition.safetensors").write_bytes(b"")
-    assert run_command([*command, "cluster.map=tsne", "cluster.map_layers=[1]"]) == FAILED
-
-
 def hashes(outputs, stage):
     """Name, size and hash of every published file of a stage."""
     return json.loads((result(outputs, stage) / "manifest.json").read_text())["files"]
@@ -356,16 +342,6 @@ def test_a_model_that_changes_during_a_run_ends_it(words, tmp_path, monkeypatch,
     assert "the files of the dense model were changed during this run" in error
     assert f"where: stage=cluster, {tmp_path}/pico\n" in error
     assert list((tmp_path / "artifacts/pico/cluster").iterdir()) == []
-
-
-def test_a_text_that_changes_during_a_run_is_said(words, tmp_path, monkeypatch, capsys):
-    (path,) = (word.partition("=")[2] for word in words if word.startswith("data.path="))
-    shutil.copy(path, tmp_path / "text.txt")
-    change_after("scan", tmp_path / "text.txt", monkeypatch)
-    command = [*words, f"data.path={tmp_path / 'text.txt'}", "cluster=contiguous", "stage=cluster"]
-    assert in_process(tmp_path, command) == 0
-    said = capsys.readouterr().out
-    assert "stage=scan: files of the text were changed during this run" in said
 
 
 def test_an_interrupt_says_what_is_kept(outputs, words):

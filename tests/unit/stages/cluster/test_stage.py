@@ -10,7 +10,6 @@ from stages.artifacts.carve import Partition, Scores
 from stages.artifacts.job import Job
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
-from stages.cluster.layer import Homes
 from stages.cluster.stage import run
 from stages.text.config import DataConfig
 
@@ -189,42 +188,13 @@ def test_maps_of_chosen_layers(job, planted):
     config = grouped(map="tsne", map_layers=[-1])
     table, with_map = cluster(job, config)
     picture = job.out / "neuron_map_layer_001.png"
-    assert sorted(path.name for path in job.out.iterdir()) == [Homes.FILE, picture.name, Partition.FILE]
+    assert sorted(path.name for path in job.out.iterdir()) == [picture.name, Partition.FILE]
     assert table.notes[-1] == "maps: neuron_map_layer_001.png"
     first = picture.read_bytes()
     cluster(job, config)
     assert picture.read_bytes() == first
     _table, without = cluster(job)
     assert torch.equal(with_map.neurons, without.neurons)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        SHAPE,
-        replace(SHAPE, dense_layers=(0,)),
-        MoEShape(100, 6, 2, 5),
-        MoEShape(3, 6, 2, 5, "global_pool"),
-        MoEShape(1, 6, 1, 0, "global_pool"),
-    ],
-)
-def test_other_maps_are_drawn_from_the_earlier_partition(job, planted, tmp_path, monkeypatch, shape):
-    config = {"cluster": grouped(map="tsne", map_layers=[1]), "vocabulary": NOTHING, "shape": shape, "seed": 0}
-    fresh = run(job, model=ModelConfig(), data=DataConfig(), **config)
-    earlier = tmp_path / "earlier"
-    run(replace(job, out=mkdir(earlier), scratch=mkdir(tmp_path / "other")),
-        model=ModelConfig(), data=DataConfig(), **config | {"cluster": NO_MAP})  # fmt: skip
-    monkeypatch.setattr("stages.cluster.stage.partition_layer", lambda *_, **__: pytest.fail("grouped again"))
-    again = replace(job, out=mkdir(tmp_path / "again"), scratch=mkdir(tmp_path / "empty"), earlier=earlier)
-    assert run(again, model=ModelConfig(), data=DataConfig(), **config) == fresh
-    assert {path.name: path.read_bytes() for path in again.out.iterdir()} == {
-        path.name: path.read_bytes() for path in job.out.iterdir()
-    }
-
-
-def mkdir(folder):
-    folder.mkdir()
-    return folder
 
 
 def test_gate_rows_group_neurons_that_listen_alike(job, planted, tmp_path):
