@@ -29,7 +29,6 @@ from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolv
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
-from stages.check import check_diagnose, check_dump, check_score, check_train
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.text.cache_key import check_data
@@ -367,18 +366,18 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
     """Errors that do not depend on the source model."""
     workers = find_workers().world
     if settings.involves("score"):
-        yield from check_score(settings.score, gradients=settings.scan.gradients)
+        yield from settings.score.contradictions(gradients=settings.scan.gradients)
     if settings.involves("dump"):
-        yield from check_dump(settings.dump)
+        yield from settings.dump.contradictions()
     if settings.involves("diagnose"):
-        yield from check_diagnose(settings.diagnose)
+        yield from settings.diagnose.contradictions()
     router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and settings.involves("assemble")
     if pooled and router in {*ROUTERS} - POOL_ROUTERS:
         what = f"assemble.router={router} does not support a pool of experts"
         where = "settings assemble.router and topology=global_pool"
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if settings.involves("train"):
-        yield from check_train(settings.train, workers)
+        yield from settings.train.contradictions(workers)
         if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
             what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
             do = "assemble.parity_logit_std=0.001, or assemble.mode=train"

@@ -1,12 +1,15 @@
 """Settings of stage=diagnose; explained in conf/diagnose."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from instruments.errors import ConfigError
 from instruments.precision.verdict import DiffLimits
 from instruments.training_watch.step_log import WatchConfig
 
 VERSION = 1
-CHECKS = ("auto_diff", "analyze_tensor", "static_check", "watch")
+CHECKS = ("auto_diff", "analyze_tensor", "watch")
 
 
 @dataclass
@@ -21,24 +24,14 @@ class AutoDiffConfig:
 
 @dataclass
 class AnalyzeTensorConfig:
-    """Rounding error of tensors in low precision."""
+    """Rounding error of activations in low precision."""
 
-    file: str | None = None
-    tensors: list[str] = field(default_factory=lambda: ["*"], metadata={"needs": {"file": True}})
-    modules: list[str] = field(default_factory=lambda: ["*.down_proj"], metadata={"needs": {"file": None}})
+    modules: list[str] = field(default_factory=lambda: ["*.down_proj"])
     formats: list[str] = field(
         default_factory=lambda: ["bfloat16", "float16"],
         metadata={"choices": ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "bf16", "fp16")},
     )
     scale: str = field(default="none", metadata={"choices": ("none", "amax")})
-
-
-@dataclass
-class StaticCheckConfig:
-    """Static check of training code."""
-
-    paths: list[str] = field(default_factory=lambda: ["."])
-    device: str = "cuda"
 
 
 @dataclass
@@ -60,5 +53,11 @@ class DiagnoseConfig:
     tokens: int = field(default=64, metadata={"minimum": 2})
     auto_diff: AutoDiffConfig = field(default_factory=AutoDiffConfig)
     analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)
-    static_check: StaticCheckConfig = field(default_factory=StaticCheckConfig)
     watch: WatchStageConfig = field(default_factory=WatchStageConfig)
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """Errors: there is no checkpoint in the folder."""
+        if self.checkpoint is not None and not (Path(self.checkpoint) / "config.json").is_file():
+            what, where = f"{self.checkpoint} holds no config.json, so no checkpoint", "setting diagnose.checkpoint"
+            do = "diagnose.checkpoint=null for the dense model, or a folder such as outputs/latest/checkpoint"
+            yield ConfigError(what, where=where, do=do)

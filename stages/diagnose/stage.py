@@ -1,4 +1,4 @@
-"""diagnose: one numerical check of the dense model, a checkpoint, a tensor or training code."""
+"""diagnose: one numerical check of the dense model or a checkpoint."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from instruments import safetensors_files
 from instruments.errors import CheckpointError, ConfigError, DataError
 from instruments.hooks import Call, trace_modules
 from instruments.precision import findings, tensor_analysis
 from instruments.precision.comparison import find_format
 from instruments.precision.model_diff import auto_diff
 from instruments.precision.perturbation import CAST
-from instruments.static_check.check import static_check
 from instruments.tensors import find_tensors
 from instruments.training_watch.model_watch import watch_model
 from instruments.training_watch.step_log import NOTE, StepReport, count_findings, draw_training_steps, read_step_log
@@ -142,17 +140,6 @@ def summarise(reports: Sequence[StepReport], precision: str) -> Table:
     return Table(title, ("finding", "severity", "steps", "first", "what"), rows, notes)
 
 
-def check_code(request: Request) -> Table:
-    """Write `static_check.json`; the table has one row per finding."""
-    settings = request.settings.static_check
-    report = static_check(settings.paths, device=settings.device)
-    records = [vars(finding) for finding in report.findings]
-    (request.job.out / "static_check.json").write_text(json.dumps(records, indent=1) + "\n")
-    rows = [(f"{one.path}:{one.line}", one.code, one.severity, one.message) for one in report.findings]
-    title = f"{report.files:,} files checked, {len(rows):,} findings"
-    return Table(title, ("where", "rule", "severity", "what"), rows)
-
-
 def diff_model(request: Request) -> Table:
     """Write `auto_diff.json` and `auto_diff.png`; the table shows the worst modules."""
     settings = request.settings.auto_diff
@@ -189,29 +176,14 @@ def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Ten
     return outputs
 
 
-def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or .pt file whose names match a glob.
-
-    Raises:
-        DataError: the file cannot be read, or no tensor matches.
-    """
-    found = dict(safetensors_files.flatten_tensors(safetensors_files.read_tensors(path)))
-    chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
-    if not chosen:
-        what = f"none of {len(found)} tensors is called {', '.join(patterns)}"
-        raise DataError(what, where=str(path), do=f"diagnose.analyze_tensor.tensors=['{next(iter(found), '*')}']")
-    return chosen
-
-
 _MOST_PICTURES = 12
 
 
 def analyze_tensors(request: Request) -> Table:
     """Write `analyze_tensor.json` and pictures of the first tensors."""
     asked = request.settings.analyze_tensor
-    tensors = read_tensors(Path(asked.file), asked.tensors) if asked.file else read_activations(request, asked.modules)
     found, notes = [], []
-    for name, tensor in tensors.items():
+    for name, tensor in read_activations(request, asked.modules).items():
         if tensor.is_floating_point() and tensor.layout is torch.strided:
             scale = None if asked.scale == "none" else asked.scale
             found.append(tensor_analysis.analyze_tensor(tensor, asked.formats, scale=scale, name=name))
@@ -230,7 +202,6 @@ def analyze_tensors(request: Request) -> Table:
 _CHECKS = {
     "auto_diff": diff_model,
     "analyze_tensor": analyze_tensors,
-    "static_check": check_code,
     "watch": watch_passes,
 }
 

@@ -1,6 +1,9 @@
 """Settings of the score stage."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from instruments.errors import ConfigError
 
 VERSION = 3
 
@@ -28,3 +31,15 @@ class ScoreConfig:
         """Whether the score has no term without gradients."""
         alone = self.method == "s_p" and not (self.activation_weight or self.frequency_weight)
         return self.method == "taylor" or alone
+
+    def contradictions(self, *, gradients: bool) -> Iterator[ConfigError]:
+        """Errors: the score ranks by nothing, or needs `gradients` that the scan does not compute."""
+        weights = "score.activation_weight, score.gradient_weight and score.frequency_weight"
+        divides_nothing = self.form == "inverse_gradient" and self.needs_gradients
+        if self.method == "s_p" and (divides_nothing or (self.needs_gradients and not self.gradient_weight)):
+            what = f"score.form={self.form} ranks by nothing: the weights of its terms are 0"
+            yield ConfigError(what, where=f"settings score.form, {weights}", do="score.activation_weight=1")
+        elif self.needs_gradients and not gradients:
+            what = f"score.method={self.method} needs gradients, and scan.gradients=false computes none"
+            where = "settings score.method and scan.gradients"
+            yield ConfigError(what, where=where, do="scan.gradients=true, or score.method=contribution")

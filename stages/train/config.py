@@ -1,6 +1,9 @@
 """Settings of continued pretraining."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from instruments.errors import ConfigError
 
 VERSION = 2
 
@@ -41,3 +44,25 @@ class TrainConfig:
     save_steps: int = field(default=100, metadata={"minimum": 1, "fingerprint": False})
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
+
+    def contradictions(self, workers: int) -> Iterator[ConfigError]:
+        """Errors: shares that do not add up to 1, no loss, shards of one process, or an indivisible batch."""
+        shares = self.router_share + self.experts_share + self.all_share
+        if abs(shares - 1) > 1e-6:
+            what = f"the phases' shares add up to {shares:g}, not 1"
+            where = "settings train.router_share, train.experts_share and train.all_share"
+            do = f"train.experts_share={max(0.0, 1 - self.router_share - self.all_share):g}"
+            yield ConfigError(what, where=where, do=do)
+        if not (self.language_model or self.logits):
+            what = "nothing is minimised: the weights of both losses are 0"
+            where = "settings train.language_model and train.logits"
+            yield ConfigError(what, where=where, do="train.language_model=1")
+        if self.fsdp and workers == 1:
+            what = "train.fsdp=true shards the model over processes, but there is only one"
+            do = "train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
+            yield ConfigError(what, where="setting train.fsdp", do=do)
+        at_once = self.micro_batch * workers
+        if self.batch > 0 < at_once and self.batch % at_once:
+            what = f"train.batch={self.batch} is no multiple of train.micro_batch x {workers} processes, {at_once}"
+            do = f"train.batch={at_once * max(1, round(self.batch / at_once))}"
+            yield ConfigError(what, where="settings train.batch and train.micro_batch", do=do)

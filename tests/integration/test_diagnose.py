@@ -3,9 +3,7 @@
 import json
 
 import pytest
-import torch
 from pico import write_pico
-from safetensors.torch import save_file
 
 from pipeline.cli import FAILED, INVALID, run_command
 
@@ -59,32 +57,12 @@ def test_activations_are_analysed(tmp_path, capsys):
     assert "pictures of the first 12 of" in said
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_tensors_of_a_file_are_analysed(tmp_path, capsys, suffix):
-    tensors = {"points": torch.randn(13, 2) * torch.tensor([1000.0, 1.0]), "ids": torch.arange(5)}
-    file = tmp_path / f"kept{suffix}"
-    if suffix == ".pt":
-        torch.save({"state": tensors}, file)
-    else:
-        save_file({f"state.{name}": tensor for name, tensor in tensors.items()}, file)
-    words = ("check=analyze_tensor", f"diagnose.analyze_tensor.file={file}")
-    code, _folders = diagnose(tmp_path, *words)
-    said = capsys.readouterr().out
-    assert code == 0, said
-    assert "state.points: dim -1 holds up to" in said
-    assert "state.ids holds int64: not analysed" in said
-    code, _folders = diagnose(tmp_path, *words, "diagnose.analyze_tensor.tensors=[weights]")
-    assert code == FAILED
-    assert "none of 2 tensors is called weights" in capsys.readouterr().err
-
-
 def test_what_is_not_there(tmp_path, capsys):
-    words = ("check=analyse", "diagnose.checkpoint=nowhere", "diagnose.analyze_tensor.file=nothing.pt")
+    words = ("check=analyse", "diagnose.checkpoint=nowhere")
     assert diagnose(tmp_path, *words) == (INVALID, [])
     said = capsys.readouterr().err
     assert "check=analyse is none of auto_diff" in said
     assert "nowhere holds no config.json, so no checkpoint" in said
-    assert "there is no file nothing.pt" in said
     assert diagnose(tmp_path, "diagnose.auto_diff.modules=[h.*]")[0] == INVALID
     assert diagnose(tmp_path, "check=analyze_tensor", "diagnose.analyze_tensor.modules=[h.*]")[0] == INVALID
     assert "no module that ran is called h.*" in capsys.readouterr().err

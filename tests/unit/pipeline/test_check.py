@@ -52,9 +52,7 @@ CONTRADICTIONS = {
     f"{NOTHING} score.form=product": ["score.activation_weight=1"],
     f"{NOTHING} stage=scan": [],
     f"{NOTHING} score.gradient_weight=1 scan=forward_only": ["scan.gradients=true, or score.method=contribution"],
-    "score.form=inverse_gradient score.activation_weight=0 score.frequency_weight=0": [
-        "score.form=weighted, or score.activation_weight=1"
-    ],
+    "score.form=inverse_gradient score.activation_weight=0 score.frequency_weight=0": ["score.activation_weight=1"],
     "score.form=inverse_gradient score.activation_weight=0": [],
     f"{POOL} assemble.router=residual_ridge": ["assemble.router=error, or random"],
     f"{POOL} stage=extract assemble.router=residual_ridge": [],

@@ -28,7 +28,7 @@ def test_good_words_pass():
     [
         ("expert=3", "there is no setting expert", "experts=3"),
         ("batch_token=3", "there is no setting batch_token", "scan.batch_tokens=3"),
-        ("diagnose.analyze_tensor=3", "no setting diagnose.analyze_tensor", "diagnose.analyze_tensor.file=3"),
+        ("diagnose.analyze_tensor=3", "no setting diagnose.analyze_tensor", "diagnose.analyze_tensor.scale=3"),
         ("clusters=rank", "there is no setting clusters", "cluster=rank"),
         ("scan.gradient=true", "there is no setting scan.gradient", "scan.gradients=true"),
         ("zzz=3", "there is no setting zzz", "python -m pipeline --cfg job lists the settings"),

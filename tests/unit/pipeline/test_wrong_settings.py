@@ -40,7 +40,7 @@ WRONG = [
     *("train.router_share=0.9", "train.language_model=0", "train.batch=5"),
     *("train.straight_through=true topology=global_pool", "assemble.router=residual_ridge topology=global_pool"),
     *("score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0", "score=taylor scan=forward_only"),
-    *("diagnose.analyze_tensor.file=/nowhere", "dense_layers=[99]", "dense_layers=[0] topology=global_pool"),
+    *("dense_layers=[99]", "dense_layers=[0] topology=global_pool"),
     *("active=0.25 dense_layers=[0,1]", "n=100000", "experts=4 top_k=9", "always_on=99999", "assemble.target=nope"),
     *("assemble.target=mixtral", "assemble.target=qwen3_moe always_on=128"),
     "topology=global_pool assemble.target=mixtral",
@@ -139,10 +139,9 @@ def test_every_number_of_steps_rounds_and_tokens_has_a_maximum():
 def test_what_an_interpolation_stands_for_has_the_type_of_the_setting():
     register_schema()
     with pytest.raises(ConfigError, match="is not a ListConfig, list or tuple"):
-        compose(["diagnose.static_check.paths=${seed}"])
-    assert compose(["diagnose.static_check.paths=${scan.parameter_patterns}", "scan.parameter_patterns=[a]"])[
-        0
-    ].diagnose.static_check.paths == ["a"]
+        compose(["scan.parameter_patterns=${seed}"])
+    words = ["diagnose.auto_diff.modules=${scan.parameter_patterns}", "scan.parameter_patterns=[a]"]
+    assert compose(words)[0].diagnose.auto_diff.modules == ["a"]
 
 
 def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypatch):
