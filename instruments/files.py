@@ -64,12 +64,6 @@ def hash_file(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def hash_files(folder: Path) -> dict[str, str]:
-    """Relative path → SHA-256, for every file below the folder."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
-
-
 def hash_code(root: Path, sources: Iterable[str]) -> str:
     """SHA-256 of the .py and .lua files among `sources`, files and folders below `root`, and of their names."""
     digest = sha256()

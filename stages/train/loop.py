@@ -37,13 +37,14 @@ from stages.train.objective import (
     Balance,
     LogitSchedule,
     Objective,
+    Phase,
     add_up,
     autocast,
     heldout_sums,
     move_biases,
+    rate_factor,
     stretch,
 )
-from stages.train.phases import Phase, rate_factor
 from stages.train.record import Record, drop_older, find_latest, mark_whole, saved_step
 
 logger = logging.getLogger(__name__)

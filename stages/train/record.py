@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError
-from instruments.files import hash_files, json_text, sync_tree, write_json, write_text
+from instruments.files import sync_tree, write_text
 from stages.artifacts.job import Table
-from stages.train.phases import Phase
+from stages.train.objective import Phase
 
 logger = logging.getLogger(__name__)
 
-WHOLE = "whole"  # file that marks a complete checkpoint folder; holds the hashes of its files
+WHOLE = "whole"  # file that marks a complete checkpoint folder
 FILE = "metrics.jsonl"
 FINAL = "final"  # folder of a phase's last checkpoint
 EVENTS = "tensorboard"
@@ -24,9 +24,9 @@ HELDOUT = "heldout_hash"  # key of the first line
 
 
 def mark_whole(folder: Path) -> None:
-    """Sync the folder to the disk, then write the hashes of its files."""
+    """Mark a checkpoint as complete, once its files are on the disk."""
     sync_tree(folder)
-    write_json(folder / WHOLE, hash_files(folder))
+    write_text(folder / WHOLE, "")
 
 
 def is_whole(folder: Path) -> bool:
@@ -35,14 +35,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def drop_unfinished(folder: Path) -> None:
-    """Remove incomplete and damaged checkpoints of a phase."""
+    """Remove incomplete checkpoints of a phase."""
     for path in folder.glob("*"):
-        if path.is_dir() and is_whole(path):
-            found = {name: digest for name, digest in hash_files(path).items() if name != WHOLE}
-            if (path / WHOLE).read_bytes() == json_text(found).encode():
-                continue
-            logger.warning("a checkpoint of an unfinished training is damaged and will be removed: %s", path)
-        if path.is_dir():
+        if path.is_dir() and not is_whole(path):
             shutil.rmtree(path)
 
 
@@ -57,10 +52,10 @@ def saved_step(checkpoint: Path) -> int:
 
 
 def drop_older(folder: Path) -> None:
-    """Keep the checkpoint `folder` and the one before it; nothing else, if it is the last of its phase."""
-    older = sorted(folder.parent.glob("checkpoint-*"), key=saved_step)
-    for path in older if folder.name == FINAL else older[:-2]:
-        shutil.rmtree(path)
+    """Remove the other checkpoints of the phase of the checkpoint `folder`."""
+    for path in folder.parent.glob("checkpoint-*"):
+        if path != folder:
+            shutil.rmtree(path)
 
 
 @dataclass
@@ -124,7 +119,7 @@ class Record:
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in a checkpoint, whose hashes are checked before."""
+    """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
 
 

@@ -25,8 +25,7 @@ from stages.text.config import DataConfig
 from stages.train import record
 from stages.train.config import TrainConfig
 from stages.train.loop import PhaseLoop, TrainContext, read_text
-from stages.train.objective import Balance, make_schedule
-from stages.train.phases import Phase, make_phases
+from stages.train.objective import Balance, Phase, make_phases, make_schedule
 
 
 def run(

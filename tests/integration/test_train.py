@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from integration.forked import kill_at, start
+from integration.forked import start
 from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -158,62 +158,6 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
     again = published(words)
     assert lines_of(again) == lines_of(undisturbed)
     assert weights_of(again) == weights_of(undisturbed)
-
-
-@pytest.fixture(scope="module")
-def killed(projected, trained, tmp_path_factory):
-    """A copy of the outputs, with a training killed after two checkpoints of its second phase; and its command line."""
-    copy = tmp_path_factory.mktemp("killed") / "outputs"
-    settings = [*QUICK, "stage=train", "train.tensorboard=true", "train.save_steps=2"]
-    words = [*copy_untrained(projected, copy), *settings]
-    kill_at(words, "stages.train.loop:mark_whole", 6)
-    return copy, [word for word in words if not word.startswith("output_dir=")]
-
-
-def damage(path, how):
-    content = bytearray(path.read_bytes())
-    if how == "deleted":
-        path.unlink()
-        return
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content if how == "flipped" else content[: len(content) // 2])
-
-
-def scalars(folder):
-    """(name, step) → value of TensorBoard's events."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own
-@pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
-def test_a_damaged_file_of_a_killed_training_changes_no_result(killed, trained, tmp_path, how):
-    """For each kind of file in its scratch folder the result is the same: an earlier checkpoint is taken."""
-    copy, words = killed
-    (scratch,) = copy.glob("artifacts/pico/train/.*/scratch")
-    parts = [scratch / "router" / "final" / "whole", *(scratch / "experts").glob("checkpoint-4/*"), *scratch.glob("*")]
-    parts += (scratch / "tensorboard").iterdir()
-    files = sorted(path.relative_to(copy) for path in parts if path.is_file())
-    names = {"whole", "model.safetensors", "optimizer.safetensors", "metrics.jsonl"}
-    assert names < {path.name for path in files}
-    assert any("tfevents" in path.name for path in files)
-    for number, file in enumerate(files):
-        outputs = tmp_path / str(number)
-        shutil.copytree(copy, outputs, symlinks=True)
-        damage(outputs / file, how)
-        command = [*words, f"output_dir={outputs}"]
-        assert run_command(command) == 0, file
-        again = published(command)
-        assert lines_of(again) == lines_of(trained), file
-        assert scalars(again).keys() == {
-            (name, line["step"]) for line in map(json.loads, (again / "metrics.jsonl").read_text().splitlines())
-            for name in line.keys() - {"step", "phase", "warnings", "heldout_hash"}
-        }, file  # fmt: skip
-        assert weights_of(again) == weights_of(trained), file
-        shutil.rmtree(outputs)
 
 
 def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(projected, tmp_path):

@@ -15,8 +15,7 @@ from stages.text.sequences import LoadedText
 from stages.train import loop
 from stages.train.config import TrainConfig
 from stages.train.loop import TrainContext, TrainingText
-from stages.train.objective import Balance, LogitSchedule
-from stages.train.phases import Phase
+from stages.train.objective import Balance, LogitSchedule, Phase
 from stages.train.record import Record
 from stages.train.stage import run_phase
 

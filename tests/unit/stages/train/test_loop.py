@@ -23,8 +23,7 @@ from stages.text.sequences import LoadedText
 from stages.train import loop, stage
 from stages.train.config import TrainConfig
 from stages.train.loop import PhaseLoop, TrainContext, TrainingText, collate, is_due, order_sequences
-from stages.train.objective import Balance, LogitSchedule
-from stages.train.phases import Phase
+from stages.train.objective import Balance, LogitSchedule, Phase
 from stages.train.record import Record, mark_whole, read_record
 
 

@@ -3,7 +3,7 @@ import pytest
 from models.training import Part
 from stages.train.config import TrainConfig
 from stages.train.loop import rates_of
-from stages.train.phases import make_phases, rate_factor
+from stages.train.objective import make_phases, rate_factor
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from instruments.errors import ContractError
 from stages.train import record as module
-from stages.train.phases import Phase
+from stages.train.objective import Phase
 from stages.train.record import Record, drop_older, drop_unfinished, find_latest, mark_whole, read_record, summarise
 
 
@@ -41,15 +41,13 @@ def test_losses_on_another_heldout_text_are_not_added(tmp_path):
     assert len(Record.open(tmp_path, saved, tensorboard=False, heldout_hash="a").lines) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "left"), [("checkpoint-30", ["checkpoint-20", "checkpoint-30"]), ("final", ["final"])]
-)
-def test_two_checkpoints_are_kept_until_the_phase_is_complete(tmp_path, name, left):
+@pytest.mark.parametrize("name", ["checkpoint-30", "final"])
+def test_the_last_checkpoint_is_kept(tmp_path, name):
     for step in (9, 20, 30):
         (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / name).mkdir(exist_ok=True)
     drop_older(tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_only_whole_checkpoints_are_gone_on_from(tmp_path):
@@ -62,21 +60,6 @@ def test_only_whole_checkpoints_are_gone_on_from(tmp_path):
     assert find_latest(tmp_path) == tmp_path / "checkpoint-10"
     drop_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]
-
-
-def test_a_checkpoint_that_has_changed_is_removed_and_the_one_before_it_taken(tmp_path, caplog):
-    for step in (2, 4):
-        (tmp_path / f"checkpoint-{step}" / "parts").mkdir(parents=True)
-        (tmp_path / f"checkpoint-{step}" / "parts" / "weights").write_text("w")
-        mark_whole(tmp_path / f"checkpoint-{step}")
-    (tmp_path / "checkpoint-4" / "parts" / "weights").write_text("v")
-    drop_unfinished(tmp_path)
-    assert find_latest(tmp_path) == tmp_path / "checkpoint-2"
-    (message,) = caplog.messages
-    assert message.endswith(f"is damaged and will be removed: {tmp_path / 'checkpoint-4'}")
-    (tmp_path / "checkpoint-2" / "whole").write_bytes(b"\xff")
-    drop_unfinished(tmp_path)
-    assert find_latest(tmp_path) is None
 
 
 LINES = [
