@@ -93,7 +93,7 @@ def peak_bytes(stage: str, checked: Checked) -> int:
         "train": training,
         "evaluate": max(layer_pass, 2 * dense + 8 * settings.evaluate.batch_tokens * vocabulary),
         "dump": 2 * loaded,
-        "diagnose": 2 * loaded * (settings.check in {"auto_diff", "watch"}),
+        "diagnose": 2 * loaded * (settings.check == "auto_diff"),
     }
     return needed.get(stage, 0) + PROGRAM * on_host
 

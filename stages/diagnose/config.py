@@ -6,10 +6,9 @@ from pathlib import Path
 
 from instruments.errors import ConfigError
 from instruments.precision.verdict import DiffLimits
-from instruments.training_watch.step_log import WatchConfig
 
 VERSION = 1
-CHECKS = ("auto_diff", "analyze_tensor", "watch")
+CHECKS = ("auto_diff", "analyze_tensor")
 
 
 @dataclass
@@ -35,17 +34,6 @@ class AnalyzeTensorConfig:
 
 
 @dataclass
-class WatchStageConfig:
-    """Monitored forward and backward passes; weights do not change."""
-
-    steps: int = field(default=8, metadata={"minimum": 1})
-    precision: str = field(
-        default="bfloat16", metadata={"choices": ("float32", "bfloat16", "float16", "fp32", "bf16", "fp16")}
-    )
-    limits: WatchConfig = field(default_factory=WatchConfig)
-
-
-@dataclass
 class DiagnoseConfig:
     """The model and text, and settings for each check."""
 
@@ -53,7 +41,6 @@ class DiagnoseConfig:
     tokens: int = field(default=64, metadata={"minimum": 2})
     auto_diff: AutoDiffConfig = field(default_factory=AutoDiffConfig)
     analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)
-    watch: WatchStageConfig = field(default_factory=WatchStageConfig)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Errors: there is no checkpoint in the folder."""

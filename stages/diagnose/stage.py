@@ -1,7 +1,7 @@
 """diagnose: one numerical check of the dense model or a checkpoint."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -9,20 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from instruments.errors import CheckpointError, ConfigError, DataError
+from instruments.errors import CheckpointError, ConfigError
 from instruments.hooks import Call, trace_modules
 from instruments.precision import findings, tensor_analysis
 from instruments.precision.comparison import find_format
 from instruments.precision.model_diff import auto_diff
 from instruments.precision.perturbation import CAST
 from instruments.tensors import find_tensors
-from instruments.training_watch.model_watch import watch_model
-from instruments.training_watch.step_log import NOTE, StepReport, count_findings, draw_training_steps, read_step_log
 from models.config import ModelConfig
 from models.loading import input_device, load_tokenizer, load_whole, padding_id, placement, resolve_device
 from models.source import resolve_folder
@@ -87,59 +83,6 @@ def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokeniz
     return tokenizer
 
 
-def watch_passes(request: Request) -> Table:
-    """Write `watch.jsonl` and `watch.png`; the table has one row per kind of finding."""
-    model = load_model(request, torch.float32).requires_grad_(True).train()
-    reports = list(tqdm(run_passes(request, model), total=request.settings.watch.steps, desc="watch", unit="step"))
-    log = request.job.out / "watch.jsonl"
-    draw_training_steps(read_step_log(log), request.job.out / "watch.png")
-    return summarise(reports, request.settings.watch.precision)
-
-
-def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]:
-    """Run the passes; yield the report of each."""
-    settings, device = request.settings.watch, input_device(model)
-    optimizer = torch.optim.SGD(model.parameters())  # the scaler needs one; it makes no step
-    low = None if settings.precision in {"float32", "fp32"} else find_format(settings.precision)
-    scaler = GradScaler(device.type, enabled=low is torch.float16)
-    log = request.job.out / "watch.jsonl"
-    with watch_model(model, scaler=scaler, config=settings.limits, log=log) as watch:
-        for ids in read_batches(request, model):
-            model.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, low, enabled=low is not None):
-                loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss
-            scaler.scale(loss).backward()
-            yield watch.step(loss=loss)
-            scaler.unscale_(optimizer)
-            scaler.update()
-
-
-def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    """Token ids of the first sequences, (1, T) each, repeated if there are too few. Raises DataError."""
-    found = load_text(request.data, tokenizer_for(request, model), "calibration").sequences
-    usable = [sequence for sequence in found if len(sequence.ids) > 1]
-    if not usable:
-        raise DataError("no sequence has two tokens", where="check=watch", do="choose a longer text: data.path=")
-    for step in range(request.settings.watch.steps):
-        ids = usable[step % len(usable)].ids[: request.settings.tokens]
-        yield torch.as_tensor(ids, dtype=torch.long)[None]
-
-
-def summarise(reports: Sequence[StepReport], precision: str) -> Table:
-    """One row per kind of finding; ranges of gradient norms in the notes."""
-    rows = count_findings([report.record(layers=False) for report in reports])
-    norms = [report.gradient_norm for report in reports]
-    ordered = sorted(reports[-1].layers.items(), key=lambda item: item[1])
-    weakest, strongest = (f"{name} ({norm:.2g})" for name, norm in (ordered[0], ordered[-1]))
-    notes = [
-        f"gradient norm {min(norms):.3g} to {max(norms):.3g}",
-        f"in the last step: weakest layer {weakest}, strongest {strongest}",
-    ]
-    bad = sum(severity != NOTE for _kind, severity, _count, _step, _message in rows)
-    title = f"{len(reports)} passes in {precision}: {f'{bad} kinds of findings' if bad else 'ok'}"
-    return Table(title, ("finding", "severity", "steps", "first", "what"), rows, notes)
-
-
 def diff_model(request: Request) -> Table:
     """Write `auto_diff.json` and `auto_diff.png`; the table shows the worst modules."""
     settings = request.settings.auto_diff
@@ -202,7 +145,6 @@ def analyze_tensors(request: Request) -> Table:
 _CHECKS = {
     "auto_diff": diff_model,
     "analyze_tensor": analyze_tensors,
-    "watch": watch_passes,
 }
 
 

@@ -153,7 +153,7 @@ class BatchSums:
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
         """Add one layer's activations and gradients: sums of both passes."""
         sums = self._add_tokens(layer, record.h_BTF, record.h_grad_BTF)
-        for name, norms_BF in neuron_norms(record, self.scan.norm_product).items():
+        for name, norms_BF in neuron_norms(record, "auto").items():
             sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
             sums.totals_B.add_(norms_BF.sum(1))
 

@@ -19,18 +19,12 @@ class ScanConfig:
     active_threshold: float | None = field(default=None, metadata={"minimum": 0})
     reservoir_tokens: int = field(default=4096, metadata={"minimum": 1})
     gradient_checkpointing: bool = field(default=False, metadata={"needs": {"gradients": True}})
-    norm_product: str = field(
-        default="auto", metadata={"needs": {"gradients": True}, "choices": ("auto", "gram", "direct")}
-    )
     parameters: bool = False
     parameter_patterns: list[str] | None = field(
         default=None, metadata={"needs": {"parameters": True}, "nonempty": True}
     )
     block_width: int = field(default=64, metadata={"needs": {"parameters": True}, "minimum": 1, "maximum": 2**31 - 1})
     per_token: bool = field(default=False, metadata={"needs": {"parameters": True}})
-    parameter_encoding: str = field(
-        default="log16", metadata={"needs": {"parameters": True}, "choices": ("log16", "f32")}
-    )
 
     def active_count(self, width: int) -> int:
         """Neurons per token that count as active, of `width`."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from uuid import uuid4
 
 from torch import nn
 
@@ -74,13 +73,12 @@ def record_parameters(
     """Watch the model and append to this worker's part file; yields None if `scan.parameters` is false.
 
     Raises:
-        ConfigError: no weight matches the patterns, or the workers do not share a folder.
+        ConfigError: no weight matches the patterns.
         ContractError: the part of an earlier run is damaged or has other parameters.
     """
     if not scan.parameters:
         yield None
         return
-    require_common_folder(place.scratch, workers)
     path = place.part(workers.rank)
     if fresh:  # the pipeline has cleaned the scratch folder of the leading worker's machine only
         path.unlink(missing_ok=True)
@@ -91,7 +89,6 @@ def record_parameters(
             block_width=scan.block_width,
             per_token=scan.per_token,
             gradients=scan.gradients,
-            product=scan.norm_product,
         )
     except ConfigError as error:  # its message names the scanner's arguments, not the settings
         what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))
@@ -108,24 +105,6 @@ def record_parameters(
         yield ParameterRecorder(scanner, writer, source)
 
 
-def require_common_folder(scratch: Path, workers: Workers) -> None:
-    """Raise ConfigError in every worker unless all see the same folder: their part files could not be merged."""
-    token = scratch / f"{FILE}.common.{workers.broadcast(uuid4().hex)}"
-    if workers.leads:
-        token.touch()
-    workers.broadcast(None)
-    blind = [rank for rank, sees in enumerate(workers.gather(token.exists())) if not sees]
-    if workers.leads:
-        token.unlink()
-    if blind:
-        raise ConfigError(
-            f"scan.parameters=true joins the files of all workers, and worker {', '.join(map(str, blind))} has another "
-            "output folder than worker 0",
-            where=f"setting output_dir, {scratch}",
-            do="output_dir= on a disk that all machines share, or scan=default",
-        )
-
-
 def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
     """Raise ContractError if some of these samples have no record in the part files here."""
     files = (read_mscan(path, verify=False) for path in place.parts())
@@ -135,11 +114,11 @@ def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
             f"the sums hold {len(missing)} of {len(samples)} samples whose parameter-level record is on the machine "
             "that scanned them",
             where=f"{place.scratch}; a store that several machines share keeps sums only",
-            do="a store.namespace of its own for this scan; fresh=true, which scans again; or scan=default",
+            do="output_dir= on a disk that all machines share, a store.namespace of its own, or scan=default",
         )
 
 
-def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str) -> None:
+def publish_parameters(place: PartsPlace, out: Path, samples: int) -> None:
     """Merge the part files of all workers and earlier runs into `out/parameters.mscan`.
 
     Apart from the date, the bytes do not depend on interruptions or on the number of workers. Raises ContractError if
@@ -147,7 +126,7 @@ def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str
     """
     require_recorded(place, range(samples))
     created = min(read_mscan(path, verify=False).header.created for path in place.parts())  # when the scan began
-    merge_mscan(place.parts(), out / FILE, created=created, numbers=range(samples), encoding=encoding)
+    merge_mscan(place.parts(), out / FILE, created=created, numbers=range(samples))
 
 
 def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Never
 
 import torch
 import transformers
@@ -22,7 +21,7 @@ from models.source import resolve_folder
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.sums import ScanSums, open_store
 from stages.artifacts.carve import NeuronStatistics
-from stages.artifacts.job import NOTHING, Job, Table, Workers
+from stages.artifacts.job import NOTHING, Job, Table
 from stages.losses import save_memory
 from stages.scan import passes
 from stages.scan.batch_sums import sum_shapes
@@ -144,7 +143,10 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         resumed_at = sum(batches[number].tokens for number in done)
         if scan.parameters and workers.leads:
             require_recorded(parts, passes.number_samples(batches, done))
-        with show_progress(text.tokens, resumed_at, workers) as progress:
+        whose = "scan" if workers.world == 1 else f"scan, worker 1 of {workers.world}"
+        with tqdm(
+            total=text.tokens, initial=resumed_at, desc=whose, unit="tok", smoothing=0.1, disable=not workers.leads
+        ) as progress:
             passes.scan_shares(scanner, batches, slots_M, keeper, workers, after_batch=progress.update)
         sums = passes.collect_sums(keeper, workers)
     if sums is None:
@@ -152,20 +154,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
     statistics.save(job.out)
     if scan.parameters:
-        publish_parameters(parts, job.out, statistics.samples, scan.parameter_encoding)
+        publish_parameters(parts, job.out, statistics.samples)
     if text.skipped:
         (job.out / "skipped.json").write_text(json.dumps(text.skipped, indent=1, sort_keys=True) + "\n")
     notes = [f"went on from an earlier run at token {resumed_at}"] if resumed_at else []
     return summarise(statistics, [*describe_skipped(text.skipped), *notes])
-
-
-def show_progress(total: int, done: int, workers: Workers) -> "tqdm[Never]":
-    """A progress bar over all tokens; with several workers it counts only those of the leading worker."""
-    return tqdm(
-        total=total,
-        initial=done,
-        desc="scan" if workers.world == 1 else f"scan, worker 1 of {workers.world}",
-        unit="tok",
-        smoothing=0.1,
-        disable=not workers.leads,
-    )

@@ -10,7 +10,6 @@ from torch import Tensor
 from instruments.errors import ConfigError
 from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import Job, Table
-from stages.artifacts.rendering import show
 from stages.score.config import ScoreConfig
 
 
@@ -110,14 +109,6 @@ def score_random(layers: int, width: int, seed: int) -> Float[Tensor, "L F"]:
     return torch.from_numpy(np.stack(rows))
 
 
-def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L F"]) -> list[float | None]:
-    """Spearman's rank correlation of two measures in every layer; None where one of them is constant."""
-    ranks = (normalise(normalise(values_LF, "rank"), "zscore") for values_LF in (first_LF, second_LF))
-    correlation_L = (next(ranks) * next(ranks)).mean(1)
-    defined_L1 = varies(first_LF) & varies(second_LF)
-    return [value if ok else None for value, ok in zip(correlation_L.tolist(), defined_L1[:, 0].tolist(), strict=True)]
-
-
 def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
     """Score every neuron of every layer."""
     statistics = NeuronStatistics.load(job.parents["scan"])
@@ -157,23 +148,16 @@ MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
 
 
 def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
-    """One row per layer: quantiles of the score, and its rank correlation with contribution and Taylor."""
+    """One row per layer: quantiles of the score, and neurons that are never active."""
     spread_L3 = scores.chosen.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
     silent_L = (statistics.active_count == 0).float().mean(1)
-    with_contribution = rank_correlation(scores.chosen, statistics.contribution)
-    with_taylor = rank_correlation(scores.chosen, score_taylor(statistics.sum_taylor, statistics.tokens))
     rows = [
         [
             layer,
             *(f"{value:.3g}" for value in spread_L3[layer]),
             f"{silent_L[layer]:.1%}",
-            show(with_contribution[layer], "+.2f"),
-            show(with_taylor[layer], "+.2f"),
         ]
         for layer in range(len(scores.chosen))
     ]
-    columns = ["layer", f"{scores.method} 5 %", "median", "95 %", "neurons never active", "ρ contribution", "ρ taylor"]
-    notes = [f"scored by {scores.description}; ρ is the rank correlation of this score with the measure"]
-    if not statistics.samples_with_gradient:
-        notes.append("the scan was forward-only: taylor is 0 throughout")
-    return Table("score", columns, rows, notes)
+    columns = ["layer", f"{scores.method} 5 %", "median", "95 %", "neurons never active"]
+    return Table("score", columns, rows, [f"scored by {scores.description}"])

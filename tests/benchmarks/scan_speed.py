@@ -24,7 +24,7 @@ def measure_scan(bench: Workbench, repetitions: int) -> list[Row]:
         "training": Task(bench.train_step, bench.thaw, bench.freeze),
         "scan": scan_task(bench, gradients=True),
         "frozen": Task(bench.frozen_step),
-        "norms": Task(torch.no_grad()(partial(neuron_norms, record, ScanConfig().norm_product))),
+        "norms": Task(torch.no_grad()(partial(neuron_norms, record, "auto"))),
     }
     found = take_turns(tasks, repetitions, bench.device)
     norms = [layers * seconds for seconds in found["norms"]]

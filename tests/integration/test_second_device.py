@@ -41,8 +41,6 @@ OTHERS = {
     "statistics": ("stage=dump", "dump=statistics"),
     "auto_diff": (DIAGNOSE, "check=auto_diff"),
     "cast": (DIAGNOSE, "check=auto_diff", "diagnose.auto_diff.mode=cast"),
-    "watch": (DIAGNOSE, "check=watch"),
-    "float16": (DIAGNOSE, "check=watch", "diagnose.watch.precision=float16"),
     "tensor": (DIAGNOSE, "check=analyze_tensor"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from instruments.errors import NumericsError
+from instruments.ffn_probe import neuron_norms
 from models.ffn import ffn_modules
 from stages.accumulators.sums import LocalStore
 from stages.artifacts.job import ALONE
@@ -57,10 +58,8 @@ class MemoryStore(LocalStore):
         """Write nothing."""
 
 
-def scan_model(model, batches, *, product="auto", gradients=True, store=None):
-    scanner = Scanner(
-        model, ffn_modules(model), ScanConfig(active_share=0.1, norm_product=product, gradients=gradients)
-    )
+def scan_model(model, batches, *, gradients=True, store=None):
+    scanner = Scanner(model, ffn_modules(model), ScanConfig(active_share=0.1, gradients=gradients))
     store = store or MemoryStore(Path("nowhere"), SHAPES, identity={}, every=3600.0)
     slots_M = draw_reservoir(sum(LENGTHS), 11, seed=5)
     scan_shares(scanner, batches, slots_M, store, ALONE, after_batch=lambda _tokens: None)
@@ -101,8 +100,9 @@ def checkpoint_reentrant(model):
 
 @pytest.mark.parametrize("product", ["gram", "direct"])
 @pytest.mark.parametrize("prepare", [None, enable_gradient_checkpointing, checkpoint_reentrant])
-def test_norms_equal_those_of_true_weight_gradients(folder, truth, product, prepare):
-    found, _ = scan(folder, batch_tokens=64, product=product, prepare=prepare)
+def test_norms_equal_those_of_true_weight_gradients(folder, truth, product, prepare, monkeypatch):
+    monkeypatch.setattr("stages.scan.batch_sums.neuron_norms", lambda record, _auto: neuron_norms(record, product))
+    found, _ = scan(folder, batch_tokens=64, prepare=prepare)
     for name, expected in truth.items():
         error = ((found[f"grad_norm_{name}"] - expected).abs() / expected).max()
         assert error <= 1e-5, (name, float(error))

@@ -147,7 +147,7 @@ IGNORED = {
         "scan.per_token": "scan.parameters=false", "scan.block_width": "scan.parameters=false",
         "store.url": "store.kind=local",
     },
-    "scan.gradients=false scan.parameters=true scan.norm_product=gram": {"scan.norm_product": "scan.gradients=false"},
+    "scan.gradients=false scan.gradient_checkpointing=true": {"scan.gradient_checkpointing": "scan.gradients=false"},
     "score=random score.gradient_weight=5": {"score.gradient_weight": "score.method=random"},
     "vocabulary=none vocabulary.layers=2": {"vocabulary.layers": "vocabulary.tokens=0"},
     "project=align project.alpha=0.8": {"project.alpha": "project.gradient_projection=false"},  # also of the default
@@ -238,11 +238,11 @@ def test_surprises_cause_a_warning(warnings, words):
     ("words", "reason"),
     [
         ("stage=all train=distil train.tokens=9", "stage=all does not run train"),
-        ("stage=all check=watch experts=4", "stage=all does not run diagnose"),
+        ("stage=all check=analyze_tensor experts=4", "stage=all does not run diagnose"),
         ("stage=scan dump.steps=2", "stage=scan does not run dump"),
         ("stage=all train=distil evaluate.checkpoint=train", None),
-        ("stage=diagnose check=watch diagnose.tokens=9 diagnose.watch.steps=3", None),
-        ("stage=diagnose diagnose.watch.steps=3", "check=auto_diff"),
+        ("stage=diagnose check=analyze_tensor diagnose.tokens=9 diagnose.analyze_tensor.scale=amax", None),
+        ("stage=diagnose diagnose.analyze_tensor.scale=amax", "check=auto_diff"),
         ("stage=scan project.alpha=0.5", None),
     ],
 )

@@ -1,43 +1,15 @@
 """Parts of the parameter-level record: their place, and conditions for several workers."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 
-from instruments.errors import ConfigError, ContractError
+from instruments.errors import ContractError
 from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 from instruments.parameter_scan.writer import MscanWriter
-from stages.artifacts.job import ALONE, Workers
-from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_common_folder, require_recorded
+from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_recorded
 
 PARAMETERS = [WatchedParameter("model.layers.0.mlp.up_proj.weight", "linear", 6, 12, 4)]
-
-
-@dataclass(frozen=True)
-class Team(Workers):
-    """The leading worker of three; `others` are the answers of the other two."""
-
-    world: int = 3
-    others: list = field(default_factory=list)
-
-    def gather(self, value):
-        return [value, *(self.others if isinstance(value, bool) else [None, None])]
-
-
-def test_workers_with_one_folder_go_on(tmp_path):
-    require_common_folder(tmp_path, ALONE)
-    require_common_folder(tmp_path, Team(others=[True, True]))
-    assert not list(tmp_path.iterdir())
-
-
-def test_workers_on_machines_without_a_common_folder_are_refused(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        require_common_folder(tmp_path, Team(others=[True, False]))
-    assert caught.value.where == f"setting output_dir, {tmp_path}"
-    assert "worker 2 has another output folder" in caught.value.what
-    assert not list(tmp_path.iterdir())
 
 
 def test_parts_of_another_scan_are_left_alone(tmp_path):
@@ -49,7 +21,7 @@ def test_parts_of_another_scan_are_left_alone(tmp_path):
         MscanWriter(mine.part(worker), PARAMETERS, model="pico", block_width=4).close()
     assert mine.parts() == [mine.part(0), mine.part(1)]
     (tmp_path / "out").mkdir()
-    publish_parameters(mine, tmp_path / "out", 0, "f32")
+    publish_parameters(mine, tmp_path / "out", 0)
     assert (tmp_path / "out" / FILE).is_file()
 
 

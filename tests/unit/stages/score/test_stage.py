@@ -13,7 +13,6 @@ from stages.score.stage import (
     MEASURES,
     gradient_rate,
     normalise,
-    rank_correlation,
     run,
     score_neurons,
     score_random,
@@ -168,16 +167,6 @@ def test_random_scores_are_seeded_and_no_layer_depends_on_another():
     assert scores_LF.dtype == torch.float32
 
 
-def test_rank_correlation_sees_order_only():
-    first_LF = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]])
-    second_LF = torch.tensor([[1.0, 10.0, 100.0, 1e6], [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 4.0, 3.0]])
-    assert rank_correlation(first_LF, second_LF) == pytest.approx([1.0, -1.0, 0.8])
-
-
-def test_no_correlation_with_a_measure_without_spread():
-    assert rank_correlation(torch.tensor([[1.0, 2.0, 3.0]]), torch.zeros(1, 3)) == [None]
-
-
 @pytest.fixture
 def job(tmp_path):
     for name in ("scan", "out", "scratch"):
@@ -195,13 +184,11 @@ def test_the_measure_that_was_asked_for_is_written(job, make_statistics, method)
     assert scores.chosen.shape == statistics.sum_abs.shape
     assert scores.chosen.dtype == torch.float32
     assert scores.chosen.isfinite().all()
-    columns = ["layer", f"{method} 5 %", "median", "95 %", "neurons never active", "ρ contribution", "ρ taylor"]
+    columns = ["layer", f"{method} 5 %", "median", "95 %", "neurons never active"]
     assert table.columns == columns
     assert [row[0] for row in table.rows] == [0, 1]
     assert [row[4] for row in table.rows] == ["28.6%", "0.0%"]
-    own = {"contribution": 5, "taylor": 6}
-    assert all(row[own[method]] == "+1.00" for row in table.rows if method in own)
-    assert table.notes == [f"scored by {method}; ρ is the rank correlation of this score with the measure"]
+    assert table.notes == [f"scored by {method}"]
 
 
 def test_every_measure_is_another(make_statistics):
@@ -218,12 +205,10 @@ def test_weights_reach_the_score(make_statistics):
 
 def test_a_forward_only_scan_scores_without_gradients_and_says_so(job, make_statistics):
     make_statistics(gradient=False).save(job.parents["scan"])
-    table = run(job, score=ScoreConfig(), seed=1)
+    run(job, score=ScoreConfig(), seed=1)
     scores = Scores.load(job.out)
     assert scores.chosen.isfinite().all()
     assert scores.description == "s_p without its gradient term (the scan was forward-only)"
-    assert [row[-1] for row in table.rows] == ["–", "–"]
-    assert len(table.notes) == 2
 
 
 def test_nothing_is_missed_of_a_forward_only_scan_that_no_term_asks_for(make_statistics):
