@@ -31,8 +31,7 @@ from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
-from stages.text.cache_key import check_data
-from stages.text.config import check_length
+from stages.text.check import check_data, check_length
 
 logger = logging.getLogger(__name__)
 

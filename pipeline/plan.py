@@ -22,7 +22,7 @@ from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import calibration_cache_key, data_cache_key
-from stages.text.config import DataConfig, calibration_only, sampled
+from stages.text.config import DataConfig, calibration_only, list_sources, sampled
 from stages.text.hub import require_hub
 
 log = logging.getLogger(__name__)
@@ -249,4 +249,4 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
 
         resolve_device(settings.model)
     if any("data" in stage.nodes for stage in stages):
-        require_hub(settings.data)
+        require_hub(list_sources(settings.data, "calibration"))

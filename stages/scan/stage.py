@@ -28,10 +28,9 @@ from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
 from stages.text.batches import TokenBatch, batch_sequences
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, list_sources
 from stages.text.generated import continue_prompts, load_generated, load_prompts, save_generated
 from stages.text.sequences import LoadedText, describe_skipped, load_text
-from stages.text.sources import describe_source
 
 
 def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool) -> NeuronStatistics:
@@ -131,9 +130,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
     identity = sums_cache_key(job.fingerprint, batches, dense.dtype)
     parts = PartsPlace(job.scratch, identity)
-    recording = record_parameters(
-        dense, scan, parts, workers, source=describe_source(data, "calibration"), label=model.label, fresh=job.fresh
-    )
+    source = ", ".join(source.title for source in list_sources(data, "calibration"))
+    recording = record_parameters(dense, scan, parts, workers, source=source, label=model.label, fresh=job.fresh)
     weights = ffn_weight_names(dense)
     storing = open_store(store, shapes, job, label=model.label, identity=identity, weights=weights)
     with storing as keeper, recording as parameters:

@@ -1,11 +1,12 @@
 """Token sequences, and padded batches of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 # Label of tokens that do not count in the loss, as in torch.nn.functional.cross_entropy.
 IGNORED = -100
@@ -82,12 +83,11 @@ def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:
 
 
 def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
-    shape = len(group), max(len(sequence.ids) for sequence in group)
-    input_ids, attention_mask, labels = torch.full(shape, pad_id), torch.zeros(shape).long(), torch.full(shape, IGNORED)
-    for row, sequence in enumerate(group):
-        length = len(sequence.ids)
-        input_ids[row, :length] = torch.tensor(sequence.ids)
-        attention_mask[row, :length] = 1
-        labels[row, :length] = torch.tensor(sequence.labels)
+    def pad(rows: Iterable[list[int]], value: int) -> Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+    input_ids = pad((sequence.ids for sequence in group), pad_id)
+    attention_mask = pad(([1] * len(sequence.ids) for sequence in group), 0)
+    labels = pad((sequence.labels for sequence in group), IGNORED)
     names = [sequence.name for sequence in group]
     return TokenBatch(input_ids, attention_mask, labels, names, source=group[0].source)

@@ -8,6 +8,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError
+from stages.text.config import Source
 from stages.text.documents import Document, Message
 
 Span = tuple[int, int]
@@ -17,41 +18,37 @@ FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}\n"
 
 
 def encode_conversation(
-    document: Document, tokenizer: PreTrainedTokenizerBase, *, completion: bool
+    document: Document, tokenizer: PreTrainedTokenizerBase, source: Source
 ) -> tuple[list[int], list[bool]]:
     """Render a conversation with the chat template and tokenize it.
 
     Returns:
-        Token ids, and for each whether it counts in the loss: with `completion` only the assistant's turns, including
-        their end tokens; otherwise all.
+        Token ids, and for each whether it counts in the loss: with `labels=full_sequence` all, otherwise only the
+        assistant's turns, including their end tokens.
 
     Raises:
         DataError: the tokenizer has no chat template, the template refuses the conversation, or the assistant's turns
             cannot be located.
     """
-    template = find_template(tokenizer)
-    messages = list(document.messages)
-    if completion and not tokenizer.is_fast:
-        what = "this tokenizer cannot show which tokens are the assistant's"
-        do = "data.labels=full_sequence, or a model with a fast tokenizer (tokenizer.json)"
-        raise DataError(what, where=f"tokenizer {tokenizer.name_or_path}, data.labels", do=do)
-    try:
-        text = _render_all(document, tokenizer)
-        # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
-        if completion and re.search(r"\{%-?\s*generation\s*-?%\}", template):
-            encoded = tokenizer.apply_chat_template(
-                messages,
-                chat_template=template,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False},
-            )
-            return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-        spans = find_assistant_spans(messages, text, tokenizer) if completion else None
-    except TemplateError as error:
-        raise _refused(document, tokenizer, error) from error
-    if completion and spans is None:
-        raise _not_found(document, tokenizer)
+    text = _render_document(document, tokenizer)
+    if source.labels == "full_sequence":
+        return _tokenize(text, None, tokenizer)
+    messages, template = list(document.messages), find_template(tokenizer)
+    # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
+    if tokenizer.is_fast and re.search(r"\{%-?\s*generation\s*-?%\}", template):
+        encoded = tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+    spans = find_assistant_spans(messages, text, tokenizer) if tokenizer.is_fast else None
+    if spans is None:
+        what = "the rendered conversation does not show where the assistant's turns are"
+        do = f"begin the record with a question, or {source.place}.labels=full_sequence"
+        raise DataError(what, where=_describe(document, tokenizer), do=do)
     return _tokenize(text, spans, tokenizer)
 
 
@@ -61,16 +58,12 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> lis
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the conversation.
     """
-    find_template(tokenizer)
     messages = document.messages
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         return []
-    try:
-        text = _render_all(replace(document, messages=messages), tokenizer, add_generation_prompt=True)
-    except TemplateError as error:
-        raise _refused(document, tokenizer, error) from error
+    text = _render_document(replace(document, messages=messages), tokenizer, add_generation_prompt=True)
     return _tokenize(text, None, tokenizer)[0]
 
 
@@ -82,19 +75,6 @@ def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
         raise DataError(what, where=f"tokenizer {tokenizer.name_or_path}", do=do)
     template = str(tokenizer.get_chat_template())
     return FIXED_DATE + template if "strftime_now" in template else template
-
-
-def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: TemplateError) -> DataError:
-    what = f"the chat template refuses the conversation: {error}"
-    do = "correct or remove the record"
-    return DataError(what, where=f"{document.name}, tokenizer {tokenizer.name_or_path}", do=do)
-
-
-def _not_found(document: Document, tokenizer: PreTrainedTokenizerBase) -> DataError:
-    first = "begin the record with a question, " if document.messages[0]["role"] == "assistant" else ""
-    what = "the rendered conversation does not show where the assistant's turns are"
-    do = f"{first}data.labels=full_sequence, or a chat template with {{% generation %}} marks"
-    return DataError(what, where=f"{document.name}, tokenizer {tokenizer.name_or_path}", do=do)
 
 
 def find_assistant_spans(
@@ -134,21 +114,27 @@ def find_assistant_spans(
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
-def _render_all(document: Document, tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
-    """The rendered conversation. Raises DataError: the template leaves out a message, for a role that it does not know.
+def _render_document(document: Document, tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
+    """The rendered conversation. Raises DataError: the template refuses it, or leaves out a role that it does not know.
 
     Templates may change a message's white space or quotes, so that only its longest word is looked for.
     """
-    text = _render(document.messages, tokenizer, **options)
+    try:
+        text = _render(document.messages, tokenizer, **options)
+    except TemplateError as error:
+        what, do = f"the chat template refuses the conversation: {error}", "correct or remove the record"
+        raise DataError(what, where=_describe(document, tokenizer), do=do) from error
     for message in document.messages:
-        if (
-            message["role"] not in ROLES
-            and max(re.findall(r"\w+", message["content"]), key=len, default="") not in text
-        ):
+        longest = max(re.findall(r"\w+", message["content"]), key=len, default="")
+        if message["role"] not in ROLES and longest not in text:
             what = f"the chat template leaves out the messages of role {message['role']!r}"
             do = "rename the roles to system, user, assistant and tool"
-            raise DataError(what, where=f"{document.name}, tokenizer {tokenizer.name_or_path}", do=do)
+            raise DataError(what, where=_describe(document, tokenizer), do=do)
     return text
+
+
+def _describe(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"{document.name}, tokenizer {tokenizer.name_or_path}"
 
 
 def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate, islice
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from instruments.errors import DataError
-from stages.text.config import DataConfig
+from stages.text.config import Source, Split
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +19,9 @@ logger = logging.getLogger(__name__)
 MAX_CHARACTERS = 2**18
 MAX_MESSAGES = 512
 
-# Fields of messages that some templates write, in addition to the content, and what they hold.
-UNREAD_FIELDS = {"tool_calls": "calls", "reasoning_content": "thoughts", "thinking": "thoughts"}
+# Fields of messages that some templates write, in addition to the content.
+UNREAD_FIELDS = ("tool_calls", "reasoning_content", "thinking")
 
-Split = Literal["calibration", "heldout"]
 Message = dict[str, str]
 
 
@@ -37,97 +36,49 @@ class Document:
     @property
     def digest(self) -> bytes:
         """8-byte hash of the content; copies of a document have the same."""
-        content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text
-        return blake2b(content.encode(), digest_size=8).digest()
+        return digest_of(json.dumps(self.messages, sort_keys=True) if self.messages else self.text)
 
 
-def read_record(record: object, where: str, data: DataConfig) -> Document | None:
+def digest_of(text: str) -> bytes:
+    """8-byte hash of a text, the same on every machine."""
+    return blake2b(text.encode(), digest_size=8).digest()
+
+
+def read_record(record: object, where: str, source: Source) -> Document | None:
     """Read the conversation or the text of one record; None if it is empty or null. `where` is the record's place.
 
     Raises:
         DataError: neither column exists, or its value is no text and no conversation.
     """
-    if not isinstance(record, Mapping):
-        what = f"a record is {_kind(record)}, not an object"
-        raise DataError(what, where=where, do=f'one JSON object a line: {{"{data.text_column}": "..."}}')
-    conversation = record.get(data.messages_column)
-    if conversation is not None and (conversation != [] or data.text_column not in record):
-        messages = _read_messages(conversation, f"{where}, column {data.messages_column}")
-        return Document(where, messages=messages) if messages else None
-    if data.text_column not in record:
-        what = f"a record has neither column {data.messages_column!r} nor column {data.text_column!r}"
-        do = "name the column: data.text_column= or data.messages_column="
-        raise DataError(what, where=f"{where}; its columns: {', '.join(record) or 'none'}", do=do)
-    text = record[data.text_column]
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        what = f"column {data.text_column!r} holds {_kind(text)}, not text"
-        raise DataError(what, where=where, do="name a column of text: data.text_column=")
-    return Document(where, _replace_surrogates(text)) if text.strip() else None
-
-
-def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:
-    """Cut longer text into documents of at most MAX_CHARACTERS; shorten longer conversations to their first messages.
-
-    Raises:
-        DataError: the first message of a conversation exceeds the limit.
-    """
-    for document in documents:
-        if document.messages:
-            yield _shorten(document)
-        elif len(document.text) <= MAX_CHARACTERS:
-            yield document
-        else:
-            parts = cut_text(document.text, MAX_CHARACTERS)
-            yield from (replace(document, name=f"{document.name}, part {n}", text=part) for n, part in parts)
-
-
-def cut_text(text: str, longest: int) -> Iterator[tuple[int, str]]:
-    """Non-blank, numbered parts of at most `longest` characters, cut at white space if possible."""
-    first = number = 0
-    while first < len(text):
-        last = first + longest
-        if last < len(text):
-            last = max(text.rfind(" ", first + 1, last), text.rfind("\n", first + 1, last)) + 1 or last
-        if part := text[first:last].strip():
-            number += 1
-            yield number, part
-        first = last
-
-
-def _shorten(document: Document) -> Document:
-    ends = accumulate(len(message["content"]) + len(message["role"]) for message in document.messages)
-    kept = sum(1 for end in islice(ends, MAX_MESSAGES) if end <= MAX_CHARACTERS)
-    if kept == len(document.messages):
-        return document
-    if not kept:
-        what = f"the first message is longer than {MAX_CHARACTERS:,} characters"
-        raise DataError(what, where=document.name, do="shorten or remove the record")
-    logger.warning("%s: only the first %d of %d messages are read", document.name, kept, len(document.messages))
-    return replace(document, messages=document.messages[:kept])
-
-
-def _read_messages(value: object, where: str) -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        what = f"a conversation is {_kind(value)}, not a list"
-        do = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+    columns = source.messages_column, source.text_column
+    if not isinstance(record, Mapping) or not record.keys() & {*columns}:
+        what = f"a record has neither column {columns[0]!r} nor column {columns[1]!r}"
+        where += f"; its columns: {', '.join(record) or 'none'}" if isinstance(record, Mapping) else ""
+        do = f"name a column of it: {source.place}.text_column= or {source.place}.messages_column="
         raise DataError(what, where=where, do=do)
-    return tuple(_read_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1))
+    conversation, text = (record.get(column) for column in columns)
+    if conversation:
+        return Document(where, messages=_read_messages(conversation, f"{where}, column {columns[0]}"))
+    if not isinstance(text, str | None):
+        what = f"column {columns[1]!r} holds {type(text).__name__}, not text"
+        raise DataError(what, where=where, do=f"name a column of text: {source.place}.text_column=")
+    return Document(where, _replace_surrogates(text)) if text and text.strip() else None
 
 
-def _read_message(message: object, where: str) -> Message:
-    fields = message if isinstance(message, Mapping) else {}
-    role, content = fields.get("role"), fields.get("content")
-    for name, them in UNREAD_FIELDS.items():
-        if fields.get(name):
-            what = f"a message has {name}, and only its role and content are read"
-            do = f"write the {them} into the content, as the model should write them; or remove the field"
-            raise DataError(what, where=where, do=do)
-    if not isinstance(role, str) or not isinstance(content, str):
-        what = "a message needs a role and a content, both text"
-        raise DataError(what, where=where, do='{"role": "user", "content": "..."}')
-    return {"role": role, "content": _replace_surrogates(content)}
+def _read_messages(conversation: object, where: str) -> tuple[Message, ...]:
+    messages = []
+    for number, message in enumerate(conversation if isinstance(conversation, list) else [conversation], start=1):
+        fields = message if isinstance(message, Mapping) else {}
+        role, content, place = fields.get("role"), fields.get("content"), f"{where}, message {number}"
+        if unread := [name for name in UNREAD_FIELDS if fields.get(name)]:
+            what = f"a message has {', '.join(unread)}, and only its role and content are read"
+            do = "write it into the content, as the model should write it; or remove the field"
+            raise DataError(what, where=place, do=do)
+        if not isinstance(role, str) or not isinstance(content, str):
+            what = "a conversation is a list of messages with a role and a content"
+            raise DataError(what, where=place, do='[{"role": "user", "content": "..."}]')
+        messages.append({"role": role, "content": _replace_surrogates(content)})
+    return tuple(messages)
 
 
 def _replace_surrogates(text: str) -> str:
@@ -135,10 +86,36 @@ def _replace_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _kind(value: object) -> str:
-    """The type of a JSON value in words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:
+    """Cut long text into documents of MAX_CHARACTERS, and shorten long conversations to their first messages."""
+    for document in documents:
+        if document.messages:
+            yield _shorten(document)
+        elif len(document.text) <= MAX_CHARACTERS:
+            yield document
+        else:
+            parts = enumerate(cut_text(document.text, MAX_CHARACTERS), start=1)
+            yield from (replace(document, name=f"{document.name}, part {n}", text=part) for n, part in parts)
+
+
+def cut_text(text: str, longest: int) -> Iterator[str]:
+    """Parts of at most `longest` characters that are not blank, cut at white space if possible."""
+    first = 0
+    while first < len(text):
+        last = first + longest
+        if last < len(text):
+            last = max(text.rfind(" ", first + 1, last), text.rfind("\n", first + 1, last)) + 1 or last
+        if part := text[first:last].strip():
+            yield part
+        first = last
+
+
+def _shorten(document: Document) -> Document:
+    ends = accumulate(len(message["content"]) + len(message["role"]) for message in document.messages)
+    kept = max(1, sum(1 for end in islice(ends, MAX_MESSAGES) if end <= MAX_CHARACTERS))
+    if kept < len(document.messages):
+        logger.warning("%s: only the first %d of %d messages are read", document.name, kept, len(document.messages))
+    return replace(document, messages=document.messages[:kept])
 
 
 def cut_passages(lines: Iterable[str], shortest: int, longest: int) -> Iterator[tuple[int, str]]:
@@ -187,9 +164,3 @@ def take_share(documents: Iterable[Document], split: Split, share: float) -> Ite
     for document in documents:
         if is_heldout(document.digest, share) == (split == "heldout"):
             yield document
-
-
-def leave_out_copies(documents: Iterable[Document], heldout: Iterable[Document]) -> Iterator[Document]:
-    """The documents that do not also occur in the held-out text."""
-    known = {document.digest for document in heldout}
-    return (document for document in documents if document.digest not in known)

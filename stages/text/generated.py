@@ -4,43 +4,42 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.random import fork_rng
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from instruments.errors import DataError
 from instruments.files import write_json
 from models.loading import input_device, padding_id
 from stages.artifacts.job import ALONE, Workers
 from stages.text.batches import IGNORED, TokenSequence, group_lengths
 from stages.text.chat import encode_prompt
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, list_sources
 from stages.text.documents import Document
 from stages.text.sequences import (
+    NO_PROMPT,
+    NO_ROOM,
+    NOTHING_WRITTEN,
     LoadedText,
-    Skipped,
     describe_skipped,
     encode_text,
     find_begin,
     missing_begin,
     require_embeddings,
+    require_sequences,
     select_usable,
 )
-from stages.text.sources import describe_emptiness, describe_source, read_documents
+from stages.text.sources import read_sources
 
 logger = logging.getLogger(__name__)
 
 GENERATED = "generated.json"
-NO_PROMPT = "no text before the answer"
-NO_ROOM = "the prompt leaves data.max_length no room for data.max_new_tokens"
-NOTHING_WRITTEN = "the model ended the text at once"
 
 
 def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedText:
@@ -59,7 +58,8 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     skipped: dict[str, list[str]] = defaultdict(list)
     prompts: list[TokenSequence] = []
     room = data.tokens
-    for document in read_documents(data, "calibration"):
+    ((source, documents),) = read_sources(data, "calibration")
+    for document in documents:
         ids = _encode(document, tokenizer, data)
         if not ids:
             skipped[NO_PROMPT].append(document.name)
@@ -70,12 +70,12 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
             room -= len(ids)
         if room <= 0:
             break
+    text = LoadedText(prompts, dict(skipped))
+    require_sequences(text, source)
     for note in describe_skipped(skipped):
         logger.warning("prompts: %s", note)
-    if not prompts:
-        raise _no_prompts(data, skipped)
     require_embeddings(prompts, tokenizer)
-    return LoadedText(prompts, dict(skipped))
+    return text
 
 
 def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:
@@ -87,18 +87,6 @@ def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataCo
         if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
             ids.pop()
     return (missing_begin(find_begin(tokenizer), ids[:1]) + ids)[:longest] if ids else []
-
-
-def _no_prompts(data: DataConfig, skipped: Skipped) -> DataError:
-    if not skipped:
-        return describe_emptiness(data, "calibration")
-    counts = ", ".join(f"{len(names)} ({fault})" for fault, names in skipped.items())
-    return DataError(
-        f"no document makes a prompt; skipped: {counts}",
-        where=f"calibration text of {describe_source(data, 'calibration')}, data.max_length={data.max_length}, "
-        f"data.max_new_tokens={data.max_new_tokens}",
-        do=f"data.max_length={2 * data.max_length}, or conversations that begin with a question",
-    )
 
 
 def continue_prompts(
@@ -137,10 +125,13 @@ def continue_prompts(
             found = write_continuations(model, batch, data, ends, pad_id, seed=seed + mine.start) if batch else []
             news = [row for part in workers.gather(found) for row in part]
             pairs = zip(ids[len(written) :], news, strict=False)
-            tokens += sum(len(prompt) + len(row) for prompt, row in pairs if not _is_silent(row, ends))
+            tokens += sum(len(prompt) + len(row) for prompt, row in pairs if row)
             written += news
             progress.update(min(tokens, data.tokens) - progress.n)
-    return _label(prompts, written, ends, data.tokens)
+    text = _join(prompts, written, data.tokens)
+    require_sequences(text, list_sources(data, "calibration")[0])
+    logger.info("generated text: %d of %d tokens, %d sequences", text.tokens, data.tokens, len(text.sequences))
+    return text
 
 
 def save_generated(text: LoadedText, scratch: Path) -> None:
@@ -165,25 +156,36 @@ def write_continuations(
     *,
     seed: int,
 ) -> list[list[int]]:
-    """Generate a continuation of each prompt of a batch: at least one token, up to and including one of `ends`.
+    """Generate a continuation of each prompt of a batch, up to and including one of `ends`; [] if it begins with one.
 
-    Runs in evaluation mode; model and torch's random state are restored. The checkpoint's generation settings are not
+    The model must be in evaluation mode; torch's random state is restored. The checkpoint's generation settings are not
     used, so that no penalty or ban changes the model's distribution.
 
     Numerics: the other prompts of the batch affect greedy choices by rounding only.
     """
-    ids_BT, mask_BT = pad_left(prompts, pad_id)
+    ids_BT = _pad_left(prompts, pad_id)
+    mask_BT = _pad_left([[1] * len(prompt) for prompt in prompts], 0)
     drawing = {"do_sample": True, "temperature": data.temperature, "top_k": 0} if data.temperature else {}
     settings = GenerationConfig(
         max_new_tokens=data.max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad_id, **drawing
     )
-    device = input_device(model)
-    with _for_writing(model, settings), torch.no_grad(), fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        rows_BT = model.generate(
-            input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings
-        )
-    return [cut_at_end(row, ends) for row in rows_BT[:, ids_BT.shape[1] :].tolist()]
+    device, own = input_device(model), model.generation_config
+    # `generate` fills open settings from the model's own, so that they are replaced.
+    model.generation_config = settings
+    try:
+        with torch.no_grad(), fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            rows_BT = model.generate(
+                input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings
+            )
+    finally:
+        model.generation_config = own
+    return [_cut_at_end(row, ends) for row in rows_BT[:, ids_BT.shape[1] :].tolist()]
+
+
+def _pad_left(rows: Sequence[Sequence[int]], value: int) -> Int64[Tensor, "B T"]:
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
 
 
 def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -193,59 +195,24 @@ def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fro
     return frozenset(token for token in (*stated, tokenizer.eos_token_id) if token is not None)
 
 
-def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]:
-    """Token ids padded on the left, and their mask: 1 = token, 0 = padding."""
-    length = max(len(row) for row in rows)
-    ids = [[pad_id] * (length - len(row)) + list(row) for row in rows]
-    mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids), torch.tensor(mask)
-
-
-def cut_at_end(ids: list[int], ends: Collection[int]) -> list[int]:
-    """The tokens up to and including the first end token; all if there is none."""
+def _cut_at_end(ids: list[int], ends: Collection[int]) -> list[int]:
     last = next((place for place, id_ in enumerate(ids) if id_ in ends), len(ids))
-    return ids[: last + 1]
+    return ids[: last + 1] if last else []
 
 
-@contextmanager
-def _for_writing(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """Evaluation mode with these generation settings; restores the model's own.
-
-    `generate` fills open settings from the model's own, so that they are replaced. In training mode, layers with
-    gradient checkpointing would not use the cache.
-    """
-    own, training = model.generation_config, [module for module in model.modules() if module.training]
-    model.generation_config = settings
-    model.eval()
-    try:
-        yield
-    finally:
-        model.generation_config = own
-        for module in training:
-            module.training = True
-
-
-def _is_silent(tokens: Sequence[int], ends: Collection[int]) -> bool:
-    return len(tokens) == 1 and tokens[0] in ends
-
-
-def _label(prompts: LoadedText, written: Sequence[Sequence[int]], ends: Collection[int], wanted: int) -> LoadedText:
-    """Join prompts and continuations in order, until `wanted` tokens."""
+def _join(prompts: LoadedText, written: Sequence[Sequence[int]], wanted: int) -> LoadedText:
+    """Join prompts and continuations in order, until `wanted` tokens; prompts without a continuation are skipped."""
     silent: list[str] = []
 
     def join() -> Iterator[TokenSequence]:
         for prompt, tokens in zip(prompts.sequences, written, strict=False):
-            if _is_silent(tokens, ends):
-                silent.append(prompt.name)
-            else:
+            if tokens:
                 yield TokenSequence(prompt.name, [*prompt.ids, *tokens], [*prompt.labels, *tokens])
+            else:
+                silent.append(prompt.name)
 
-    text = select_usable(join(), wanted)
-    for note in describe_skipped({NOTHING_WRITTEN: silent}):
+    sequences = select_usable(join(), wanted).sequences
+    skipped = {NOTHING_WRITTEN: silent} if silent else {}
+    for note in describe_skipped(skipped):
         logger.warning("generated text: %s", note)
-    if not text.sequences:
-        what = f"the model ended the text at once after each of {len(silent)} prompts"
-        do = "data.labels=full_sequence, or prompts that call for an answer"
-        raise DataError(what, where="data.labels=generated", do=do)
-    logger.info("generated text: %d of %d tokens, %d sequences", text.tokens, wanted, len(text.sequences))
-    return LoadedText(text.sequences, {**prompts.skipped, **({NOTHING_WRITTEN: silent} if silent else {})})
+    return LoadedText(sequences, {**prompts.skipped, **skipped})

@@ -4,13 +4,12 @@ import ast
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from instruments.errors import DataError
-from stages.text.documents import Document, Split, cut_passages, interleave, is_heldout
+from stages.text.config import Split
+from stages.text.documents import Document, cut_passages, digest_of, interleave, is_heldout
 
 # Tables instead of text, parts that some installations omit, and tests.
 EXCLUDED_MODULES = frozenset({"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"})
@@ -21,44 +20,32 @@ DOCUMENT_CHARACTERS = 1_000
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclass(frozen=True)
-class Module:
-    """One source file of the library. The digest of its name determines its split and its place in the order."""
-
-    name: str
-    path: Path
-
-    @property
-    def digest(self) -> bytes:
-        """8 bytes, the same on every machine."""
-        return blake2b(self.name.encode(), digest_size=8).digest()
-
-
 def read_stdlib(heldout_share: float, split: Split) -> Iterator[Document]:
     """The documents of one split, one of each module in turn.
 
     Every second module begins with its docstrings, the others with their source (without docstrings), so that every
     part of the text holds about as much of both. Raises DataError: the library was installed without its source.
     """
-    modules = enumerate(choose_modules(heldout_share, split))
-    return interleave(read_module(module, docstrings_first=place % 2 == 0) for place, module in modules)
+    modules = list_modules()
+    places = enumerate(choose_modules(modules, heldout_share, split))
+    return interleave(read_module(name, modules[name], docstrings_first=place % 2 == 0) for place, name in places)
 
 
-def choose_modules(heldout_share: float, split: Split) -> list[Module]:
-    """The modules of one split, in an order by hash that is the same on every machine. Raises DataError."""
-    modules = sorted(list_modules(), key=lambda module: module.digest)
-    return [module for module in modules if is_heldout(module.digest, heldout_share) == (split == "heldout")]
+def choose_modules(names: Iterable[str], heldout_share: float, split: Split) -> list[str]:
+    """The modules of one split, in an order by hash that is the same on every machine."""
+    chosen = (name for name in names if is_heldout(digest_of(name), heldout_share) == (split == "heldout"))
+    return sorted(chosen, key=digest_of)
 
 
-def list_modules() -> list[Module]:
-    """The library's modules without the excluded ones, in no particular order. Raises DataError: there are none."""
+def list_modules() -> dict[str, Path]:
+    """The library's modules without the excluded ones, and their files. Raises DataError: there are none."""
     root = Path(sysconfig.get_path("stdlib"))
-    modules = []
+    modules = {}
     for name in sys.stdlib_module_names - EXCLUDED_MODULES:
         for file in (root / f"{name}.py", *(root / name).rglob("*.py")):
             parts = [part for part in file.relative_to(root).with_suffix("").parts if part != "__init__"]
             if file.is_file() and not EXCLUDED_FOLDERS.intersection(parts):
-                modules.append(Module(".".join(parts), file))
+                modules[".".join(parts)] = file
     if not modules:
         what = "this interpreter has no source of its standard library"
         do = "data=text data.path=a .jsonl or .txt file"
@@ -66,12 +53,12 @@ def list_modules() -> list[Module]:
     return modules
 
 
-def read_module(module: Module, *, docstrings_first: bool) -> Iterator[Document]:
+def read_module(name: str, path: Path, *, docstrings_first: bool) -> Iterator[Document]:
     """The documents of one module, lazily: docstrings and source in turn."""
-    with tokenize.open(module.path) as file:
+    with tokenize.open(path) as file:
         source = file.read()
-    docstrings, code = split_docstrings(source, module.name)
-    kinds = [_cut(docstrings, f"{module.name} docstrings"), _cut(code, f"{module.name} source")]
+    docstrings, code = split_docstrings(source, name)
+    kinds = [_cut(docstrings, f"{name} docstrings"), _cut(code, f"{name} source")]
     yield from interleave(kinds if docstrings_first else reversed(kinds))
 
 

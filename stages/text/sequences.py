@@ -2,8 +2,9 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,20 +12,20 @@ from instruments.errors import DataError, some
 from models.loading import vocabulary_size
 from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
-from stages.text.config import DataConfig, list_sources, named_source
-from stages.text.documents import Document, Split
-from stages.text.sources import describe_emptiness, describe_source, read_documents
+from stages.text.config import DataConfig, Source, Split
+from stages.text.documents import Document
+from stages.text.sources import describe_emptiness, read_sources
+
+logger = logging.getLogger(__name__)
 
 
-def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TokenSequence:
+def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, source: Source) -> TokenSequence:
     """Tokenize one document with its end token. Raises DataError: a conversation cannot be rendered or labelled."""
     if document.messages:
-        # With these labels, only the assistant's turns count.
-        completion = data.labels in {"completion", "generated"}
-        ids, supervised = encode_conversation(document, tokenizer, completion=completion)
+        ids, supervised = encode_conversation(document, tokenizer, source)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
         return TokenSequence(document.name, ids, labels)
-    ids = encode_text(document.text, tokenizer, data.separator)
+    ids = encode_text(document.text, tokenizer, source.separator)
     return TokenSequence(document.name, ids, ids)
 
 
@@ -47,64 +48,18 @@ Skipped = Mapping[str, Sequence[str]]
 
 TOO_SHORT = "fewer than 2 tokens"
 ALL_MASKED = "no token counts in the loss"
-FIRST_ONLY = "the only label is at the first token, which nothing predicts"
-CUT_OFF = "no token that counts is left of it where the text ends"
-
-
-def find_fault(labels: Sequence[int]) -> str | None:
-    """Why a sequence with these labels (not shifted) has no loss; None if it has one."""
-    if len(labels) < 2:
-        return TOO_SHORT
-    if any(label != IGNORED for label in labels[1:]):
-        return None
-    return ALL_MASKED if labels[0] == IGNORED else FIRST_ONLY
-
-
-def describe_skipped(skipped: Skipped) -> list[str]:
-    """One sentence per fault, for tables and logs: number and first names of the skipped sequences."""
-    return [
-        f"skipped {len(names)} sequence{'' if len(names) == 1 else 's'} ({fault}: {some(names, separator=', ')})"
-        for fault, names in skipped.items()
-        if names
-    ]
-
-
-def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> DataError:
-    """The error for text without a usable sequence."""
-    where = f"{split} text of {describe_source(data, split)}"
-    if CUT_OFF in skipped:
-        setting, tokens = ("tokens", data.tokens) if split == "calibration" else ("heldout_tokens", data.heldout_tokens)
-        what = f"the text ends after {tokens} tokens, and none of them counts in the loss"
-        also = " (in stage=train: train.tokens)" if split == "calibration" else ""
-        return DataError(what, where=f"{where}, {skipped[CUT_OFF][0]}", do=f"a larger data.{setting}{also}")
-    masked, shifted, short = (len(skipped.get(fault, ())) for fault in (ALL_MASKED, FIRST_ONLY, TOO_SHORT))
-    if masked or shifted:
-        what = f"every label is masked: none of {masked + shifted} sequences has a token that counts in the loss"
-        if shifted:
-            what += f"; in {shifted} of them {FIRST_ONLY}"
-        return DataError(
-            what,
-            where=f"{where}, data.labels={data.labels}, data.max_length={data.max_length}",
-            do=f"data.labels=full_sequence, or data.max_length={2 * data.max_length} if the answers begin after "
-            "the cut",
-        )
-    if short:
-        return DataError(f"none of {short} sequences has 2 tokens", where=where, do="name text that holds more")
-    return describe_emptiness(data, split)
-
-
-def require_embeddings(sequences: Iterable[TokenSequence], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError at a token that the tokenizer has and the model has not."""
-    known = vocabulary_size(tokenizer)
-    for sequence in sequences:
-        if known is not None and (last := max(sequence.ids)) >= known:
-            name = tokenizer.convert_ids_to_tokens(last)
-            what = f"the tokenizer makes token {last}, {name!r}, and the model has {known}"
-            do = "the tokenizer and the chat template of these weights, or text without this token"
-            raise DataError(what, where=f"{sequence.name}, tokenizer {tokenizer.name_or_path}", do=do)
-
-
-logger = logging.getLogger(__name__)
+# Faults of prompts and of what the model writes after them.
+NO_PROMPT = "no text before the answer"
+NO_ROOM = "the prompt leaves data.max_length no room for data.max_new_tokens"
+NOTHING_WRITTEN = "the model ended the text at once"
+# Fault → remedy if no sequence is left.
+REMEDIES = {
+    TOO_SHORT: "name text that holds more",
+    ALL_MASKED: "data.labels=full_sequence, or larger data.max_length and data.tokens if answers begin after the cut",
+    NO_PROMPT: "conversations that begin with a question",
+    NO_ROOM: "a larger data.max_length",
+    NOTHING_WRITTEN: "prompts that call for an answer",
+}
 
 
 @dataclass(frozen=True)
@@ -120,6 +75,43 @@ class LoadedText:
         return sum(len(sequence.ids) for sequence in self.sequences)
 
 
+def find_fault(labels: Sequence[int]) -> str | None:
+    """Why a sequence with these labels, of which nothing predicts the first, has no loss; None if it has one."""
+    if len(labels) < 2:
+        return TOO_SHORT
+    return None if any(label != IGNORED for label in labels[1:]) else ALL_MASKED
+
+
+def describe_skipped(skipped: Skipped) -> list[str]:
+    """One sentence per fault, for tables, logs and errors: number and first names of the skipped sequences."""
+    return [
+        f"skipped {len(names)} sequence{'' if len(names) == 1 else 's'} ({fault}: {some(names, separator=', ')})"
+        for fault, names in skipped.items()
+    ]
+
+
+def require_sequences(text: LoadedText, source: Source) -> None:
+    """Raise DataError if no sequence is left."""
+    if text.sequences:
+        return
+    if not text.skipped:
+        raise describe_emptiness(source)
+    where = f"{source.title}, {source.place}.labels={source.labels}, data.max_length={source.max_length}"
+    what = f"the {source.role} text has no usable sequence: {'; '.join(describe_skipped(text.skipped))}"
+    raise DataError(what, where=where, do=", or ".join(REMEDIES[fault] for fault in text.skipped))
+
+
+def require_embeddings(sequences: Iterable[TokenSequence], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError at a token that the tokenizer has and the model has not."""
+    known = vocabulary_size(tokenizer)
+    for sequence in sequences:
+        if known is not None and (last := max(sequence.ids)) >= known:
+            name = tokenizer.convert_ids_to_tokens(last)
+            what = f"the tokenizer makes token {last}, {name!r}, and the model has {known}"
+            do = "the tokenizer and the chat template of these weights, or text without this token"
+            raise DataError(what, where=f"{sequence.name}, tokenizer {tokenizer.name_or_path}", do=do)
+
+
 # Cache of one entry: the stages of a run share one DataConfig, so that its calibration split is tokenized once.
 _last_calibration: list[tuple[DataConfig, str, LoadedText]] = []
 
@@ -132,78 +124,53 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
 
     Returns:
         Sequences of 2 to `data.max_length` tokens, each with a label that counts; at most `data.tokens` or
-        `data.heldout_tokens` in all, the last cut to fit. Also the names of skipped sequences.
+        `data.heldout_tokens` in all, the last cut to fit; every prefix holds the sources by their shares.
+        Also the names of skipped sequences.
 
     Raises:
-        DataError: the text cannot be read, or has no usable sequence.
+        DataError: a source cannot be read, or has no usable sequence.
     """
     key = f"{tokenizer.name_or_path} {data}"
     for last_data, last_key, text in _last_calibration:
         if split == "calibration" and last_data is data and last_key == key:
             return text
-    mixed = data.kind == "mixture" and (split == "calibration" or data.heldout_path is None)
-    text = mix_sources(data, tokenizer, split) if mixed else _load_source(data, tokenizer, split)
+    parts = [(source, _load_source(source, documents, tokenizer)) for source, documents in read_sources(data, split)]
+    text = parts[0][1] if len(parts) == 1 else _mix(parts)
     if split == "calibration":
         _last_calibration[:] = [(data, key, text)]
     return text
 
 
-def _load_source(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, excluded: Collection[bytes] = frozenset()
-) -> LoadedText:
-    """The sequences of one source without the documents whose digests are `excluded`."""
-    documents = (document for document in read_documents(data, split) if document.digest not in excluded)
-    encoded = (encode_document(document, tokenizer, data) for document in documents)
-    build = pack_documents if data.packing == "packed" else truncate_documents
-    wanted = data.tokens if split == "calibration" else data.heldout_tokens
-    text = select_usable(build(encoded, data.max_length, find_begin(tokenizer)), wanted)
+def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> LoadedText:
+    encoded = (encode_document(document, tokenizer, source) for document in documents)
+    build = pack_documents if source.packing == "packed" else truncate_documents
+    text = select_usable(build(encoded, source.max_length, find_begin(tokenizer)), source.tokens)
+    require_sequences(text, source)
     require_embeddings(text.sequences, tokenizer)
     for note in describe_skipped(text.skipped):
-        logger.warning("%s text: %s", split, note)
-    if not text.sequences:
-        raise describe_nothing_left(data, split, text.skipped)
-    source = describe_source(data, split)
-    # Of the decoded text, because a short conversation is mostly what its template writes.
-    characters = sum(len(tokenizer.decode(sequence.ids)) for sequence in text.sequences)
-    if text.tokens > characters:
-        message = "%s text: the tokenizer makes %d tokens of %d characters of %s: the model hardly knows its language"
-        logger.warning(message, split, text.tokens, characters, source)
-    logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, len(text.sequences), source)
+        logger.warning("%s text: %s", source.role, note)
+    counts = text.tokens, source.tokens, len(text.sequences)
+    logger.info("%s text: %d of %d tokens, %d sequences of %s", source.role, *counts, source.title)
     return text
 
 
-def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
-    """The sequences of all sources of a mixture, ordered by `interleave_shares`.
-
-    Raises:
-        DataError: a source cannot be read, or has no usable sequence.
-    """
-    sources = list_sources(data)
-    excluded: Collection[bytes] = frozenset()
-    if data.heldout_path is not None:
-        excluded = {document.digest for document in read_documents(data, "heldout")}
-    parts = list[LoadedText]()
-    for number, source in enumerate(sources):
-        with named_source(number):
-            parts.append(_load_source(source.data, tokenizer, split, excluded))
-    for source, part in zip(sources, parts, strict=True):
-        wanted = source.data.tokens if split == "calibration" else source.data.heldout_tokens
-        if part.tokens < 0.9 * wanted:
-            message = "%s text: source %s has %d tokens of the %d that are its share: the mixture holds less of it"
-            logger.warning(message, split, source.name, part.tokens, wanted)
-        share = source.share * (data.tokens if split == "calibration" else data.heldout_tokens)
-        if part.tokens > 1.1 * share:
-            message = (
-                "%s text: source %s has %d tokens, and its share is %.0f: less than one sequence of data.max_length"
-            )
-            logger.warning(message, split, source.name, part.tokens, share)
-    order = interleave_shares([[len(found.ids) for found in part.sequences] for part in parts],
-                              [source.share for source in sources])  # fmt: skip
+def _mix(parts: Sequence[tuple[Source, LoadedText]]) -> LoadedText:
+    """The sequences of several sources, with their names, so that every prefix holds the sources by their shares."""
+    total = sum(text.tokens for _, text in parts)
+    placed: list[tuple[float, TokenSequence]] = []
     skipped: dict[str, list[str]] = defaultdict(list)
-    for fault, names in (found for part in parts for found in part.skipped.items()):
-        skipped[fault].extend(names)
-    named = (replace(parts[part].sequences[number], source=sources[part].name) for part, number in order)
-    return LoadedText([*named], dict(skipped))
+    for source, text in parts:
+        if abs(text.tokens / total - source.share) > 0.1 * source.share:
+            message = "%s text: source %s has %.1f%% of the tokens, and its share is %.1f%%"
+            logger.warning(message, source.role, source.title, 100 * text.tokens / total, 100 * source.share)
+        end = 0
+        for sequence in text.sequences:
+            # The position of its middle within its source, divided by the share.
+            placed.append(((end + len(sequence.ids) / 2) / source.share, replace(sequence, source=source.title)))
+            end += len(sequence.ids)
+        for fault, names in text.skipped.items():
+            skipped[fault].extend(names)
+    return LoadedText([sequence for _, sequence in sorted(placed, key=itemgetter(0))], dict(skipped))
 
 
 def find_begin(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -262,7 +229,7 @@ def missing_begin(begin: int | None, start: list[int]) -> list[int]:
 def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText:
     """Take sequences with a label that counts until there are `wanted` tokens; the others are skipped.
 
-    The last is cut to fit, and dropped if no label remains.
+    The last is cut to fit, and skipped if no label remains.
     """
     taken: list[TokenSequence] = []
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -271,30 +238,11 @@ def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText
             skipped[fault].append(sequence.name)
             continue
         fitting = sequence.cut(wanted)
-        if find_fault(fitting.labels) is None:
+        if fault := find_fault(fitting.labels):
+            skipped[fault].append(sequence.name)
+        else:
             taken.append(fitting)
-        elif not taken:
-            skipped[CUT_OFF].append(sequence.name)
         wanted -= len(sequence.ids)
         if wanted <= 0:
             break
     return LoadedText(taken, dict(skipped))
-
-
-def interleave_shares(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Order the sequences of several sources so that every prefix holds the sources by their shares.
-
-    Args:
-        sizes: tokens of each sequence, by source.
-        shares: of the sources.
-    Returns:
-        Source and number of each sequence; the numbers of one source ascend.
-    """
-    # Sort by the position of a sequence's middle within its source, divided by the share.
-    places = []
-    for source, (lengths, share) in enumerate(zip(sizes, shares, strict=True)):
-        end = 0
-        for number, length in enumerate(lengths):
-            places.append(((end + length / 2) / share, source, number))
-            end += length
-    return [(source, number) for _, source, number in sorted(places)]

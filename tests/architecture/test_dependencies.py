@@ -20,6 +20,7 @@ LIGHT = [
     "models.dense",
     "models.targets.base",
     "stages.text.cache_key",
+    "stages.text.check",
     *(".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in REPOSITORY.glob("stages/*/config.py")),
 ]
 

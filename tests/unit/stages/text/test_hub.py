@@ -1,12 +1,15 @@
+import gzip
+import json
 import time
 
 import pytest
 
 from instruments.errors import DataError
-from stages.text.config import DataConfig
-from stages.text.hub import read_hub
+from stages.text.config import DataConfig, list_sources
+from stages.text.hub import require_hub
+from stages.text.sources import read_sources
 
-datasets = pytest.importorskip("datasets", reason="the optional extra hub is not installed")
+pytest.importorskip("datasets", reason="the optional extra hub is not installed")
 
 
 @pytest.fixture
@@ -17,20 +20,15 @@ def folder(tmp_path, write_jsonl):
     return tmp_path
 
 
-def read(side="calibration", **settings):
-    return list(read_hub(DataConfig(kind="hub", **settings), side))
-
-
-def message_of(**settings):
-    with pytest.raises(DataError) as caught:
-        read(**settings)
-    return str(caught.value)
+def read(folder, role="calibration", **settings):
+    ((_, documents),) = read_sources(DataConfig(kind="hub", name=str(folder), **settings), role)
+    return list(documents)
 
 
 def test_the_publishers_splits(folder):
-    settings = {"name": str(folder), "heldout_split": "test"}
-    assert [document.text for document in read(**settings)] == [f"train {number}" for number in range(40)]
-    heldout = read("heldout", **settings)
+    found = read(folder, heldout_split="test")
+    assert [document.text for document in found] == [f"train {number}" for number in range(40)]
+    heldout = read(folder, "heldout", heldout_split="test")
     assert [(document.name, document.text) for document in heldout] == [
         (f"{folder}[test]:1", "test 0"),
         (f"{folder}[test]:3", "test 2"),
@@ -38,36 +36,42 @@ def test_the_publishers_splits(folder):
 
 
 def test_a_share_of_one_split(folder):
-    calibration, heldout = read(name=str(folder)), read("heldout", name=str(folder))
+    calibration, heldout = read(folder), read(folder, "heldout")
     assert len(calibration) + len(heldout) == 40
     assert {document.text for document in calibration}.isdisjoint(document.text for document in heldout)
     assert heldout
 
 
-def test_conversations(tmp_path, write_jsonl, conversation):
-    write_jsonl("train.jsonl", [{"messages": conversation, "id": 3}])
-    (document,) = read(name=str(tmp_path), heldout_split=None, heldout_share=1e-9)
+def test_compressed_conversations_and_a_damaged_file(tmp_path, conversation):
+    file = tmp_path / "train.jsonl.gz"
+    file.write_bytes(gzip.compress(json.dumps({"messages": conversation}).encode()))
+    (document,) = read(tmp_path, heldout_share=1e-9)
     assert document.messages == tuple(conversation)
+    file.write_bytes(gzip.compress(b'{"text": "a"}\n' * 99_000)[:-50])
+    with pytest.raises(DataError, match="cannot read the dataset"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("settings", "where"),
     [
-        ({"text_column": "body"}, "a record has neither column 'messages' nor column 'body'"),
-        ({"split": "training", "heldout_split": "validation"}, "no split training and no split validation"),
-        ({"subset": "large"}, "cannot read the dataset: BuilderConfig 'large' not found. Available: ['default']"),
-        ({"name": "nobody/nothing"}, "Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)"),
+        ({"text_column": "body"}, "[train]:1; its columns: text"),
+        ({"split": "training"}, "data.name="),
+        ({"heldout_split": "validation"}, "data.name="),
+        ({"subset": "large"}, "data.subset=large"),
+        ({"revision": "v2", "name": "nobody/nothing"}, "data.name=nobody/nothing"),
     ],
 )
-def test_what_a_dataset_lacks_is_said(folder, settings, what):
-    assert what in message_of(**{"name": str(folder)} | settings).splitlines()[0]
+def test_what_a_dataset_lacks_is_an_error(folder, settings, where):
+    with pytest.raises(DataError) as caught:
+        read(settings.pop("name", folder), **settings)
+    assert where in caught.value.where
 
 
 def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.perf_counter()
-    assert message_of(name="nobody/nothing", revision="main").startswith(
-        "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it"
-    )
+    with pytest.raises(DataError, match=r"cannot be reached at http://127\.0\.0\.1:9"):
+        require_hub(list_sources(DataConfig(kind="hub", name="nobody/nothing"), "calibration"))
     assert time.perf_counter() - started < 5

@@ -5,9 +5,18 @@ from tokenizers.processors import TemplateProcessing
 
 from instruments.errors import DataError
 from stages.text.batches import TokenSequence
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, Source
+from stages.text.documents import Document
 from stages.text.generated import load_prompts
-from stages.text.sequences import find_begin, load_text, pack_documents, select_usable, truncate_documents
+from stages.text.sequences import (
+    describe_skipped,
+    encode_document,
+    find_begin,
+    load_text,
+    pack_documents,
+    select_usable,
+    truncate_documents,
+)
 
 
 def encoded(name, *ids, masked=0):
@@ -19,13 +28,8 @@ def chat(question, answer):
 
 
 def config_of(path, **settings):
-    return DataConfig(kind="text", path=str(path), **settings)
-
-
-@pytest.fixture
-def no_heldout(monkeypatch):
-    """All text is calibration text, as with a tiny held-out share."""
-    monkeypatch.setattr("stages.text.documents.is_heldout", lambda digest, share: False)
+    """All text is calibration text."""
+    return DataConfig(kind="text", path=str(path), **{"heldout_share": 1e-9} | settings)
 
 
 def test_packing_joins_and_cuts():
@@ -54,13 +58,15 @@ def test_the_begin_token_is_that_which_the_tokenizer_adds(tokenizer):
     begin = tokenizer.bos_token_id
     tokenizer._tokenizer.post_processor = TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", begin)])
     assert find_begin(tokenizer) == begin
+    assert encode(tokenizer, Document("f:1", "one")) == "<|endoftext|>one<|endoftext|>"
+    assert encode(tokenizer, Document("f:1", "one"), separator="blank_line") == "one\n\n"
 
 
-def test_usable_sequences_until_enough_and_the_names_of_those_passed_over():
+def test_usable_sequences_until_enough_and_the_names_of_the_others():
     sequences = [
         TokenSequence("a", [1, 2, 3], [-100, 2, 3]),
         TokenSequence("b", [4, 5], [-100, -100]),
-        TokenSequence("c", [6, 7], [6, -100]),
+        TokenSequence("c", [6, 7], [6, -100]),  # nothing predicts the first token
         TokenSequence("d", [8], [8]),
         TokenSequence("e", [9, 10, 11, 12], [9, 10, 11, 12]),
         TokenSequence("f", [13, 14], [-100, -100]),
@@ -68,26 +74,50 @@ def test_usable_sequences_until_enough_and_the_names_of_those_passed_over():
     text = select_usable(sequences, wanted=5)
     assert text.sequences == [sequences[0], TokenSequence("e", [9, 10], [9, 10])]
     assert text.tokens == 5
-    assert text.skipped == {
-        "no token counts in the loss": ["b"],
-        "the only label is at the first token, which nothing predicts": ["c"],
-        "fewer than 2 tokens": ["d"],
-    }
+    assert text.skipped == {"no token counts in the loss": ["b", "c"], "fewer than 2 tokens": ["d"]}
+    last = TokenSequence("g", [4, 5, 6], [-100, -100, 6])
+    text = select_usable([sequences[0], last], wanted=5)
+    assert (text.sequences, text.skipped) == (sequences[:1], {"no token counts in the loss": ["g"]})
 
 
-@pytest.mark.usefixtures("no_heldout")
-@pytest.mark.parametrize(("tokens", "labels"), [(1, "full_sequence"), (9, "completion")])
-def test_text_that_ends_before_the_first_label_is_not_called_held_out(write_jsonl, tokenizer, tokens, labels):
-    path = write_jsonl("a.jsonl", [chat("Which birds meet near the old house in the evening?", "Wrens.")])
+def test_what_was_skipped_in_words():
+    assert describe_skipped({"too dull": list("abcdefgh"), "too long": ["d"]}) == [
+        "skipped 8 sequences (too dull: a, b, c, d, e and 3 more)",
+        "skipped 1 sequence (too long: d)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "do"),
+    [
+        (chat("Which birds meet near the house?", "Wrens."), {"labels": "completion", "tokens": 9}, "data.tokens"),
+        (chat("long " * 20, "b"), {"labels": "completion", "max_length": 16}, "data.labels=full_sequence"),
+        ({"text": "plain"}, {"tokens": 1}, "text that holds more"),
+        ({"text": ""}, {}, "data.heldout_share"),
+    ],
+)
+def test_text_without_a_label_is_refused(write_jsonl, tokenizer, record, settings, do):
+    path = write_jsonl("a.jsonl", [record])
     with pytest.raises(DataError) as caught:
-        load_text(config_of(path, tokens=tokens, labels=labels, packing="single"), tokenizer, "calibration")
-    what, where, do = str(caught.value).splitlines()
-    assert what == f"the text ends after {tokens} tokens, and none of them counts in the loss"
-    assert str(path) in where
-    assert do == "  do:    a larger data.tokens (in stage=train: train.tokens)"
+        load_text(config_of(path, packing="single", **settings), tokenizer, "calibration")
+    assert str(path) in caught.value.where
+    assert do in caught.value.do
 
 
-@pytest.mark.usefixtures("no_heldout")
+def encode(tokenizer, document, **settings):
+    return tokenizer.decode(encode_document(document, tokenizer, Source(**settings)).ids)
+
+
+def test_documents_end_with_one_separator(tokenizer, conversation):
+    assert encode(tokenizer, Document("f:1", "one two<|endoftext|>")) == "one two<|endoftext|>"
+    assert encode(tokenizer, Document("f:1", "one two"), separator="blank_line") == "one two\n\n"
+    asked = Document("f:1", messages=tuple(conversation[:2]))  # as the template ends it
+    text = "<|user|>\nWhat is a lobster?\n<|assistant|>\nA crustacean.<|endoftext|>"
+    assert encode(tokenizer, asked) == encode(tokenizer, asked, separator="blank_line") == text
+    tokenizer.eos_token = None
+    assert encode(tokenizer, Document("f:1", "one two")) == "one two"
+
+
 def test_packed_text_holds_the_documents_and_their_ends(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [{"text": f"document number {number}"} for number in range(9)])
     sequences = load_text(config_of(path, max_length=16), tokenizer, "calibration").sequences
@@ -107,7 +137,6 @@ def test_a_whole_file_is_one_running_text(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("packing", ["packed", "single"])
 @pytest.mark.parametrize("tokens", [64, 65, 79, 100])
-@pytest.mark.usefixtures("no_heldout")
 def test_the_number_of_tokens_is_kept_to_the_token(write_jsonl, tokenizer, packing, tokens):
     path = write_jsonl("a.jsonl", [{"text": f"this is document number {number} " * 4} for number in range(30)])
     data = config_of(path, packing=packing, max_length=16, tokens=tokens)
@@ -125,7 +154,6 @@ def test_calibration_and_heldout_have_their_own_numbers_of_tokens(tokenizer):
     assert [len(sequence.ids) for sequence in heldout] == [32, 18]
 
 
-@pytest.mark.usefixtures("no_heldout")
 def test_skipped_sequences_are_counted_and_named(write_jsonl, tokenizer, caplog):
     path = write_jsonl("a.jsonl", [chat("a", "b"), chat("long " * 20, "b"), chat("longer " * 20, "b"), chat("c", "d")])
     data = config_of(path, packing="single", labels="completion", max_length=16)
@@ -140,7 +168,6 @@ def test_skipped_sequences_are_counted_and_named(write_jsonl, tokenizer, caplog)
     ]
 
 
-@pytest.mark.usefixtures("no_heldout")
 def test_packed_conversations_carry_their_labels_along(write_jsonl, tokenizer):
     path = write_jsonl("a.jsonl", [chat(f"question {number}", f"answer {number}") for number in range(9)])
     sequences = load_text(config_of(path, labels="completion", max_length=16), tokenizer, "calibration").sequences
@@ -156,7 +183,6 @@ def test_heldout_text_of_its_own_counts_in_full(write_jsonl, tokenizer):
     assert sequence.labels == sequence.ids
 
 
-@pytest.mark.usefixtures("no_heldout")
 def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokenizer):
     """In stages other than the scan, all tokens of plain text and the answers of conversations are labels."""
     path = write_jsonl("a.jsonl", [chat("question", "answer"), {"text": "plain"}])
@@ -168,24 +194,7 @@ def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokeniz
     assert tokenizer.decode(plain.ids) == "plain<|endoftext|>"
 
 
-@pytest.mark.usefixtures("no_heldout")
-@pytest.mark.parametrize(
-    ("records", "settings", "what"),
-    [
-        ([chat("a", "b"), {"text": "plain"}], {"labels": "completion"}, "data.labels=completion needs conversations"),
-        ([chat("long " * 20, "b")], {"labels": "completion", "packing": "single"}, "every label is masked: none of 1"),
-    ],
-)
-def test_text_without_a_label_is_refused(write_jsonl, tokenizer, records, settings, what):
-    path = write_jsonl("a.jsonl", records)
-    with pytest.raises(DataError) as caught:
-        load_text(config_of(path, max_length=16, **settings), tokenizer, "calibration")
-    assert caught.value.what.startswith(what)
-    assert str(path) in caught.value.where
-
-
 @pytest.mark.parametrize("load", [load_text, load_prompts])
-@pytest.mark.usefixtures("no_heldout")
 def test_a_token_without_an_embedding(write_jsonl, tokenizer, load):
     """As where the tokenizer of a fine-tuned model is put beside the weights of its base model."""
     tokenizer.add_tokens(["<|new|>"])
@@ -193,9 +202,4 @@ def test_a_token_without_an_embedding(write_jsonl, tokenizer, load):
     data = config_of(path, packing="single")
     with pytest.raises(DataError) as caught:
         load(data, tokenizer, *(["calibration"] if load is load_text else []))
-    assert str(caught.value).startswith("the tokenizer makes token 4096, '<|new|>', and the model has 4096")
-
-
-def test_a_last_cut_that_leaves_no_label_is_left_out():
-    sequences = [TokenSequence("a", [1, 2, 3], [1, 2, 3]), TokenSequence("b", [4, 5, 6], [-100, -100, 6])]
-    assert select_usable(sequences, wanted=5).sequences == sequences[:1]
+    assert caught.value.what == "the tokenizer makes token 4096, '<|new|>', and the model has 4096"

@@ -1,0 +1,106 @@
+"""Checks of the text before any model is loaded: its settings, the first document of each source, its length."""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from instruments.errors import ConfigError, DataError, UserError
+from stages.text.config import KINDS, DataConfig, Split, list_sources
+from stages.text.sources import describe_emptiness, read_documents
+
+# Kind of text → the setting that it needs, and an example.
+NEEDED = {
+    "text": ("path", "data.path=FILE_OR_FOLDER"),
+    "hub": ("name", "data.name=Salesforce/wikitext"),
+    "mixture": ("sources", "'data.sources=[{path:FILE_OR_FOLDER,share:0.5},{name:allenai/c4,subset:en,share:0.5}]'"),
+}
+
+
+def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
+    """Faults of the settings; if there are none, of the first documents, without those of the hub. Reads little.
+
+    An empty held-out split is a fault only with `heldout`.
+    """
+    if data.kind not in KINDS or data.max_length < 2 or not 0 < data.heldout_share < 1:
+        return []  # the fields' own checks report these
+    return [*_check_settings(data)] or [*_check_first_documents(data, heldout=heldout)]
+
+
+def _check_settings(data: DataConfig) -> Iterator[ConfigError]:
+    """Errors: settings that contradict each other; the fields' metadata check single values."""
+    for name in ("tokens", "sample_tokens", "heldout_tokens"):
+        tokens, least = getattr(data, name), max(2, data.max_length)
+        if tokens is not None and tokens < least:
+            what = f"data.{name}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
+            yield ConfigError(what, where=f"setting data.{name}", do=f"data.{name}={least}")
+    longest = data.prompt_tokens + data.max_new_tokens
+    if data.labels == "generated" and longest > data.max_length:
+        parts = f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens}"
+        what = f"{parts} do not fit into data.max_length={data.max_length}"
+        yield ConfigError(what, where="setting data.max_length", do=f"data.max_length={longest}")
+    if data.labels == "generated" and data.kind == "mixture":
+        what = "data.labels=generated reads one source, and data.kind=mixture several"
+        yield ConfigError(what, where="setting data.labels", do="data.labels=full_sequence")
+    if data.kind in NEEDED and not getattr(data, NEEDED[data.kind][0]):
+        name, example = NEEDED[data.kind]
+        yield ConfigError(f"data.kind={data.kind} needs data.{name}", where=f"setting data.{name}", do=example)
+    else:
+        yield from _check_sources(data)
+
+
+def _check_sources(data: DataConfig) -> Iterator[ConfigError]:
+    """Errors: sources that are nothing or several things, hold out their calibration text, or have the wrong shares."""
+    unset = {"path": "null", "name": "null", "python_stdlib": "false"}
+    for place, settings in data.mixed.items():
+        given = [name for name in unset if getattr(settings, name)]
+        if len(given) != 1:
+            what = f"{place} has {' and '.join(given) or 'nothing'}, and a source is one of {', '.join(unset)}"
+            do = " ".join(f"{place}.{name}={unset[name]}" for name in given[1:]) or f"{place}.path=FILE_OR_FOLDER"
+            yield ConfigError(what, where=f"setting {place}", do=do)
+    for source in list_sources(data, "calibration"):
+        if source.kind == "hub" and source.split == source.heldout_split:
+            what = f"{source.place}.heldout_split and {source.place}.split are the same: {source.split}"
+            where, do = f"setting {source.place}.heldout_split", f"{source.place}.heldout_split=null"
+            yield ConfigError(what, where=where, do=do)
+    total = sum(source.share for source in data.sources)
+    if data.mixed and abs(total - 1) > 1e-6:
+        what = f"the shares of data.sources add up to {total:.6g}, not 1"
+        shares = {place: source.share / (total or 1) for place, source in data.mixed.items()}
+        do = " ".join(f"{place}.share={share:.6g}" for place, share in shares.items())
+        yield ConfigError(what, where="setting data.sources", do=do)
+
+
+def _check_first_documents(data: DataConfig, *, heldout: bool) -> Iterator[DataError]:
+    """Errors: paths and first documents that cannot be read, splits without a document."""
+    splits: tuple[Split, ...] = ("calibration", "heldout") if heldout else ("calibration",)
+    for source in (source for split in splits for source in list_sources(data, split)):
+        if source.kind == "hub" and importlib.util.find_spec("datasets") is None:
+            what, do = "reading a dataset needs the package datasets", "pip install -e '.[hub]'"
+            yield DataError(what, where=f"{source.place}.name={source.name}", do=do)
+        try:
+            if source.kind != "hub" and next(read_documents(source), None) is None:
+                yield describe_emptiness(source)
+        except DataError as error:
+            yield error
+
+
+def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:
+    """An error if sequences are longer than the model allows; `source` is its config.json."""
+    longest = longest_sequence(source)
+    if longest is None or data.max_length <= longest:
+        return []
+    what = f"data.max_length={data.max_length} is longer than the model's longest sequence, {longest} tokens"
+    where = "setting data.max_length; max_position_embeddings of the model's config.json"
+    return [ConfigError(what, where=where, do=f"data.max_length={longest}")]
+
+
+def longest_sequence(source: Mapping[str, Any]) -> int | None:
+    """Longest sequence of a model in tokens by its config.json, with RoPE scaling; None: unknown."""
+    scaling = source.get("rope_scaling") or source.get("rope_parameters")
+    scaling = scaling if isinstance(scaling, Mapping) else {}
+    stated = [source.get("max_position_embeddings"), scaling.get("original_max_position_embeddings")]
+    positions, original, factor = (
+        size if isinstance(size, int | float) and 0 < size < 2**63 else None
+        for size in (*stated, scaling.get("factor"))
+    )
+    return None if positions is None else int(max(positions, (factor or 1) * (original or positions)))

@@ -1,0 +1,128 @@
+import pytest
+
+from instruments.errors import DataError
+from stages.text.config import Source
+from stages.text.documents import (
+    MAX_CHARACTERS,
+    MAX_MESSAGES,
+    Document,
+    bound_documents,
+    cut_passages,
+    interleave,
+    read_record,
+    take_share,
+)
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def read(record, **settings):
+    return read_record(record, "f:1", Source(**settings))
+
+
+def test_reads_text():
+    assert read({"text": " a\n", "id": 3}) == Document("f:1", " a\n")
+    assert read({"body": "a"}, text_column="body") == Document("f:1", "a")
+
+
+def test_prefers_the_conversation_to_the_text():
+    record = {"text": "a", "messages": [*MESSAGES, {"role": "user", "content": "c", "id": 3, "tool_calls": None}]}
+    assert read(record) == Document("f:1", messages=(*MESSAGES, {"role": "user", "content": "c"}))
+    for nothing in (None, []):
+        assert read({"text": "a", "messages": nothing}) == Document("f:1", "a")
+
+
+@pytest.mark.parametrize("record", [{"text": ""}, {"text": " \n\t"}, {"text": None}, {"messages": []}])
+def test_empty_records_are_no_documents(record):
+    assert read(record) is None
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark():
+    assert read({"text": "a\ud83d"}) == Document("f:1", "a?")
+    assert read({"messages": [{"role": "user", "content": "\udd9e"}]}).messages[0]["content"] == "?"
+
+
+@pytest.mark.parametrize(
+    ("record", "where"),
+    [
+        ({"body": "a", "id": 3}, "f:1; its columns: body, id"),
+        ({}, "f:1; its columns: none"),
+        ({"text": 3}, "f:1"),
+        (["a"], "f:1"),
+        ({"messages": "a"}, "f:1, column messages, message 1"),
+        ({"messages": [MESSAGES[0], {"from": "gpt"}]}, "f:1, column messages, message 2"),
+        ({"messages": [MESSAGES[0] | {"content": [{"type": "text"}]}]}, "f:1, column messages, message 1"),
+        ({"messages": [MESSAGES[0] | {"tool_calls": ["f"]}]}, "f:1, column messages, message 1"),
+        ({"messages": [MESSAGES[0] | {"reasoning_content": "b"}]}, "f:1, column messages, message 1"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named(record, where):
+    with pytest.raises(DataError) as caught:
+        read(record)
+    assert caught.value.where == where
+
+
+def test_a_wrong_column_names_the_setting_of_the_source():
+    with pytest.raises(DataError) as caught:
+        read({"body": "a"}, place="data.sources.2")
+    assert "data.sources.2.text_column=" in caught.value.do
+
+
+def test_long_documents_are_cut():
+    text = "words and " * 60_000
+    parts = list(bound_documents([Document("a:1", text)]))
+    assert [part.name for part in parts] == ["a:1, part 1", "a:1, part 2", "a:1, part 3"]
+    assert " ".join(part.text for part in parts) == text.strip()
+    short = Document("a:2", "x" * MAX_CHARACTERS)
+    assert list(bound_documents([short])) == [short]
+
+
+def test_long_conversations_keep_their_first_turns(caplog):
+    def converse(*contents):
+        (found,) = bound_documents(
+            [Document("a:1", messages=tuple({"role": "user", "content": text} for text in contents))]
+        )
+        return [message["content"] for message in found.messages]
+
+    assert len(converse(*["a"] * 100_000)) == MAX_MESSAGES
+    assert converse("a", "b", "c" * MAX_CHARACTERS) == ["a", "b"]
+    assert caplog.messages[1] == "a:1: only the first 2 of 3 messages are read"
+
+
+@pytest.mark.parametrize(
+    ("lines", "shortest", "longest", "passages"),
+    [
+        pytest.param(
+            ["aaaa\n", "\n", "bbbb\n", " \n", "cccc\n"], 8, 100, [(1, "aaaa\n\nbbbb"), (5, "cccc")], id="blank line"
+        ),
+        pytest.param(["aaaa\n", "bbbb\n", "cccc\n"], 2, 10, [(1, "aaaa\nbbbb"), (3, "cccc")], id="line end"),
+        pytest.param(["\n", "  a\n", "b \n", "\n"], 9, 99, [(2, "  a\nb")], id="indentation of the first line"),
+        pytest.param(["\n", " \n", "a\n"], 1, 2, [(3, "a")], id="white space"),
+        pytest.param([], 1, 2, [], id="nothing"),
+    ],
+)
+def test_passages(lines, shortest, longest, passages):
+    assert list(cut_passages(lines, shortest, longest)) == passages
+
+
+def test_sources_take_turns_until_all_are_empty_and_are_opened_in_their_turn():
+    assert list(interleave([[1, 2, 3], [], [10], [20, 21]])) == [1, 10, 20, 2, 21, 3]
+    touched = []
+
+    def source(name):
+        touched.append(name)
+        yield name
+
+    next(interleave([source("a"), source("b")]))
+    assert touched == ["a"]
+
+
+def test_a_share_is_held_out_by_content_and_is_the_same_on_every_machine():
+    documents = [Document(f"here:{number}", f"text {number}") for number in range(2000)]
+    heldout, calibration = (list(take_share(documents, split, 0.1)) for split in ("heldout", "calibration"))
+    assert sorted(heldout + calibration, key=documents.index) == documents
+    assert 150 <= len(heldout) <= 250
+    assert [document.text for document in heldout[:4]] == ["text 2", "text 3", "text 6", "text 18"]
+    copies = [Document("there:1", document.text) for document in documents]
+    assert [copy.text for copy in take_share(copies, "heldout", 0.1)] == [document.text for document in heldout]
+    assert (list(take_share(documents, "heldout", 1.0)), list(take_share(documents, "heldout", 0.0))) == (documents, [])
