@@ -17,7 +17,6 @@ TOOLS = {
     "dump": "instruments.tensor_dump.command",
     "gguf": "pipeline.gguf",
     "mscan": "instruments.parameter_scan.command",
-    "report": "pipeline.report.__main__",
     "serve_check": "pipeline.serve_check",
     "static_check": "instruments.static_check.check",
     "watch_log": "instruments.training_watch.step_log",

@@ -62,7 +62,6 @@ Settings inside a group: group.setting=value, such as data.tokens=16384. The fil
   python -m pipeline --hydra-help         Hydra's own flags
   python -m pipeline mscan FILE           show the results of a parameter-level scan
   python -m pipeline dump --help          show, plot or compare tensor dumps
-  python -m pipeline report latest        write a run's report.html again
 """
 
 

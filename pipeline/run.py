@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from safetensors import SafetensorError
+
 from instruments.errors import ConfigError, UserError
 from instruments.files import hash_code
 from pipeline import artifacts
@@ -180,14 +182,14 @@ class Runner:
 
     def write_page(self, last: Path) -> Path | None:
         """Write report.html about the published result `last`; a failure only warns."""
-        from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads matplotlib
+        from pipeline.report import write_page  # noqa: PLC0415 - loads matplotlib
 
         folder = self.run_folder.folder
         try:
             config = (folder / "config.yaml").read_text(encoding="utf-8")
-            source = Source(self.run_folder.record, self.checked.settings.model.label, config, last)
-            return write_page(source, folder / FILE)
-        except (UserError, OSError) as error:
+            label, page = self.checked.settings.model.label, folder / "report.html"
+            return write_page(self.run_folder.record, label, config, last, page)
+        except (UserError, SafetensorError, *artifacts.UNREADABLE) as error:  # results of earlier stages may be damaged
             log.warning("no report.html: %s", error)
             return None
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from instruments.errors import ContractError, redact
+from instruments.errors import redact
 from instruments.files import whole_file
-from pipeline.artifacts import LARGEST, UNREADABLE
 from pipeline.settings import Settings
 
 RECORD = "stages.json"
@@ -39,12 +38,6 @@ class StageRun:
     seconds: float | None = None
     peak_bytes: int | None = None
 
-    def __post_init__(self) -> None:
-        """Raises ValueError: values that no run records."""
-        figures = [figure for figure in (self.seconds, self.peak_bytes) if figure is not None]
-        if not (self.stage + self.fingerprint).isalnum() or not all(0 <= figure < LARGEST for figure in figures):
-            raise ValueError("values of another type")
-
 
 @dataclass
 class RunRecord:
@@ -58,17 +51,6 @@ class RunRecord:
         """Write `stages.json` atomically."""
         with whole_file(folder / RECORD) as unfinished:
             unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
-
-def read_run_record(folder: Path) -> RunRecord:
-    """Read `stages.json`. Raises ContractError: missing or damaged."""
-    try:
-        values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        stages = [StageRun(**run) for run in values.pop("stages")]
-        return RunRecord([*map(str, values.pop("overrides"))], dict(values.pop("versions")), stages, **values)
-    except UNREADABLE as error:
-        do = "name a folder under outputs/runs, or latest"
-        raise ContractError(f"no record of a run: {error}", where=str(folder), do=do) from error
 
 
 class RunFolder:

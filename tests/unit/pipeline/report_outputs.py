@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from pipeline.artifacts import Manifest, artifact_folder
-from pipeline.report.page import read_chain
+from pipeline.report import read_chain
 from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import PROJECTED, TRAINED, with_ancestors
 from stages.artifacts.carve import Scores
@@ -114,15 +114,11 @@ class Outputs:
         rows = [[model, f"{gap:+.4f}", ""] for model, gap in gaps.items()]
         return Table("evaluate", ["model", "loss gap (nats)", "tokens/s"], rows, ["290 held-out tokens"])
 
-    def run(self, evaluation, *, name="2026-01-02", label="pico", overrides=("stage=all",), kept=("scan",)):
-        """A run's folder with settings and stages.json; the stages in `kept` were reused, not computed."""
-        folder = self.folder / "runs" / name
-        folder.mkdir(parents=True)
+    def run(self, evaluation, *, label="pico", overrides=("stage=all",), kept=("scan",)):
+        """Record, label, settings and last result of a run; the stages in `kept` were reused, not computed."""
         config = {"model": {"label": label}, "output_dir": str(self.folder), "seed": 0}
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
         record = RunRecord(overrides)
         for seconds, (stage, manifest) in enumerate(read_chain(evaluation).items(), 1):
             figures = (None, None) if stage in kept else (float(seconds), seconds << 20)
             record.stages.append(StageRun(stage, manifest.fingerprint, *figures))
-        record.write(folder)
-        return folder
+        return record, label, yaml.safe_dump(config), evaluation

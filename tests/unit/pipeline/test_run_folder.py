@@ -1,13 +1,13 @@
 """The folder of a run: settings, record and links."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import yaml
 
-from instruments.errors import ContractError
-from pipeline.run_folder import RunFolder, StageRun, read_run_record, replace_link
+from pipeline.run_folder import RunFolder, replace_link
 from pipeline.settings import Settings
 
 
@@ -20,24 +20,14 @@ def run(tmp_path):
 def test_settings_and_record_are_written_and_read(run):
     run.record_stage("scan", "ab" * 32, 1.5, 7)
     run.record_stage("score", "cd" * 32)
-    record = read_run_record(run.folder)
-    assert record == run.record
-    assert record.overrides == ["stage=scan", "experts=3"]
-    assert record.stages == [StageRun("scan", "ab" * 32, 1.5, 7), StageRun("score", "cd" * 32)]
+    record = json.loads((run.folder / "stages.json").read_text())
+    assert record["overrides"] == ["stage=scan", "experts=3"]
+    assert [[*stage.values()] for stage in record["stages"]] == [
+        ["scan", "ab" * 32, 1.5, 7], ["score", "cd" * 32, None, None]
+    ]  # fmt: skip
     kept = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert (kept["experts"], kept["n"], kept["model"]["kind"]) == (3, 4, "embedded")
     assert {path.name for path in run.folder.iterdir()} == {"config.yaml", "stages.json"}
-
-
-@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"stages": [{"stge": 1}]}'])
-def test_a_folder_of_no_run_is_refused(tmp_path, content):
-    if content is not None:
-        (tmp_path / "stages.json").write_text(content)
-    with pytest.raises(ContractError) as error:
-        read_run_record(tmp_path)
-    assert error.value.what.startswith("no record of a run: ")
-    assert error.value.where == str(tmp_path)
-    assert error.value.do == "name a folder under outputs/runs, or latest"
 
 
 def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):

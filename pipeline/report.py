@@ -11,19 +11,16 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from safetensors import SafetensorError, safe_open
-from yaml import YAMLError
+from safetensors import safe_open
 
-from instruments.errors import CheckpointError, ConfigError, ContractError, redact
+from instruments.errors import redact
 from instruments.files import whole_file
 from instruments.safetensors_files import read_facts
-from models.config import TOPOLOGIES, MoEShape
-from pipeline.artifacts import LARGEST, SHORT, UNREADABLE, Manifest, artifact_folder, is_complete
+from models.config import MoEShape
+from pipeline.artifacts import SHORT, Manifest, is_complete
+from pipeline.charts import Chart, draw_bars, draw_distributions, draw_lines, draw_loads
 from pipeline.overrides import command_line
-from pipeline.report.charts import Chart, draw_bars, draw_distributions, draw_lines, draw_loads
-from pipeline.run_folder import RunRecord, StageRun, read_run_record
+from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import STAGES
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time, show
@@ -31,19 +28,8 @@ from stages.evaluate.config import BASELINES
 
 FILE = "report.html"
 REMEDY = "run the stage again, with fresh=true"
-MAX_FILES = 40  # listed
 MAX_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
-MAX_FIGURE = 1e30  # larger ones, from a damaged file, cannot be drawn
-
-
-@dataclass(frozen=True)
-class Source:
-    """Input of a page."""
-
-    run: RunRecord
-    label: str  # of the model
-    config: str  # the run's settings as YAML
-    last: Path  # published folder of the run's last stage
+MAX_FIGURE = 1e30  # larger ones cannot be drawn
 
 
 @dataclass
@@ -57,27 +43,35 @@ class Section:
     folded: dict[str, Table] = field(default_factory=dict)  # title → table, shown on request
 
 
-def write_page(source: Source, out: Path) -> Path:
-    """Write the page of a run. Raises ContractError: the last stage's result cannot be read; OSError: no writing."""
-    page = draw_page(source)
+def write_page(run: RunRecord, label: str, config: str, last: Path, out: Path) -> Path:
+    """Write the page of a run: see `draw_page`. Raises ContractError, OSError or one of UNREADABLE."""
+    page = draw_page(run, label, config, last)
     with whole_file(out) as unfinished:
         unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     return out
 
 
-def draw_page(source: Source) -> str:
-    """The page as HTML with all text escaped. Raises ContractError: the last stage's result cannot be read."""
-    chain = read_chain(source.last)
-    stage, last = list(chain.items())[-1]
+def draw_page(run: RunRecord, label: str, config: str, last: Path) -> str:
+    """The page as HTML with all text escaped.
+
+    Args:
+        run: the record of the run.
+        label: of the model.
+        config: the run's settings as YAML.
+        last: published folder of the run's last stage.
+    Raises:
+        ContractError, or one of UNREADABLE: results were damaged after they were published.
+    """
+    chain = read_chain(last)
+    stage, manifest = list(chain.items())[-1]
     sections, verdict = [], ""
     if stage == "evaluate":
-        evaluation = read_evaluation(source.last)
+        evaluation = read_evaluation(last)
         verdict = describe(evaluation)
-        sections = [quality(evaluation, last.table), layers(evaluation)]
+        sections = [quality(evaluation, manifest.table), layers(evaluation)]
     else:
-        sections = [Section(f"What {stage} found", pictures=pictures(source.last, last), table=filled(last.table))]
-    sections += [*training(chain, source.last), *neurons(chain, source.last), costs(chain, source.run)]
-    sections.append(files(source.last, last))
+        sections = [Section(f"What {stage} found", pictures=pictures(last, manifest), table=filled(manifest.table))]
+    sections += [*training(chain, last), *neurons(chain, last), costs(chain, run)]
     tables = {name: filled(done.table) for name, done in chain.items() if name != "evaluate"}
     sections.append(Section("What every stage found", folded=tables))
     environment = Environment(
@@ -86,38 +80,15 @@ def draw_page(source: Source) -> str:
     )  # fmt: skip
     environment.filters["show"] = show
     return environment.get_template("page.html.j2").render(
-        label=source.label,
+        label=label,
         stage=stage,
         verdict=verdict,
         sections=sections,
-        command=command_line(source.run.overrides),
-        config=redact(source.config),
-        versions=source.run.versions,
+        command=command_line(run.overrides),
+        config=redact(config),
+        versions=run.versions,
         made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
     )
-
-
-def find_source(folder: Path) -> Source:
-    """Input of a run's page. Raises UserError: its record or last result is missing, or the run finished no stage."""
-    folder = folder.resolve()
-    run, path = read_run_record(folder), folder / "config.yaml"
-    try:
-        config = OmegaConf.load(path)
-        label, output_dir, text = str(config.model.label), Path(str(config.output_dir)), path.read_text("utf-8")
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, AttributeError, TypeError, RecursionError) as error:
-        what = f"cannot read the settings of the run: {error}"
-        raise ContractError(what, where=str(path), do="name a folder under outputs/runs") from error
-    if not run.stages:
-        raise ConfigError("no stage of this run was finished", where=str(folder), do=command_line(run.overrides))
-    last = run.stages[-1]
-    # As in the settings, or above the run's folder if it was moved.
-    for place in (output_dir, *folder.parents):
-        found = artifact_folder(place, label, last.stage, last.fingerprint)
-        if is_complete(found):
-            return Source(run, label, text, found)
-    what = f"the result {last.fingerprint[:SHORT]} of this run's {last.stage} was removed"
-    where = str(artifact_folder(output_dir, label, last.stage, last.fingerprint))
-    raise ContractError(what, where=where, do=command_line(run.overrides))
 
 
 def read_chain(last: Path) -> dict[str, Manifest]:
@@ -127,13 +98,7 @@ def read_chain(last: Path) -> dict[str, Manifest]:
     while waiting:
         folder = waiting.pop()
         manifest = Manifest.read(folder, remedy=REMEDY)
-        try:
-            stage, parents = manifest.recipe["stage"], manifest.recipe["parents"]
-            if not {stage, *parents} <= STAGES.keys() or not all(mark.isalnum() for mark in parents.values()):
-                raise ValueError("unknown stages")
-        except UNREADABLE as error:
-            what = f"the manifest has no valid stage and parents: {error}"
-            raise ContractError(what, where=str(folder), do=REMEDY) from error
+        stage, parents = manifest.recipe["stage"], manifest.recipe["parents"]
         found[stage] = manifest
         folders = {name: _folder(last, name, mark) for name, mark in parents.items() if name not in found}
         waiting += [parent for parent in folders.values() if is_complete(parent)]
@@ -155,31 +120,13 @@ class Evaluation:
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """Read `evaluation.json`. Raises ContractError: damaged or of another version."""
-    path = folder / "evaluation.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        sizes = {**record["shape"], "dense_layers": tuple(record["shape"].get("dense_layers", ()))}
-        shape, width = MoEShape(**sizes), record["dense_width"]
-        counts = (shape.experts, shape.n, shape.top_k, width, shape.always_on + 1)
-        if not all(isinstance(count, int) and 0 < count < LARGEST for count in counts):
-            raise ValueError(f"{shape} is no shape")
-        if shape.topology not in TOPOLOGIES or not {"dense", "carved"} <= record["models"].keys():
-            raise ValueError("a topology that is unknown, or a model that is missing")
-        models = {
-            name: {key: _number(model[key]) for key in ("gap", "perplexity")}
-            for name, model in record["models"].items()
-        }
-        layers = [
-            {**layer, "error": _number(layer["error"]), "load": [*map(_number, layer.get("load", ()))],
-             "agreement": None if shape.pooled else _number(layer["agreement"])}
-            for layer in record["layers"]
-        ]  # fmt: skip
-        if not layers or len({len(layer["load"]) for layer in layers}) > 1:
-            raise ValueError("no layers, or layers of different kinds")
-        return Evaluation(shape, width, models, layers)
-    except UNREADABLE as error:
-        raise ContractError(f"no readable evaluation: {error!r}", where=str(path), do=REMEDY) from error
+    """Read `evaluation.json`."""
+    record = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    shape = MoEShape(**{**record["shape"], "dense_layers": tuple(record["shape"].get("dense_layers", ()))})
+    models = {
+        name: {key: _number(model[key]) for key in ("gap", "perplexity")} for name, model in record["models"].items()
+    }
+    return Evaluation(shape, record["dense_width"], models, record["layers"])
 
 
 def _number(value: Any) -> float:  # noqa: ANN401 - anything that JSON holds
@@ -216,16 +163,17 @@ def quality(evaluation: Evaluation, table: Table) -> Section:
 def layers(evaluation: Evaluation) -> Section:
     """Reconstruction error of each carved FFN, its router's agreement with the oracle, and the experts' load."""
     shape, found = evaluation.shape, evaluation.layers
-    errors, agreement = ([(index, layer[key]) for index, layer in enumerate(found)] for key in ("error", "agreement"))
+    errors = [(index, _number(layer["error"])) for index, layer in enumerate(found)]
     charts = [
         draw_lines("Reconstruction error", "Σ‖dense − MoE‖² / Σ‖dense‖² of each FFN's output on the carved model's own "
                    "inputs; 0 is the dense FFN.", {"": errors}),
     ]  # fmt: skip
     if not shape.pooled:
+        agreement = [(index, _number(layer["agreement"])) for index, layer in enumerate(found)]
         caption = "Share of the chosen experts that also have the largest output norm."
         charts.append(draw_lines("Router's agreement with the oracle", caption, {"routers": agreement},
                                  chance=shape.top_k / shape.experts))  # fmt: skip
-    if found[0]["load"]:
+    if found[0].get("load"):
         loads_LE = np.array([layer["load"] for layer in found])
         charts.append(draw_loads("Expert load", "A load of 1 is an even share.", loads_LE))
     keys = [key for key, value in found[0].items() if isinstance(value, int | float)]
@@ -235,21 +183,18 @@ def layers(evaluation: Evaluation) -> Section:
 
 
 def training(chain: Mapping[str, Manifest], last: Path) -> list[Section]:
-    """Gap over the dense model and load of the experts by tokens seen; nothing without a readable record."""
+    """Gap over the dense model and load of the experts by tokens seen."""
     if "train" not in chain:
         return []
     keys = ["tokens", "loss", "heldout_loss", "heldout_divergence", "load_max_over_mean", "dead_experts"]
     keys += ["router_entropy", "gradient_norm"]
-    try:
-        path = _folder(last, "train", chain["train"].fingerprint) / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        dense = float(lines[0]["dense_heldout_loss"])
-        gap = {"this MoE": [(x, y - dense) for x, y in _over_tokens(lines, "heldout_loss")]}
-        named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}
-        load = {name: _over_tokens(lines, key) for name, key in named.items()}
-        rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
-    except UNREADABLE:
-        return []
+    path = _folder(last, "train", chain["train"].fingerprint) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    dense = float(lines[0]["dense_heldout_loss"])
+    gap = {"this MoE": [(x, y - dense) for x, y in _over_tokens(lines, "heldout_loss")]}
+    named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}
+    load = {name: _over_tokens(lines, key) for name, key in named.items()}
+    rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
     charts = [
         draw_lines("Loss gap on held-out text", "Nats over the dense model as it is, which has not been trained on.",
                    gap, x="tokens seen"),
@@ -271,16 +216,12 @@ def neurons(chain: Mapping[str, Manifest], last: Path) -> list[Section]:
     if "cluster" in chain and list(chain)[-1] != "cluster":
         section.pictures = pictures(_folder(last, "cluster", chain["cluster"].fingerprint), chain["cluster"])
     if "score" in chain:
-        try:
-            path = _folder(last, "score", chain["score"].fingerprint) / "scores.safetensors"
-            name = str(read_facts(path)["plain"]["description"]).replace("s_p", "S_p")
-            with safe_open(path, framework="numpy") as file:
-                scores_LF = file.get_tensor("chosen").astype(np.float64)
-            if scores_LF.ndim == 2 and scores_LF.size and (np.abs(scores_LF) < MAX_FIGURE).all():
-                caption = "What neurons are ranked by; comparable within a layer only. Lines are medians."
-                section.charts.append(draw_distributions(f"Score: {name}", caption, scores_LF))
-        except (*UNREADABLE, SafetensorError, CheckpointError):
-            pass  # removed, damaged or of another version: the page leaves the scores out
+        path = _folder(last, "score", chain["score"].fingerprint) / "scores.safetensors"
+        name = str(read_facts(path)["plain"]["description"]).replace("s_p", "S_p")
+        with safe_open(path, framework="numpy") as file:
+            scores_LF = file.get_tensor("chosen").astype(np.float64)
+        caption = "What neurons are ranked by; comparable within a layer only. Lines are medians."
+        section.charts.append(draw_distributions(f"Score: {name}", caption, scores_LF))
     return [section] if section.charts or section.pictures else []
 
 
@@ -305,15 +246,6 @@ def costs(chain: Mapping[str, Manifest], run: RunRecord) -> Section:
     total = sum(stage.seconds or 0 for stage in run.stages)
     rows.append(["together", in_time(total), None, None])
     return Section("Cost", table=Table("", ["stage", "time", "peak memory", "result"], rows))
-
-
-def files(folder: Path, manifest: Manifest) -> Section:
-    """The files of the last stage."""
-    found = list(manifest.files.items())
-    rows = [[name, in_mib(facts.get("size", 0))] for name, facts in found[:MAX_FILES]]
-    left = [f"and {len(found) - MAX_FILES} more"] if len(found) > MAX_FILES else []
-    title = f"Files ({len(found)}) in {folder}"
-    return Section("Files", folded={title: Table("", ["file", "size"], rows, left)} if found else {})
 
 
 def filled(table: Table) -> Table:

@@ -1,4 +1,4 @@
-"""Charts of the report: SVG by matplotlib, each once for a light and once for a dark page."""
+"""Charts of the report: SVG by matplotlib, in colours that suit a light and a dark page."""
 
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,7 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "axes.grid.axis": "y", "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
 }  # fmt: skip
-# Ink, grid, and the colours of lines, on a light and on a dark page.
-THEMES = {
-    "light": ("#59636e", "#e2e5e9", ["#0b5fb5", "#b84a0b"]),
-    "dark": ("#9ba5b0", "#30353c", ["#62b0ff", "#ff9d61"]),
-}
+INK, GRID, LINES = "#7b8590", "#7b859055", ["#2f86e0", "#d96a1f"]
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 
 Points = Sequence[tuple[float, float]]  # x, y
@@ -35,26 +31,23 @@ Points = Sequence[tuple[float, float]]  # x, y
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its title and caption; the pictures are data URIs."""
+    """A chart with its title and caption; the picture is a data URI."""
 
     title: str
     caption: str
-    light: str
-    dark: str
+    picture: str
 
 
 def draw(title: str, caption: str, paint: Callable[[Axes], None], height: float = 240) -> Chart:
-    """Let `paint` draw into the axes of one figure per theme."""
-    pictures = {}
-    for theme, (ink, grid, lines) in THEMES.items():
-        style = STYLE | dict.fromkeys(INKED, ink) | {"grid.color": grid, "axes.prop_cycle": cycler(color=lines)}
-        with rc_context(style):  # type: ignore[arg-type] # a mapping of names that matplotlib checks
-            figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-            paint(figure.add_subplot())
-            out = StringIO()
-            figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        pictures[theme] = f"data:image/svg+xml;base64,{b64encode(out.getvalue().encode()).decode()}"
-    return Chart(title, caption, **pictures)
+    """Let `paint` draw into the axes of a figure."""
+    style = STYLE | dict.fromkeys(INKED, INK) | {"grid.color": GRID, "axes.prop_cycle": cycler(color=LINES)}
+    with rc_context(style):  # type: ignore[arg-type] # a mapping of names that matplotlib checks
+        figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        paint(figure.add_subplot())
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    picture = f"data:image/svg+xml;base64,{b64encode(out.getvalue().encode()).decode()}"
+    return Chart(title, caption, picture)
 
 
 def draw_bars(title: str, caption: str, bars: Sequence[tuple[str, float, bool]]) -> Chart:
