@@ -1,12 +1,14 @@
 """Memory, disk space and time that the stages of a run need: coarse, so that a change of a stage changes nothing here.
 
-Times are those of a stage's last runs on this machine, by work: tokens × weights.
+Times are those of a stage's last run on this machine, by work: tokens × weights.
 """
 
 import json
+import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from math import inf, log
+from math import inf
 from pathlib import Path
 
 from instruments.errors import ConfigError
@@ -27,8 +29,7 @@ PROGRAM = 750 * 2**20  # bytes of host memory of a process with its libraries
 # Until a stage was run here: seconds for libraries and files, and tokens × weights per second of two CPU cores.
 START, GPU_SPEEDUP = 3.0, 30
 SPEEDS = {"score": 1e9, "extract": 3e8, "assemble": 2e11, "project": 2e10, "train": 3e10}  # others 1e11
-RATES, MAX_RUNS = "rates.json", 8  # of a stage, the last ones
-SIMILAR = 0.1  # with less of the work, a run spent most of its time on its start
+RATES = "rates.json"
 
 
 def count_tokens(stage: str, checked: Checked) -> int:
@@ -150,22 +151,17 @@ def temporary_bytes(stage: str, checked: Checked) -> int:
 
 
 def estimate_seconds(stage: str, checked: Checked) -> float:
-    """Seconds of a stage, by its last run of about the same work on this machine, or by the default speed."""
+    """Seconds of a stage, at the speed of its last run on this machine, or at a default speed."""
     key, work = _find_work(stage, checked)
-    runs = [run for run in _read_runs(checked).get(key, []) if run[0] >= SIMILAR * work]
-    if runs:
-        nearest, seconds = min(reversed(runs), key=lambda run: abs(log(run[0] / work)))
-        return seconds * work / nearest
     speed = SPEEDS.get(stage, 1e11) * (1 if is_on_host(checked.settings.model) else GPU_SPEEDUP)
-    return START + work / speed
+    return work / rate if (rate := _read_rates(checked).get(key)) else START + work / speed
 
 
 def record_seconds(stage: str, checked: Checked, seconds: float) -> None:
-    """Keep the time of a run for `estimate_seconds`, in rates.json of the output folder."""
-    runs, (key, work) = _read_runs(checked), _find_work(stage, checked)
-    runs[key] = [*runs.get(key, []), [work, seconds]][-MAX_RUNS:]
+    """Keep the speed of a run for `estimate_seconds`, in rates.json of the output folder."""
+    key, work = _find_work(stage, checked)
     with suppress(OSError):  # a full disk: the run itself is complete
-        write_json(Path(checked.settings.output_dir, RATES), runs)
+        write_json(Path(checked.settings.output_dir, RATES), {**_read_rates(checked), key: work / seconds})
 
 
 def _find_work(stage: str, checked: Checked) -> tuple[str, float]:
@@ -175,10 +171,30 @@ def _find_work(stage: str, checked: Checked) -> tuple[str, float]:
     return f"{'cpu' if is_on_host(checked.settings.model) else 'cuda'} {stage}", work
 
 
-def _read_runs(checked: Checked) -> dict[str, list[list[float]]]:
-    """Device and stage → work and seconds of the last runs; nothing from a file that is missing or damaged."""
+def _read_rates(checked: Checked) -> dict[str, float]:
+    """Device and stage → work per second of the last run; nothing from a file that is missing or damaged."""
     with suppress(*UNREADABLE):
         found = json.loads(Path(checked.settings.output_dir, RATES).read_text(encoding="utf-8"))
-        kept = {key: [[float(work), float(seconds)] for work, seconds in runs] for key, runs in found.items()}
-        return {key: [run for run in runs if all(0 < number < inf for number in run)] for key, runs in kept.items()}
+        return {key: float(rate) for key, rate in found.items() if 0 < float(rate) < inf}
     return {}
+
+
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def start_measuring() -> None:
+    """Free the memory of earlier stages and reset this process's peak."""
+    from models.loading import release_freed_memory  # noqa: PLC0415 - loads torch
+
+    release_freed_memory()
+    with suppress(OSError):  # macOS has no such file: there the peak is that of the whole process
+        CLEAR_REFS.write_text("5")
+
+
+def measured_peak() -> int:
+    """Highest resident memory of this process since `start_measuring`, in bytes."""
+    if STATUS.exists():
+        line = next(line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -13,11 +13,10 @@ from safetensors import SafetensorError
 from instruments.errors import ConfigError, UserError
 from instruments.files import hash_code
 from pipeline import artifacts
-from pipeline.check import Checked, contradictions, validate
+from pipeline.check import Checked, validate
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
-from pipeline.peak_memory import peak_bytes, start_measuring
 from pipeline.plan import (
     READ,
     Step,
@@ -28,9 +27,8 @@ from pipeline.plan import (
     make_plan,
     published_recipe,
 )
-from pipeline.resources import memory_warnings, record_seconds
-from pipeline.run_folder import RunFolder, replace_link
-from pipeline.run_log import logging_to
+from pipeline.resources import measured_peak, memory_warnings, record_seconds, start_measuring
+from pipeline.run_folder import RunFolder, logging_to, replace_link
 from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import log_shape
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
@@ -42,32 +40,22 @@ NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
 # The packages whose code affects results.
 SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
 
-# Stage → how to continue after a run of `stage=<that stage>`: a sentence, and the changed settings of each command.
-# evaluate, dump and diagnose have no next step.
-NEXT: dict[str, tuple[str, list[dict[str, str]]]] = {
-    "scan": ("score ranks the neurons; project runs all that is missing up to the checkpoint to use",
-             [{"stage": "score"}, {"stage": "project"}]),
-    "score": ("cluster groups the neurons into experts", [{"stage": "cluster"}]),
-    "cluster": ("extract cuts the experts out of the dense model", [{"stage": "extract"}]),
-    "extract": ("assemble fits the routers and puts the experts behind them", [{"stage": "assemble"}]),
-    "assemble": ("this checkpoint holds the experts as they were cut, for comparison; project aligns them with the "
-                 "dense model and writes the checkpoint to use", [{"stage": "project"}]),
-    "project": ("evaluate compares this checkpoint with the dense model, train goes on with continued pretraining",
-                [{"stage": "evaluate"}, {"stage": "train"}]),
-    "train": ("evaluate compares the trained checkpoint with the dense model",
-              [{"stage": "evaluate", "evaluate.checkpoint": "train"}]),
-}  # fmt: skip
+# Stage → the changed settings of the commands that continue after a run of `stage=<that stage>`.
+NEXT: dict[str, list[dict[str, str]]] = {
+    "scan": [{"stage": "score"}, {"stage": "project"}],
+    "score": [{"stage": "cluster"}],
+    "cluster": [{"stage": "extract"}],
+    "extract": [{"stage": "assemble"}],
+    "assemble": [{"stage": "project"}],
+    "project": [{"stage": "evaluate"}, {"stage": "train"}],
+    "train": [{"stage": "evaluate", "evaluate.checkpoint": "train"}],
+}
 
 
-def next_commands(stage: str, overrides: Sequence[str], settings: Settings) -> tuple[str, list[str]]:
-    """The sentence on how to continue, and the commands: the typed settings with another stage, if it takes them."""
-    words, changes = NEXT.get(stage, ("", []))
-    kept, lines = [word for word in overrides if word.partition("=")[0] != "fresh"], []
-    for change in changes:
-        refusal = next(contradictions(replace(settings, stage=change["stage"])), None)
-        refused = f"not stage={change['stage']}: {refusal.what}; {refusal.do}" if refusal else ""
-        lines.append(refused or command_line(kept, **change))
-    return words, lines
+def next_commands(stage: str, overrides: Sequence[str]) -> list[str]:
+    """The commands that go on from a stage: the typed settings with another stage."""
+    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
+    return [command_line(kept, **change) for change in NEXT.get(stage, [])]
 
 
 def written_files(folder: Path, manifest: artifacts.Manifest) -> list[str]:
@@ -175,7 +163,7 @@ class Runner:
 
     def report_stage(self, step: Step, table: Table, seconds: float) -> None:
         """Log the table of a stage and add it to the record."""
-        peak = peak_bytes()
+        peak = measured_peak()
         headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
         log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
         self.run_folder.record_stage(step.stage.name, step.fingerprint, seconds, peak)
@@ -212,9 +200,8 @@ class Runner:
             log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
         if page := self.write_page(last.folder):
             log.info("report     %s", shown(page))
-        words, commands = next_commands(last.stage.name, self.overrides, self.checked.settings) if alone else ("", [])
-        if words:
-            log.info("next       %s", NEW_LINE.join([words, *commands]))
+        if alone and (commands := next_commands(last.stage.name, self.overrides)):
+            log.info("next       %s", NEW_LINE.join(commands))
 
 
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:

@@ -1,16 +1,20 @@
-"""The folder of one run: its settings, and a record of the command, the versions, and the stages with time and peak."""
+"""The folder of one run: its settings, its log, and a record of command, versions, and stages with time and peak."""
 
 import json
+import logging
 import os
 import platform
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TextIO
 
 from omegaconf import OmegaConf
 
-from instruments.errors import redact
+from instruments.errors import printable, redact
 from instruments.files import whole_file
 from pipeline.settings import Settings
 
@@ -89,3 +93,77 @@ def replace_link(link: Path, target: Path) -> None:
     # Resolved: the system follows `..` from the folder itself, not from the link through which it was reached.
     new.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()), target_is_directory=True)
     new.replace(link)
+
+
+# In an installed package, all our names begin with its own.
+_PACKAGE = __name__.removesuffix("pipeline.run_folder")
+OWN_LOGGERS = (*(_PACKAGE + name for name in ("pipeline", "stages", "models")), "py.warnings")
+
+
+class RedactingFormatter(logging.Formatter):
+    """Formats log lines and tracebacks without the passwords of addresses."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The log line; control characters are escaped, since names from files must not control the terminal."""
+        return printable(redact(super().format(record)))
+
+
+class Console(logging.StreamHandler[TextIO]):
+    """Log lines on stdout; once the reader has ended, as with `| head`, the run continues without them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Redirect output to /dev/null if the pipe is closed; other errors as usual."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
+
+
+class LogFile(logging.FileHandler):
+    """Log lines with times; if the disk is full, report missing lines once and let the run continue."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report the first OSError on stderr; other errors as usual."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            sys.stderr.write(f"{self.baseFilename} lacks lines from here on: {error}\n")
+
+    def close(self) -> None:
+        """Close the file; report lines that cannot be written, unless that was done before."""
+        try:
+            super().close()
+        except OSError as error:
+            if not self.failed:
+                sys.stderr.write(f"{self.baseFilename} lacks its last lines: {error}\n")
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Send the project's log and Python's warnings to the console and, with times, to a file."""
+    console = Console(sys.stdout)
+    console.setFormatter(RedactingFormatter())
+    record = LogFile(path, encoding="utf-8", errors="backslashreplace")
+    record.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.captureWarnings(capture=True)
+    loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.handlers = [console, record]
+        logger.propagate = False
+    try:
+        yield
+    except Exception:
+        record.handle(logging.LogRecord("pipeline", logging.ERROR, "", 0, "failed", None, sys.exc_info()))
+        raise
+    finally:
+        for logger in loggers:
+            logger.handlers = []
+            logger.propagate = True
+        logging.captureWarnings(capture=False)
+        record.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from instruments.errors import ConfigError
-from pipeline.run_log import logging_to
+from pipeline.run_folder import logging_to
 
 
 @pytest.fixture

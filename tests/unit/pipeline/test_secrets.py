@@ -10,8 +10,7 @@ import pytest
 
 from instruments.errors import UserError, redact
 from pipeline.overrides import command_line, hide_passwords
-from pipeline.run_folder import RunFolder
-from pipeline.run_log import logging_to
+from pipeline.run_folder import RunFolder, logging_to
 from pipeline.settings import Settings
 from stages.accumulators.config import StoreConfig, find_password
 
