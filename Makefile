@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-slow bench check-gpu lint format clean
+.PHONY: help install run test test-slow zoo bench check-gpu lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ test: install ## the tests, a few minutes (make test ARGS="tests/unit -x")
 
 test-slow: install ## the tests that take minutes each
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+zoo: install ## which model types of transformers can be carved, as a table (make zoo ARGS="llama gemma3_image")
+	PYTHONPATH=.:tests $(BIN)/python -m zoo $(ARGS)
 
 bench: install ## speed and memory, as ratios in one run (make bench ARGS="--model /models/qwen --tokens 2048")
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)

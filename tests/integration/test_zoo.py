@@ -1,0 +1,76 @@
+"""Dense models of every type in transformers are carved exactly, all experts on, or refused with a reason."""
+
+import pytest
+import torch
+from zoo.carves import FAILED, MISSING, NATIVE, OWN, REFUSED, Zoo, problems
+from zoo.checkpoints import KEYS, UNBUILT, VARIANTS, build, names_of_types
+from zoo.next_month import MODEL_TYPE
+
+TYPES = names_of_types()
+# Types that must be carved; the others may be refused, by name and with a reason.
+CARVED = {
+    *("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "phi3", "gemma2", "gemma3_text", "smollm3"),
+    *("qwen3_windows", "qwen3_tied"),
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory, text):
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"), text)
+    yield zoo
+    zoo.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_is_carved_exactly_or_refused(zoo, name):
+    found = zoo.examine(name)
+    if found.outcome == MISSING:
+        pytest.skip(found.reason)
+    assert found.outcome != FAILED, found
+    assert found.outcome in {NATIVE, OWN} or (found.reason and name not in CARVED), found
+
+
+def test_the_tables_name_types_that_exist():
+    types = {name.removesuffix("_image") for name in TYPES}
+    assert UNBUILT.keys() <= {*TYPES}
+    assert {*TYPES} - UNBUILT.keys() >= CARVED
+    assert {name.removesuffix("_image") for name in KEYS} <= types
+    assert {model_type for model_type, _ in VARIANTS.values()} <= types
+
+
+@pytest.mark.parametrize("name", ["next_month", "gemma2", "qwen3_5_text"])
+def test_checkpoints_are_language_models(name):
+    """Tokens after the end, and a cache, change nothing before it; the logits are of a useful size."""
+    model = build(name)
+    ids = torch.randint(64, 4000, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        start = model(input_ids=ids[:, :33], use_cache=True)
+        rest = model(input_ids=ids[:, 33:], past_key_values=start.past_key_values).logits
+    torch.testing.assert_close(start.logits, whole[:, :33], rtol=0, atol=1e-4)
+    torch.testing.assert_close(rest, whole[:, 33:], rtol=0, atol=1e-4)
+    assert 0.5 < whole.std() < 2
+
+
+def test_problems_of_a_carve_are_found():
+    sound = {
+        "loading": {},
+        "difference": 1e-6,
+        "generated": True,
+        "copied": (3, 3),
+        "without_experts": 2.0,
+        "image": 1e-6,
+    }
+    assert problems(sound) == []
+    for key, value in {
+        "loading": {"missing_keys": ["a"]}, "difference": float("inf"), "generated": False, "copied": (2, 3),
+        "without_experts": 0.0, "image": 0.1,
+    }.items():  # fmt: skip
+        assert len(problems(sound | {key: value})) == 1, key
+
+
+def test_the_family_of_next_month_is_no_type_of_the_tables():
+    assert MODEL_TYPE in TYPES
+    assert MODEL_TYPE not in KEYS
+    assert REFUSED != FAILED
