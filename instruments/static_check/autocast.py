@@ -1,18 +1,12 @@
 """Effect of autocast on each operation, and names of torch functions in code."""
 
 import ast
-import hashlib
-import json
-import os
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cache, partial
-from importlib.metadata import version
 from operator import methodcaller
-from pathlib import Path
 
 from instruments.errors import ConfigError
-from instruments.files import write_json
 
 # Loss module → loss function.
 LOSS_MODULES = {
@@ -47,24 +41,6 @@ AUTOCASTS = {
 
 @cache
 def autocast_table(device: str) -> dict[str, str]:
-    """Effect of autocast on each operation: lowered, float32, kept or refused.
-
-    Cached on disk by torch version, so torch is imported once only. Raises ConfigError: no autocast for the device.
-    """
-    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiny-onn"
-    path = folder / f"autocast-{version('torch')}-{code}-{device}.json"
-    try:
-        table: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        table = probe_autocast(device)
-        with suppress(OSError):  # probed again next time
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, table)
-    return table
-
-
-def probe_autocast(device: str) -> dict[str, str]:
     """Measure the effect of autocast on every operation on a kind of device, with the installed torch.
 
     On the CPU the operations run; for other devices they get fake tensors, which pass the same autocast kernels and

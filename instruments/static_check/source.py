@@ -36,7 +36,6 @@ class Finding:
 
 
 _NOQA = re.compile(r"#.*?\bnoqa\b(?::\s*(?P<codes>[A-Z]+[0-9]+(?:[\s,]+[A-Z]+[0-9]+)*))?", re.IGNORECASE)
-MAX_LINES, MAX_BYTES = 20_000, 4 << 20  # longer files are generated code, and take minutes
 EVERY: frozenset[str] = frozenset({"*"})
 
 
@@ -65,79 +64,48 @@ class Source:
 
 def read_source(path: Path) -> Source | Finding:
     """Parse a file; a finding with the reason if it cannot be checked."""
-    if not path.is_file():
-        return unreadable(path, 1, "is no regular file")
     try:
-        size = path.stat().st_size
-        data = path.read_bytes() if size <= MAX_BYTES else b""
+        data = path.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as invalid escapes, which are no precision faults
+            if path.suffix == ".ipynb":
+                return _read_notebook(path, data)
+            return Source(str(path), ast.parse(data), find_silenced(data))
     except OSError as error:
         return unreadable(path, 1, f"cannot be read: {error.strerror}")
-    if size > MAX_BYTES or data.count(b"\n") > MAX_LINES:
-        return unreadable(path, 1, f"is longer than {MAX_LINES:,} lines or {MAX_BYTES:,} bytes, and not checked")
-    try:
-        notebook = path.suffix == ".ipynb"
-        return _read_notebook(path, data) if notebook else Source(str(path), _parse(data), find_silenced(data))
     except SyntaxError as error:
         return unreadable(path, error.lineno or 1, f"does not parse: {error.msg}")
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         return unreadable(path, 1, f"does not parse: {error}")
 
 
-def _parse(code: bytes | str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as invalid escapes, which are no precision faults
-        return ast.parse(code)
-
-
-# IPython syntax: `%magic`, `!command`, `?help`, `help?`.
-_MAGIC = re.compile(r"(?P<indent>\s*)(?:[%!?]|[\w.]+\?+\s*$|[\w, ]+=\s*[%!])")
-# Cells that hold another language. The code after other cell magics, such as %%prun, is Python.
-_FOREIGN = re.compile(
-    r"\s*%%(?!(?:writefile|file)\b.*\.py\s*$)"
-    r"(?:writefile|file|bash|sh|script|cmd|html|javascript|js|latex|markdown|svg|perl|ruby|cython|sql|bigquery|R)\b",
-    re.IGNORECASE | re.MULTILINE,
-)
+# IPython syntax and the lines that continue it: `%magic`, `!command`, `?help`, `help?`, `files = !ls`.
+_MAGIC = re.compile(r"^([ \t]*)(?:[%!?]|[\w.]+\?+[ \t]*$|[\w, ]+=[ \t]*[%!])(?:.*\\\n)*.*", re.MULTILINE)
 
 
 def _read_notebook(path: Path, data: bytes) -> Source:
-    """Parse a notebook cell by cell. Raises ValueError: no notebook of version 4."""
-    notebook = json.loads(data)
-    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
-        raise ValueError("no notebook of version 4")
+    """All code cells as one tree; a cell that does not parse is a finding, after `%%` another language."""
     source = Source(str(path), ast.Module([], []), {})
-    for number, cell in enumerate(notebook["cells"], 1):
-        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+    for number, cell in enumerate(json.loads(data)["cells"], 1):
+        if cell["cell_type"] != "code":
             continue
-        text = "".join(cell.get("source", ""))
-        if _FOREIGN.match(text):
-            continue
+        code = "".join(cell["source"])
         try:
-            code, tree = _parse_cell(text)
+            try:
+                tree = ast.parse(code)
+            except SyntaxError:
+                code = _MAGIC.sub(lambda match: f"{match[1]}pass" + "\n" * match[0].count("\n"), code)
+                tree = ast.parse(code)
         except SyntaxError as error:
-            lines = min(error.lineno or 1, text.count("\n") + 1)
-            source.unread.append(unreadable(Path(f"{path}[cell {number}]"), lines, f"does not parse: {error.msg}"))
+            if not cell["source"][0].startswith("%%"):
+                place = Path(f"{path}[cell {number}]")
+                source.unread.append(unreadable(place, error.lineno or 1, f"does not parse: {error.msg}"))
             continue
         above = len(source.cells)
         source.tree.body.extend(ast.increment_lineno(node, above) for node in tree.body)
         source.silenced.update({above + line: codes for line, codes in find_silenced(code.encode()).items()})
         source.cells.extend((f"cell {number}", line) for line in range(1, code.count("\n") + 2))
     return source
-
-
-def _parse_cell(code: str) -> tuple[str, ast.Module]:
-    """Code and tree of a cell; lines in IPython's own syntax, with those that continue them, become `pass`."""
-    try:
-        return code, _parse(code)
-    except SyntaxError:
-        lines: list[tuple[str, str]] = []
-        magic = False
-        for line in code.split("\n"):
-            continued = magic and lines[-1][1].endswith("\\")
-            match = _MAGIC.match(line)
-            magic = continued or match is not None
-            lines.append(("" if continued else f"{match['indent']}pass" if match else line, line.rstrip()))
-        code = "\n".join(kept for kept, _line in lines)
-        return code, _parse(code)
 
 
 def find_silenced(data: bytes) -> dict[int, frozenset[str]]:

@@ -217,10 +217,9 @@ class Frame:
         """Record a finding, unless a `noqa` comment silences it."""
         rule, source = RULES[code], self.file.source
         if not source.is_silenced(code, node):
-            path, line = source.place(node.lineno)
             severity = severity or rule["severity"]
-            found = Finding(path, line, node.col_offset, code, message, severity, rule["why"], rule["fix"])
-            self.file.findings.add(found)
+            place = *source.place(node.lineno), node.col_offset
+            self.file.findings.add(Finding(*place, code, message, severity, rule["why"], rule["fix"]))
 
     def grade(self, precision: str | None) -> str:
         """Severity of a formula that loses digits in every format, by the precision of its values."""
