@@ -3,34 +3,10 @@
 import ast
 from dataclasses import replace
 
-from instruments.static_check.autocast import (
-    ACTIVATIONS,
-    DTYPES,
-    FLOAT16,
-    KNOWN,
-    called_name,
-    last_word,
-    text_of,
-)
+from instruments.static_check import modules, numeric_rules
+from instruments.static_check.autocast import ACTIVATIONS, DTYPES, FLOAT16, KNOWN, called_name, last_word, text_of
 from instruments.static_check.definitions import Function
 from instruments.static_check.gradient_rules import check_gradients
-from instruments.static_check.modules import (
-    SAME_MODULE,
-    cast_module,
-    check_trained,
-    make_module,
-    make_optimizer,
-    module_key,
-    module_method,
-)
-from instruments.static_check.numeric_rules import (
-    CRITERION,
-    KEEPING,
-    check_constant,
-    check_names,
-    check_operation,
-    combine,
-)
 from instruments.static_check.state import (
     LOWS,
     OTHER,
@@ -62,7 +38,8 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
         case ast.Subscript():
             return _item(evaluate(node.value, state, frame), evaluate(node.slice, state, frame))
         case ast.BinOp():
-            return combine(node, evaluate(node.left, state, frame), evaluate(node.right, state, frame), frame)
+            left, right = evaluate(node.left, state, frame), evaluate(node.right, state, frame)
+            return numeric_rules.combine(node, left, right, frame)
         case ast.UnaryOp():
             value = evaluate(node.operand, state, frame)
             if not isinstance(node.op, ast.USub):
@@ -77,32 +54,19 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
         case ast.NamedExpr():
             value = state.values[node.target.id] = evaluate(node.value, state, frame)
             return value
-        case ast.Tuple() | ast.List() | ast.Dict() | ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-            return _collection(node, state, frame)
-        case ast.Starred():
-            return evaluate(node.value, state, frame)
+        case ast.Tuple() | ast.List():
+            return Value(kind="parts", ref=tuple(evaluate(part, state, frame) for part in node.elts))
+        case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+            for generator in node.generators:
+                bind(generator.target, element_of(evaluate(generator.iter, state, frame)), state)
+                for condition in generator.ifs:
+                    evaluate(condition, state, frame)
+            return evaluate(node.elt, state, frame)  # the element that is repeated
         case ast.Lambda():
             return UNKNOWN  # its body runs at its calls
         case _:
             _look_inside(node, state, frame)
             return UNKNOWN
-
-
-def _collection(
-    node: ast.Tuple | ast.List | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.SetComp, state: State, frame: Frame
-) -> Value:
-    """Elements of a literal, or the element that a comprehension repeats."""
-    if isinstance(node, ast.Tuple | ast.List):
-        return Value(kind="parts", ref=tuple(evaluate(part, state, frame) for part in node.elts))
-    if isinstance(node, ast.Dict):
-        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
-        values = [evaluate(one, state, frame) for one in node.values]
-        return Value(kind="dict", ref=tuple(zip(keys, values, strict=True)))
-    for generator in node.generators:
-        bind(generator.target, element_of(evaluate(generator.iter, state, frame)), state)
-        for condition in generator.ifs:
-            evaluate(condition, state, frame)
-    return evaluate(node.elt, state, frame)
 
 
 def _look_inside(node: ast.AST, state: State, frame: Frame) -> None:
@@ -141,10 +105,6 @@ def _dtype(full: str) -> Value | None:
 
 
 def _item(base: Value, index: Value) -> Value:
-    if base.kind == "dict" and isinstance(base.ref, tuple):
-        known = [value for key, value in base.ref if key == index.constant and index.is_constant]
-        every = all(value.kind == "dtype" for _key, value in base.ref)
-        return known[0] if known else Value(kind="dtype") if every and base.ref else UNKNOWN
     if base.kind == "parts" and isinstance(base.ref, tuple):
         place = index.constant
         return base.ref[place] if isinstance(place, int) and -len(base.ref) <= place < len(base.ref) else UNKNOWN
@@ -180,18 +140,6 @@ def bind(target: ast.expr, value: Value, way: State) -> None:
     way.owners.update(".".join(names[:end]) for end in range(1, len(names)))
 
 
-def _call(node: ast.Call, state: State, frame: Frame) -> Value:
-    owner = node.func.value if isinstance(node.func, ast.Attribute) else node.func
-    base = UNKNOWN if isinstance(node.func, ast.Name) else evaluate(owner, state, frame)
-    arguments = [evaluate(part, state, frame) for part in node.args]
-    words: dict[str, Value] = {}
-    for one in node.keywords:
-        value = evaluate(one.value, state, frame)
-        known = value.ref if one.arg is None and value.kind == "dict" and isinstance(value.ref, tuple) else ()
-        words |= {key: part for key, part in known if isinstance(key, str)} or {one.arg or "": value}
-    return _call_value(Call(node, frame.definitions.called_name(node), base, arguments, words), state, frame)
-
-
 _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float32"}
 _PLACES = {"torch.nn.functional", "torch.special", "torch.linalg", "torch"}
 # Builtins, some with the names of torch functions.
@@ -202,12 +150,19 @@ _NEW = {"zeros", "ones", "full", "tensor", "empty", "zeros_like", "ones_like"}
 _PASSING = {
     "softmax", "sigmoid", "exp", "shifted", "negative", "max", "square", "mean", "mean_square", "square_mean", "new",
 }  # fmt: skip
-_METHODS_OF_MODULES = {*_CASTS, *SAME_MODULE, "parameters", "named_parameters", "state_dict"}
+_METHODS_OF_MODULES = {*_CASTS, *modules.SAME_MODULE, "parameters", "named_parameters", "state_dict"}
 
 
-def _call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
-    """Value of a call with evaluated arguments; applies the rules to it."""
-    node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
+def _call(node: ast.Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
+    """Value of a call; applies the rules to it."""
+    func, word = node.func, frame.definitions.called_name(node)
+    base = UNKNOWN
+    if not isinstance(func, ast.Name):
+        base = evaluate(func.value if isinstance(func, ast.Attribute) else func, state, frame)
+    arguments = [evaluate(part, state, frame) for part in node.args]
+    words = {one.arg or "": evaluate(one.value, state, frame) for one in node.keywords}
+    call = Call(node, word, base, arguments, words)
+    every = call.every
     if (done := check_gradients(call, state, frame)) is not None:
         return done
     own = isinstance(func, ast.Name) and func.id not in frame.definitions.imports
@@ -218,29 +173,30 @@ def _call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901,
         return made
     if isinstance(func, ast.Attribute) and word in _METHODS_OF_MODULES:
         listed = word in {"parameters", "named_parameters", "eval"}
-        key = module_key(func.value, base, state, frame, surely=listed)
+        key = modules.module_key(func.value, base, state, frame, surely=listed)
         cast = _read_cast(node, every, frame)
         if cast and key is None:
             place = base.cast if base.cast is not None and word not in _CASTS else node
             return Value(cast, "cast", base.tag if base.tag in _PASSING else "", base.scaled, cast=place)
         if key is not None:
-            kept = cast_module(key, cast, node, state, frame) if cast else module_method(node, word, key, state)
-            if kept is not None:
+            if cast:
+                return modules.cast_module(key, cast, node, state, frame)
+            if (kept := modules.module_method(node, word, key, state)) is not None:
                 return kept
     if base.kind == "trainer" and word == "train":
-        check_trained(Value(kind="optimizer", ref=(base.ref,)), state, frame)
+        modules.check_trained(Value(kind="optimizer", ref=(base.ref,)), state, frame)
         return OTHER
     value = state.values.get(text_of(func), UNKNOWN) if isinstance(func, ast.Name | ast.Attribute) else base
-    key = module_key(func, value, state, frame)
+    key = modules.module_key(func, value, state, frame)
     if key is not None:
-        return _call_module(call, state.modules.get(key, Module()), call.arguments, state, frame)
+        return _call_module(call, state.modules.get(key, Module()), state, frame)
     function, owner = _local_function(node, base, value, state, frame)
     if function is not None:
         return frame.file.follow(frame, state, function, owner, node, every)
     operation = str(value.ref) if value.kind == "loss" else _find_operation(node, frame)
     if operation is not None:
         method = value.kind != "loss" and isinstance(func, ast.Attribute) and not frame.definitions.full_name(func)
-        return check_operation(node, operation, [base, *every] if method else every, call.words, frame)
+        return numeric_rules.check_operation(node, operation, [base, *every] if method else every, call.words, frame)
     return _unknown(call, state, frame)
 
 
@@ -256,7 +212,7 @@ def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:
     return None
 
 
-def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901, PLR0911 - a case a kind
+def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: PLR0911 - a case a kind
     """Value of a call that makes an object which the rules use; None for other calls."""
     node, word, every, words = call.node, call.word, call.every, call.words
     stored = state.values.get(text_of(node.func), UNKNOWN)
@@ -279,15 +235,11 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901
         half = any(value.kind == "dtype" and value.precision == FLOAT16 for value in every)
         state.default = node if half or "HalfTensor" in ast.unparse(node) else None
         return OTHER
-    if word == "dict":
-        return Value(kind="dict", ref=tuple(words.items()))
-    if word == "map" and len(every) > 1:
-        return element_of(every[1])
     if word in {"zip", "enumerate"}:
         parts = tuple(element_of(value) for value in every)
         return Value(kind="zip", ref=parts if word == "zip" else (UNKNOWN, *parts[:1]))
     instance = Value(kind="instance", ref=text_of(node.func)) if text_of(node.func) in frame.definitions.bases else None
-    return make_module(call, state, frame) or make_optimizer(node, state, frame) or instance
+    return modules.make_module(call, state, frame) or modules.make_optimizer(node, state, frame) or instance
 
 
 def _find_operation(node: ast.Call, frame: Frame) -> str | None:
@@ -319,27 +271,20 @@ def _local_function(
     return (definitions.method(owner, name) if owner and name else None), owner
 
 
-def _call_module(call: Call, module: Module, arguments: list[Value], state: State, frame: Frame) -> Value:
+def _call_module(call: Call, module: Module, state: State, frame: Frame) -> Value:
     """Output of a module: from its forward if it is in the file, else in the type of autocast or of its weights."""
     weights = None if module.idle else module.precision or frame.weights
-    arguments = [replace(value, origin="weights") if value.is_low else value for value in arguments]
+    arguments = [replace(value, origin="weights") if value.is_low else value for value in call.arguments]
     inner = replace(frame, weights=weights)
     forward = frame.definitions.method(module.name, "forward") if module.name in frame.definitions.bases else None
     if forward is not None:
         every = [*arguments, *call.words.values()]
         value = frame.file.follow(inner, state, forward, module.name, call.node, every)
         return value if value.precision or value.tag else _output(arguments, inner, idle=module.idle)
-    if module.parts:
-        for part in module.parts:
-            if part.kind == "module":
-                within = state.modules.get(part.ref, Module())
-                within = replace(within, precision=within.precision or weights)
-                arguments = [_call_module(call, within, arguments, state, inner)]
-        return arguments[0]
     operation = ACTIVATIONS.get(module.name)
     if operation is not None:
         known = arguments[:1] if arguments and arguments[0].precision else [_output(arguments, inner, idle=module.idle)]
-        return check_operation(call.node, operation, known, {}, inner)
+        return numeric_rules.check_operation(call.node, operation, known, {}, inner)
     if "Norm" in module.name and frame.region.enabled:
         return Value("float32") if frame.fate("layer_norm") == "float32" else mix(arguments[:1])
     return _output(arguments, inner, idle=module.idle)
@@ -359,8 +304,8 @@ def _output(arguments: list[Value], frame: Frame, *, idle: bool = False) -> Valu
 def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
     """Value of all other calls: tensor methods keep the type; most others are unknown."""
     node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
-    check_names(call, frame)
-    if word in _NO_TENSORS | _PLAIN or "loss" in word.lower() or CRITERION.fullmatch(word):
+    numeric_rules.check_names(call, frame)
+    if word in _NO_TENSORS | _PLAIN or "loss" in word.lower() or numeric_rules.CRITERION.fullmatch(word):
         return UNKNOWN
     full, asked = frame.definitions.full_name(func), call.words.get("dtype", UNKNOWN)
     method = isinstance(func, ast.Attribute) and not full
@@ -369,20 +314,19 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
         return _output(every, frame)
     if full.startswith("torch.") and asked.precision in LOWS:
         for value in every:
-            check_constant(node, value.number, asked, frame)
+            numeric_rules.check_constant(node, value.number, asked, frame)
         if word == "arange":
             frame.report("LP110", node, f"{ast.unparse(node)}: integers in {asked.precision}")
         return Value(asked.precision, "cast", "new" if word in _NEW else "", cast=node)
     if method and base.precision is not None and not base.kind:
         if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
             return UNKNOWN
-        return replace(base, tag=base.tag if word in KEEPING else "", cast=base.cast if word in SAME_MODULE else None)
+        kept = base.tag if word in numeric_rules.KEEPING else ""
+        return replace(base, tag=kept, cast=base.cast if word in modules.SAME_MODULE else None)
     if full.startswith("torch.") and word in _NEW:
         return Value(tag="new")
-    if method and word in KEEPING and base.tag in _PASSING:
+    if method and word in numeric_rules.KEEPING and base.tag in _PASSING:
         return Value(tag=base.tag)
-    if full.startswith("einops.") and every:
-        return Value(every[0].precision, every[0].origin)
     if full and not node.keywords and len(every) == 1:
         return mix(every)
     return UNKNOWN

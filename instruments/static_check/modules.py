@@ -67,9 +67,8 @@ def make_module(call: Call, state: State, frame: Frame) -> Value | None:
         return None
     asked = call.words.get("torch_dtype") or call.words.get("dtype") or UNKNOWN
     precision = DTYPES.get(str(asked.constant)) if asked.is_constant else asked.precision
-    parts = tuple(value for value in arguments if value.kind in {"module", "loss"}) if word == "Sequential" else ()
     low = precision in LOWS
-    module = Module("" if loaded else word, precision if low else None, node if low else None, parts=parts)
+    module = Module("" if loaded else word, precision if low else None, node if low else None)
     if state.default is not None and precision is None:
         module = replace(module, precision=FLOAT16, cast=state.default)
     state.modules[id(node)] = module

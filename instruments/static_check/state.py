@@ -79,7 +79,6 @@ class Module:
     cast: ast.expr | None = None  # where its weights were cast to 16 bits
     trained: bool = False  # an optimizer holds its parameters
     idle: bool = False  # frozen, or in evaluation mode
-    parts: tuple[Value, ...] = ()
 
 
 @dataclass
