@@ -79,17 +79,6 @@ def changed_rows(reference: Shaped[Tensor, "*rows K"], low: Shaped[Tensor, "*row
     return (first != second).any(dim=-1)
 
 
-@torch.no_grad()
-def rows_with_error(reference: Shaped[Tensor, "*rows K"], found: Shaped[Tensor, "*rows K"]) -> float:
-    """Share of rows with an error above the root mean square, if the median row's is a fifth of it or less; else 1."""
-    error, exact = ((tensor.double().flatten(0, -2)).norm(dim=-1) for tensor in (reference - found, reference))
-    relative = torch.where(exact > 0, error / exact, 0)
-    mean_square = relative.square().mean().sqrt()
-    if not len(relative) or not bool(5 * relative.median() <= mean_square):  # also NaN
-        return 1.0
-    return float((relative > mean_square).double().mean())
-
-
 FORMATS: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 }

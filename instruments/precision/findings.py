@@ -13,7 +13,7 @@ import torch
 from instruments.errors import some
 from instruments.files import plain_json
 from instruments.hooks import Call
-from instruments.precision.comparison import FORMATS, AxisRange, Distance
+from instruments.precision.comparison import FORMATS, Distance
 from instruments.precision.verdict import DiffLimits, Verdict, worst
 
 
@@ -32,9 +32,7 @@ class OutputDiff:
     own: Distance | None = None  # only this module in low precision, on the FP32 inputs
     own_floor: float | None = None
     own_failure: str = ""
-    ranges: Sequence[AxisRange] = ()
     swamped: str = ""
-    floor_rows: float = 1.0  # share of the rows that hold the error of the own floor
     overflow: str = ""  # in the module's own forward, between its submodules
     limits: DiffLimits = field(default_factory=DiffLimits, repr=False)
 
@@ -93,7 +91,6 @@ class Diff:
     outputs: list[OutputDiff] = field(default_factory=list)
     choices: list[ChoiceDiff] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # modules that were never called
-    silent: list[str] = field(default_factory=list)  # calls that returned no tensor
     scripted: list[str] = field(default_factory=list)  # modules that refuse hooks
     only_one: list[str] = field(default_factory=list)  # calls made in only one of the two runs
     overflows: list[str] = field(default_factory=list)  # the first overflow, if it is between modules
@@ -142,7 +139,6 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 COLUMNS = (
     "output", "verdict", "own L2", "÷ floor", "propagated L2", "÷ floor", "max rel.", "cosine", "SQNR dB",
-    "range ratio",
 )  # fmt: skip
 
 
@@ -166,10 +162,10 @@ def _ratio(distance: Distance | None, floor: float | None) -> float:
 
 
 def _row(output: OutputDiff, name: str) -> tuple[str, ...]:
-    arrived, wide = output.propagated, max((axis.ratio for axis in output.ranges), default=1.0)
+    arrived = output.propagated
     sizes = (f"{arrived.max_relative:.2g}", f"{arrived.cosine:.6f}", f"{arrived.sqnr_db:.1f}") if arrived else ("",) * 3
     figures = *_figures(output.own, output.own_floor), *_figures(arrived, output.propagated_floor), *sizes
-    return name, str(output.verdict), *figures, f"{wide:.2g}"
+    return name, str(output.verdict), *figures
 
 
 def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
@@ -214,13 +210,10 @@ def _end(diff: Diff, end: OutputDiff) -> str:
     if jump is None:
         return f"{said}: the roundings of its {end.parts} modules add up"
     inside = " or inside it" if jump.parts else ""
-    rest = "; give it FP32 inputs, or smaller ones (subtract a mean before)"
-    if jump.floor_rows < 1:
-        rest = f", in {jump.floor_rows:.1%} of its rows alone: rows near the border of a discrete choice (argmin, "
-        rest += "top-k) may change it, which is no error"
     return (
         f"{said}: the error floor jumps at {jump.name} ({jump.kind}){inside}, to {jump.own_floor:.2g} for one unit in "
-        f"the last place of {diff.precision}{rest}"
+        f"the last place of {diff.precision}; give it FP32 inputs, or smaller ones (subtract a mean before), unless it "
+        "makes a discrete choice (argmin, top-k), which may change near the border"
     )
 
 
@@ -261,21 +254,12 @@ def _summary(diff: Diff) -> Iterator[str]:
 
 
 def _oddities(diff: Diff) -> Iterator[str]:
-    if wide := [(axis, output) for output in diff.outputs for axis in output.ranges if axis.ratio > 1e4]:
-        axis, output = max(wide, key=lambda pair: pair[0].ratio)
-        count = len({other.name for _, other in wide})
-        yield (
-            f"large numbers may swallow small ones, where they are added up: {count} outputs have slices more than 1e4 "
-            f"apart; the widest is {output.name}, dim {axis.axis}: max {axis.largest:.3g} at {axis.largest_at}, "
-            f"{axis.smallest:.3g} at {axis.smallest_at} (ratio {axis.ratio:.2g})"
-        )
     failed = [output.name for output in diff.outputs if output.own_failure]
     undefined = [one.name for one in diff.outputs if one.propagated and one.propagated.reference_nonfinite]
     for names, words in (
         (undefined, "outputs are not finite in FP32 either; only their finite values are compared"),
         (failed, "modules could not be run alone in low precision"),
         (diff.unused, "modules never ran on this sample, and are not judged"),
-        (diff.silent, "calls returned no tensor"),
         (diff.scripted, "modules are scripted, and judged only as parts of others"),
         (diff.only_one, "calls were made by one of the two runs alone"),
         (diff.overflows, "overflow between modules"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from instruments.dtypes import dtype_name
 from instruments.errors import NumericsError
 from instruments.hooks import Call, ModuleTracer, hookable_modules, trace_modules
-from instruments.precision.comparison import Distance, axis_ranges, find_swamping, rows_with_error, sums_up
+from instruments.precision.comparison import Distance, find_swamping, sums_up
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.perturbation import (
     AUTOCAST,
@@ -154,7 +154,6 @@ class Comparison:
             (call, path) in self.broken and bool(tensor.isfinite().all()) for path, tensor in tensors.items()
         )
         overflow = self._overflows.pop(call, "")
-        self.diff.silent += [str(call)] * (not tensors)
         self.diff.overflows += [overflow] * bool(overflow)
         trials = self._trials.pop(call, None)
         for path, tensor in tensors.items():
@@ -184,8 +183,7 @@ class Comparison:
         arrived = self.kept[call, path]
         found = OutputDiff(
             call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
-            dtype=dtype_name(arrived.dtype), ranges=axis_ranges(exact), own_failure=trials.low.failure,
-            limits=self.diff.limits,
+            dtype=dtype_name(arrived.dtype), own_failure=trials.low.failure, limits=self.diff.limits,
         )  # fmt: skip
         found.propagated = self._alike.distance(exact, arrived.to(exact.device))
         found.own, floor = (
@@ -194,8 +192,6 @@ class Comparison:
         )
         if floor is not None:
             found.own_floor = self._floor(floor, chained=found.parts > 0)
-            if exact.ndim > 1 and exact.numel():
-                found.floor_rows = rows_with_error(exact, trials.perturbed.outputs[path])
         return found
 
     def _in_low_precision(self, call: Call, arguments: Arguments) -> _Trial:
