@@ -162,11 +162,11 @@ def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list
     return ways
 
 
-def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:  # noqa: PLR0911 - a case a kind
+def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:  # noqa: C901, PLR0912 - a case a kind
     """Walk a statement; returns the ways after it."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            return [way]
+            pass
         case ast.If():
             return _walk_if(statement, way, frame)
         case ast.For() | ast.AsyncFor() | ast.While():
@@ -174,25 +174,22 @@ def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]
         case ast.With() | ast.AsyncWith():
             return _walk_with(statement, way, frame)
         case ast.Try() | ast.TryStar():
-            before = way.copy()
+            start = way.copy()
             ways = walk_body([*statement.body, *statement.orelse], [way], frame)
             for handler in statement.handlers:
-                walk_body(handler.body, [before.copy()], frame)
+                walk_body(handler.body, [start.copy()], frame)
             return walk_body(statement.finalbody, ways, frame)
         case ast.Match():
             evaluate(statement.subject, way, frame)
             return [join([end for case in statement.cases for end in walk_body(case.body, [way.copy()], frame)])]
-        case _:
-            _walk_simple(statement, way, frame)
-            return [way]
-
-
-def _walk_simple(statement: ast.stmt, way: State, frame: Frame) -> None:
-    match statement:
         case ast.Assign():
             value = evaluate(statement.value, way, frame)
             for target in statement.targets:
-                _check_average(target, statement.value, way, frame)
+                match target, statement.value:
+                    case ast.Attribute(owner, "data"), ast.BinOp() as average:  # e.data = m * e.data + ...
+                        kept = evaluate(owner, way, frame)
+                        if kept.kind == "parameter" and ast.unparse(target) in ast.unparse(average):
+                            check_growing(average, kept, frame)
                 bind(target, value, way)
         case ast.AnnAssign() if statement.value is not None:
             bind(statement.target, evaluate(statement.value, way, frame), way)
@@ -205,30 +202,19 @@ def _walk_simple(statement: ast.stmt, way: State, frame: Frame) -> None:
             keeps = value.precision is None and before.is_low  # an in-place operation keeps the type
             bind(statement.target, before if keeps else value, way)
         case ast.Return():
-            value = evaluate(statement.value, way, frame) if statement.value else UNKNOWN
-            way.returned, way.ended = value, True
+            way.returned = evaluate(statement.value, way, frame) if statement.value else UNKNOWN
+            way.ended = True
         case ast.Raise() | ast.Continue() | ast.Break():
             way.ended = True
+        case ast.Expr(ast.Call(ast.Attribute(owner, "half" | "bfloat16" | "to")) as call) if text_of(owner):
+            # A cast whose result is dropped is one in place, of a module.
+            module_key(owner, evaluate(owner, way, frame), way, frame, surely=True)
+            evaluate(call, way, frame)
         case _:
-            _note_module(statement, way, frame)
             for part in ast.iter_child_nodes(statement):
                 if isinstance(part, ast.expr):
                     evaluate(part, way, frame)
-
-
-def _note_module(statement: ast.stmt, way: State, frame: Frame) -> None:
-    """A cast whose result is dropped is one in place, of a module."""
-    match statement:
-        case ast.Expr(ast.Call(ast.Attribute(owner, "half" | "bfloat16" | "to"))) if text_of(owner):
-            module_key(owner, evaluate(owner, way, frame), way, frame, surely=True)
-
-
-def _check_average(target: ast.expr, value: ast.expr, way: State, frame: Frame) -> None:
-    """LP105: an average `e.data = m * e.data + ...` of 16-bit weights."""
-    if isinstance(target, ast.Attribute) and target.attr == "data" and isinstance(value, ast.BinOp):
-        kept = evaluate(target.value, way, frame)
-        if kept.kind == "parameter" and ast.unparse(target) in ast.unparse(value):
-            check_growing(value, kept, frame)
+    return [way]
 
 
 def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame: Frame) -> list[State]:

@@ -337,3 +337,108 @@ def test_a_file_that_only_defines_a_model_has_findings(tmp_path):
     assert {(one.line, one.code) for one in static_check(file).findings} == {
         (10, "LP103"), (11, "LP102"), (11, "LP104"),
     }  # fmt: skip
+
+
+@pytest.fixture
+def check_alone(check):
+    """Function that returns (line, rule) of every severe finding in code with its own imports."""
+    return lambda code: check(textwrap.dedent(code).lstrip(), head="", severity="severe")
+
+
+def test_functions_imported_under_other_names(check_alone):
+    code = """
+    from torch.cuda.amp import GradScaler as GS, autocast as ac
+    from torch.nn.utils import clip_grad_norm_ as clip
+    gs = GS()
+    for x in batches:
+        with ac():
+            loss = model(x).loss
+        gs.scale(loss).backward()
+        gs.unscale_(opt)
+        clip(model.parameters(), 1.0)
+        gs.step(opt)
+        gs.update()
+    """
+    assert check_alone(code) == []
+    assert check_alone(code.replace("gs.unscale_(opt)", "pass")) == [(9, "LP201")]
+    assert check_alone(code.replace("gs.update()", "pass")) == [(10, "LP202")]
+
+
+def test_a_function_of_the_file_is_not_taken_for_an_imported_one_of_the_same_name(check_alone):
+    code = """
+    import torch.nn.functional as F
+    from library import loss_of as theirs
+
+    def loss_of(z):
+        return F.mse_loss(z.half(), y)
+
+    loss = {}(model(x))
+    """
+    assert check_alone(code.format("theirs")) == check_alone(code.format("loss_of")) == [(5, "LP102")]
+
+
+@pytest.mark.parametrize("cast", ["m.half()", "m.to(device, dtype=torch.half)"])
+def test_a_cast_whose_result_is_dropped_is_one_of_a_module(check_alone, cast):
+    code = f"""
+    import torch
+    m = Big()
+    {cast}
+    o = torch.optim.SGD([{{"params": m.body.parameters()}}], 0.1)
+    m(x).mean().backward()
+    o.step()
+    """
+    assert check_alone(code) == [(3, "LP101")]
+    assert check_alone(code.replace(f"\n    {cast}", f"\n    y = {cast}")) == []
+
+
+def test_optimizers_in_a_list(check_alone):
+    code = """
+    import torch
+    nets = [Net().half() for _ in range(3)]
+    opts = [torch.optim.Adam(n.parameters()) for n in nets]
+    for x in batches:
+        for n, o in zip(nets, opts):
+            n(x).mean().backward()
+            o.step()
+    """
+    assert check_alone(code) == [(2, "LP101")]
+    assert check_alone(code.replace(".half()", "")) == []
+
+
+def test_names_of_a_star_import(check_alone):
+    code = """
+    from fastai.vision.all import *
+
+    def loss_of(x):
+        return F.cross_entropy(net(x).half(), y)
+
+    @torch.no_grad()
+    def measure(x):
+        return F.cross_entropy(net(x).half(), y)
+
+    loss_of(x).backward()
+    """
+    assert check_alone(code) == [(4, "LP102")]
+    assert check_alone(code.replace("@torch.no_grad()", "")) == [(4, "LP102"), (8, "LP102")]
+    own = "def cross_entropy(x):\n    return x\n\ncross_entropy(model(x).half()).backward()\n"
+    assert check_alone("from common import *\n" + own) == []
+
+
+def test_the_trainer_and_the_autocast_of_a_star_import(check_alone):
+    code = """
+    from torch.nn import *
+    from torch.cuda.amp import *
+    from lightning import *
+
+    class Net(LightningModule):
+        def training_step(self, batch, number):
+            self.loss_of(batch).backward()
+
+    Trainer(precision="{}").fit(Net())
+    for x in batches:
+        with autocast():
+            loss = model(x).loss
+        loss.backward()
+    """
+    assert check_alone(code.format("16-mixed")) == [(7, "LP402")]
+    assert check_alone(code.format("32")) == []
