@@ -91,10 +91,8 @@ class Diff:
     outputs: list[OutputDiff] = field(default_factory=list)
     choices: list[ChoiceDiff] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # modules that were never called
-    scripted: list[str] = field(default_factory=list)  # modules that refuse hooks
     only_one: list[str] = field(default_factory=list)  # calls made in only one of the two runs
     overflows: list[str] = field(default_factory=list)  # the first overflow, if it is between modules
-    seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
@@ -177,10 +175,7 @@ def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
 
 def notes_of(diff: Diff) -> list[str]:
     """The verdict in words, the error of the final output, and all warnings."""
-    return [
-        _verdict(diff), *_summary(diff), *_oddities(diff),
-        f"{len(diff.outputs):,} outputs, {diff.seconds:.1f} s",
-    ]  # fmt: skip
+    return [_verdict(diff), *_summary(diff), *_oddities(diff), f"{len(diff.outputs):,} outputs"]
 
 
 def _verdict(diff: Diff) -> str:
@@ -260,7 +255,6 @@ def _oddities(diff: Diff) -> Iterator[str]:
         (undefined, "outputs are not finite in FP32 either; only their finite values are compared"),
         (failed, "modules could not be run alone in low precision"),
         (diff.unused, "modules never ran on this sample, and are not judged"),
-        (diff.scripted, "modules are scripted, and judged only as parts of others"),
         (diff.only_one, "calls were made by one of the two runs alone"),
         (diff.overflows, "overflow between modules"),
     ):

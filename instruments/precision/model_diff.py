@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -102,10 +101,9 @@ def auto_diff(
         limits: on errors; None: the defaults.
         seed: of the perturbation, and of random numbers that the model draws.
     Raises:
-        ConfigError: an invalid setting, or a ScriptModule.
+        ConfigError: an invalid setting.
         NumericsError: the model does not run in this precision.
     """
-    started = perf_counter()
     wanted = _select(model, modules)
     with reference_of(model) as reference, nullcontext() if low is None else _evaluated(low):
         tensors = chain(reference.parameters(), reference.buffers(), find_tensors(sample).values())
@@ -119,14 +117,10 @@ def auto_diff(
         for draw in range(DRAWS):
             passes.run_perturbed(arguments, draw)
         passes.finish()
-    diff.seconds = perf_counter() - started
     return diff
 
 
 def _select(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError("the model is a ScriptModule, which refuses hooks", where="argument model",
-                          do="compare the module that torch.jit was given")  # fmt: skip
     names = [name for name, _ in model.named_modules()]
     chosen = {""}
     for pattern in patterns:

@@ -262,10 +262,8 @@ class Comparison:
         self.diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
         self.diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
         called = {call.module for call in self.order}
-        hookable = dict(hookable_modules(self.reference))
-        self.diff.scripted = [name for name, _module in self.reference.named_modules() if name not in hookable]
         # Outermost modules that did not run; containers without a forward are left out.
-        for name, module in hookable.items():
+        for name, module in hookable_modules(self.reference):
             runs = getattr(type(module), "forward", None) is not nn.Module.forward
             below = any(name.startswith(f"{outer}.") for outer in self.diff.unused)
             if name and runs and name not in called and not below:

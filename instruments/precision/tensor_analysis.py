@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,9 +131,6 @@ def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale:
     )  # fmt: skip
 
 
-FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the nearest one
-
-
 @dataclass(frozen=True)
 class TensorAnalysis:
     """Result of `analyze_tensor`."""
@@ -147,7 +143,6 @@ class TensorAnalysis:
     losses: Sequence[FormatLoss]
     reductions: Sequence[ReductionLoss]
     ranges: Sequence[AxisRange]
-    octaves: Sequence[int]  # values of size 2^k to 2^(k+1), from k = -150
     notes: Sequence[str] = field(default=())
 
     def verdict(self, name: str) -> Verdict:
@@ -210,15 +205,8 @@ def analyze_tensor(
         name, tuple(tensor.shape), dtype_name(tensor.dtype), nonfinite, int((values == 0).sum()),
         [_measure_rounding(clean.flatten(), target, scale) for target in targets],
         [_measure_sums(clean, axis, target) for target in targets for axis in axes],
-        comparison.axis_ranges(clean), _count_octaves(clean), notes,
+        comparison.axis_ranges(clean), notes,
     )  # fmt: skip
-
-
-def _count_octaves(values: Float[Tensor, "..."]) -> list[int]:
-    octaves = torch.frexp(values[values != 0]).exponent.long() - 1
-    places = octaves.clamp(FIRST_OCTAVE, _LAST_OCTAVE) - FIRST_OCTAVE
-    counts: list[int] = torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist()
-    return counts
 
 
 COLUMNS = (
@@ -264,27 +252,3 @@ def to_json(found: Sequence[TensorAnalysis]) -> list[dict[str, Any]]:
     """All results; non-finite figures as text."""
     judged = [{"verdicts": {loss.format: loss.verdict for loss in one.losses}, "advice": one.advice} for one in found]
     return [plain_json(asdict(one) | more) for one, more in zip(found, judged, strict=True)]
-
-
-_FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
-
-
-def draw_tensor(found: TensorAnalysis, path: Path) -> None:
-    """Write a PNG: a histogram of the sizes of the values, and the range of each format."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
-
-    figure = Figure(figsize=(6, 3.8), dpi=110, layout="constrained")
-    panel = figure.subplots()
-    places = [FIRST_OCTAVE + k for k, count in enumerate(found.octaves) if count]
-    panel.bar(places, [count for count in found.octaves if count], width=1, align="edge", color="#a9c7e0")
-    panel.set_yscale("log")
-    for number, loss in enumerate(found.losses):
-        limits = torch.finfo(FORMATS[loss.format])
-        smallest = limits.smallest_normal * limits.eps
-        colour, label = _FORMAT_COLOURS[number % 4], f"{loss.format}: {loss.verdict}"
-        for edge, style, name in ((limits.smallest_normal, "-", None), (limits.max, "-", label), (smallest, ":", None)):
-            panel.axvline(math.log2(edge), color=colour, linestyle=style, linewidth=1.2, label=name)
-    panel.set_xlabel("log2|x|; dotted: the smallest value", fontsize=8)
-    panel.set_title(f"{found.name} {'×'.join(map(str, found.shape))}", fontsize=10)
-    panel.legend(fontsize=7)
-    figure.savefig(path, format="png", metadata={"Software": None})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
-from instruments.hooks import OwnHook, in_training_pass, plain_name
+from instruments.hooks import OwnHook, hookable_modules, in_training_pass, plain_name
 from instruments.tensors import as_real, find_tensors, is_sharded
 from instruments.training_watch import verdict
 from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
@@ -84,14 +84,10 @@ def _find_hooked(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     MultiheadAttention and parametrized modules use weights of submodules that they do not call.
     """
-    found, scripted = [], 0
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            scripted += 1  # it refuses hooks
-        elif not module._modules or {*module._parameters.values()} - {None} or hasattr(module, "parametrizations"):
+    found = []
+    for name, module in hookable_modules(model):
+        if not module._modules or {*module._parameters.values()} - {None} or hasattr(module, "parametrizations"):
             found.append((layer_of(f"{name}.") if name else type(module).__name__, module))
-    if scripted:
-        logger.warning("%d modules are scripted, which bypasses hooks: their outputs are not watched", scripted)
     return found
 
 

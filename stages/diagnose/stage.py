@@ -119,11 +119,8 @@ def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Ten
     return outputs
 
 
-_MOST_PICTURES = 12
-
-
 def analyze_tensors(request: Request) -> Table:
-    """Write `analyze_tensor.json` and pictures of the first tensors."""
+    """Write `analyze_tensor.json`; the table has one row per tensor and format."""
     asked = request.settings.analyze_tensor
     found, notes = [], []
     for name, tensor in read_activations(request, asked.modules).items():
@@ -133,10 +130,6 @@ def analyze_tensors(request: Request) -> Table:
         else:
             notes.append(f"{name} holds {str(tensor.dtype).removeprefix('torch.')}: not analysed")
     (request.job.out / "analyze_tensor.json").write_text(json.dumps(tensor_analysis.to_json(found), indent=1) + "\n")
-    for number, one in enumerate(found[:_MOST_PICTURES]):
-        tensor_analysis.draw_tensor(one, request.job.out / f"tensor_{number:02}.png")
-    if len(found) > _MOST_PICTURES:
-        notes.append(f"pictures of the first {_MOST_PICTURES} of {len(found)} tensors")
     rows, notes = tensor_analysis.rows_of(found), [*tensor_analysis.notes_of(found), *notes]
     return Table("What tensors lose in low precision", tensor_analysis.COLUMNS, rows, notes)
 

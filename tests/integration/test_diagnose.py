@@ -21,7 +21,7 @@ def test_the_embedded_model_is_healthy_in_bf16(tmp_path, capsys):
     said = capsys.readouterr().out
     assert code == 0, said
     assert "FP32 against bfloat16 (autocast): ok" in said
-    assert "67 outputs, " in said
+    assert "67 outputs" in said
     found = json.loads((folder / "auto_diff.json").read_text())
     assert found["verdict"] == "ok"
     assert [output["name"] for output in found["outputs"]][-2:] == ["lm_head", "(model)['logits']"]
@@ -53,8 +53,6 @@ def test_activations_are_analysed(tmp_path, capsys):
     assert code == 0, said
     found = json.loads((folder / "analyze_tensor.json").read_text())
     assert {loss["format"] for tensor in found for loss in tensor["losses"]} == {"bfloat16", "float16"}
-    assert len([*folder.glob("tensor_*.png")]) == 12
-    assert "pictures of the first 12 of" in said
 
 
 def test_what_is_not_there(tmp_path, capsys):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError
 from instruments.precision.findings import notes_of, reason
 from instruments.precision.verdict import DiffLimits, Verdict
 from tiny_onn import auto_diff
@@ -210,15 +209,3 @@ def test_the_low_precision_model_keeps_its_mode():
     assert auto_diff(model, sample(), mode="cast", low=low).verdict is Verdict.OK
     assert low.training
     assert low[1].training
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.parametrize("mode", ["autocast", "cast"])
-def test_scripted_modules_are_named(mode):
-    model = nn.Sequential(nn.Linear(D, D), torch.jit.script(nn.Linear(D, D)), nn.Linear(D, 5))
-    diff = auto_diff(model, sample(), mode=mode)
-    assert [one.name for one in diff.outputs] == ["0", "2", "(model)"]
-    assert (diff.scripted, diff.unused) == (["1"], [])
-    assert "1 modules are scripted, and judged only as parts of others: 1" in notes_of(diff)
-    with pytest.raises(ConfigError, match="the model is a ScriptModule"):
-        auto_diff(model[1], sample())

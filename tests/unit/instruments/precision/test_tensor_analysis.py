@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError
-from instruments.precision.tensor_analysis import FIRST_OCTAVE, analyze_tensor, notes_of, rows_of, to_json
+from instruments.precision.tensor_analysis import analyze_tensor, notes_of, rows_of, to_json
 from instruments.precision.verdict import Verdict
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -26,7 +26,6 @@ def test_a_healthy_tensor():
     assert loss(found, "bfloat16").normalised_l2 == pytest.approx(2**-8 / 3**0.5 * 0.72, rel=0.1)
     assert loss(found, "float16").sqnr_db == pytest.approx(loss(found, "bfloat16").sqnr_db + 18.06, abs=0.5)
     assert found.nonfinite == found.zeros == 0
-    assert sum(found.octaves) == 2100
     # fp8 without scaling loses digits below 2^-6, P(|x| < 2^-6) = 1.2 %, and all of them below 2^-9.
     assert 0.005 < loss(found, "float8_e4m3fn").flushed < 0.02
     assert loss(found, "float8_e4m3fn").underflow < 0.005
@@ -105,9 +104,6 @@ def test_odd_tensors():
     assert broken.verdict("float16") is Verdict.OK
     zeros = analyze_tensor(torch.zeros(3, 4))
     assert zeros.zeros == 12
-    assert sum(zeros.octaves) == 0
-    assert analyze_tensor(torch.tensor([1e-300], dtype=torch.float64)).octaves[0] == 1
-    assert FIRST_OCTAVE == -150
     found = [empty, scalar, broken, zeros]
     json.dumps(to_json(found), allow_nan=False)
     assert len(rows_of(found)) == 3 * 4 + 1

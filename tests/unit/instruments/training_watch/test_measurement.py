@@ -216,18 +216,3 @@ def test_a_mask_is_no_finding_and_hides_none(fill):
     with watch_model(model) as watch:
         loss_of(model).backward()
         assert watch.step().anomalies[0].where[0] == "middle"
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_scripted_modules_are_left_out_and_named(caplog):
-    model = nn.Sequential(nn.Linear(D, H), torch.jit.script(nn.Linear(H, H)), nn.Linear(H, V))
-    with watch_model(model) as watch:
-        train_unseen(model, 3)
-    assert caplog.messages == ["1 modules are scripted, which bypasses hooks: their outputs are not watched"]
-    assert watch.last.layers.keys() == {"0", "1", "2"}
-    assert watch.last.outputs.keys() == {"0", "2"}
-    scripted = torch.jit.script(nn.Linear(D, V))
-    optimizer = torch.optim.SGD(scripted.parameters(), 0.05)
-    with watch_model(scripted, optimizer) as watch:
-        train_unseen(scripted, 2, optimizer=optimizer)
-    assert watch.next_step == 2
