@@ -1,4 +1,4 @@
-"""`python -m pipeline mscan FILE`: show an .mscan file as a table, a Parquet file or a picture."""
+"""`python -m pipeline mscan FILE`: show an .mscan file as a table or a picture."""
 
 import argparse
 import re
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, Float32
@@ -14,13 +13,8 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
-from instruments.files import whole_file
-from instruments.parameter_scan.file_format import VERSION, ParameterTable, Rows
+from instruments.parameter_scan.file_format import VERSION
 from instruments.parameter_scan.reader import Mscan, read_mscan
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
 
 COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
 
@@ -80,12 +74,11 @@ def _range(values: NDArray[np.float32]) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """One value per layer and module, NaN where a layer lacks the module; and values of weights outside the layers."""
+    """One value per layer (None: weights outside the layers) and module, NaN where a layer lacks the module."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int | None, ...]
     modules: tuple[str, ...]  # of `locate`
     values_LM: NDArray[np.float64]
-    outside: dict[str, float]  # embed_tokens, lm_head
 
 
 def delta_sc(
@@ -106,15 +99,12 @@ def delta_sc(
 def grid_by_layer(names: Sequence[str], values_P: Float[np.ndarray, "P"]) -> Grid:
     """Arrange values of parameters by layer and module, modules in the order of first appearance."""
     placed = [locate(name) for name in names]
-    layers = sorted({layer for layer, _module in placed if layer is not None})
-    modules = list(dict.fromkeys(module for layer, module in placed if layer is not None))
-    outside, values_LM = {}, np.full((len(layers), len(modules)), np.nan)
+    layers = sorted({layer for layer, _module in placed}, key=lambda layer: -1 if layer is None else layer)
+    modules = list(dict.fromkeys(module for _layer, module in placed))
+    values_LM = np.full((len(layers), len(modules)), np.nan)
     for (layer, module), value in zip(placed, values_P, strict=True):
-        if layer is None:
-            outside[module] = float(value)
-        else:
-            values_LM[layers.index(layer), modules.index(module)] = value
-    return Grid(tuple(layers), tuple(modules), values_LM, outside)
+        values_LM[layers.index(layer), modules.index(module)] = value
+    return Grid(tuple(layers), tuple(modules), values_LM)
 
 
 def _z(values_SP: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -130,122 +120,31 @@ def _z(values_SP: NDArray[np.float32]) -> NDArray[np.float64]:
 
 COLOURS = "RdBu_r"
 MISSING = "#dddddd"
-LEGIBLE = 400  # most cells for which numbers are drawn
 
 
 def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     """Write a PNG; equal grids and library versions give equal bytes."""
-    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - slow to import
-    from matplotlib.colors import Normalize  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
-    rows = len(grid.layers)
-    columns = max(len(grid.modules), len(grid.outside))
+    rows, columns = grid.values_LM.shape
     figure = Figure(figsize=(3.0 + 0.95 * columns, 2.6 + 0.32 * rows), dpi=110, layout="constrained")
-    figure.suptitle(title, fontsize=13)
-    heights = [height for height in (rows, bool(grid.outside)) if height] or [1]
-    panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
-    sizes = np.abs([*grid.values_LM.ravel(), *grid.outside.values()])
-    known = sizes[np.isfinite(sizes)]
+    panel = figure.subplots()
+    panel.set_title(title, fontsize=13)
+    known = np.abs(grid.values_LM[np.isfinite(grid.values_LM)])
     limit = float(np.quantile(known, 0.98) if len(known) else 0) or 1.0  # the most extreme 2 % are clipped
-    scale = Normalize(-limit, limit)
-    if rows:
-        _draw_cells(panels[0], grid.values_LM, _shorten(grid.modules), scale)
-        panels[0].set_ylabel("layer")
-        panels[0].set_yticks(range(rows), [str(layer) for layer in grid.layers])
-        panels[0].tick_params(axis="x", rotation=30)
-    if grid.outside:
-        _draw_cells(panels[-1], np.array([[*grid.outside.values()]]), _shorten([*grid.outside]), scale)
-        panels[-1].set_yticks([])
-    bar = figure.colorbar(ScalarMappable(scale, COLOURS), ax=panels, extend="both", shrink=0.9)
+    picture = panel.imshow(
+        grid.values_LM, cmap=COLOURS, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
+    )  # fmt: skip
+    panel.set_facecolor(MISSING)  # visible where there is no value
+    # q_proj for model.layers.*.self_attn.q_proj, unless two modules would get the same name.
+    last = [module.rpartition(".")[2] for module in grid.modules]
+    names = [name if last.count(name) == 1 else full for name, full in zip(last, grid.modules, strict=True)]
+    panel.set_xticks(range(columns), names, rotation=30, ha="right")
+    panel.set_yticks(range(rows), ["" if layer is None else str(layer) for layer in grid.layers])
+    panel.set_ylabel("layer")
+    bar = figure.colorbar(picture, ax=panel, extend="both", shrink=0.9)
     bar.set_label("z(activation) − z(gradient)")
     figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _shorten(modules: Sequence[str]) -> list[str]:
-    """q_proj for model.layers.*.self_attn.q_proj, unless two modules would get the same name."""
-    last = [module.rpartition(".")[2] for module in modules]
-    return [name if last.count(name) == 1 else full for name, full in zip(last, modules, strict=True)]
-
-
-def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], scale: "Normalize") -> None:
-    panel.imshow(values, cmap=COLOURS, norm=scale, aspect="auto", interpolation="nearest")
-    panel.set_facecolor(MISSING)  # visible where there is no value
-    panel.set_xticks(range(len(columns)), columns)
-    if values.size > LEGIBLE:
-        return
-    for (row, column), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            at_an_end = abs(float(scale(value)) - 0.5) > 0.32  # the dark colours
-            ink = "white" if at_an_end else "black"
-            panel.text(column, row, f"{value:z.2f}", ha="center", va="center", fontsize=8, color=ink)
-
-
-Part = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
-
-
-def long_parts(table: ParameterTable, rows: Rows) -> Iterator[tuple[str, Part]]:
-    """One sequence's norms by kind: columns of parameters, blocks, tokens (-1: none), and flat activation and gradient.
-
-    Kinds: total, input, output and, if recorded, token: all parameters of the first token, then of the second ...
-    """
-    everyone, arrays = np.arange(len(table.entries), dtype=np.int32), rows.arrays
-    counts = {
-        "input": ([entry.in_blocks for entry in table.entries], "in_activation", "in_gradient"),
-        "output": ([entry.out_blocks for entry in table.entries], None, "out_gradient"),
-    }
-    none = np.full_like(everyone, -1)
-    yield "total", (everyone, none, none, arrays["activation"][0], arrays["gradient"][0])
-    for kind, (blocks, activation, gradient) in counts.items():
-        block = np.concatenate([none[:0], *(np.arange(count, dtype=np.int32) for count in blocks)])
-        found = arrays[gradient][0]
-        seen = arrays[activation][0] if activation else np.full_like(found, np.nan)
-        yield kind, (np.repeat(everyone, blocks), block, np.full_like(block, -1), seen, found)
-    if "token_activation" in arrays:
-        seen, found = arrays["token_activation"], arrays["token_gradient"]
-        token = np.repeat(np.arange(len(seen), dtype=np.int32), len(everyone))
-        yield "token", (np.tile(everyone, len(seen)), np.full_like(token, -1), token, seen.ravel(), found.ravel())
-
-
-def export_parquet(scan: Mscan, out: Path) -> int:
-    """Write one long Parquet table and return the number of rows. Raises ConfigError: pyarrow is not installed.
-
-    Columns: sequence (number), name, layer (null outside the layers), module, parameter, table (the kind in
-    `long_parts`), block (null in total and token), token (position among the sequence's tokens; null elsewhere),
-    activation (null in output), gradient. Values that were not measured are null.
-    """
-    try:
-        import pyarrow as pa  # noqa: PLC0415 - an optional extra
-        from pyarrow.parquet import ParquetWriter  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        do = "pip install -e '.[parquet]'"
-        raise ConfigError("--parquet needs pyarrow, which is not installed", where="command line", do=do) from error
-    text = pa.dictionary(pa.int32(), pa.string())
-    schema = pa.schema(
-        {
-            "sequence": pa.int64(), "name": text, "layer": pa.int32(), "module": text, "parameter": text, "table": text,
-            "block": pa.int32(), "token": pa.int32(), "activation": pa.float32(), "gradient": pa.float32(),
-        }
-    )  # fmt: skip
-    layers, modules = zip(*map(locate, scan.parameters.names), strict=True)
-    of_parameters = pa.array(layers, pa.int32()), pa.array(modules, text), pa.array(scan.parameters.names, text)
-    written = 0
-    with whole_file(out) as unfinished, ParquetWriter(unfinished, schema) as writer:
-        for rows in (segment.rows(at, at + 1) for segment in scan.segments for at in range(len(segment.sequences))):
-            (sequence,) = rows.sequences
-            for kind, (parameter, block, token, activation, gradient) in long_parts(scan.parameters, rows):
-                zeros = np.zeros_like(parameter)
-                columns = [
-                    np.full(len(parameter), sequence.number, np.int64),
-                    pa.DictionaryArray.from_arrays(zeros, [sequence.name]),
-                    *(column.take(pa.array(parameter)) for column in of_parameters),
-                    pa.DictionaryArray.from_arrays(zeros, [kind]),
-                    *(pa.array(places, mask=places < 0) for places in (block, token)),
-                    *(pa.array(norms, from_pandas=True) for norms in (activation, gradient)),  # NaN is null
-                ]
-                writer.write_table(pa.table(columns, schema=schema))
-                written += len(parameter)
-    return written
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -255,26 +154,23 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m pipeline mscan", description="Look into an .mscan file.")
     parser.add_argument("file", type=Path, help="the file")
-    parser.add_argument("--parquet", type=Path, metavar="OUT", help="write all norms as a long table")
     parser.add_argument("--delta-sc", type=Path, metavar="OUT", help="draw z(activation) - z(gradient) as a PNG")
     wanted = parser.parse_args(words)
     return exit_code(lambda: _run(wanted))
 
 
 def _run(wanted: argparse.Namespace) -> None:
-    check_output(wanted.parquet, wanted.delta_sc)
-    for out in filter(None, (wanted.parquet, wanted.delta_sc)):
-        if out.exists() and wanted.file.exists() and out.samefile(wanted.file):
-            raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
+    out: Path | None = wanted.delta_sc
+    check_output(out)
+    if out and out.exists() and wanted.file.exists() and out.samefile(wanted.file):
+        raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
     scan = read_mscan(wanted.file)
     say(summarise(scan))
-    if wanted.parquet:
-        sys.stdout.write(f"\n{wanted.parquet}: {export_parquet(scan, wanted.parquet):,} rows\n")
-    if wanted.delta_sc:
+    if out:
         grid = grid_by_layer(scan.parameters.names, delta_sc(scan.activation(), scan.gradient()))
         title = f"ΔSC of {scan.header.model}\nmean of {len(scan.sequences)} sequences"
-        draw_delta_sc(grid, wanted.delta_sc, title=title)
-        sys.stdout.write(f"\n{wanted.delta_sc}\n")
+        draw_delta_sc(grid, out, title=title)
+        sys.stdout.write(f"\n{out}\n")
     sys.stdout.flush()
     if not scan.closed:
         raise ContractError(

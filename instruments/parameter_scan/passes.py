@@ -62,16 +62,6 @@ def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def replace_argument(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with another value of `name`, which is one of them."""
-    if name in kwargs:
-        return args, {**kwargs, name: value}
-    place = _positional_names(model).index(name)
-    return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
-
-
 def _positional_names(model: nn.Module) -> list[str]:
     """Names of the arguments that forward takes by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -210,7 +200,7 @@ class Passes:
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
         self._reached: list[ScanPass] = []
-        self._warned = self._told = False
+        self._told = False
 
     def recomputed(self) -> bool:
         """Whether the forward pass that begins is recomputed by a backward pass (checkpointing of the whole model)."""
@@ -258,15 +248,7 @@ class Passes:
         if not self.gradients:
             self.finished.append((scan_pass, scan_pass.take()))
             return
-        found = [tensor for tensor in find_tensors(output).values() if tensor.requires_grad]
-        if not found and scan_pass.used and not self._warned and not isinstance(output, Tensor):
-            self._warned = True
-            logger.warning(
-                "parameter scan: no tensor with a gradient was found in the model's output (%s); layers that "
-                "reentrant checkpointing recomputes get no norms",
-                type(output).__name__,
-            )
-        for tensor in found:
+        for tensor in [tensor for tensor in find_tensors(output).values() if tensor.requires_grad]:
             tensor.register_hook(partial(self.reach, scan_pass))
 
     def close(self) -> None:

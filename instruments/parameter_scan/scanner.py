@@ -26,7 +26,6 @@ from instruments.parameter_scan.passes import (
     Squares,
     bind_arguments,
     read_call,
-    replace_argument,
 )
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, Selection, Target, refusal, warn_left_out
 from instruments.tensors import to_host
@@ -142,17 +141,17 @@ class ParameterTensorScanner:
                 records.append(record)
         return records
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the model's forward."""
         if self._passes.recomputed():
-            return None  # recomputation: its modules use the pass of the backward pass
+            return  # recomputation: its modules use the pass of the backward pass
         self._passes.begin(None)
         if (self._gradients and not torch.is_grad_enabled()) or in_transform():
-            return None
+            return
         arguments = bind_arguments(model, args, kwargs)
         facts = read_call(arguments)
         if not facts.samples * facts.length:
-            return None  # an empty batch
+            return  # an empty batch
         self._step += 1
         names = self._names or [f"step {self._step}, sample {sample + 1}" for sample in range(facts.samples)]
         if len(names) != facts.samples:
@@ -162,11 +161,6 @@ class ParameterTensorScanner:
         self._passes.begin(ScanPass(facts, names, self._source, self._per_token))
         self._names, self._source = None, ""
         self._uses.begin()
-        embeds = arguments.get("inputs_embeds") if self._gradients else None
-        if not isinstance(embeds, Tensor) or embeds.requires_grad:
-            return None
-        # With frozen weights the graph reaches the layers only if the inputs require a gradient.
-        return replace_argument(model, args, kwargs, "inputs_embeds", embeds.detach().requires_grad_())
 
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also after a failed one (output None)."""
@@ -265,7 +259,7 @@ def _check(found_BP: Tensor, measured: Sequence[str], names: Sequence[str]) -> N
         (
             "no gradient reached a watched parameter",
             [] if measured else names,
-            "call backward on a loss of what the scanned model returned",
+            "call backward on a loss of the model's output; with frozen weights, inputs_embeds.requires_grad_()",
         ),
         (
             "the gradient is not finite",

@@ -88,23 +88,16 @@ class MscanWriter:
         self._nbytes = 0
 
     def _create(self) -> tuple[BinaryIO, SegmentHeader]:
-        """Create the file with its complete header; a kill leaves no incomplete file."""
-        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
-        file = unfinished.open("w+b")
+        """Create the file with its header."""
         try:
-            _lock(file, self.path)
-            file.write(self.header.pack())
-            _sync(file)
-            os.link(unfinished, self.path)  # unlike a rename, it replaces no file
-            sync(self.path.parent)
-        except BaseException as error:
-            file.close()
-            if not isinstance(error, FileExistsError):
-                raise
+            file = self.path.open("x+b")
+        except FileExistsError:
             do = "append=True to go on with it, or another name"
             raise refused(self.path, f"{self.path.name} is there already", do) from None
-        finally:
-            unfinished.unlink()
+        _lock(file, self.path)
+        file.write(self.header.pack())
+        _sync(file)
+        sync(self.path.parent)
         return file, SegmentHeader(file.tell(), 0, 0, 0, kind=CLOSING)
 
     def _reopen(self) -> tuple[BinaryIO, SegmentHeader]:

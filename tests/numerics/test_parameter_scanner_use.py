@@ -215,7 +215,7 @@ def test_embeddings_given_by_the_caller(model):
     expected = scan(model, draw(0))
     model.requires_grad_(False)
     batch = draw(0)
-    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).requires_grad_()
     record = scan(model, batch)
     assert record.activation_BP[:, 0].isnan().all()
     assert record.gradient_BP[:, 0].isnan().all()

@@ -57,28 +57,27 @@ def test_layer_and_module_of_a_weight(name, place):
 def test_a_grid_has_gaps_where_a_layer_lacks_a_module():
     names = ["embed.weight", "m.0.q.weight", "m.0.up.weight", "m.2.q.weight"]
     grid = grid_by_layer(names, np.array([9.0, 1.0, 2.0, 3.0]))
-    assert (grid.layers, grid.modules, grid.outside) == ((0, 2), ("m.*.q", "m.*.up"), {"embed": 9.0})
-    assert np.array_equal(grid.values_LM, [[1, 2], [3, np.nan]], equal_nan=True)
+    assert (grid.layers, grid.modules) == ((None, 0, 2), ("embed", "m.*.q", "m.*.up"))
+    none = np.nan
+    assert np.array_equal(grid.values_LM, [[9, none, none], [none, 1, 2], [none, 3, none]], equal_nan=True)
 
 
 def test_modules_of_encoder_and_decoder_are_told_apart():
     names = [f"{stack}.block.{layer}.{part}.weight" for stack in ("encoder", "decoder") for layer in range(2)
              for part in ("attention.q", f"{stack}_only.q")]  # fmt: skip
-    names += ["encoder.embed.weight", "decoder.embed.weight", "lm_head.weight"]
     grid = grid_by_layer(names, np.arange(len(names), dtype=float))
     modules = tuple(
         f"{stack}.block.*.{part}.q" for stack in ("encoder", "decoder") for part in ("attention", f"{stack}_only")
     )
     assert (grid.layers, grid.modules) == ((0, 1), modules)
     assert grid.values_LM.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert grid.outside == {"encoder.embed": 8, "decoder.embed": 9, "lm_head": 10}
 
 
 RED, BLUE, GREY = "#67001f", "#053061", "#dddddd"  # both ends of the colour scale, and missing values
 
 
-def grid_of(values_LM, outside=None, modules=("self_attn.q_proj", "mlp.up_proj")):
-    return Grid(tuple(range(len(values_LM))), modules, np.array(values_LM, float), outside or {})
+def grid_of(values_LM, modules=("self_attn.q_proj", "mlp.up_proj")):
+    return Grid(tuple(range(len(values_LM))), modules, np.array(values_LM, float))
 
 
 def shares(path):
@@ -96,19 +95,12 @@ def test_high_is_red_low_is_blue_and_gaps_are_grey(tmp_path):
     assert found[GREY] == pytest.approx(found[BLUE], rel=0.2)
 
 
-def test_weights_outside_the_layers_share_the_scale(tmp_path):
-    draw_delta_sc(grid_of([[1.0, 0.0]]), tmp_path / "without.png", title="pico")
-    draw_delta_sc(grid_of([[1.0, 0.0]], {"embed_tokens": -1.0, "lm_head": np.nan}), tmp_path / "with.png", title="pico")
-    assert shares(tmp_path / "with.png")[BLUE] > 2 * shares(tmp_path / "without.png").get(BLUE, 0.01)
-
-
 @pytest.mark.parametrize(
     "grid",
     [
         grid_of([[np.nan, np.nan]]),
-        grid_of([[0.0, 0.0]], {"embed": 0.0}),
-        Grid((), (), np.empty((0, 0)), {"lm_head": 1.0}),
-        Grid((), (), np.empty((0, 0)), {}),
+        grid_of([[0.0, 0.0]]),
+        Grid((None,), ("lm_head",), np.ones((1, 1))),
         grid_of(np.arange(600.0).reshape(30, 20), modules=tuple(f"mlp.experts.{e}.up_proj" for e in range(20))),
     ],
 )
