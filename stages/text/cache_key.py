@@ -26,7 +26,7 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     """
     sources = [_source_cache_key(source, hash_of) for source in list_sources(data, "calibration")]
     key: dict[str, object] = {"reader": READER_VERSION, "sources": sources}
-    if data.heldout_file is not None:
+    if data.heldout_path is not None:
         key["heldout"] = [_source_cache_key(source, hash_of) for source in list_sources(data, "heldout")]
     return key
 
@@ -51,7 +51,7 @@ def calibration_cache_key(
     earlier answer, or finds and keeps it: all documents have to be read.
     """
     sources = list_sources(data, "calibration")
-    if data.heldout_file is None or any(source.kind == "hub" for source in sources):
+    if data.heldout_path is None or any(source.kind == "hub" for source in sources):
         return key
     question = json.dumps([key, asdict(replace(calibration_only(data), tokens=0))], sort_keys=True)
     try:

@@ -45,12 +45,12 @@ class DataConfig:
 
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
     path: str | None = field(default=None, metadata={"needs": {"kind": "text"}})
-    heldout_path: str | None = field(default=None, metadata={"needs": {"kind": ("text", "mixture")}})
+    heldout_path: str | None = None
     name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     subset: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     split: str = field(default="train", metadata={"needs": {"kind": ("hub", "mixture")}})
-    heldout_split: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
+    heldout_split: str | None = field(default=None, metadata={"needs": {"kind": "hub", "heldout_path": None}})
     sources: list[SourceConfig] = field(default_factory=list, metadata={"needs": {"kind": "mixture"}})
     text_column: str = field(default="text", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     messages_column: str = field(default="messages", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
@@ -67,11 +67,6 @@ class DataConfig:
     heldout_share: float = field(
         default=0.1, metadata={"needs": {"heldout_path": None, "heldout_split": None}, **HELDOUT_LIMITS}
     )
-
-    @property
-    def heldout_file(self) -> str | None:
-        """`heldout_path`, if it has an effect."""
-        return self.heldout_path if self.kind in {"text", "mixture"} else None
 
     @property
     def mixed(self) -> dict[str, SourceConfig]:
@@ -108,8 +103,8 @@ def list_sources(data: DataConfig, role: Split) -> list[Source]:
     """The sources of one split, with their settings; one, unless `data` is a mixture."""
     tokens = data.tokens if role == "calibration" else data.heldout_tokens
     shared: dict[str, Any] = vars(data) | {"sources": [], "tokens": tokens, "role": role}
-    if data.heldout_file is not None and role == "heldout":
-        return [Source(**shared | {"kind": "text", "path": data.heldout_file, "heldout_share": 1.0})]
+    if data.heldout_path is not None and role == "heldout":
+        return [Source(**shared | {"kind": "text", "path": data.heldout_path, "heldout_share": 1.0})]
     shared["heldout_path"] = None
     sources = [] if data.kind == "mixture" else [Source(**shared)]
     for place, settings in data.mixed.items():
@@ -118,7 +113,7 @@ def list_sources(data: DataConfig, role: Split) -> list[Source]:
         del own["python_stdlib"]
         sources.append(Source(**shared | dict.fromkeys(NOT_SHARED) | own))
     for source in sources:
-        if data.heldout_file is not None:
+        if data.heldout_path is not None:
             source.heldout_share, source.heldout_split = 0.0, None
         elif source.kind == "hub" and source.heldout_split is not None:
             source.heldout_share = float(role == "heldout")
@@ -136,7 +131,7 @@ def calibration_only(data: DataConfig) -> DataConfig:
 
     Of held-out text only the documents that it excludes affect it, which `calibration_cache_key` covers.
     """
-    named = data.heldout_split if data.kind == "hub" else data.heldout_file
+    named = data.heldout_path or (data.heldout_split if data.kind == "hub" else None)
     share = data.heldout_share if named is None else 0.0
     unread: dict[str, Any] = dict.fromkeys(("sample_tokens", "heldout_path", "heldout_split"))
     return replace(data, heldout_tokens=0, heldout_share=share, **unread)

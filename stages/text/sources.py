@@ -1,7 +1,7 @@
 """Documents of local files, of the hub or of the standard library."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -26,7 +26,7 @@ MAX_LINE = 2**16
 def read_sources(data: DataConfig, role: Split) -> Iterator[tuple[Source, Iterator[Document]]]:
     """The sources of one split and their documents; calibration excludes the documents of `data.heldout_path`."""
     excluded: set[bytes] = set()
-    if data.heldout_file is not None and role == "calibration":
+    if data.heldout_path is not None and role == "calibration":
         excluded = {document.digest for source in list_sources(data, "heldout") for document in read_documents(source)}
     for source in list_sources(data, role):
         yield source, (document for document in read_documents(source) if document.digest not in excluded)
@@ -45,17 +45,8 @@ def read_documents(source: Source) -> Iterator[Document]:
     else:
         read = read_hub(source) if source.kind == "hub" else read_files(source)
         documents = take_share(read, source.role, source.heldout_share)
-    needs_conversations = source.role == "calibration" and source.labels == "completion"
-    return (
-        _require_conversations(bound_documents(documents), source)
-        if needs_conversations
-        else bound_documents(documents)
-    )
-
-
-def _require_conversations(documents: Iterable[Document], source: Source) -> Iterator[Document]:
-    for document in documents:
-        if not document.messages:
+    for document in bound_documents(documents):
+        if source.labels == "completion" and source.role == "calibration" and not document.messages:
             what = f"{source.place}.labels=completion needs conversations, and this is plain text"
             do = f"{source.place}.labels=full_sequence, or their column: {source.place}.messages_column="
             raise DataError(what, where=document.name, do=do)
@@ -92,7 +83,7 @@ def list_files(source: Source) -> list[Path]:
 
 
 def read_files(source: Source) -> Iterator[Document]:
-    """The documents of a file, or of a folder's files in turn. Raises DataError; for a wrong path immediately."""
+    """The documents of a file, or of a folder's files in turn. Raises DataError."""
     files = list_files(source)
     groups = (files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE))
     return (document for group in groups for document in interleave(read_file(file, source) for file in group))

@@ -201,7 +201,7 @@ def test_a_setting_without_effect_is_reported_with_all_other_errors(errors):
 
 
 def test_a_need_for_a_setting_that_is_itself_without_effect_is_met_by_its_default():
-    assert "heldout_share" not in unneeded(DataConfig(kind="python_stdlib", heldout_path="x"))
+    assert "heldout_share" not in unneeded(DataConfig(kind="python_stdlib", heldout_split="x"))
     assert unneeded(DataConfig(kind="text", heldout_path="x"))["heldout_share"] == "heldout_path"
     assert unneeded(SourceConfig(path="a", split="b", heldout_split="c")).keys() >= {"split", "heldout_split"}
     assert "heldout_share" not in unneeded(SourceConfig(path="a", heldout_split="c"))

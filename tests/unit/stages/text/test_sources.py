@@ -4,7 +4,7 @@ import os
 import pytest
 
 from instruments.errors import DataError
-from stages.text.config import DataConfig, Source
+from stages.text.config import DataConfig, Source, list_sources
 from stages.text.sources import MAX_LINE, read_file, read_sources
 
 
@@ -137,3 +137,11 @@ def test_labels_of_answers_need_conversations(write_jsonl):
         read(path=str(path), heldout_share=1e-9, labels="completion")
     assert (caught.value.where, "data.labels=full_sequence" in caught.value.do) == (f"{path}:1", True)
     assert len(read("heldout", heldout_path=str(path), labels="completion")) == 1
+
+
+def test_heldout_text_of_a_file_beside_the_standard_library(write_jsonl):
+    """No module is held out then."""
+    path = str(write_jsonl("a.jsonl", [{"text": "one"}]))
+    assert [document.text for document in read("heldout", kind="python_stdlib", heldout_path=path)] == ["one"]
+    (source,) = list_sources(DataConfig(heldout_path=path), "calibration")
+    assert (source.kind, source.heldout_share) == ("python_stdlib", 0)
