@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError
 from stages.text.config import Source
-from stages.text.documents import Document, Message
+from stages.text.documents import Document
 
 Span = tuple[int, int]
 
@@ -33,18 +33,18 @@ def encode_conversation(
     text = _render_document(document, tokenizer)
     if source.labels == "full_sequence":
         return _tokenize(text, None, tokenizer)
-    messages, template = list(document.messages), find_template(tokenizer)
+    template = find_template(tokenizer)
     # Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
     if tokenizer.is_fast and re.search(r"\{%-?\s*generation\s*-?%\}", template):
         encoded = tokenizer.apply_chat_template(
-            messages,
+            list(document.messages),
             chat_template=template,
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
         return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-    spans = find_assistant_spans(messages, text, tokenizer) if tokenizer.is_fast else None
+    spans = find_assistant_spans(document, text, tokenizer) if tokenizer.is_fast else None
     if spans is None:
         what = "the rendered conversation does not show where the assistant's turns are"
         do = f"begin the record with a question, or {source.place}.labels=full_sequence"
@@ -77,9 +77,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return FIXED_DATE + template if "strftime_now" in template else template
 
 
-def find_assistant_spans(
-    messages: Sequence[Message], text: str, tokenizer: PreTrainedTokenizerBase
-) -> list[Span] | None:
+def find_assistant_spans(document: Document, text: str, tokenizer: PreTrainedTokenizerBase) -> list[Span] | None:
     """Find the assistant's turns, including their end tokens, in a rendered conversation.
 
     A turn begins where the rendering of the messages before it, with generation prompt, ends. It ends with what the
@@ -90,13 +88,13 @@ def find_assistant_spans(
         Character spans in `text`, the rendered conversation; None if a turn cannot be found.
     """
     spans = []
-    for index, message in enumerate(messages):
+    for index, message in enumerate(document.messages):
         if message["role"] != "assistant":
             continue
         if not index:
             return None  # transformers renders no empty conversation
-        opening = _render(messages[:index], tokenizer, add_generation_prompt=True)
-        closed = _render(messages[: index + 1], tokenizer)
+        before, through = (replace(document, messages=document.messages[:end]) for end in (index, index + 1))
+        opening, closed = _render(before, tokenizer, add_generation_prompt=True), _render(through, tokenizer)
         if not (text.startswith(opening) and closed.startswith(opening)):
             return None
         place = closed.find(message["content"].strip(), len(opening))
@@ -115,15 +113,11 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 def _render_document(document: Document, tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
-    """The rendered conversation. Raises DataError: the template refuses it, or leaves out a role that it does not know.
+    """The rendered conversation. Raises DataError: the template leaves out a message, for a role that it does not know.
 
     Templates may change a message's white space or quotes, so that only its longest word is looked for.
     """
-    try:
-        text = _render(document.messages, tokenizer, **options)
-    except TemplateError as error:
-        what, do = f"the chat template refuses the conversation: {error}", "correct or remove the record"
-        raise DataError(what, where=_describe(document, tokenizer), do=do) from error
+    text = _render(document, tokenizer, **options)
     for message in document.messages:
         longest = max(re.findall(r"\w+", message["content"]), key=len, default="")
         if message["role"] not in ROLES and longest not in text:
@@ -133,13 +127,17 @@ def _render_document(document: Document, tokenizer: PreTrainedTokenizerBase, **o
     return text
 
 
+def _render(document: Document, tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
+    template, messages = find_template(tokenizer), list(document.messages)
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options))
+    except TemplateError as error:
+        what, do = f"the chat template refuses the conversation: {error}", "correct or remove the record"
+        raise DataError(what, where=_describe(document, tokenizer), do=do) from error
+
+
 def _describe(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{document.name}, tokenizer {tokenizer.name_or_path}"
-
-
-def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
-    template = find_template(tokenizer)
-    return str(tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options))
 
 
 def _tokenize(

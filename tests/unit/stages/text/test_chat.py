@@ -33,6 +33,8 @@ KNOWN_ROLES = (
 # Like Llama 3.2: a date in the text.
 DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + UNMARKED
 REFUSING = "{{ raise_exception('conversation roles must alternate') }}"
+# Like templates that require an answer at the end.
+ENDING = UNMARKED + "{% if messages[-1]['role'] == 'user' %}{{ raise_exception('nobody answers') }}{% endif %}"
 # A further message changes the rendering of the earlier ones.
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
 
@@ -112,6 +114,13 @@ def test_a_rendering_that_hides_the_answers(tokenizer, conversation, template, a
     with pytest.raises(DataError) as caught:
         supervise(conversation, tokenizer)
     assert "data.labels=full_sequence" in caught.value.do
+
+
+def test_a_template_that_refuses_the_beginning_of_a_conversation(tokenizer, conversation):
+    tokenizer.chat_template = ENDING
+    assert len(encode(conversation, tokenizer, "full_sequence")[0]) > 0
+    with pytest.raises(DataError, match="nobody answers"):
+        encode(conversation, tokenizer)
 
 
 def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
