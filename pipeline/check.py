@@ -89,8 +89,10 @@ def as_word(value: object) -> str:
     """A value as command-line text."""
     if isinstance(value, list):
         return f"[{','.join(map(as_word, value))}]"
-    if value in {None, MISSING}:
+    if value is None or value == MISSING:
         return "null"
+    if is_dataclass(value):  # an item of a list
+        return "{...}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -156,6 +156,7 @@ IGNORED = {
     f"stage=train train.rest_rate=1 {ONN}": {"train.rest_rate": "train.all_share=0.0"},
     f"stage=train train=full train.rest_rate=1 {ONN}": {},
     "stage=scan project=align project.alpha=0.5": {},  # no stage of the run reads project
+    "data.sources=[{python_stdlib:true,share:1}]": {"data.sources": "data.kind=python_stdlib"},
     "data=mixture data.sources=[{python_stdlib:true,share:1,split:a}]": {
         "data.sources.0.split": "data.sources.0.name=null"
     },
