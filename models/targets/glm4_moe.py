@@ -52,8 +52,8 @@ _GLM4_MOE = MoETarget(
         "rope_parameters": given.dense["rope_parameters"] | {"partial_rotary_factor": 1.0},
     },
     runtimes=("vLLM", "SGLang", "llama.cpp"),
-    runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; `python -m "
-    "pipeline gguf` runs it with the vocabulary as it is.",
+    runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; "
+    "`python -m pipeline gguf` runs it with the vocabulary as it is.",
     shared=LAYER + "mlp.shared_experts.{part}.weight",
     expert_modules=("experts", "shared_experts"),
     dense_layers="first",
