@@ -7,25 +7,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
 from instruments.dtypes import SIZES
-from instruments.errors import ConfigError, check_output, exit_code, say, some
+from instruments.errors import ConfigError, exit_code, say, some
 from instruments.precision.comparison import measure_distance
 from instruments.tensor_dump.config import QUANT_TYPES
 from instruments.tensor_dump.index import STORED, Source, TensorRecord
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.rounding import round_into
 from instruments.tensor_dump.tensor_files import export_pt
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "suspicious")
 
@@ -101,48 +96,6 @@ def _rounding(reader: DumpReader, records: Sequence[TensorRecord], quant_type: s
     return f"{max(errors):.2g}" if errors else "–"
 
 
-_PANELS_ACROSS = 3
-_BLUE, _PALE = "#2b6ca3", "#a9c7e0"
-
-
-def draw(tensors: Sequence[tuple[str, Tensor]], path: Path, *, by_channel: bool) -> None:
-    """One panel per tensor: a histogram of its finite values, or the range of every channel (last axis)."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
-
-    columns = min(len(tensors), _PANELS_ACROSS)
-    rows = -(-len(tensors) // columns)
-    figure = Figure(figsize=(4.6 * columns, 2.9 * rows), dpi=110, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for panel, (name, values) in zip(panels, tensors, strict=False):
-        panel.set_title(name, fontsize=8)
-        panel.set_xlabel("channel" if by_channel else "value", fontsize=8)
-        (_draw_channels if by_channel else _draw_histogram)(panel, values)
-    for panel in panels[len(tensors) :]:
-        panel.set_axis_off()
-    figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _draw_histogram(panel: "Axes", values: Tensor) -> None:
-    """120 equal bins, with a logarithmic count axis."""
-    finite = values[values.isfinite()].float().numpy()
-    panel.set_yscale("log")
-    if len(finite):
-        panel.hist(finite, 120, color=_BLUE, histtype="stepfilled", log=True)
-
-
-def _draw_channels(panel: "Axes", values: Tensor) -> None:
-    """The range and the 1st to 99th percentiles."""
-    if not values.numel():
-        return
-    channels = values.float().reshape(-1, values.shape[-1] if values.ndim else 1).numpy()
-    low, high = channels.min(axis=0), channels.max(axis=0)
-    # For a picture, percentiles of about 16,384 evenly spaced rows are exact enough.
-    p1, p99 = np.percentile(channels[:: max(1, len(channels) // 16384)], (1, 99), axis=0)
-    panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
-    panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
-    panel.legend(fontsize=7)
-
-
 Difference = tuple[Source, float, float, float]
 
 
@@ -204,26 +157,23 @@ def _table(differences: Sequence[Difference]) -> str:
 
 
 DIFFERENT = 3
-MOST_PANELS = 12
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
-    0 done, 1 a dump cannot be read or a picture not written, 2 the command line is wrong, 3 the compared dumps differ,
+    0 done, 1 a dump cannot be read, 2 the command line is wrong, 3 the compared dumps differ,
     130 interrupted.
     """
     parser = argparse.ArgumentParser(prog="python -m pipeline dump", description="Look into tensor dumps.")
     commands = parser.add_subparsers(required=True, metavar="show|compare|export")
-    show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious; pictures")
+    show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious")
     show.add_argument("folder", type=Path, help="folder of the dump")
     show.add_argument("--module", default="*", metavar="GLOB", help="only these modules")
     show.add_argument("--tensor", default="*", metavar="GLOB", help="only input, weight, grad_output, query ...")
     show.add_argument("--step", type=int, help="only this step")
     show.add_argument("--round", choices=QUANT_TYPES, help="also the relative L2 error in this number format")
     show.add_argument("--list", action="store_true", help="one line a tensor, by name")
-    show.add_argument("--histogram", type=Path, metavar="OUT", help="draw a histogram of every tensor, as a PNG")
-    show.add_argument("--channels", type=Path, metavar="OUT", help="draw the range of every channel, as a PNG")
     show.set_defaults(act=_show)
     compare = commands.add_parser("compare", help="where two dumps of the same model differ")
     compare.add_argument("first", type=Path)
@@ -241,7 +191,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _show(wanted: argparse.Namespace) -> int:
-    check_output(wanted.histogram, wanted.channels)
     with DumpReader(wanted.folder) as reader:
         step = {} if wanted.step is None else {"step": wanted.step}
         chosen = reader.select(module=wanted.module, tensor=wanted.tensor, **step)
@@ -250,25 +199,7 @@ def _show(wanted: argparse.Namespace) -> int:
             raise ConfigError(f"none of {len(reader.records)} records matches", where=where, do=do)
         names = "".join(f"{record.name}\n" for record in chosen)
         say(names if wanted.list else summarise(reader, chosen, wanted.round))
-        for out, by_channel in ((wanted.histogram, False), (wanted.channels, True)):
-            if out:
-                _draw_first(reader, chosen, out, by_channel=by_channel)
     return 0
-
-
-def _draw_first(reader: DumpReader, chosen: Sequence[TensorRecord], out: Path, *, by_channel: bool) -> None:
-    # A tensor that several layers share is drawn once.
-    first: dict[tuple[str | None, str | None], TensorRecord] = {}
-    for record in chosen:
-        if record.status == STORED:
-            first.setdefault((record.file, record.key), record)
-    stored = list(first.values())
-    shown = stored[:MOST_PANELS]
-    if not shown:
-        raise ConfigError("no tensor to draw: only statistics were kept", where=str(out), do="dump with keep=tensors")
-    draw([(f"{one.source.module}\n{one.source.tensor}", reader.load(one)) for one in shown], out, by_channel=by_channel)
-    rest = f", the first {len(shown)} of {len(stored)}: --module, --tensor and --step choose"
-    sys.stdout.write(f"\n{out}{rest if len(stored) > len(shown) else ''}\n")
 
 
 def _compare(wanted: argparse.Namespace) -> int:

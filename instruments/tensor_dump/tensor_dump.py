@@ -191,13 +191,6 @@ class TensorDump:
         recorder.end_step(finite=not asked or bool(torch.as_tensor(loss).isfinite().all()))
         writer.check()
 
-    def flush(self) -> None:
-        """Wait until all captures so far are on the disk. Raises UserError, like `step`."""
-        if self._running is not None:
-            writer = self._running[1]
-            writer.flush().wait()
-            writer.check()
-
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Remove all hooks, write the rest, warn of missing tensors."""
         self._hooks.close()

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fcntl import LOCK_EX, LOCK_NB, flock
 from io import BufferedWriter
 from math import prod
 from pathlib import Path
@@ -87,20 +86,14 @@ Capture = tuple[TensorRecord, Held]
 
 
 def create_index(folder: Path, rank: int) -> BufferedWriter:
-    """The empty index of `rank`, locked. Raises ContractError: the folder has a dump of this rank, finished or not."""
+    """The empty index of `rank`. Raises ContractError: the folder has a dump of this rank, finished or not."""
     path = folder / f"index-{rank:05}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab")
-    what = "the folder holds a dump already"
-    do = "another folder for every dump; processes of one job need torch.distributed to tell ranks"
     try:
-        flock(file, LOCK_EX | LOCK_NB)
-        if not file.tell():
-            return file
-    except BlockingIOError:
-        what = f"another process is dumping into this folder as rank {rank}"
-    file.close()
-    raise ContractError(what, where=str(path), do=do)
+        return path.open("xb")
+    except FileExistsError:
+        do = "another folder for every dump; processes of one job need torch.distributed to tell ranks"
+        raise ContractError("the folder holds a dump already", where=str(path), do=do) from None
 
 
 # A file is closed when it holds this many bytes, or this many rows wait for it: rows without bytes would never be

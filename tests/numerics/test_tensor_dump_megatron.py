@@ -94,15 +94,12 @@ def plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Run a case once in `world` new processes; return its folder."""
-    from numerics import megatron_dump, megatron_sequence_parallel
+    from numerics import megatron_dump
 
     @cache
     def start(world, case="plain"):
         folder = tmp_path_factory.mktemp(f"{case}{world}")
-        if case == "sequence":
-            run_ranks(world, lambda rank: megatron_sequence_parallel.run(folder, rank, world))
-        else:
-            run_ranks(world, lambda rank: megatron_dump.run(folder, rank, world, case))
+        run_ranks(world, lambda rank: megatron_dump.run(folder, rank, world, case))
         return folder
 
     return start
@@ -169,15 +166,3 @@ def test_parts_are_those_of_one_process(plain, halves):
             parts = [reader.select(module=f"*{name}", tensor="weight", step=1, rank=rank)[0] for rank in (0, 1)]
             whole, module = torch.cat([reader.load(part) for part in parts], axis), parts[0].source.module
             assert torch.equal(whole, expected[1, module, "weight"]), module
-
-
-def test_the_gather_buffer_of_sequence_parallelism_is_copied(job):
-    """Megatron reuses its gather buffer in the next layer; tensors captured before must not change."""
-    folders = {world: job(world, "sequence") for world in (1, 2)}
-    with DumpReader(folders[1] / "dump") as whole, DumpReader(folders[2] / "dump") as parts:
-        for layer in range(4):
-            for tensor, splits in (("input", layer % 2 == 0), ("grad_output", layer % 2 == 1)):
-                mine = [parts.load(one) for one in parts.select(module=f"layers.{layer}", tensor=tensor)]
-                (expected,) = whole.select(module=f"layers.{layer}", tensor=tensor)
-                joined = torch.cat(mine, 0 if splits else -1)
-                torch.testing.assert_close(joined, whole.load(expected), rtol=1e-5, atol=1e-6)
