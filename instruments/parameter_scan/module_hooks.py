@@ -11,7 +11,6 @@ from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.errors import ConfigError
 from instruments.gradients import block_squares, prefer_gram, sum_blocks, watch, weight_squares
 from instruments.hooks import EagerHook, look_inside
 from instruments.parameter_scan import inputs
@@ -49,25 +48,18 @@ class TargetHooks:
     def _head_name(self) -> str:
         return f"the output embedding tied to {self.target.parameter.name}"
 
-    def _leave_out(self, why: str, error: ConfigError | None = None) -> None:
-        self.passes.leave_out(self.target, why, error)
+    def _leave_out(self, why: str) -> None:
+        self.passes.leave_out(self.target, why)
 
     def _enter(self, x: Tensor, name: str, ids_BT: Tensor | None = None) -> ScanPass | None:
-        """The pass in which the module `name` gets the input `x`; None if it is not measured.
-
-        Raises ConfigError: the target was requested, and the samples of `x` cannot be separated.
-        """
+        """The pass in which the module `name` gets the input `x`; None if it is not measured."""
         scan_pass = self.passes.enter(self.target, name)
-        if scan_pass is None:
-            return None
-        if ids_BT is not None:
+        if scan_pass is not None and ids_BT is not None:
             scan_pass.note_order(ids_BT)
-        try:
-            scan_pass.split(x, name)
-        except ConfigError as error:
-            self._leave_out("its samples cannot be separated", error)
-            return None
-        return scan_pass
+        if scan_pass is None or scan_pass.has_samples(x):
+            return scan_pass
+        self._leave_out("its samples cannot be separated")
+        return None
 
     def _watch(self, scan_pass: ScanPass, receive: Callable[..., None], output: Tensor, *saved: Tensor) -> Tensor:
         """The output; while the scanner is open, `receive` gets the pass, the output's gradient and the saved input."""
@@ -100,7 +92,7 @@ class TargetHooks:
         """‖X‖² of a Linear; reused for modules with the same input (q, k and v; gate and up)."""
         width = self.target.parameter.in_width
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, width):
-            scan_pass.last_input = scan_pass.read_input(self._name, x, width, device)
+            scan_pass.last_input = scan_pass.read_input(x, width, device)
         seen = scan_pass.last_input
         scan_pass.record_input(self.target.column, seen.block_squares_Bi, seen.token_squares_BT)
         return seen
@@ -133,7 +125,7 @@ class TargetHooks:
         scan_pass.ids[self.target.column] = ids_BT
         rows_BTD = output.detach()
         # Measured now: the model may scale the rows in place.
-        seen = scan_pass.read_input(self._name, rows_BTD, rows_BTD.shape[-1], rows_BTD.device)
+        seen = scan_pass.read_input(rows_BTD, rows_BTD.shape[-1], rows_BTD.device)
         norms = seen.block_squares_Bi, seen.token_squares_BT
         if not self.passes.gradients:
             scan_pass.record_input(self.target.column, *norms)
@@ -174,7 +166,9 @@ class TargetHooks:
         """Reduce the tied output embedding's part of the embedding's gradient."""
         if self.target.column not in scan_pass.ids:
             return
-        x_BSD = scan_pass.facts.split(x, self._head_name).to(grad.device)
+        x_BSD = scan_pass.facts.split(x)
+        assert x_BSD is not None
+        x_BSD = x_BSD.to(grad.device)
         grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
         gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
         ids_BT = scan_pass.ids[self.target.column].to(grad.device)
@@ -184,14 +178,13 @@ class TargetHooks:
     def _begin_experts(
         self, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
     ) -> Callable[..., Any] | None:
-        """Fused experts are called. Raises ConfigError: they were requested, and not all tokens are passed."""
+        """Fused experts are called; they are left out if not all tokens are passed."""
         scan_pass = self.passes.enter(self.target, self._name)
         if scan_pass is None:
             return None
         facts = scan_pass.facts
         if len(top_k_index) != facts.samples * facts.length:
-            error = facts.inseparable(self._name, f"{len(top_k_index)} tokens")
-            self._leave_out("its samples cannot be separated", error)
+            self._leave_out("its samples cannot be separated")
             return None
         return partial(self._run_product, scan_pass, ProductFinder(self.target.module, self.target.fused, top_k_index))
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError, NumericsError, UserError
 from instruments.hooks import in_backward
 from instruments.parameter_scan.inputs import HeadPart, InputSquares, narrow
 from instruments.parameter_scan.targets import Target, refusal, warn_left_out
@@ -34,20 +33,13 @@ class CallFacts:
     labelled_B: Tensor | None = None  # the same if it does not
     ids_BT: Tensor | None = None  # input_ids
 
-    def split(self, tensor: Tensor, name: str) -> Tensor:
-        """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N); else ConfigError."""
+    def split(self, tensor: Tensor) -> Tensor | None:
+        """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N); None: none of these."""
         if tensor.ndim == 3 and tensor.shape[0] == self.samples and tensor.shape[1] <= self.length:
             return tensor
         if tensor.ndim == 2 and tensor.shape[0] == self.samples * self.length:
             return tensor.view(self.samples, self.length, -1)
-        if tensor.ndim == 2 and tensor.shape[0] == self.samples:
-            return tensor.unsqueeze(1)
-        raise self.inseparable(name, f"a tensor of shape {tuple(tensor.shape)}")
-
-    def inseparable(self, name: str, given: str) -> ConfigError:
-        """The error for a module whose input cannot be split by samples."""
-        what = f"{name} was given {given}; expected {self.samples} samples of {self.length} positions"
-        return refusal(what)
+        return tensor.unsqueeze(1) if tensor.ndim == 2 and tensor.shape[0] == self.samples else None
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,26 +141,23 @@ class ScanPass:
             if torch.equal(ids_BT, whole_BT.mT) and not torch.equal(ids_BT, whole_BT):
                 self.positions_first = True
 
-    def split(self, tensor: Tensor, name: str) -> Tensor:
-        """A module's input as (B, T, N), (B, S, N) with fewer positions, or (B, 1, N) from one row per sample.
+    def has_samples(self, tensor: Tensor) -> bool:
+        """Whether the rows of a module's input can be assigned to samples.
 
-        Raises ConfigError: its samples cannot be separated. With as many samples as positions, shapes do not tell them
-        apart: from a layer with transposed input on, all later layers of the pass are refused.
+        With as many samples as positions, shapes do not tell them apart: from a layer with transposed input on, all
+        later layers of the pass are refused.
         """
-        facts, x = self.facts, self.facts.split(tensor, name)
-        if facts.samples == facts.length > 1:
-            self.positions_first |= tensor.ndim == 3 and 0 < tensor.stride(0) < tensor.stride(1)
-            if self.positions_first or x.shape[1] == 1:
-                what = f"{name} was given a tensor of shape {tuple(tensor.shape)}"
-                raise refusal(
-                    f"{what}; its rows may be the {facts.samples} samples or the {facts.length} positions",
-                    "batches of another number of samples",
-                )
-        return x
+        facts, x = self.facts, self.facts.split(tensor)
+        if x is None or not facts.samples == facts.length > 1:
+            return x is not None
+        self.positions_first |= tensor.ndim == 3 and 0 < tensor.stride(0) < tensor.stride(1)
+        return not self.positions_first and not (tensor.ndim == 2 and len(tensor) == facts.samples)
 
-    def read_input(self, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
-        """Squares of a module's input in blocks of `width`. Raises ConfigError: its samples cannot be separated."""
-        x_BTI = narrow(self.facts.split(source, name)).to(device)
+    def read_input(self, source: Tensor, width: int, device: torch.device) -> InputSquares:
+        """Squares of a module's input, which `has_samples`, in blocks of `width`."""
+        x_BTI = self.facts.split(source)
+        assert x_BTI is not None
+        x_BTI = narrow(x_BTI).to(device)
         pooled = source.ndim == 2 and x_BTI.shape[1] == 1  # one row per sample
         mask_BT = None if pooled else self.facts.mask_BT
         if mask_BT is not None:  # the output embedding may get only the last positions
@@ -193,9 +182,9 @@ class ScanPass:
 class Passes:
     """The current forward pass, the passes reached by the current backward pass, and finished measurements."""
 
-    def __init__(self, *, gradients: bool, strict: bool, left_out: dict[str, str]) -> None:
-        """`strict`: weights that cannot be scanned are errors; otherwise they go to `left_out`, with the reason."""
-        self.gradients, self.strict, self.left_out = gradients, strict, left_out
+    def __init__(self, *, gradients: bool, left_out: dict[str, str]) -> None:
+        """Weights that turn out to be not measurable go to `left_out`, with the reason."""
+        self.gradients, self.left_out = gradients, left_out
         self.finished: deque[tuple[ScanPass, Squares]] = deque()
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
@@ -213,27 +202,17 @@ class Passes:
         self._running = scan_pass
 
     def enter(self, target: Target, name: str) -> ScanPass | None:
-        """The pass in which a module runs. Raises NumericsError: `strict`, and it runs twice in one forward pass."""
+        """The pass in which a module runs; None if it runs for the second time, or in no pass."""
         if self._running is None:
             return self._reached[-1] if self._reached else None
         if name in self._running.used:
-            error = NumericsError(
-                f"{name} ran twice in one forward pass; its weight's gradient is the sum of both",
-                where="ParameterTensorScanner",
-                do="leave it out: patterns=[...]",
-            )
-            self.leave_out(target, "it ran twice in one forward pass", error)
+            self.leave_out(target, "it ran twice in one forward pass")
             return None
         self._running.used.add(name)
         return self._running
 
-    def leave_out(self, target: Target, why: str, error: UserError | None = None) -> None:
-        """Discard a target's norms in the current passes, including those still to be measured; warn once.
-
-        Raises `error`, by default a ConfigError: `strict`.
-        """
-        if self.strict:
-            raise error or refusal(f"{target.parameter.name}: {why}")
+    def leave_out(self, target: Target, why: str) -> None:
+        """Discard a target's norms in the current passes, including those still to be measured; warn once."""
         for scan_pass in filter(None, (self._running, *self._reached)):
             scan_pass.dropped.update(target.columns)
         if target.label not in self.left_out:

@@ -40,8 +40,8 @@ class ParameterTensorScanner:
 
     Args:
         model: its forward takes input_ids or inputs_embeds, and attention_mask if there is padding.
-        patterns: globs on module names; None for every Linear, Conv1D, embedding and fused expert. `left_out` then
-            gives the weights without norms and the reasons, also those found during a pass, such as a second use.
+        patterns: globs on module names; None for every Linear, Conv1D, embedding and fused expert. `left_out` gives the
+            weights without norms and the reasons, also those found during a pass, such as a second use.
         block_width: rows and columns of a block; where features are attention heads, a block is a head.
         per_token: also measure ‖x_t‖ and ‖x_t‖·‖δ_t‖, the norm of position t's contribution to the weight's gradient
             (not the gradient of token t's own loss).
@@ -49,8 +49,7 @@ class ParameterTensorScanner:
             under no_grad or not; gradients are then NaN.
         product: gram, direct, or auto for the cheaper one; both are exact.
     Raises:
-        ConfigError: no parameter matches, a requested one cannot be scanned, or (on entering) the model is already
-            being scanned.
+        ConfigError: no parameter that can be scanned matches, or (on entering) the model is already being scanned.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ParameterTensorScanner:
         self.parameters: list[WatchedParameter] = [one for target in self._targets for one in target.parameters]
         self.skipped: list[str] = []  # samples without a supervised token
         self._per_token, self._gradients, self._product = per_token, gradients, product
-        self._passes = Passes(gradients=gradients, strict=selection.strict, left_out=self.left_out)
+        self._passes = Passes(gradients=gradients, left_out=self.left_out)
         self._uses = WeightUses(self._targets if gradients else ())
         self._handles: list[RemovableHandle] = []
         self._records: list[ScanRecord] = []

@@ -16,7 +16,7 @@ from instruments.transformers_layers import conv1d_kind, fused_parameters
 logger = logging.getLogger(__name__)
 
 
-def refusal(what: str, do: str = "leave it out: patterns=[...]") -> ConfigError:
+def refusal(what: str, do: str) -> ConfigError:
     """The error of a request that the scanner cannot fulfil."""
     return ConfigError(what, where="ParameterTensorScanner", do=do)
 
@@ -82,14 +82,13 @@ class Selection:
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> None:
         """Select every embedding, Linear, Conv1D and fused expert, or those whose module or parameter a glob matches.
 
-        Subclasses count, including those of bitsandbytes. Raises ConfigError: nothing matches, `block_width` below 1,
-        or a requested weight that cannot be scanned.
+        Subclasses count, including those of bitsandbytes. Raises ConfigError: nothing that can be scanned matches, or
+        `block_width` is below 1.
         """
         if block_width < 1:
             raise refusal(f"block_width={block_width} is below 1", "block_width=64")
         self.targets: list[Target] = []
         self.left_out: dict[str, str] = {}  # name of a weight or module → reason
-        self.strict = patterns is not None  # a requested module that cannot be scanned is an error
         self._model, self._patterns, self._width = model, patterns, block_width
         self._modules = dict(model.named_modules())
         self._linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
@@ -99,7 +98,7 @@ class Selection:
         if patterns is None:
             self._leave_others_out()
         if not self.targets:
-            raise _nothing_matched(patterns, self._linears)
+            raise _nothing_matched(patterns, self._linears, self.left_out)
         warn_left_out(self.left_out)
 
     def _wanted(self, name: str) -> bool:
@@ -109,15 +108,8 @@ class Selection:
         column = self.targets[-1].columns.stop if self.targets else 0
         self.targets.append(Target(column, parameters, module, **more))
 
-    def _leave_out(self, name: str, why: str) -> None:
-        """Note that a weight is left out. Raises ConfigError: it was requested by a pattern."""
-        if self.strict:
-            what = f"{name}: {why}" if name.removesuffix(".weight") not in why else why
-            raise refusal(what, "leave one of them out: patterns=[...]")
-        self.left_out[name] = why
-
     def _add_embeddings(self) -> None:
-        """Embeddings, each with its tied Linear. Raises ConfigError: only the tied Linear is requested."""
+        """Embeddings, each with its tied Linear."""
         embeddings = {name: module for name, module in self._modules.items() if isinstance(module, nn.Embedding)}
         users: dict[int, list[str]] = {}
         for name, module in embeddings.items():
@@ -127,15 +119,14 @@ class Selection:
             self._heads.update(tied.values())
             weight = stored_weight(module)
             if not self._wanted(name):
-                if alone := [other for other in tied if self._wanted(other)]:
-                    what = f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses"
-                    raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
+                why = f"it shares its weight with {name}, whose gradient is the sum of both uses; patterns=['{name}']"
+                self.left_out |= {f"{other}.weight": why for other in tied if self._wanted(other)}
             elif len(shared := users[id(weight)]) > 1:
-                self._leave_out(f"{name}.weight", f"{some(shared, 3, ', ')} share one weight")
+                self.left_out[f"{name}.weight"] = f"{some(shared, 3, ', ')} share one weight"
             elif why := _unmeasured(module):
-                self._leave_out(f"{name}.weight", why)
+                self.left_out[f"{name}.weight"] = why
             elif len(tied) > 1:
-                self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
+                self.left_out[f"{name}.weight"] = f"{some(tied)} share its weight"
             else:
                 sizes = module.num_embeddings, module.embedding_dim
                 parameter = WatchedParameter(f"{name}.weight", "embedding", *sizes, self._width)
@@ -150,11 +141,11 @@ class Selection:
             first = name if weight.is_meta else owners.setdefault(id(weight), name)
             for shared in {first, name} if first != name else ():
                 why = f"{first} and {name} share one weight; its gradient is the sum of both"
-                self._leave_out(f"{shared}.weight", why)
+                self.left_out[f"{shared}.weight"] = why
         heads = find_head_widths(self._modules)
         for name, module in self._modules.items():
             if name in chosen and (why := _unmeasured(module)):
-                self._leave_out(f"{name}.weight", why)
+                self.left_out[f"{name}.weight"] = why
             elif name in chosen and f"{name}.weight" not in self.left_out:
                 parameter = WatchedParameter(f"{name}.weight", "linear", *_features(module), self._width)
                 self._add([_cut_by_heads(parameter, *heads[name]) if name in heads else parameter], module)
@@ -165,7 +156,7 @@ class Selection:
     def _add_experts(self, name: str, module: nn.Module, fused: str) -> None:
         weight: Tensor = getattr(module, fused)
         if getattr(module, "has_bias", False) or hasattr(module, f"{fused}_bias"):
-            self._leave_out(f"{name}.{fused}", "the experts' biases are added in place")
+            self.left_out[f"{name}.{fused}"] = "the experts' biases are added in place"
             return
         outputs, inputs = weight.shape[1:] if not module.is_transposed else weight.shape[:0:-1]
         names = (f"{name}.{expert}.{fused}" for expert in range(len(weight)))
@@ -264,9 +255,13 @@ def _tied(model: nn.Module, linear: Any, embedding: nn.Embedding) -> bool:  # no
     return tied and embedding is model.get_input_embeddings()  # type: ignore[operator]
 
 
-def _nothing_matched(patterns: Sequence[str] | None, linears: Mapping[str, nn.Module]) -> ConfigError:
+def _nothing_matched(
+    patterns: Sequence[str] | None, linears: Mapping[str, nn.Module], left_out: Mapping[str, str]
+) -> ConfigError:
     asked = "the default" if patterns is None else f"patterns={list(patterns)}"
     kinds = sorted({name.rpartition(".")[2] for name in linears})
     found = f"its Linear layers are called {', '.join(kinds)}" if kinds else "it has no Linear, Conv1D or embedding"
+    if left_out:
+        found = some(f"{name}: {why}" for name, why in left_out.items())
     example = f"patterns=['*{kinds[0]}']" if kinds else "scan a model with nn.Linear layers"
-    return refusal(f"no parameter of the model matches {asked}; {found}", example)
+    return refusal(f"no parameter of the model can be scanned by {asked}; {found}", example)

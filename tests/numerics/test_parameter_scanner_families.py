@@ -113,7 +113,7 @@ def test_a_tied_head_has_both_parts_or_is_refused(family):
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     scanner, record = scan(model, batch(), patterns=[embedding])
     assert_exact(scanner, record, true_gradients(make(family), [f"{embedding}.weight"]))
-    with pytest.raises(ConfigError, match=rf"^lm_head shares its weight with {embedding}; "):
+    with pytest.raises(ConfigError, match=f"lm_head.weight: it shares its weight with {embedding}, "):
         ParameterTensorScanner(model, patterns=["lm_head"])
     ParameterTensorScanner(make("gpt2, untied"), patterns=["lm_head"])
 
@@ -146,7 +146,7 @@ def test_every_fused_expert(family, kernel, caplog):
     torch.testing.assert_close(squares, record.activation_BP[0, column])
 
 
-def test_experts_that_get_some_of_the_tokens_are_left_out_or_refused():
+def test_experts_that_get_some_of_the_tokens_are_left_out():
     """The experts get 4 tokens only, as in a layer that removes padding; the other output rows are zero."""
     model = make_moe("qwen3_moe").eval()
     experts = model.model.layers[0].mlp.experts
@@ -156,8 +156,6 @@ def test_experts_that_get_some_of_the_tokens_are_left_out_or_refused():
     first = {p.name: column for column, p in enumerate(scanner.parameters) if "layers.0.mlp.experts" in p.name}
     assert list(scanner.left_out.values()).count(SHARED) == 2
     assert record.gradient_BP[:, list(first.values())].isnan().all()
-    with pytest.raises(ConfigError, match=f"was given 4 tokens; expected {B} samples of {T} positions"):
-        scan(model, batch(), patterns=["model.layers.0.mlp.experts.*"])
 
 
 def test_experts_that_two_layers_share_are_left_out():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate import disk_offload
 from pico import write_pico
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -298,23 +297,6 @@ def test_a_gradient_that_is_not_finite_is_an_error(model):
         "step 1, sample 1; step 1, sample 2; of model.layers.1.mlp.down_proj.weight, "
         "model.layers.1.mlp.up_proj.weight, model.layers.1.mlp.gate_proj.weight and 12 more"
     )
-
-
-def test_a_requested_module_that_runs_twice_is_an_error():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.down_proj = nn.Linear(5, 5)
-
-        def forward(self, inputs_embeds):
-            return self.down_proj(self.down_proj(inputs_embeds))
-
-    model = Twice()
-    with (
-        pytest.raises(NumericsError, match=r"^down_proj ran twice in one forward pass"),
-        ParameterTensorScanner(model, ["down_proj"]),
-    ):
-        model(torch.randn(2, 3, 5))
 
 
 def test_a_model_has_one_scanner_at_a_time(model):

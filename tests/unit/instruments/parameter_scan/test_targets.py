@@ -69,7 +69,7 @@ def test_two_linears_with_one_weight_are_left_out():
     ("model", "settings", "what"),
     [
         (Model(), {"patterns": ["*.query"]}, "its Linear layers are called lm_head, q_proj, router"),
-        (nn.Sequential(nn.ReLU()), {}, "matches the default; it has no Linear, Conv1D or embedding"),
+        (nn.Sequential(nn.ReLU()), {}, "by the default; it has no Linear, Conv1D or embedding"),
         (Model(), {"block_width": 0}, "block_width=0 is below 1"),
     ],
 )
