@@ -100,6 +100,9 @@ def make_plan(checked: Checked) -> list[Step]:
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
     results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")
     published = {stage.name for stage in chain if any(results.glob(f"{stage.name}/[!.]*/{MANIFEST}"))}
+    # Hashing a model takes long and writes a file, so stages that are due with any fingerprint are checked before it.
+    surely_due = select_stages(wanted, published - fresh, chain)[1]
+    require_means(checked, surely_due)
     steps, reasons = make_steps(checked), dict[str, str]()
     for name, step in steps.items():
         if name in fresh:
@@ -109,7 +112,8 @@ def make_plan(checked: Checked) -> list[Step]:
         elif not is_complete(step.folder):
             reasons[name] = "changed settings or inputs" if name in published else "no result yet"
     used, due = select_stages(wanted, steps.keys() - reasons.keys(), chain)
-    require_means(checked, due)
+    if due != surely_due:
+        require_means(checked, due)
     fresh |= {name for name in reasons if reasons[name] == STALE}
     return [
         replace(steps[name], due=name in due, fresh=name in fresh, reason=reasons.get(name, ""))
