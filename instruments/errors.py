@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -117,11 +116,3 @@ def check_output(*outs: Path | None) -> None:
             )
         if out.is_dir():
             raise ConfigError(f"{out} is a folder", where="command line", do="name another output file")
-
-
-def positive(text: str) -> int:
-    """A count on the command line, the `type` of an argument of argparse."""
-    number = int(text)
-    if number < 1:
-        raise ArgumentTypeError(f"{number} is not at least 1")
-    return number

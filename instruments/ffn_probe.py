@@ -108,7 +108,8 @@ def neuron_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, 
     and gradient are exchanged: g_jᵀ(XXᵀ)g_j.
     """
     (_, length, hidden_size), width = record.x_BTD.shape, record.h_BTF.shape[-1]
-    gram = neurons_prefer_gram(product, length, hidden_size, width)
+    # From T×T Gram matrices of the narrow side, times the wide side?
+    gram = prefer_gram(product, length, width, hidden_size, rows=False)
     inputs_BTT = gram_matrix(record.x_BTD) if gram else None  # shared by gate and up
     squares = {
         "gate": column_squares(record.gate_grad_BTF, record.x_BTD, gram=gram, gram_BTT=inputs_BTT),
@@ -116,8 +117,3 @@ def neuron_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, 
         "down": column_squares(record.h_BTF, record.out_grad_BTD, gram=gram),
     }
     return {name: squares_BF.sqrt_() for name, squares_BF in squares.items()}
-
-
-def neurons_prefer_gram(product: str, length: int, hidden_size: int, width: int) -> bool:
-    """Whether to compute the neurons' norms from T×T Gram matrices of the narrow side, times the wide side."""
-    return prefer_gram(product, length, width, hidden_size, rows=False)

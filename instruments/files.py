@@ -50,12 +50,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - any JSON value
     """Write a JSON file that appears only when it is complete."""
-    write_text(path, json_text(content))
-
-
-def json_text(content: Any) -> str:  # noqa: ANN401 - any JSON value
-    """What `write_json` writes."""
-    return json.dumps(content, indent=1) + "\n"
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def hash_file(path: Path) -> str:

@@ -5,7 +5,7 @@ data, without holes. Source: https://github.com/huggingface/safetensors#format. 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -176,14 +176,3 @@ def read_tensors(path: Path) -> Any:  # noqa: ANN401 - a tensor, or plain contai
 def _no_tensors(path: Path, reason: str) -> DataError:
     do = "give a .safetensors file, or a .pt file of tensors alone"
     return DataError(f"no tensors can be read: {reason}", where=str(path), do=do)
-
-
-def flatten_tensors(held: Any, name: str = "") -> Iterator[tuple[str, "Tensor"]]:  # noqa: ANN401 - of `read_tensors`
-    """Tensors by path, such as "state.weight"."""
-    import torch  # noqa: PLC0415
-
-    if isinstance(held, torch.Tensor):
-        yield name or "tensor", held
-    elif isinstance(held, Mapping | list | tuple):
-        for key, item in held.items() if isinstance(held, Mapping) else enumerate(held):
-            yield from flatten_tensors(item, f"{name}.{key}".lstrip("."))

@@ -84,12 +84,13 @@ FORMATS: dict[str, torch.dtype] = {
 }
 
 
-def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dtype:
+def find_format(name: str | torch.dtype) -> torch.dtype:
     """Low-precision dtype of a name, such as "bf16", "bfloat16" or torch.bfloat16. Raises ConfigError: unknown name."""
     found = dtype_name(name)
     if found not in FORMATS:
-        what = f"{setting}={found} is no low-precision format of this torch"
-        raise ConfigError(what, where=f"argument {setting}", do=f"{setting}= one of {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"{found} is no low-precision format", where="number format", do=f"one of {', '.join(FORMATS)}"
+        )
     return FORMATS[found]
 
 

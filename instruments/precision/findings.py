@@ -1,7 +1,6 @@
 """Results of auto_diff, module by module, and their table, notes, JSON and picture."""
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -141,14 +140,9 @@ COLUMNS = (
 
 
 def rows_of(diff: Diff) -> list[tuple[str, ...]]:
-    """Rows of outputs that are not ok, the first divergence on top; then of each ok kind the one nearest its limit."""
-    found = diff.ranked()[:20]
-    kinds: dict[str, OutputDiff] = {}
-    for output in diff.outputs:
-        if output.verdict is Verdict.OK:
-            kind = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", output.name)
-            kinds[kind] = max(kinds.get(kind, output), output, key=_nearness)
-    return [_row(output, output.name) for output in found] + [_row(worst, kind) for kind, worst in kinds.items()]
+    """Rows of outputs that are not ok, the first divergence on top; without any, of those nearest their limit."""
+    found = diff.ranked() or sorted(diff.outputs, key=_nearness, reverse=True)
+    return [_row(output) for output in found[:20]]
 
 
 def _nearness(output: OutputDiff) -> float:
@@ -159,11 +153,11 @@ def _ratio(distance: Distance | None, floor: float | None) -> float:
     return distance.normalised_l2 / floor if distance is not None and floor else 0.0
 
 
-def _row(output: OutputDiff, name: str) -> tuple[str, ...]:
+def _row(output: OutputDiff) -> tuple[str, ...]:
     arrived = output.propagated
     sizes = (f"{arrived.max_relative:.2g}", f"{arrived.cosine:.6f}", f"{arrived.sqnr_db:.1f}") if arrived else ("",) * 3
     figures = *_figures(output.own, output.own_floor), *_figures(arrived, output.propagated_floor), *sizes
-    return name, str(output.verdict), *figures
+    return output.name, str(output.verdict), *figures
 
 
 def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:

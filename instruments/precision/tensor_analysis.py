@@ -187,7 +187,7 @@ def analyze_tensor(
         name: of the tensor in reports.
     """
     formats = formats if target_dtype is None else [target_dtype]
-    targets = [find_format(one, "formats" if target_dtype is None else "target_dtype") for one in formats]
+    targets = [find_format(one) for one in formats]
     if scale not in {None, AMAX}:
         raise ConfigError(f"scale={scale} is no way to scale", where="argument scale", do="scale='amax', or None")
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:

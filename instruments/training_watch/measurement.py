@@ -183,13 +183,13 @@ class Measurement:
         if not lost:  # non-finite gradients have no norms to judge
             idle = self._order.keys() - {output.module for output in outputs} if outputs else ()
             found += verdict.judge_norms(layers, self.config, self._histories[optimizer], idle)
-        found += verdict.judge_range(outputs, self.config)
+        found += verdict.judge_range(outputs)
         missing = [name for name, norm in norms.items() if norm == MISSING]
         self._steps_without.update(missing)
         self.with_gradient |= norms.keys() - set(missing)
         found += self.name_without_gradient(_GRADIENT_STEPS) + self._judge_unseen(layers, outputs)
         if known_scale is not None:
-            found += verdict.check_loss_scale(known_scale, self.scales, self.config)
+            found += verdict.check_loss_scale(known_scale, self.scales)
             self.scales = [*self.scales[-verdict.FALLS :], known_scale]
         largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
         return StepReport(

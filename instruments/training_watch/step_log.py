@@ -63,17 +63,13 @@ class StepReport:
 
 @dataclass
 class WatchConfig:
-    """Thresholds of watch_model, and intervals of its log; conf/diagnose/default.yaml explains each (`limits`)."""
+    """Settings of watch_model."""
 
-    vanishing: float = field(default=1e-6, metadata={"minimum": 0})
-    exploding: float = field(default=100.0, metadata={"above": 0})
-    growth: float = field(default=10.0, metadata={"minimum": 1})
-    dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
-    dead_steps: int = field(default=3, metadata={"minimum": 1})
-    activations: bool = True
-    near_limit: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
-    low_scale: float = field(default=128.0, metadata={"above": 0})
-    repeat_steps: int = field(default=100, metadata={"minimum": 1})
+    vanishing: float = 1e-6  # a gradient, of a layer or of all together, vanishes below this L2 norm
+    # It explodes above this one (both after unscaling), if it is also much larger than usual.
+    exploding: float = 100.0
+    activations: bool = True  # also watch outputs: the first NaN or inf, and values close to their format's limit
+    repeat_steps: int = 100  # steps after which a finding that persists is logged again
 
 
 _LAYER_STEPS = 10  # steps between two lines with the norm of every layer
@@ -149,24 +145,17 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def count_findings(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, int, str]]:
-    """Each kind of finding with its severity, number of steps, first step and first message."""
-    found: dict[str, tuple[str, str, int, int, str]] = {}
-    for line in lines:
-        named = [(one["kind"], one["severity"], one["message"]) for one in line.get("anomalies", ())]
-        for kind, severity, message in named + [("warning", WARNING, words) for words in line.get("warnings", ())]:
-            first = found.get(kind, (kind, severity, 0, line["step"], message))
-            found[kind] = (*first[:2], first[2] + 1, *first[3:])
-    return list(found.values())
-
-
 def describe(lines: Sequence[Mapping[str, Any]]) -> str:
     """Number of steps, and each kind of finding with its count, first step and message."""
-    found, steps = count_findings(lines), {line["step"] for line in lines}
-    total = sum(count for _kind, _severity, count, _step, _message in found)
-    text = f"{len(steps):,} steps, {min(steps)} to {max(steps)}; {total:,} findings\n"
-    for kind, _severity, count, step, message in found:
-        text += f"{kind} ({count:,} times), first at step {step}: {message}\n"
+    found: dict[str, list[tuple[int, str]]] = {}  # kind → step and message of each finding
+    for line in lines:
+        named = [(one["kind"], one["message"]) for one in line.get("anomalies", ())]
+        for kind, message in named + [("warning", words) for words in line.get("warnings", ())]:
+            found.setdefault(kind, []).append((line["step"], message))
+    steps = {line["step"] for line in lines}
+    text = f"{len(steps):,} steps, {min(steps)} to {max(steps)}; {sum(map(len, found.values())):,} findings\n"
+    for kind, places in found.items():
+        text += f"{kind} ({len(places):,} times), first at step {places[0][0]}: {places[0][1]}\n"
     if scales := [float(line["loss_scale"]) for line in lines if "loss_scale" in line]:
         rises, falls = (sum(sign * (b - a) > 0 for a, b in pairwise(scales)) for sign in (1, -1))
         text += f"loss scale: {rises} rises, {falls} falls\n"

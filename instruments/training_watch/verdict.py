@@ -62,6 +62,12 @@ def judge_finiteness(
 _WINDOW, _USUAL, _LEAST = 100, 5, 3
 
 
+# A layer is dead if its norm is at most this share of the median layer's, for so many steps without rising.
+_DEAD, _DEAD_STEPS = 1e-6, 3
+_GROWTH = 10  # a gradient that explodes is above this multiple of its usual norm
+_NEAR_LIMIT = 0.5  # share of the largest number of a format above which outputs are too close to it
+
+
 @dataclass
 class History:
     """Values of earlier steps that the judgement of a step needs."""
@@ -87,13 +93,13 @@ def judge_norms(
     if not layers:
         return []
     total, typical = math.hypot(*layers.values()), median(layers.values())
-    dead = {name for name, norm in layers.items() if 0 < typical < math.inf and norm <= config.dead * typical}
+    dead = {name for name, norm in layers.items() if 0 < typical < math.inf and norm <= _DEAD * typical}
     low = dead | {name for name, norm in layers.items() if norm < config.vanishing}
-    lasting = _lasting(layers, low.difference(idle), history, config)
+    lasting = _lasting(layers, low.difference(idle), history)
     found = []
     if names := [name for name in lasting if name in dead]:
-        what = f"no gradient to speak of in {some(names, 3, ', ')}: at most {config.dead:g} of the median layer's "
-        what += f"{typical:.2g}, {config.dead_steps} steps in a row"
+        what = f"no gradient to speak of in {some(names, 3, ', ')}: at most {_DEAD:g} of the median layer's "
+        what += f"{typical:.2g}, {_DEAD_STEPS} steps in a row"
         found.append(Anomaly("dead_layer", WARNING, what, tuple(names)))
     if total < config.vanishing:
         what = f"the gradient vanishes: its norm is {total:.2g}, below {config.vanishing:g}"
@@ -104,7 +110,7 @@ def judge_norms(
         severity = WARNING if names[0] == next(iter(layers)) else NOTE
         found.append(Anomaly("vanishing", severity, what, tuple(names)))
     usual = history.usual()
-    if total > config.exploding and (total > config.growth * usual or total == math.inf):
+    if total > config.exploding and (total > _GROWTH * usual or total == math.inf):
         high = sorted((name for name in layers if layers[name] > config.exploding), key=lambda name: -layers[name])
         high = high or [max(layers, key=lambda name: layers[name])]
         before = f" and {total / usual:.3g} times the usual {usual:.3g}" if usual < math.inf else ""
@@ -114,22 +120,22 @@ def judge_norms(
     return found
 
 
-def _lasting(layers: Mapping[str, float], low: Collection[str], history: History, config: WatchConfig) -> list[str]:
-    """Layers whose norm has been low for `dead_steps` steps without rising."""
+def _lasting(layers: Mapping[str, float], low: Collection[str], history: History) -> list[str]:
+    """Layers whose norm has been low for `_DEAD_STEPS` steps without rising."""
     runs = {}
     for name in low:
         count, first = history.low.get(name, (0, layers[name]))
         runs[name] = (1, layers[name]) if layers[name] > 2 * first else (count + 1, first)
     history.low = runs
-    return [name for name in layers if name in runs and runs[name][0] >= config.dead_steps]
+    return [name for name in layers if name in runs and runs[name][0] >= _DEAD_STEPS]
 
 
-def judge_range(outputs: Sequence[Output], config: WatchConfig) -> list[Anomaly]:
+def judge_range(outputs: Sequence[Output]) -> list[Anomaly]:
     """Find outputs close to the largest number of their format."""
     shares: dict[str, float] = {}
     for output in outputs:
         share = output.value / torch.finfo(output.dtype).max
-        if math.isfinite(share) and share > max(config.near_limit, shares.get(output.module, 0)):
+        if math.isfinite(share) and share > max(_NEAR_LIMIT, shares.get(output.module, 0)):
             shares[output.module] = share
     worst = sorted(shares, key=lambda name: -shares[name])
     if not worst:
@@ -151,20 +157,17 @@ def _with_norms(names: Sequence[str], layers: Mapping[str, float]) -> str:
     return some([f"{name} ({layers[name]:.2g})" for name in names], 3, ", ")
 
 
-# Consecutive falls of the loss scale that are reported.
-FALLS = 5
+# A loss scale below which gradients underflow easily, and consecutive falls of it that are reported.
+LOW_SCALE, FALLS = 128.0, 5
 
 
-def check_loss_scale(
-    scale: GradScaler | float, history: Sequence[float] = (), config: WatchConfig | None = None
-) -> list[Anomaly]:
+def check_loss_scale(scale: GradScaler | float, history: Sequence[float] = ()) -> list[Anomaly]:
     """Judge a loss scale or a GradScaler's; a disabled GradScaler has no findings.
 
-    `history`: the scales of earlier steps, oldest first; `config`: thresholds.
+    `history`: the scales of earlier steps, oldest first.
     Returns:
-        By default a warning below 128, severe at 1 or below, a warning after five falls in a row; else empty.
+        A warning below 128, severe at 1 or below, a warning after five falls in a row; else empty.
     """
-    config = config or WatchConfig()
     if not isinstance(scale, int | float):
         if not scale.is_enabled():
             return []
@@ -173,8 +176,8 @@ def check_loss_scale(
     if not scale > 1:
         what = f"the loss scale is {scale:g}: overflows go on without any scaling, and float16 gradients underflow"
         found.append(Anomaly("loss_scale", SEVERE, what))
-    elif scale < config.low_scale:
-        what = f"the loss scale is {scale:g}, below {config.low_scale:g}: small gradients underflow in float16"
+    elif scale < LOW_SCALE:
+        what = f"the loss scale is {scale:g}, below {LOW_SCALE:g}: small gradients underflow in float16"
         found.append(Anomaly("loss_scale", WARNING, what))
     latest_first = pairwise([scale, *reversed(history)])
     falls = sum(1 for _ in takewhile(lambda pair: pair[0] < pair[1], latest_first))
