@@ -166,13 +166,9 @@ def read_tensors(path: Path) -> Any:  # noqa: ANN401 - a tensor, or plain contai
     try:
         # weights_only: no code from the file runs.
         return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except UnpicklingError as error:
-        # torch's own message advises weights_only=False, which would run code from the file.
-        raise _no_tensors(path, "it holds more than tensors, and opening that can run any code") from error
-    except Exception as error:  # torch.load raises many kinds of errors on other files
-        raise _no_tensors(path, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
-
-
-def _no_tensors(path: Path, reason: str) -> DataError:
-    do = "give a .safetensors file, or a .pt file of tensors alone"
-    return DataError(f"no tensors can be read: {reason}", where=str(path), do=do)
+    except Exception as error:  # torch.load raises many kinds of errors
+        reason = type(error).__name__
+        if isinstance(error, UnpicklingError):  # torch's message advises weights_only=False, which would run code
+            reason = "it holds more than tensors, and opening that can run any code"
+        do = "give a .safetensors file, or a .pt file of tensors alone"
+        raise DataError(f"no tensors can be read: {reason}", where=str(path), do=do) from error

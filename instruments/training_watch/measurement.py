@@ -191,11 +191,8 @@ class Measurement:
         if known_scale is not None:
             found += verdict.check_loss_scale(known_scale, self.scales)
             self.scales = [*self.scales[-verdict.FALLS :], known_scale]
-        largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
-        return StepReport(
-            step, known_loss, math.hypot(*layers.values()), known_scale, layers,
-            None if largest is None else (largest.module, largest.value), tuple(found), _ranges(outputs),
-        )  # fmt: skip
+        norm = math.hypot(*layers.values())
+        return StepReport(step, known_loss, norm, known_scale, layers, tuple(found), _ranges(outputs))
 
     def _fetch(
         self, loss: Tensor | float | None, scale: Tensor | None, norms_P: Tensor | None

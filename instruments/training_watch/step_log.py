@@ -41,19 +41,17 @@ class StepReport:
     gradient_norm: float
     loss_scale: float | None
     layers: Mapping[str, float]  # gradient norm by module, in order of execution
-    largest_output: tuple[str, float] | None  # module, value
     anomalies: tuple[Anomaly, ...]
     outputs: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # minimum and maximum by module
 
     def record(self, *, layers: bool) -> dict[str, object]:
         """Values for JSON; layers and outputs only if `layers` or if there are findings."""
-        output, details = self.largest_output, layers or self.anomalies
+        details = layers or self.anomalies
         facts = {
             "step": self.step,
             "gradient_norm": self.gradient_norm,
             "loss": self.loss,
             "loss_scale": self.loss_scale,
-            "largest_output": None if output is None else {"module": output[0], "value": output[1]},
             "layers": self.layers if details else None,
             "outputs": self.outputs if self.outputs and details else None,
             "anomalies": [vars(anomaly) for anomaly in self.anomalies],
@@ -194,4 +192,4 @@ def draw_training_steps(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
             for severity in severities & _COLOURS.keys():
                 panel.axvline(line["step"], color=_COLOURS[severity], linewidth=0.8, alpha=0.5, zorder=0)
     panels[-1].set_xlabel("step")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+    figure.savefig(path)

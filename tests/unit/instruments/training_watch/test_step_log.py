@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ def log(tmp_path):
                 float("inf") if step >= 4 else 1.0,
                 2.0**step,
                 {},
-                None,
                 lost,
             )
             file.write(json.dumps(report.record(layers=False)) + "\n")
@@ -40,11 +38,6 @@ def test_summary_and_pictures(log, tmp_path, capsys):
         f"loss scale: 5 rises, 0 falls\n{tmp_path}/a.png\n"
     )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert main([str(log), "--plot", str(tmp_path / "a.svg")]) == 0
-    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
-    axes = [node for node in drawn.iter() if node.get("id", "").startswith("axes_")]
-    assert len(axes) == 3
-    assert "not finite" in (tmp_path / "a.svg").read_text()
 
 
 def test_metrics_of_stage_train_can_be_read(tmp_path, capsys):
@@ -90,5 +83,5 @@ def test_the_log_is_strict_json(tmp_path):
     (line,) = [
         json.loads(text, parse_constant=pytest.fail) for text in (tmp_path / "a/log.jsonl").read_text().splitlines()
     ]
-    assert (line["step"], line["loss"], line["largest_output"]["module"]) == (41, "nan", "head")
+    assert (line["step"], line["loss"]) == (41, "nan")
     assert line["anomalies"][0]["where"][0] == "head"
