@@ -4,7 +4,7 @@ y(x) = Σ_j c_j(x)·h_j(x)·w_j, where c_j is the number of active copies of neu
 partition, replicated or not, is one F × D matrix and costs one dense FFN.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor
 from models.config import MoEShape
 from models.experts import Block
 from models.ffn import DenseFFN
-from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
-from stages.artifacts.job import ALONE, Workers
-from stages.calibration.share import Share
+from models.routing import LinearRouter, active_copies, choose_experts, has_copies, membership
+from stages.calibration.alignment import least_squares, sum_moments
 
 # Seeds of random routers start here: with those of stage=assemble, its random router would be drawn again.
 FIRST_SEED = 5_000
@@ -106,18 +105,21 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
 
 
 def start_baseline(method: str, facts: LayerFacts, inputs: Sequence[Tensor]) -> CarvedFFN:
-    """The baseline `method` (without `_aligned`) before alignment; copies of a neuron are scaled, see `copies_scale`.
+    """The baseline `method` (without `_aligned`) before alignment.
 
-    Calibration `inputs` are read only for neurons with copies.
+    A neuron with copies is scaled by Σ_t c_j / Σ_t c_j², its least-squares scale on calibration `inputs`, which are
+    read only for this.
     """
     if method == "static_mask":
         return mask_neurons(facts)
-    choose = choice_of(method, facts)
+    ffn, choose = facts.ffn, choice_of(method, facts)
     if not has_copies(facts.neurons_EN):
         return route(facts, choose)
-    chosen = (choose(x_TD, facts.ffn.hidden(x_TD)) for x_TD in inputs)
-    member_EF = membership(facts.neurons_EN, facts.ffn.width)
-    return route(facts, choose, copies_scale(chosen, member_EF, facts.always_S, Share.of(inputs).workers))
+    member_EF = membership(facts.neurons_EN, ffn.width)
+    copies_2F = sum_moments(
+        inputs, lambda x_TD: active_copies(choose(x_TD, ffn.hidden(x_TD)), member_EF, facts.always_S), ffn.width
+    )
+    return route(facts, choose, least_squares(copies_2F))
 
 
 def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | float = 1.0) -> CarvedFFN:
@@ -129,31 +131,6 @@ def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | float
         return h_TF * active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
 
     return CarvedFFN(features, ffn.down_DF * scale_F)
-
-
-def copies_scale(
-    chosen: Iterable[Int[Tensor, "T K"]],
-    member_EF: Float[Tensor, "E F"],
-    always_S: Int[Tensor, "S"],
-    workers: Workers = ALONE,
-) -> Float[Tensor, "F"]:
-    """Σ_t c_j / Σ_t c_j², the least-squares scale of a neuron with several active copies; 1 for always-on neurons.
-
-    c_j = Σ_e chosen_e·m_ej, with m_ej = 1 if expert e holds neuron j. Both sums follow from how often two experts are
-    chosen together: E × E counts instead of T × F.
-    """
-    experts = len(member_EF)
-    together_EE = torch.zeros(experts, experts, dtype=torch.float64, device=member_EF.device)
-    for chosen_TK in chosen:
-        mask_TE = chosen_mask(chosen_TK, experts)
-        together_EE += (mask_TE.T @ mask_TE).double()  # whole numbers below 2^24: exact
-    workers.sum_(together_EE)
-    held_EF = member_EF.double()
-    first_F = together_EE.diagonal() @ held_EF
-    second_F = ((together_EE @ held_EF) * held_EF).sum(0)
-    scale_F = torch.where(second_F > 0, first_F / second_F.clamp_min(1), 1.0)
-    scale_F[always_S.long()] = 1.0
-    return scale_F.float()
 
 
 def mask_neurons(facts: LayerFacts) -> CarvedFFN:

@@ -254,7 +254,7 @@ def run_baselines(
 ) -> dict[str, MeanLoss]:
     """Held-out loss of every baseline, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
 
-    If neurons are `replicated`, unaligned baselines need weights for the copies, see `copies_scale`. They are computed
+    If neurons are `replicated`, unaligned baselines need weights for copies, see `start_baseline`. They are computed
     on the inputs of the unaligned carve, in one pass for all baselines that are not fitted, whose inputs differ little.
     Memory: hidden states of every baseline, on both splits if it is fitted, and one layer.
     """

@@ -1,4 +1,4 @@
-"""The evaluation as a table, as JSON and as Markdown."""
+"""The evaluation as a table and as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.config import MoEShape
 from stages.artifacts.job import Table
-from stages.artifacts.rendering import in_millions, render, show
+from stages.artifacts.rendering import in_millions
 from stages.evaluate.config import BASELINES
 from stages.losses import MeanLoss
 
@@ -104,24 +104,8 @@ def notes(evaluation: Evaluation) -> list[str]:
     ]
 
 
-def layer_table(evaluation: Evaluation) -> Table:
-    """One row per layer."""
-    rows = [
-        [
-            index,
-            f"{layer.error:.4f}",
-            show(layer.agreement, ".3f"),
-            f"{layer.imbalance:.2f}",
-            layer.unused_experts,
-        ]
-        for index, layer in enumerate(evaluation.layers)
-    ]
-    columns = ["layer", "reconstruction error", "agreement with the output oracle", "load max/mean", "unused experts"]
-    return Table("layers", columns, rows)
-
-
 def write_report(evaluation: Evaluation, folder: Path) -> None:
-    """Write `evaluation.json` and `evaluation.md`."""
+    """Write `evaluation.json`, with the figures of every layer."""
     record = {
         "shape": asdict(evaluation.shape),
         "dense_width": evaluation.width,
@@ -134,6 +118,3 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
         "layers": [asdict(layer) for layer in evaluation.layers],
     }
     (folder / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    tables = (summarise(evaluation), layer_table(evaluation))
-    text = "\n".join(f"## {render(table, 'github')}\n" for table in tables)
-    (folder / "evaluation.md").write_text(text, encoding="utf-8")

@@ -41,7 +41,7 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Write `evaluation.json` and `evaluation.md`."""
+    """Write `evaluation.json`."""
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
     partition = Partition.load(job.parents["cluster"])
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)

@@ -69,8 +69,7 @@ def run_layers(
     said = describe(outcomes, project, gradients)
     fitted = {index: router for index, (router, _) in layers.items()}
     checkpoint.write(job.out, fitted, routers.logit_std, lambda layer: find_done(final, layer).experts, partition, said)
-    tokens = sum(batch.tokens for batch in context.text)
-    return summarise(outcomes, [said, *alignment_needs(project, checkpoint.shape, partition.width, tokens)], project)
+    return summarise(outcomes, [said], project)
 
 
 def project_layers(
@@ -129,23 +128,6 @@ def summarise(outcomes: Mapping[int, Outcome], notes: Sequence[str], project: Pr
     last = "error after descent" if project.descent_steps else "error at the end"
     columns = ["layer", "error as cut", "after alignment", "ridge penalty", "router rounds", last]
     return Table("project", columns, rows, notes)
-
-
-def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens: int) -> list[str]:
-    """A note on how many tokens the alignment needs, if the text has fewer; `width` is F.
-
-    A routed neuron is active on a share K/E of the tokens, and its column needs as many of them as there are columns.
-    The last sequence of a text is cut to fit, and dropped if only one token is left of it: hence one token more.
-    """
-    columns = min(width, shape.always_on + shape.experts * shape.n)
-    wanted = round(columns / (1 - project.validation_share) * max(1.0, shape.experts / shape.top_k))
-    if project.alignment == "none" or tokens >= wanted:
-        return []
-    advice = f"data.tokens={-(-(wanted + 1) // 1000) * 1000}"
-    return [
-        f"{tokens:,} calibration tokens for {columns:,} columns a layer, routed to {shape.top_k} of {shape.experts} "
-        f"experts: the alignment depends on its penalty; {wanted:,} would be enough ({advice})"
-    ]
 
 
 def describe(outcomes: Mapping[int, Outcome], project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:

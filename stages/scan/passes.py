@@ -1,7 +1,7 @@
 """Passes of the dense model over all batches: measurements, checks, and distribution over workers."""
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -172,12 +172,6 @@ def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
         elif rank == workers.rank and isinstance(store, LocalStore):
             store.forget()
     return agreed
-
-
-def number_samples(batches: Sequence[TokenBatch], numbers: Collection[int]) -> list[int]:
-    """Sample numbers, within the scan, of the given batches."""
-    firsts = [0, *accumulate(len(batch.names) for batch in batches)]
-    return [sample for number in sorted(numbers) for sample in range(firsts[number], firsts[number + 1])]
 
 
 def scan_shares(

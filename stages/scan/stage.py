@@ -26,7 +26,7 @@ from stages.losses import save_memory
 from stages.scan import passes
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
-from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
+from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters
 from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig, list_sources
 from stages.text.generated import continue_prompts, load_generated, load_prompts, save_generated
@@ -139,8 +139,6 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         slots_M = passes.draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
         done = passes.agree_on_done(keeper, workers)
         resumed_at = sum(batches[number].tokens for number in done)
-        if scan.parameters and workers.leads:
-            require_recorded(parts, passes.number_samples(batches, done))
         whose = "scan" if workers.world == 1 else f"scan, worker 1 of {workers.world}"
         with tqdm(
             total=text.tokens, initial=resumed_at, desc=whose, unit="tok", smoothing=0.1, disable=not workers.leads

@@ -179,13 +179,3 @@ def _row(name: str, steps: int, lines: Lines, dense: float) -> list[object]:
         f"{last['router_entropy']:.3f}" if "router_entropy" in last else "-",
         f"{sum(speeds) / len(speeds):,.0f}" if speeds else "-",
     ]
-
-
-def describe(lines: Lines) -> str:
-    """The training in a sentence, for the model card."""
-    dense, start = (float(lines[0][name]) for name in ("dense_heldout_loss", "heldout_loss"))
-    tokens = max((int(line["tokens"]) for line in lines if "tokens" in line), default=0)
-    end = next(float(line["heldout_loss"]) for line in reversed(lines) if "heldout_loss" in line)
-    return (
-        f"{tokens:,} tokens; held-out loss over the dense model's {start - dense:+.4f} before, {end - dense:+.4f} after"
-    )

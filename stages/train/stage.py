@@ -61,11 +61,13 @@ def run(
     del dense
     loading.release_freed_memory()
     trained = run_phases(job, phases, context, done, dense_loss)
+    table = NOTHING
     if lines is not None:
         lines.close()
-        keep_result(job, trained, form, context.schedule.at(total), lines)
+        table = record.summarise(lines.lines, phases, text.train.tokens)
+        keep_result(job, trained, form, context.schedule.at(total), lines, "; ".join(table.notes))
     job.workers.broadcast(None)  # all wait until the result is written
-    return NOTHING if lines is None else record.summarise(lines.lines, phases, text.train.tokens)
+    return table
 
 
 def run_phases(job: Job, phases: list[Phase], context: TrainContext, done: int, dense_loss: float | None) -> Path:
@@ -131,11 +133,16 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
     loading.release_freed_memory()
 
 
-def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float, lines: record.Record) -> None:
-    """Publish the checkpoint `trained`, its routers with the scheduled `logit_std`, and the record."""
+def keep_result(
+    job: Job, trained: Path, form: CheckpointFormat, logit_std: float, lines: record.Record, said: str
+) -> None:
+    """Publish the checkpoint `trained`, its routers with the scheduled `logit_std`, and the record.
+
+    `said` is for the model card.
+    """
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
     write_native(model, start, job.out / "checkpoint", form.dtype)
-    copy_card(start, job.out / "checkpoint", record.describe(lines.lines))
+    copy_card(start, job.out / "checkpoint", said)
     found = [read_router(router, form.target.selection_bias_scale) for router in find_routers(model)]
     layers = len(Routers.load(job.parents["project"]).rows)
     carved = (layer for layer in range(layers) if layer not in form.shape.dense_layers)

@@ -75,21 +75,6 @@ def test_experts_that_are_not_used_come_into_use(carve, router):
     assert after.unused < before.unused
 
 
-def test_tokens_that_determine_the_alignment(carve):
-    words = [
-        "stage=project",
-        "experts=4",
-        "n=8",
-        "top_k=4",
-        "always_on=104",
-        "project.router_steps=0",
-        "data.tokens=100",
-    ]
-    note = carve(*words).note("the alignment depends on its penalty")
-    assert note is not None
-    assert carve(*words, *advised(note)).note("the alignment depends on its penalty") is None
-
-
 @pytest.mark.parametrize(
     ("runtime", "n", "words"),
     [

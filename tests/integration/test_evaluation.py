@@ -5,8 +5,6 @@ import json
 import pytest
 from integration.carving import reopen
 
-from stages.evaluate.report import DESCRIPTIONS
-
 # Gates in parity mode differ from constant ones by the spread of the logits, 1e-3, but not in their sum.
 PARITY = 5e-4
 
@@ -38,23 +36,6 @@ def test_the_carve_before_projection_is_the_assembled_checkpoint(carves, reopene
     """One is computed neuron by neuron, the other by transformers' experts."""
     losses = read_losses(carves["qwen2-parity"])
     assert losses["unaligned"] == pytest.approx(reopened["qwen2-parity"]["assemble"]["loss"], abs=PARITY)
-
-
-def test_the_table_shows_the_numbers_of_the_record(carves, name):
-    folder = carves[name].evaluation
-    record = json.loads((folder / "evaluation.json").read_text())
-    lines = (folder / "evaluation.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    rows = {row[0]: row[1:] for row in cells}
-    for model, found in record["models"].items():
-        perplexity, gap, active, parameters, _speed = rows[DESCRIPTIONS[model]]
-        assert (perplexity, gap) == (f"{found['perplexity']:.3f}", f"{found['gap']:+.4f}")
-        if model in {"dense", "carved"}:
-            assert (active, parameters) == tuple(
-                f"{found[key] / 1e6:.2f} M" for key in ("active_parameters", "parameters")
-            )
-    for index, layer in enumerate(record["layers"]):
-        assert rows[str(index)][0] == f"{layer['error']:.4f}"
 
 
 def test_the_carve_beats_a_mask_and_a_random_router_of_its_width(carves):

@@ -6,7 +6,7 @@ import torch
 
 from models.experts import ExpertLoop, slice_ffn
 from models.routing import LinearRouter
-from stages.evaluate.baselines import copies_scale, start_baseline
+from stages.evaluate.baselines import start_baseline
 
 METHODS = ("unaligned", "random_router", "oracle")
 
@@ -80,9 +80,3 @@ def test_counts_of_experts_chosen_together_give_the_weight_of_copies(facts, x_TD
     wanted_F = torch.where(wanted_F.isnan(), 1.0, wanted_F)
     torch.testing.assert_close(carved.down_DF, facts.ffn.down_DF * wanted_F)
     assert (wanted_F != 1).any()
-
-
-def test_experts_that_nobody_chooses_weigh_one():
-    none_S, member_EF = torch.empty(0, dtype=torch.int64), torch.tensor([[1.0, 1, 0], [0, 1, 1]])
-    scale_F = copies_scale([torch.tensor([[0], [0]])], member_EF, none_S)
-    assert scale_F.tolist() == [1, 1, 1]

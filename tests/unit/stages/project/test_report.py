@@ -1,20 +1,7 @@
-import pytest
-
-from models.config import MoEShape
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients
 from stages.project.layer_pass import Outcome
-from stages.project.stage import alignment_needs, describe, summarise
-
-SHAPE = MoEShape(experts=6, n=20, top_k=2, always_on=30)
-
-
-@pytest.mark.parametrize(("alignment", "tokens", "noted"), [("ridge", 899, 1), ("ridge", 900, 0), ("none", 5, 0)])
-def test_too_few_tokens_are_noted_with_the_number_that_would_do(alignment, tokens, noted):
-    settings = ProjectConfig(validation_share=0.5, alignment=alignment)
-    notes = alignment_needs(settings, SHAPE, 200, tokens)
-    assert len(notes) == noted
-    assert all("900 would be enough" in note and "150 columns" in note for note in notes)
+from stages.project.stage import describe, summarise
 
 
 def test_what_gradient_projection_came_to():

@@ -1,8 +1,7 @@
 import numpy as np
 import torch
 
-from stages.scan.passes import draw_reservoir, number_samples, slots_of_batch, token_to_neuron_major
-from stages.text.batches import TokenSequence, batch_sequences
+from stages.scan.passes import draw_reservoir, slots_of_batch, token_to_neuron_major
 
 
 def test_the_draw_is_uniform_size_and_seeded():
@@ -24,11 +23,3 @@ def test_bits_turn_from_tokens_to_neurons():
     packed = torch.from_numpy(np.packbits(active_LRF, axis=2))
     turned = token_to_neuron_major(packed, width=12)
     assert np.array_equal(np.unpackbits(turned.numpy(), axis=2, count=5), active_LRF.transpose(0, 2, 1))
-
-
-def test_samples_are_numbered_through_all_batches():
-    lengths = [3, 3, 5, 2, 2, 2]
-    batches = batch_sequences([TokenSequence("", [1] * length, [1] * length) for length in lengths], 6, 0)
-    assert [len(batch.names) for batch in batches] == [2, 1, 3]
-    assert number_samples(batches, {2, 0}) == [0, 1, 3, 4, 5]
-    assert number_samples(batches, set()) == []

@@ -4,7 +4,6 @@ import sys
 import pytest
 
 from instruments.errors import ContractError
-from stages.train import record as module
 from stages.train.objective import Phase
 from stages.train.record import Record, drop_older, drop_unfinished, find_latest, mark_whole, read_record, summarise
 
@@ -85,8 +84,6 @@ def test_table_has_a_row_for_the_start_and_every_phase():
         "dense model: held-out loss 2.0000; 600 tokens of text, read 1.5 times",
         "training closed 75% of the gap",
     ]
-    said = module.describe(LINES)
-    assert said == "900 tokens; held-out loss over the dense model's +0.4000 before, +0.1000 after"
     worse = [*LINES, {"step": 9, "phase": "experts", "heldout_loss": 2.5}]
     assert summarise(worse, phases, 600).notes[1] == "the gap grew by 25%"
 
