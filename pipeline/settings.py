@@ -72,7 +72,7 @@ CHAIN = (
     Stage("score", ("scan",), ("score", "seed")),
     Stage("cluster", ("scan", "score"), ("model", "data", "vocabulary", "cluster", "shape", "seed"),
           shared=True, samples=True),
-    Stage("extract", ("cluster",), ("model", "shape")),
+    Stage("extract", ("cluster",), ("model",)),
     Stage("assemble", ("cluster", "extract"), ("model", "data", "vocabulary", "assemble", "shape", "seed"),
           shared=True, samples=True),
     Stage("project", ("cluster", "extract", "assemble"),

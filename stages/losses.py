@@ -84,13 +84,6 @@ def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
     return (labels_BT[:, 1:] != IGNORED).sum(1)
 
 
-def sample_losses(
-    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, inplace_backward: bool = False
-) -> Float[Tensor, "B"]:
-    """Mean loss of each sample over its supervised tokens; arguments as in `token_losses`."""
-    return token_losses(logits_BTV, labels_BT, inplace_backward=inplace_backward).sum(1) / supervised_tokens(labels_BT)
-
-
 @dataclass(frozen=True)
 class MeanLoss:
     """Next-token loss over all supervised tokens of a text."""
@@ -171,7 +164,9 @@ def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logi
     """
     with gradients_from_embeddings(model):
         logits = model(**batch.inputs(input_device(model)), use_cache=False).logits
-    return sample_losses(logits, batch.labels.to(logits.device), inplace_backward=inplace_backward_logits)
+    labels_BT = batch.labels.to(logits.device)
+    losses_BT = token_losses(logits, labels_BT, inplace_backward=inplace_backward_logits)
+    return losses_BT.sum(1) / supervised_tokens(labels_BT)
 
 
 @contextmanager

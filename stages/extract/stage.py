@@ -4,9 +4,8 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from instruments.errors import ContractError
 from models.checkpoint.shards import ShardReader
-from models.config import ModelConfig, MoEShape
+from models.config import ModelConfig
 from models.dense import dense_family
 from models.experts import slice_experts
 from models.source import read_config, resolve_folder
@@ -15,15 +14,11 @@ from stages.artifacts.experts import ExtractedLayer
 from stages.artifacts.job import Job, Table
 
 
-def run(job: Job, *, model: ModelConfig, shape: MoEShape) -> Table:
-    """Copy the neurons of the partition into one file per layer that does not stay dense. Raises ContractError."""
+def run(job: Job, *, model: ModelConfig) -> Table:
+    """Copy the neurons of the partition into one file per layer that does not stay dense."""
     folder = resolve_folder(model)
     config = read_config(folder)
     partition = Partition.load(job.parents["cluster"])
-    wanted = config["num_hidden_layers"], shape.experts, shape.n, shape.always_on, config["intermediate_size"]
-    if partition.sizes != wanted:
-        what = f"the partition has (layers, experts, n, always_on, width) = {partition.sizes}, not {wanted}"
-        raise ContractError(what, where="stage=cluster", do="stage=cluster fresh=true")
     started, size = perf_counter(), 0
     with ShardReader(folder) as reader:
         for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from instruments.errors import ConfigError
 from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import Job, Table
 from stages.score.config import ScoreConfig
@@ -112,9 +111,6 @@ def score_random(layers: int, width: int, seed: int) -> Float[Tensor, "L F"]:
 def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
     """Score every neuron of every layer."""
     statistics = NeuronStatistics.load(job.parents["scan"])
-    if score.needs_gradients and not statistics.samples_with_gradient:
-        what = f"score.method={score.method} needs gradients; the scan was forward-only"
-        raise ConfigError(what, where="stage=score", do="scan=default, or score=contribution")
     scores = score_neurons(statistics, score, seed)
     scores.save(job.out)
     return summarise(scores, statistics)

@@ -1,7 +1,5 @@
 """The training loop of one phase: micro-batches, gradients of all processes, clipping, figures and checkpoints."""
 
-import hashlib
-import json
 import logging
 import math
 import sys
@@ -61,16 +59,14 @@ class TrainingText:
     train: LoadedText
     heldout: list[TokenBatch]
     pad_id: int
-    heldout_hash: str = ""  # does not depend on how the sequences are batched
 
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> TrainingText:
     """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
     text = load_text(replace(data, tokens=train.tokens), tokenizer, "calibration")
     heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
-    content = hashlib.sha256(json.dumps([[sequence.ids, sequence.labels] for sequence in heldout]).encode())
     batches = batch_sequences(heldout, train.micro_batch * data.max_length, pad_id)
-    return TrainingText(text, batches, pad_id, content.hexdigest()[:16])
+    return TrainingText(text, batches, pad_id)
 
 
 def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:

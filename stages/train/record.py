@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instruments.errors import ContractError
 from instruments.files import sync_tree, write_text
 from stages.artifacts.job import Table
 from stages.train.objective import Phase
@@ -20,7 +19,6 @@ WHOLE = "whole"  # file that marks a complete checkpoint folder
 FILE = "metrics.jsonl"
 FINAL = "final"  # folder of a phase's last checkpoint
 EVENTS = "tensorboard"
-HELDOUT = "heldout_hash"  # key of the first line
 
 
 def mark_whole(folder: Path) -> None:
@@ -70,17 +68,9 @@ class Record:
     events: Any  # a SummaryWriter, or None
 
     @classmethod
-    def open(cls, folder: Path, saved: Path | None, *, tensorboard: bool, heldout_hash: str = "") -> "Record":
-        """Go on from the record in the checkpoint `saved`; None: an empty one.
-
-        Raises:
-            ContractError: its losses are about another held-out text.
-        """
+    def open(cls, folder: Path, saved: Path | None, *, tensorboard: bool) -> "Record":
+        """Go on from the record in the checkpoint `saved`; None: an empty one."""
         lines = read_record(saved) if saved else []
-        if lines and lines[0].get(HELDOUT, heldout_hash) != heldout_hash:
-            what = "this unfinished training was measured on another held-out text: losses could not be compared"
-            do = "the held-out text and train.heldout_sequences= as before, or stage=train fresh=true to start it over"
-            raise ContractError(what, where=str(folder / FILE), do=do)
         shutil.rmtree(folder / EVENTS, ignore_errors=True)  # written again from the lines
         record = cls(folder, [], open_events(folder / EVENTS) if tensorboard else None)
         write_text(folder / FILE, "")
@@ -105,7 +95,7 @@ class Record:
         with (self.folder / FILE).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(line)}\n")
         for name, value in line.items() if self.events is not None else ():
-            if name not in {"step", "phase", "warnings", HELDOUT}:
+            if name not in {"step", "phase", "warnings"}:
                 self.events.add_scalar(name, value, line["step"])
 
     def save(self, folder: Path) -> None:

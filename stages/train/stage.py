@@ -50,7 +50,7 @@ def run(
     dense = loading.load_dense(model, source) if train.logits or not done else None
     lines = None
     if job.workers.leads:
-        lines = record.Record.open(job.scratch, saved, tensorboard=train.tensorboard, heldout_hash=text.heldout_hash)
+        lines = record.Record.open(job.scratch, saved, tensorboard=train.tensorboard)
     context = TrainContext(
         settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
@@ -125,7 +125,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
     if dense_loss is not None:
         losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(loop.model)
         if context.record is not None:
-            context.record.write(0, "start", {**losses, record.HELDOUT: context.text.heldout_hash})
+            context.record.write(0, "start", losses)
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
     with loading.explained_memory(f"stage=train, phase {phase.name}", remedy):
         loop.run(found)

@@ -5,8 +5,7 @@ import torch
 from pico import write_pico
 from safetensors.torch import load_file
 
-from instruments.errors import ContractError
-from models.config import ModelConfig, MoEShape
+from models.config import ModelConfig
 from stages.artifacts.carve import Partition
 from stages.artifacts.experts import load_layer
 from stages.artifacts.job import Job
@@ -14,7 +13,6 @@ from stages.artifacts.tensor_file import layer_file
 from stages.extract.stage import run
 
 LAYERS, WIDTH = 2, 40
-SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def job(tmp_path):
 
 
 def test_experts_are_the_dense_neurons(dense, job):
-    table = run(job, model=ModelConfig(kind="local", path=str(dense)), shape=SHAPE)
+    table = run(job, model=ModelConfig(kind="local", path=str(dense)))
     weights = load_file(dense / "model.safetensors")
     partition = Partition.load(job.parents["cluster"])
     for layer in range(LAYERS):
@@ -64,20 +62,11 @@ def test_experts_are_the_dense_neurons(dense, job):
 def test_layers_that_stay_dense_are_not_sliced(dense, job):
     whole = Partition.load(job.parents["cluster"])
     replace(whole, neurons=whole.neurons_of(1), home=whole.home[3:]).save(job.parents["cluster"])
-    shape = replace(SHAPE, dense_layers=(0,))
-    table = run(job, model=ModelConfig(kind="local", path=str(dense)), shape=shape)
+    table = run(job, model=ModelConfig(kind="local", path=str(dense)))
     assert [path.name for path in job.out.iterdir()] == [layer_file(job.out, 1).name]
     rows = {str(name): value for name, value in table.rows}
     assert rows["layers"] == 1
     assert rows["neurons dropped a layer"] == "11 of 40"
-
-
-def test_a_partition_of_another_shape(dense, job):
-    other = MoEShape(experts=3, n=9, top_k=2, always_on=5)
-    with pytest.raises(ContractError, match=r"\(2, 3, 8, 5, 40\), not \(2, 3, 9, 5, 40\)") as caught:
-        run(job, model=ModelConfig(kind="local", path=str(dense)), shape=other)
-    assert (caught.value.where, caught.value.do) == ("stage=cluster", "stage=cluster fresh=true")
-    assert list(job.out.iterdir()) == []
 
 
 def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense, job):
@@ -85,8 +74,7 @@ def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense, job):
     neurons = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
     always_on = torch.arange(5).expand(LAYERS, 5).int()
     Partition(WIDTH, neurons, torch.ones(3, dtype=torch.int32), always_on, pooled=True).save(job.parents["cluster"])
-    shape = replace(SHAPE, topology="global_pool")
-    table = run(job, model=ModelConfig(kind="local", path=str(dense)), shape=shape)
+    table = run(job, model=ModelConfig(kind="local", path=str(dense)))
     assert dict(table.rows)["experts in all"] == 3
     weights = load_file(dense / "model.safetensors")
     gate_FD, down_DF = (weights[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "down"))

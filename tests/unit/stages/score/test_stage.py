@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from instruments.errors import ConfigError
 from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import Job
 from stages.score.config import ScoreConfig
@@ -214,17 +213,6 @@ def test_a_forward_only_scan_scores_without_gradients_and_says_so(job, make_stat
 def test_nothing_is_missed_of_a_forward_only_scan_that_no_term_asks_for(make_statistics):
     scores = score_neurons(make_statistics(gradient=False), ScoreConfig(gradient_weight=0), 1)
     assert scores.description == "s_p"
-
-
-@pytest.mark.parametrize(
-    "score", [ScoreConfig("taylor"), ScoreConfig(activation_weight=0, frequency_weight=0)], ids=["taylor", "gradient"]
-)
-def test_gradients_cannot_be_asked_of_a_forward_only_scan(job, make_statistics, score):
-    make_statistics(gradient=False).save(job.parents["scan"])
-    with pytest.raises(ConfigError) as error:
-        run(job, score=score, seed=1)
-    assert error.value.what.startswith(f"score.method={score.method} needs gradients")
-    assert not list(job.out.iterdir())
 
 
 @pytest.mark.parametrize("setting", [{"form": "product"}, {"normalisation": "zscore"}, {"gradient_weight": 0.0}])

@@ -11,14 +11,12 @@ import torch
 from accelerate import cpu_offload
 from pico_moes import make_moe
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase
 
 from models.loading import load_whole
 from models.training import Part, find_routers, selection_bias
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
-from stages.text.config import DataConfig
 from stages.text.sequences import LoadedText
 from stages.train import loop, stage
 from stages.train.config import TrainConfig
@@ -44,18 +42,6 @@ def make_context(settings, heldout=(), workers=None):
 
 def draw(count):
     return [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(count)]
-
-
-def test_the_heldout_text_is_known_by_its_tokens_however_it_is_batched(monkeypatch):
-    texts = [TokenSequence(str(n), list(range(n, n + 5)), list(range(n, n + 5))) for n in range(7)]
-    tokenizer = Mock(PreTrainedTokenizerBase)
-    monkeypatch.setattr(loop, "load_text", lambda *_: LoadedText(texts, {}))
-
-    def found(count, micro_batch):
-        settings = TrainConfig(heldout_sequences=count, micro_batch=micro_batch)
-        return loop.read_text(DataConfig(max_length=6), settings, tokenizer, 0).heldout_hash
-
-    assert found(6, 2) == found(6, 3) != found(4, 2)
 
 
 @pytest.mark.parametrize(("batches", "passes"), [(4, 2), (6, 2), (7, 3)])
