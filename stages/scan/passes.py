@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from instruments.errors import CheckpointError, NumericsError
+from instruments.errors import CheckpointError, NumericsError, some
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
 from stages.accumulators.sums import LocalStore, ScanSums, SumStore
 from stages.artifacts.job import Workers
@@ -26,42 +26,29 @@ def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Modu
     bad_B = ~losses_B.isfinite()
     if not bad_B.any():
         return
-    _refuse(supervised_tokens(batch.labels) == 0, batch, "no token counts in the loss", _NO_LABEL)
-    check_weights(model)
-    _refuse(bad_B, batch, "the loss is not finite", "scan in another format: model.dtype=float32")
-
-
-def check_weights(model: nn.Module) -> None:
-    """Refuse non-finite weights, naming the tensors."""
-    bad = [
+    do = "leave these samples out: every label is masked, or the only one is at the first token, which nothing predicts"
+    _refuse(supervised_tokens(batch.labels) == 0, batch, "no token counts in the loss", do)
+    broken = [
         name
         for name, weight in model.named_parameters()
         if weight.is_floating_point() and weight.device.type != "meta" and not weight.isfinite().all()
     ]
-    if bad:
-        what = f"{len(bad)} tensors hold weights that are not finite"
+    if broken:
+        what = f"{len(broken)} tensors hold weights that are not finite"
         do = "download or copy the checkpoint again, or model.dtype=float32 if its numbers are too large for float16"
-        raise CheckpointError(what, where=", ".join(bad[:3]) + (" ..." if len(bad) > 3 else ""), do=do)
+        raise CheckpointError(what, where=some(broken, 3, ", "), do=do)
+    _refuse(bad_B, batch, "the loss is not finite", "scan in another format: model.dtype=float32")
 
 
-def check_gradients(
-    totals_B: Float[Tensor, "B"], losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module
-) -> None:
+def check_gradients(totals_B: Float[Tensor, "B"], losses_B: Float[Tensor, "B"], batch: TokenBatch) -> None:
     """Refuse samples whose Σ‖∇‖ over all layers is zero or not finite, naming them and the likely cause."""
-    _refuse(~totals_B.isfinite(), batch, "the gradients are not finite", _TOO_LARGE)
+    do = "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range"
+    _refuse(~totals_B.isfinite(), batch, "the gradients are not finite", do)
     silent_B = totals_B == 0
-    _refuse(silent_B & (losses_B == 0), batch, "the loss is exactly zero, and so are all gradients", _NO_LOSS)
-    dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
-    _refuse(silent_B, batch, "all gradients are zero", _UNDERFLOW if dtype != torch.float32 else _NO_PATH)
-
-
-_NO_LABEL = (
-    "leave these samples out: every label is masked, or the only one is at the first token, which nothing predicts"
-)
-_TOO_LARGE = "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range"
-_NO_LOSS = "leave these samples out: the model is certain of every supervised token (a single one, perhaps)"
-_UNDERFLOW = "model.dtype=float32: gradients this small vanish in half precision"
-_NO_PATH = "check that the checkpoint's FFN weights are not all zero"
+    do = "leave these samples out: the model is certain of every supervised token (a single one, perhaps)"
+    _refuse(silent_B & (losses_B == 0), batch, "the loss is exactly zero, and so are all gradients", do)
+    do = "model.dtype=float32, as small gradients vanish in half precision; or check that FFN weights are not all zero"
+    _refuse(silent_B, batch, "all gradients are zero", do)
 
 
 def _refuse(bad_B: Bool[Tensor, "B"], batch: TokenBatch, what: str, do: str) -> None:
@@ -104,7 +91,7 @@ class Scanner:
             loss_scale /= 16
             found = self._measure(batch, slots_BT, loss_scale)
         if self.settings.gradients:
-            check_gradients(found.totals_B, found.losses_B, batch, self.model)
+            check_gradients(found.totals_B, found.losses_B, batch)
         if self.parameters:
             self.parameters.keep(first_sample, loss_scale)
         counters = {
