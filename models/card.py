@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from models.config import MoEShape
-from models.dense import rope_type_of
-from models.targets.base import BLOCK, RUNTIMES, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
+from models.decoder import Decoder
+from models.targets.base import (
+    BLOCK,
+    RUNTIMES,
+    MoETarget,
+    expert_width,
+    gate_kind,
+    is_power_of_two,
+    rope_type_of,
+    shared_width,
+)
 
 # owner/name on the hub; any other source is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
@@ -28,7 +37,7 @@ def render_card(
     target: MoETarget,
     shape: MoEShape,
     rows: Mapping[str, object],
-    dense: Mapping[str, Any],
+    dense: Decoder,
     pad_to: int | None = None,
 ) -> str:
     """The card as Markdown, with the front matter that hubs read.
@@ -38,17 +47,17 @@ def render_card(
         target: the architecture.
         shape: shape of the experts.
         rows: what was done by which method, with its results.
-        dense: config.json of the dense model.
+        dense: the dense model.
         pad_to: see `expert_width`.
     """
     # Without characters of markup.
     name = re.sub(r"[^\w .+/-]", "_", source if _REPOSITORY.fullmatch(source) else Path(source).name).strip() or "dense"
-    width, layers = int(dense["intermediate_size"]), int(dense["num_hidden_layers"])
+    width, layers = dense.width, dense.depth
     share = f"{shape.active_width / width:.0%}"
     if shape.dense_layers:
         share += f"; on average over all layers {shape.active_share(width, layers):.0%}"
     remote_code = ", trust_remote_code=True" if target.is_tiny_onn else ""
-    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(target, shape, pad_to, dense))
+    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(target, shape, pad_to, dense.config))
     facts = {
         "architecture": f"`{target.architecture}`",
         "experts": _experts(shape, layers),

@@ -1,16 +1,20 @@
 """Whether the dense source model can be carved, found without reading a weight: all faults at once."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
+from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
 from models.config import MEMORY, ModelConfig, setting_word
-from models.dense import check_features, check_tensors, check_values, dense_family
+from models.decoder import check_tensors, find_decoder
 from models.quantization import missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, read_source_config
+
+_LARGEST = 2**31 - 1  # upper bound for sizes, counts and token ids
+_MOST_LAYERS = 10_000  # without weights to compare with
 
 
 def check_source(model: ModelConfig) -> list[UserError]:
@@ -25,23 +29,25 @@ def check_source(model: ModelConfig) -> list[UserError]:
     wrong_weights = check_hub_weights(model) if model.kind == "hub" else []
     if model.kind != "hub":
         entries, wrong_weights = checkpoint.check_shards(config_folder(model))
-    errors = [*check_placement(model), *_check_config(model, config), *wrong_weights]
-    if errors or model.kind == "hub":
+    errors = [*check_placement(model), *_check_config(model, config, len(entries)), *wrong_weights]
+    if errors:
         return errors
+    try:
+        decoder = find_decoder(config_folder(model))
+    except UserError as error:
+        return [error]
+    if model.kind == "hub":
+        return []
     packed = [name for name, entry in entries.items() if isinstance(entry, checkpoint.PackedEntry)]
     if packed and not stored_quantization(config):
         what = f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it"
         do = "copy quantization_config from the checkpoint's own config.json"
         return [CheckpointError(what, where=some(packed, 3, ", "), do=do)]
-    return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, dense_family(config))]
+    return [*check_tensors(decoder, {name: entry.shape for name, entry in entries.items()})]
 
 
-def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]:
-    try:
-        family = dense_family(config)
-    except CheckpointError as error:
-        return [error]
-    wrong: list[UserError] = [*check_values(config)]
+def _check_config(model: ModelConfig, config: dict[str, Any], tensors: int) -> list[UserError]:
+    wrong: list[UserError] = [*check_values(config, tensors)]
     if wrong:
         return wrong
     try:
@@ -49,7 +55,99 @@ def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]
     except ValueError as error:
         where = f"config.json of {model.path or model.name}"
         return [CheckpointError(f"config.json is no JSON: {error}", where=where, do="download it again")]
-    return [*check_quantization(model, config), *check_features(config, family)]
+    return [*check_quantization(model, config), *check_features(config)]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _is_tokens(value: object) -> bool:
+    tokens = value if isinstance(value, list) else [value]
+    return all(type(token) is int and abs(token) <= _LARGEST for token in tokens)
+
+
+def _is_rope(value: object) -> bool:
+    """Whether this is a position encoding: numbers, lists of numbers and a type; or such an object per layer type."""
+    if not isinstance(value, dict):
+        return False
+    sizes = [value.get(key) for key in ("factor", "rope_theta", "original_max_position_embeddings")]
+    named = all(isinstance(value.get(key), str | None) for key in ("rope_type", "type"))
+    if not named or not all(size is None or (_is_number(size) and size > 0) for size in sizes):
+        return False
+    numbers = [item for item in value.values() if isinstance(item, int | float) and not isinstance(item, bool)]
+    lists = [item for item in value.values() if isinstance(item, list)]
+    parts = [item for item in value.values() if isinstance(item, dict)]
+    return all(map(_is_number, [*numbers, *(part for item in lists for part in item)])) and all(
+        not any(isinstance(item, dict) for item in part.values()) and _is_rope(part) for part in parts
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+# Checks of the values in config.json that are present and not null, at the top and in text_config.
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "head_dim",
+         "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings"),
+        lambda value: _is_count(value) and value != 0,
+    ),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_dropout"),
+                    lambda value: _is_number(value) and value >= 0),
+    **dict.fromkeys(("rope_theta", "query_pre_attn_scalar", "rope_local_base_freq"),
+                    lambda value: _is_number(value) and value > 0),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
+                     "final_logit_softcapping", "attn_logit_softcapping", "sliding_window", "max_window_layers"),
+                    _is_number),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"),
+                    lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "model_type"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("dtype", "torch_dtype"),
+                    lambda value: isinstance(value, str) and value.removeprefix("torch.") in FLOATING),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_rope),
+    **dict.fromkeys(("quantization_config", "text_config"), lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("layer_types", "architectures"),
+                    lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value)),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _is_tokens),
+}  # fmt: skip
+
+
+def check_values(config: Mapping[str, Any], tensors: int = 0) -> list[CheckpointError]:
+    """Errors for values in config.json that no dense model has: negative or infinite sizes, wrong types.
+
+    `tensors`: number of tensors on disk, which bounds the layers; 0: unknown.
+    """
+    text = config.get("text_config")
+    wrong = [
+        f"{key}={repr(value)[:60]}"
+        for part in (config, text if isinstance(text, Mapping) else {})
+        for key, value in part.items()
+        if value is not None
+        and (
+            (key in _KINDS and not _KINDS[key](value))
+            # A model of that many layers would be built before its tensors are compared.
+            or (key in {"num_hidden_layers", "num_layers", "n_layer"} and value > (tensors or _MOST_LAYERS))
+        )
+    ]
+    what, do = "config.json holds values that no model has", "download or copy it again"
+    return [CheckpointError(what, where=", ".join(wrong), do=do)] if wrong else []
+
+
+def check_features(config: Mapping[str, Any]) -> Iterator[CheckpointError]:
+    """Yield errors for features that no MoE can express."""
+    text = config.get("text_config") or config
+    # In embedding models a token may see the one that it should predict.
+    causal = {"is_causal": text.get("is_causal", True)}
+    # In Gemma 4 "vision" means tokens of one image.
+    causal["use_bidirectional_attention"] = text.get("use_bidirectional_attention") in {None, False, "vision"}
+    for key in (key for key, holds in causal.items() if not holds):
+        what, do = "with attention to later tokens this is no model of the next token", "choose a causal language model"
+        yield CheckpointError(what, where=f"{key} in config.json", do=do)
+    if str(text.get("dtype") or text.get("torch_dtype")).removeprefix("torch.") == "float64":
+        do = "load it in float32 with transformers, write it by save_pretrained, and carve that"
+        yield CheckpointError("transformers' kernels for experts have no float64", where="dtype in config.json", do=do)
 
 
 def check_kind(model: ModelConfig) -> Iterator[ConfigError]:

@@ -18,6 +18,7 @@ from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.folder import LICENCES, TOKENIZER_PATTERNS, read_json
 from models.checkpoint.shards import ShardReader, ShardWriter
 from models.config import MoEShape
+from models.decoder import PROJECTIONS
 from models.experts import ExpertWeights
 from models.loading import load_tokenizer
 from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
@@ -120,18 +121,19 @@ def emit_checkpoint(
         raise CheckpointError("the MoE would overwrite its source", where=str(out_folder), do="choose another folder")
     with ShardReader(source_folder) as reader, ShardWriter(out_folder) as writer:
         emission = _Emission(reader, writer, target, shape, pad_to, _main_dtype(reader, dtype), dtype == "source")
-        emission.copy(reader.family.embedding)
-        for layer in tqdm(range(reader.config["num_hidden_layers"]), desc="write checkpoint", unit="layer"):
+        emission.copy_frame()
+        for layer in tqdm(range(reader.decoder.depth), desc="write checkpoint", unit="layer"):
             emission.copy_layer(layer)
             if layer not in shape.dense_layers:
                 emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
                 emission.add_experts(layer, experts(layer))
         emission.finish()
-        source = {**reader.config, "tie_word_embeddings": reader.tied}
+        decoder, tied = reader.decoder, reader.tied
     copy_tokenizer_files(source_folder, out_folder)
     if target.is_tiny_onn:
         copy_code(out_folder)
-    config = emit_config(source, target, shape, str(emission.main_dtype).removeprefix("torch."), pad_to)
+    dtype = str(emission.main_dtype).removeprefix("torch.")
+    config = emit_config(decoder, target, shape, dtype, pad_to, tied=tied)
     keep_tokens(source_folder, out_folder)
     (out_folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -143,9 +145,10 @@ def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
 
 
 def _main_dtype(reader: ShardReader, asked: str) -> torch.dtype:
-    name = source_dtype(reader.config) if asked == "source" else asked
+    decoder = reader.decoder
+    name = (source_dtype(decoder.config_json) or source_dtype(decoder.config)) if asked == "source" else asked
     if name is None:
-        return reader.dtype(reader.family.ffn(0)[2])
+        return reader.dtype(decoder.weight(0, "down"))
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -166,25 +169,41 @@ class _Emission:
     keeps_dtypes: bool  # every tensor keeps its number format; otherwise all get `main_dtype`
     pool: list[Projections] = field(default_factory=list)
 
-    def copy(self, name: str, out_name: str | None = None) -> None:
-        self._add(out_name or name, self.reader.tensor(name))
+    def copy(self, name: str) -> None:
+        tensor = self.reader.tensor(name)
+        copies = {name: tensor} if self.target.is_tiny_onn else self.target.copies(self.reader.decoder, name, tensor)
+        for out_name, copied in copies.items():
+            self._add(out_name, copied)
+
+    def copy_frame(self) -> None:
+        """Copy what is around the layers: embeddings, final norm, and a wrapper's other parts."""
+        decoder = self.reader.decoder
+        for name in decoder.frame_names:
+            if name != decoder.head and name in decoder.stored:
+                self.copy(name)
 
     def copy_layer(self, layer: int) -> None:
         """Copy attention and norms, and the FFN of a layer that stays dense."""
-        family, dense = self.reader.family, layer in self.shape.dense_layers
-        names = [*family.kept(layer, self.reader.config), *(family.ffn(layer) if dense else ())]
-        for name in family.stored(names) if self.target.is_tiny_onn else names:
+        decoder = self.reader.decoder
+        for name in decoder.layer_names(layer):
             self.copy(name)
+        if layer not in self.shape.dense_layers:
+            return
+        if self.target.is_tiny_onn:
+            for name in dict.fromkeys(decoder.weight(layer, part) for part in PROJECTIONS):
+                self.copy(name)
+            return
+        for part in PROJECTIONS:
+            self._add(self.target.dense.format(layer=layer, part=part), self.reader.projection(layer, part))
 
     def finish(self) -> None:
-        """Write the experts of all layers as one pool, the final norm and the output embedding."""
+        """Write the experts of all layers as one pool, and the output embedding."""
         if self.shape.pooled:
             self._add_pool()
-        family, tied = self.reader.family, self.reader.tied
-        self.copy(family.final_norm)
+        decoder, tied = self.reader.decoder, self.reader.tied
         if not (self.target.is_tiny_onn and tied):
             # Some runtimes do not tie embeddings, even if config.json says so.
-            self.copy(family.embedding if tied else family.head, family.head)
+            self._add(decoder.head, self.reader.tensor(decoder.embedding if tied else decoder.head))
 
     def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:
         experts = self.shape.experts
@@ -248,7 +267,7 @@ class _Emission:
         scaled = (weight.float() * scale).to(dtype)
         if not scaled.isfinite().all():
             what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
-            able = targets_of(self.reader.family.model_type, self.shape.always_on)
+            able = targets_of(self.reader.decoder, self.shape.always_on)
             other = next(target.model_type for target in able if target.factor_key)
             do = f"assemble.dtype=float32, or assemble.target={other}, which scales no weights"
             raise NumericsError(what, where=name, do=do)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from models.checkpoint.shards import ShardReader
-from models.dense import DenseFamily
+from models.decoder import PROJECTIONS
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, relative_gates
 
@@ -32,10 +32,11 @@ class ExpertWeights:
 
 
 def slice_experts(
-    reader: ShardReader, family: DenseFamily, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
+    reader: ShardReader, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
 ) -> ExpertWeights:
     """Copy rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
-    return _slice(map(reader.tensor, family.ffn(layer)), neurons_EN, always_on_S)
+    projections = (reader.projection(layer, part) for part in PROJECTIONS)
+    return _slice(projections, neurons_EN, always_on_S)
 
 
 def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:

@@ -1,6 +1,6 @@
 """The neurons of a dense gated FFN, and hooks on the inputs and outputs of FFNs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +12,92 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from instruments.errors import ConfigError
 from instruments.ffn_probe import GatedFFN
+from models.decoder import PROJECTIONS, FFNPlan, Rows
 from models.quantization import import_bitsandbytes
+from models.structure import activation_module, decoder_layers, ffn_plan
 from models.targets.config import MOE_TARGETS
 
 
 def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
-    """The gated FFNs of a dense model in layer order."""
-    return [layer.mlp for layer in dense.get_decoder().layers]
+    """The gated FFNs of a dense model in layer order; `separate_ffns` has given them the names of a GatedFFN."""
+    path = ffn_plan(dense).path
+    return [layer.get_submodule(path) for layer in decoder_layers(dense)[1]]  # type: ignore[misc]
 
 
 def ffn_weight_names(dense: PreTrainedModel) -> list[dict[str, str]]:
-    """For every layer: gate, up and down → name of the weight in the checkpoint."""
+    """For every layer: gate, up and down → name of the weight in a model whose FFNs are separated."""
     names = {id(module): name for name, module in dense.named_modules()}
-    projections = ("gate", "up", "down")
     return [
-        {part: f"{names[id(getattr(mlp, f'{part}_proj'))]}.weight" for part in projections}
-        for mlp in ffn_modules(dense)
+        {part: f"{names[id(getattr(ffn, f'{part}_proj'))]}.weight" for part in PROJECTIONS}
+        for ffn in ffn_modules(dense)
     ]
+
+
+class _Separated(nn.Module):
+    """A gated FFN by the names of most families."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def __init__(self, act_fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act_fn = act_fn
+
+    def forward(self, x: Tensor, *_args: object, **_arguments: object) -> Tensor:
+        """The FFN's output."""
+        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+def separate_ffns(model: PreTrainedModel) -> None:
+    """Give every FFN the modules of a GatedFFN, which hold its weights; of a fused one, views. Raises ConfigError."""
+    plan = ffn_plan(model)
+    if plan.gate == Rows("gate_proj") and plan.up == Rows("up_proj") and (plan.down, plan.act) == ("down_proj", "act_fn"):
+        return
+    for index, layer in enumerate(decoder_layers(model)[1]):
+        ffn = layer.get_submodule(plan.path)
+        separated = _Separated(activation_module(plan, ffn))
+        for part in PROJECTIONS:
+            linear = ffn.get_submodule(plan.rows(part).linear)
+            setattr(separated, f"{part}_proj", _rows_of(linear, plan, part, index))
+        _set(layer, plan.path, separated)
+
+
+def _rows_of(linear: nn.Module, plan: FFNPlan, part: str, layer: int) -> nn.Module:
+    """The Linear layer of one projection; with views, or a scaled copy, of the weight where it must be."""
+    rows, scale, whole_GD = plan.rows(part), plan.scale(part), linear.weight
+    if rows.part == "whole" and scale == 1.0:
+        return linear  # with its hooks
+    if type(linear) is not nn.Linear or whole_GD.device == torch.device("meta"):
+        what = "gate and up are one weight, or scaled, which cannot be done where it is quantised or offloaded"
+        do = "model.quantization=none model.device_map=none, or a source that keeps them apart"
+        raise ConfigError(what, where=f"layer {layer}, {rows.linear}", do=do)
+    weight = whole_GD.detach()[rows.of(len(whole_GD))]
+    with torch.device("meta"):
+        own = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    own.weight = nn.Parameter(weight if scale == 1.0 else weight * scale, requires_grad=whole_GD.requires_grad)
+    return own
+
+
+def _set(layer: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(layer.get_submodule(parent), name, module)
+
+
+@contextmanager
+def replaced_ffns(layers: Sequence[nn.Module], path: str, ffns: Sequence[nn.Module]) -> Iterator[None]:
+    """Put other modules into the place of the layers' FFNs, and the FFNs back at the end."""
+    own = [layer.get_submodule(path) for layer in layers]
+    try:
+        for layer, ffn in zip(layers, ffns, strict=True):
+            _set(layer, path, ffn)
+        yield
+    finally:
+        for layer, ffn in zip(layers, own, strict=True):
+            _set(layer, path, ffn)
 
 
 def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
@@ -112,16 +180,19 @@ def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
         handles.extend(part.register_forward_hook(note) for part in parts)
 
     try:
-        for layer, module in enumerate(model.get_decoder().layers):
-            watch(layer, ffn_parts(module))
+        for layer, module in enumerate(decoder_layers(model)[1]):
+            watch(layer, ffn_parts(model, module))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def ffn_parts(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a decoder layer whose outputs sum to its FFN's."""
+def ffn_parts(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
+    """The modules of a carved model's decoder layer whose outputs sum to its FFN's."""
+    config = model.config
+    if config.model_type == "tiny_onn":
+        return [layer.get_submodule(config.ffn["module"])]
     modules = dict(layer.named_children())
-    names = next(target.ffn_modules for target in MOE_TARGETS.values() if target.ffn_modules[0] in modules)
+    names = MOE_TARGETS[config.get_text_config(decoder=True).model_type].ffn_modules
     return [modules[name] for name in names if name in modules]

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,9 +27,10 @@ from transformers import (
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint.folder import read_checkpoint
 from models.config import ModelConfig
-from models.experts import TinyONNExpert
+from models.ffn import separate_ffns
 from models.quantization import import_bitsandbytes, stored_quantization
 from models.source import read_config
+from models.structure import model_class
 from models.targets.config_json import source_dtype
 
 logger = logging.getLogger(__name__)
@@ -68,23 +70,6 @@ def execution_device(module: nn.Module) -> torch.device:
     """The device where a module with a weight computes, even if the weight is kept elsewhere."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]
-
-
-def separate_fused(model: PreTrainedModel) -> None:
-    """Replace every fused FFN by one whose gate and up are views of the fused weight. Raises ConfigError."""
-    for index, layer in enumerate(model.get_decoder().layers):
-        fused = layer.mlp
-        if not hasattr(fused, "gate_up_proj"):
-            continue
-        whole_GD = fused.gate_up_proj.weight
-        if type(fused.gate_up_proj) is not nn.Linear or whole_GD.device == torch.device("meta"):
-            what = "gate and up are one weight, which cannot be split where it is quantised or offloaded"
-            do = "model.quantization=none model.device_map=none, or a source that keeps them apart"
-            raise ConfigError(what, where=f"layer {index}, gate_up_proj", do=do)
-        gate_FD, up_FD = whole_GD.detach().chunk(2)
-        layer.mlp = TinyONNExpert.from_tensors(gate_FD, up_FD, fused.down_proj.weight, fused.activation_fn)
-        layer.mlp.requires_grad_(whole_GD.requires_grad)
-        layer.mlp.down_proj = fused.down_proj  # with its hooks
 
 
 def resolve_device(model: ModelConfig) -> torch.device:
@@ -201,7 +186,9 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
     """
     with explained_loading(folder):
         _check_size(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
-        loaded, found = AutoModelForCausalLM.from_pretrained(
+        remote = bool(arguments.get("trust_remote_code"))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
+        loaded, found = _class_of(config, remote=remote).from_pretrained(
             folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **arguments
         )
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
@@ -210,6 +197,13 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         raise CheckpointError(what, where=f"{folder}: {some(drawn, 3, ', ')}", do=_BELONGS)
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
+
+
+def _class_of(config: PreTrainedConfig, *, remote: bool) -> Any:  # noqa: ANN401 - a class with from_pretrained
+    """The model's class; a class of the checkpoint's own comes through transformers' automatic one."""
+    if remote and hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    return model_class(config)
 
 
 def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
@@ -223,7 +217,8 @@ def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
     if not beyond:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            kind = _class_of(config, remote=trust_remote_code)
+            planned = (kind.from_config if kind is AutoModelForCausalLM else kind._from_config)(config)
         if (size := planned.num_parameters()) > stored:
             beyond.append(f"a model of {size:,} parameters")
     if beyond:
@@ -252,7 +247,7 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
             arguments["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=compute_dtype)
         dense = load_whole(folder, **arguments)
         prepare_quantised(dense, compute_dtype)
-    separate_fused(dense)
+    separate_ffns(dense)
     return dense
 
 

@@ -1,185 +1,402 @@
 """Run a dense model layer by layer from its shards, one layer in memory at a time.
 
 Several streams of hidden states (dense model, carved model, baselines) can pass the same layer, each with its own FFN.
-Memory: the hidden states and one layer.
+Everything but the FFN is transformers' own code, whatever the family: what is around the layers is one model without
+weights in them, whose forward pass gives a layer its arguments; a layer runs until its FFN is called, and goes on with
+the output that it is given.
+Memory: the hidden states, what a layer computes before its FFN, and one layer.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache, partial
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from accelerate import init_empty_weights
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import AutoConfig, PreTrainedModel
 
+from instruments.errors import CheckpointError
 from models.checkpoint.shards import ShardReader
 from models.ffn import DenseFFN
 from models.loading import explained_loading
+from models.structure import activation_module, model_class
+
+Keep = Callable[[Tensor], Tensor]  # moves a tensor to where it is kept
+
+_LAZY_ROWS = 4096  # of an embedding of more rows, only those in use are in memory
+_SHAPES_KEPT = 64  # shapes of batches whose masks and rotations are kept, since every layer and stream needs them
 
 
-class _LayerStandIn(nn.Module):
-    """Replaces a decoder layer: returns the hidden states and keeps the other arguments."""
-
-    hidden: Tensor
-
-    def __init__(self, like: nn.Module) -> None:
-        super().__init__()
-        # Some releases read from the layer which mask it needs.
-        self.attention_type = getattr(like, "attention_type", None)
-        self.arguments: dict[str, Any] = {}
-
-    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:  # noqa: ANN401 - differs by release
-        self.hidden, self.arguments = hidden, arguments
-        return hidden
+class _Reached(Exception):  # noqa: N818 - no error
+    """Ends a forward pass at the place that was looked for."""
 
 
-class _FinalNorm(nn.Module):
-    """Replaces the decoder after its layers have run: applies only the final norm."""
+@dataclass
+class Passage:
+    """One batch on its way through the layers."""
 
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, inputs_embeds: Tensor, **_arguments: Any) -> BaseModelOutputWithPast:  # noqa: ANN401
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
-
-
-class _CaptureFFN(nn.Module):
-    """Replaces a layer's FFN: keeps the input and returns zeros."""
-
-    x: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        return torch.zeros_like(x)
+    ids_BT: Int[Tensor, "B T"]
+    hidden_BTD: Float[Tensor, "B T D"]  # before a layer; between `attend` and `add` of a plain layer, after attention
+    handed: dict[str, Any] = field(default_factory=dict)  # what layers give to later ones, such as shared keys
+    computed: dict[str, list[Any]] = field(default_factory=dict)  # module → outputs before the FFN of this layer
 
 
 class StreamLayer:
-    """One decoder layer: attention by transformers' own code, FFN by the caller."""
+    """One decoder layer: its FFN by the caller, everything else by transformers' own code."""
 
-    def __init__(self, module: nn.Module, ffn: DenseFFN, arguments: Callable[[int], dict[str, Any]]) -> None:
-        """Replace the FFN of transformers' `module` by one that records its input.
-
-        `arguments` maps a sequence length to the module's arguments other than hidden states.
-        """
+    def __init__(self, stream: "LayerStream", index: int, module: nn.Module, ffn: DenseFFN) -> None:
+        """Replace the FFN of transformers' `module` by one that takes its input and gives what it is told."""
         self.ffn = ffn
-        self._capture = _CaptureFFN()
-        module.mlp = self._capture
-        self._module, self._arguments = module, arguments
-        self._norm: nn.Module | None = getattr(module, "post_feedforward_layernorm", None)
-        self._multiplier: float = getattr(module, "residual_multiplier", 1.0)
+        self._stream, self._index, self._module = stream, index, module
+        self._inputs: Tensor | None = None
+        self._output: Tensor | None = None  # of the FFN; None: the pass ends there
+        path = stream.reader.decoder.ffn.path
+        module.get_submodule(path).forward = self._exchange
+        # Modules with matrices are not run a second time.
+        self._parts = {
+            name: child
+            for name, child in module.named_children()
+            if name != path.partition(".")[0] and any(parameter.ndim > 1 for parameter in child.parameters())
+        }
+        self._plain: bool | None = None  # not yet known
+
+    def _exchange(self, x_BTD: Tensor, *_args: object, **_arguments: object) -> Tensor:
+        self._inputs = x_BTD
+        if self._output is None:
+            raise _Reached
+        return self._output
+
+    def _run(self, passage: Passage, output_BTD: Tensor | None) -> Tensor:
+        """The layer's output with this output of its FFN. Raises _Reached: there is none yet."""
+        args, arguments = self._stream.arguments(self._index, passage)
+        self._output = output_BTD
+        if args:
+            result = self._module(passage.hidden_BTD, *args[1:], **arguments)
+        else:
+            result = self._module(**{**arguments, "hidden_states": passage.hidden_BTD})
+        hidden: Tensor = result if isinstance(result, Tensor) else result[0]
+        return hidden
 
     @torch.no_grad()
-    def attend(self, hidden_BTD: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Residual stream after attention, and the FFN's input; the layer's output is `add(residual, FFN(input))`.
+    def attend(self, passage: Passage, keep: Keep = lambda tensor: tensor) -> Float[Tensor, "B T D"]:
+        """The FFN's input. `passage` is changed: `add` needs it so. `keep` stores what was computed before the FFN.
 
         Right padding needs no mask: in causal attention no real token attends to it.
         """
-        residual = self._module(hidden_BTD, **self._arguments(hidden_BTD.shape[1]))
-        return (residual[0] if isinstance(residual, tuple) else residual), self._capture.x
+        if self._plain is None:
+            self._plain = self._is_plain(passage)
+        if self._plain:
+            passage.hidden_BTD.copy_(self._run(passage, torch.zeros_like(passage.hidden_BTD)))
+            assert self._inputs is not None, "the layer has called its FFN"
+            return self._inputs
+        passage.computed = {}
+        with self._recording(passage.computed, keep):
+            try:
+                self._run(passage, None)
+            except _Reached:
+                assert self._inputs is not None, "the FFN was called"
+                return self._inputs
+        raise CheckpointError("the layer does not call its FFN", where=f"layer {self._index}")
 
     @torch.no_grad()
-    def add(self, residual: Float[Tensor, "*T D"], ffn_output: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """The layer's output: residual stream plus FFN output, which some families normalise or scale first."""
-        if self._norm is not None:
-            ffn_output = self._norm(ffn_output)
-        return residual + ffn_output * self._multiplier
+    def add(self, passage: Passage, real_t: Int[Tensor, "t"], output_tD: Float[Tensor, "t D"]) -> None:
+        """Go on with the FFN's output for the tokens `real_t` of the flattened batch; other tokens are padding."""
+        rows_PD = passage.hidden_BTD.flatten(0, 1)
+        if self._plain:
+            rows_PD[real_t] = rows_PD[real_t] + output_tD
+            return
+        output_PD = torch.zeros_like(rows_PD)
+        output_PD[real_t] = output_tD
+        with self._replaying(passage.computed):
+            passage.hidden_BTD.copy_(self._run(passage, output_PD.view_as(passage.hidden_BTD)))
+        passage.computed = {}
+
+    def _is_plain(self, passage: Passage) -> bool:
+        """Whether the layer's output is a residual plus its FFN's output, by the layer's own numbers.
+
+        Norms, factors or modules after the FFN make it another function.
+        """
+        handed = {key: dict(value) if isinstance(value, MutableMapping) else value for key, value in passage.handed.items()}
+        few = Passage(passage.ids_BT[:1, :8], passage.hidden_BTD[:1, :8].clone(), handed)
+        zero = torch.zeros_like(few.hidden_BTD)
+        residual = self._run(few, zero)
+        drawn = torch.randn(zero.shape, generator=torch.Generator().manual_seed(0)).to(zero)
+        for size in (1.0, 3.0):
+            output = drawn * residual.abs().max() * size
+            change = self._run(few, output) - residual
+            if not torch.allclose(change, output, rtol=1e-4, atol=1e-5 * float(output.abs().max())):
+                return False
+        return True
+
+    @contextmanager
+    def _recording(self, computed: dict[str, list[Any]], keep: Keep) -> Iterator[None]:
+        def note(name: str, _module: nn.Module, _args: object, output: Any) -> None:  # noqa: ANN401
+            if isinstance(output, tuple):
+                # Attention weights are large, and layers only return them.
+                first, *others = output
+                kept: Any = (keep(first), *(None if isinstance(part, Tensor) and part.ndim > 3 else part for part in others))
+            else:
+                kept = keep(output) if isinstance(output, Tensor) else output
+            computed.setdefault(name, []).append(kept)
+
+        hooks = [child.register_forward_hook(partial(note, name)) for name, child in self._parts.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _replaying(self, computed: dict[str, list[Any]]) -> Iterator[None]:
+        once = {name: outputs[0] for name, outputs in computed.items() if len(outputs) == 1}
+        for name, output in once.items():
+            self._parts[name].forward = lambda *_args, _output=output, **_arguments: _output
+        try:
+            yield
+        finally:
+            for name in once:
+                del self._parts[name].forward
 
 
-# Sequence lengths whose masks and rotations are cached, since every layer and stream needs them.
-_LENGTHS_KEPT = 64
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+# What a decoder layer of some family returns.
+_RETURNED: tuple[Callable[[Tensor], Any], ...] = (
+    lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None), lambda hidden: (hidden, None, None),
+)  # fmt: skip
 
 
 class LayerStream(AbstractContextManager["LayerStream"]):
-    """The layers, embedding and head of one checkpoint of a supported dense family.
-
-    Embedding, masks, position encoding and head are computed by transformers' own code, in a model without layers that
-    receives its weights for each call. So the families' scaled embeddings, masks and rotations per layer, and divided
-    or capped logits need no code here.
-    """
+    """The layers, embedding and head of one checkpoint."""
 
     def __init__(self, folder: Path, *, device: torch.device) -> None:
-        """Read the configuration; weights are read when they are needed, and computed with in fp32."""
-        self.device = device
-        self._reader = ShardReader(folder)
-        self._family = self._reader.family
-        with explained_loading(folder), torch.device("meta"):
+        """Read the configuration and what is around the layers; a layer's weights are read when it runs, in fp32.
+
+        Raises CheckpointError: the model computes between its layers.
+        """
+        self.device, self.reader = device, ShardReader(folder)
+        decoder = self.reader.decoder
+        with explained_loading(folder), init_empty_weights(include_buffers=False):
             self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._skeleton = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
-        small = copy.deepcopy(self.config)
-        small.num_hidden_layers, small.vocab_size, small.pad_token_id = 0, 1, None
-        self._model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval().to(device)
-        self._decoder = self._model.get_decoder()
-        self._norm, self._decoder.norm = self._decoder.norm, nn.Identity()
-        self._stand_ins = [_LayerStandIn(layer) for layer in self._skeleton.get_decoder().layers]
-        self.depth = len(self._stand_ins)  # L
-        self._decoder.layers = nn.ModuleList(self._stand_ins)
-        self._decoder.config.num_hidden_layers = self.depth
-        self._arguments_of_length = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
+            self._model: PreTrainedModel = model_class(self.config)._from_config(self.config, dtype=torch.float32).eval()
+        self.depth = decoder.depth  # L
+        self._layers = [*self._model.get_submodule(decoder.layers)]
+        self._load_frame()
+        self._calls: list[Call | None] = [None] * self.depth
+        self._arguments: OrderedDict[tuple[int, ...], list[Call]] = OrderedDict()
+        self._goes_on: Tensor | None = None  # hidden states with which the pass goes on behind the last layer
+        self._returned = _RETURNED[0]
+        for index, layer in enumerate(self._layers):
+            layer.forward = partial(self._stand_in, index)
+        self._by_ids, self._handed = self._learn()
 
     def __exit__(self, *_error: object) -> None:
-        self._reader.close()
+        self.reader.close()
+
+    def _load_frame(self) -> None:
+        """Load what is around the layers, without the head, the large embeddings, and towers of images and sound."""
+        decoder, model = self.reader.decoder, self._model
+        around = model.get_submodule(decoder.layers.rpartition(".")[0])
+        towers = [
+            f"{name}."
+            for name, module in model.named_modules()
+            if name and isinstance(module, PreTrainedModel)
+            and not any(part is around for part in module.modules())
+            and not any(part is module for part in around.modules())
+        ]  # fmt: skip
+        lazy = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding) and module.num_embeddings >= _LAZY_ROWS
+        }
+        left_out = (f"{decoder.layers}.", *towers)
+        for name in decoder.frame_names:
+            if name == decoder.head or name in lazy or name.startswith(left_out):
+                continue
+            _put(model, name, self._tensor(name))
+        for name, module in lazy.items():
+            if name in decoder.stored and not name.startswith(left_out):
+                # Some models look at its device.
+                module.weight = nn.Parameter(torch.empty(1, module.embedding_dim, device=self.device), requires_grad=False)
+                module.padding_idx = None  # it may be no row of those in use; it only matters for gradients
+                module.register_forward_pre_hook(self._rows_of(name))
+        for name, module in model.named_modules():
+            if not f"{name}.".startswith(left_out):
+                _move_buffers(module, self.device, recurse=False)
+        # Wrappers ask for the device of their first parameter, which may be a tower's.
+        name, parameter = next(model.named_parameters())
+        if parameter.device.type == "meta":
+            _put(model, name, torch.empty_like(parameter, device=self.device))
+
+    def _rows_of(self, name: str) -> Callable[[nn.Embedding, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        table: list[Tensor] = []
+
+        def use(module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if not table:
+                table.append(self.reader.tensor(name))
+            # Only the rows in use are cast and moved.
+            used, rows = torch.unique(args[0].cpu(), return_inverse=True)
+            module.weight = nn.Parameter(table[0][used].to(self.device, torch.float32), requires_grad=False)
+            return (rows.to(self.device), *args[1:])
+
+        return use
+
+    def _stand_in(self, index: int, *args: Any, **arguments: Any) -> Any:  # noqa: ANN401 - differs by family
+        """Take the place of a layer: keep its arguments, and return its input."""
+        self._calls[index] = (args, arguments)
+        last = index == self.depth - 1
+        if last and self._goes_on is None:
+            raise _Reached
+        return self._returned(self._goes_on if last else args[0] if args else arguments["hidden_states"])
 
     @torch.no_grad()
-    def embed(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Hidden states (B, T, D) before the first layer, for token ids (B, T); B and T differ from batch to batch."""
-        table_VD = self._reader.tensor(self._family.embedding)
+    def _pass(self, ids_BT: Tensor, goes_on: Tensor | None = None) -> Any:  # noqa: ANN401 - the model's output
+        """A pass through what is around the layers; ends at the last layer, or goes on with these hidden states."""
+        self._calls, self._goes_on = [None] * self.depth, goes_on
+        try:
+            return self._model(input_ids=ids_BT.to(self.device), use_cache=False)
+        except _Reached:
+            return None
+        finally:
+            self._goes_on = None
+
+    def _learn(self) -> tuple[bool, set[str]]:
+        """Whether arguments of layers depend on token ids, and which of them layers hand on to later ones.
+
+        Raises CheckpointError: the model computes between its layers, or does not run all of them.
+        """
+        problem: Exception | None = None
+        for returned in _RETURNED:
+            self._returned = returned
+            try:
+                self._pass(torch.tensor([[1, 2, 3], [3, 1, 2]]))
+                hidden = [_hidden(call) for call in self._calls if call]
+                if all(isinstance(states, Tensor) and states.shape == hidden[0].shape for states in hidden):
+                    break
+            except Exception as error:  # noqa: BLE001 - code of any family
+                problem = error
+        else:
+            what = f"no way to stand in for a layer: {type(problem).__name__}: {str(problem)[:100]}"
+            raise CheckpointError(what, where=self.reader.decoder.model_class) from problem
+        if len(hidden) < self.depth or any(not torch.equal(states, hidden[0]) for states in hidden):
+            what = "the model computes between its layers, or does not run all of them in order"
+            raise CheckpointError(what, where=self.reader.decoder.model_class, do="choose another dense decoder")
+        first = [call for call in self._calls if call]
+        self._pass(torch.tensor([[4, 3, 1], [2, 2, 5]]))
+        second = [call for call in self._calls if call]
+        by_ids, mappings = False, dict[str, set[int]]()
+        for one, other in zip(first, second, strict=True):
+            tensors = [*_other_tensors(one)], [*_other_tensors(other)]
+            by_ids |= len(tensors[0]) != len(tensors[1]) or not all(map(_same, *tensors))
+            for key, value in one[1].items():
+                if isinstance(value, MutableMapping):
+                    mappings.setdefault(key, set()).add(id(value))
+        return by_ids, {key for key, found in mappings.items() if len(found) == 1 < self.depth}
+
+    def embed(self, batches: Iterable[Int[Tensor, "B T"]]) -> Iterator[Passage]:
+        """The batches before the first layer; B and T differ from batch to batch."""
         for ids_BT in batches:
-            # Only the rows in use are cast and moved.
-            used, rows_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
-            rows_UD = table_VD[used].to(self.device, torch.float32)
-            self._decoder.embed_tokens.weight = nn.Parameter(rows_UD, requires_grad=False)
-            self._decoder(input_ids=rows_BT.to(self.device), use_cache=False)
-            yield self._stand_ins[0].hidden
+            self._pass(ids_BT)
+            call = self._calls[0]
+            assert call is not None, "`_learn` has checked it"
+            yield Passage(ids_BT, _hidden(call), {key: call[1][key] for key in self._handed})
+
+    def arguments(self, index: int, passage: Passage) -> Call:
+        """A layer's arguments for this batch; hidden states among them are to be replaced."""
+        shape = tuple(passage.ids_BT.shape)
+        if self._by_ids:
+            self._pass(passage.ids_BT)
+            call = self._calls[index]
+            assert call is not None, "`_learn` has checked it"
+            return call[0], {**call[1], **passage.handed}
+        if shape not in self._arguments:
+            self._pass(passage.ids_BT)
+            self._arguments[shape] = [_without_hidden(call) for call in self._calls if call]
+            if len(self._arguments) > _SHAPES_KEPT:
+                self._arguments.popitem(last=False)
+        args, arguments = self._arguments[shape][index]
+        return args, {**arguments, **passage.handed}
 
     def layers(self) -> Iterator[StreamLayer]:
         """Yield every decoder layer in order and free the previous one."""
-        for index, module in enumerate(self._skeleton.get_decoder().layers):
-            act = module.mlp.get_submodule("activation_fn" if hasattr(module.mlp, "activation_fn") else "act_fn")
-            module.mlp = nn.Identity()
-            prefix, names = f"model.layers.{index}.", self._family.kept(index, self._reader.config)
-            attention = {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(names)}
-            module.load_state_dict(attention, assign=True)
+        decoder = self.reader.decoder
+        for index, module in enumerate(self._layers):
+            prefix = f"{decoder.layers}.{index}."
+            for name in decoder.layer_names(index):
+                _put(module, name.removeprefix(prefix), self._tensor(name))
+            _move_buffers(module, self.device, recurse=True)
+            del module.forward
             # Only the caller holds the FFN, and may delete it from the layer.
-            yield StreamLayer(module, self._ffn(index, act), partial(self._arguments, index))
-            module.to("meta")
+            yield StreamLayer(self, index, module, self._ffn(index, module))
+            for name, parameter in [*module.named_parameters()]:
+                _put(module, name, torch.empty_like(parameter, device="meta"))
+            module.forward = partial(self._stand_in, index)
 
-    def head(self) -> Callable[[Float[Tensor, "B T D"]], Float[Tensor, "B T V"]]:
-        """Final norm and output embedding, as a function from hidden states to logits."""
-        stored = self._family.head in self._reader.names
-        output_VD = self._tensor(self._family.head if stored else self._family.embedding)
-        self._norm.load_state_dict({"weight": self._tensor(self._family.final_norm)}, assign=True)
-        self._model.lm_head.weight = nn.Parameter(output_VD, requires_grad=False)
-        return self._logits
+    def head(self) -> Callable[[Passage], Float[Tensor, "B T V"]]:
+        """What is behind the last layer, as a function from a batch to its logits."""
+        decoder = self.reader.decoder
+        name = decoder.head if decoder.head in decoder.stored else decoder.embedding
+        _put(self._model, decoder.head, self._tensor(name))
 
-    @torch.no_grad()
-    def _logits(self, hidden_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
-        base = self._model.base_model_prefix
-        setattr(self._model, base, _FinalNorm(self._norm))
-        try:
-            logits: Tensor = self._model(inputs_embeds=hidden_BTD, use_cache=False).logits
-        finally:
-            setattr(self._model, base, self._decoder)
+        def logits(passage: Passage) -> Tensor:
+            found: Tensor = self._pass(passage.ids_BT, passage.hidden_BTD).logits
+            return found
+
         return logits
 
-    def _ffn(self, index: int, act: Callable[[Tensor], Tensor]) -> DenseFFN:
-        gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
-        return DenseFFN(gate_FD, up_FD, down_DF, act)
+    def _ffn(self, index: int, module: nn.Module) -> DenseFFN:
+        plan = self.reader.decoder.ffn
+        gate_FD, up_FD, down_DF = (
+            self.reader.projection(index, part).to(self.device, torch.float32) for part in ("gate", "up", "down")
+        )
+        return DenseFFN(gate_FD, up_FD, down_DF, activation_module(plan, module.get_submodule(plan.path)))
 
     def _tensor(self, name: str) -> Tensor:
-        return self._reader.tensor(name).to(self.device, torch.float32)
+        return self.reader.tensor(name).to(self.device, torch.float32)
 
-    def _arguments(self, index: int, length: int) -> dict[str, Any]:
-        return self._arguments_of_length(length)[index]
 
-    @torch.no_grad()
-    def _layer_arguments(self, length: int) -> list[dict[str, Any]]:
-        """Each layer's arguments other than hidden states; those for one sequence serve any batch size."""
-        like_1TD = torch.zeros(1, length, self.config.hidden_size, device=self.device)
-        self._decoder(inputs_embeds=like_1TD, use_cache=False)
-        return [stand_in.arguments for stand_in in self._stand_ins]
+def _hidden(call: Call) -> Tensor:
+    hidden: Tensor = call[0][0] if call[0] else call[1]["hidden_states"]
+    return hidden
+
+
+def _without_hidden(call: Call) -> Call:
+    args, arguments = call
+    return ((None, *args[1:]) if args else args), {key: value for key, value in arguments.items() if key != "hidden_states"}
+
+
+def _other_tensors(value: Any, *, top: bool = True) -> Iterator[Tensor]:  # noqa: ANN401 - arguments of any layer
+    """The tensors of a call without its hidden states."""
+    if top:
+        value = _without_hidden(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, MutableMapping | list | tuple):
+        for part in value.values() if isinstance(value, MutableMapping) else value:
+            yield from _other_tensors(part, top=False)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give a parameter or buffer of this name another tensor."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+    else:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _move_buffers(module: nn.Module, device: torch.device, *, recurse: bool) -> None:
+    for part in module.modules() if recurse else (module,):
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)

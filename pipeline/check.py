@@ -17,9 +17,10 @@ from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
 from models.check import check_source
+from models.decoder import Decoder, find_decoder
 from models.checkpoint.folder import expand_user
 from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
-from models.source import read_source_config
+from models.source import config_folder
 from models.targets.base import ALIGNMENT, MoETarget, expert_width
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing
@@ -126,7 +127,7 @@ class Checked:
 
     settings: Settings
     shape: MoEShape | None  # None if no requested stage depends on it
-    source: Mapping[str, Any]  # its config.json
+    source: Decoder
 
     @property
     def request(self) -> ShapeRequest:
@@ -141,7 +142,7 @@ def validate(settings: Settings, words: Sequence[str] = ()) -> Checked:
     """
     if errors := find_errors(settings, words):
         raise InvalidSettingsError(errors)
-    source = read_source_config(settings.model)
+    source = find_decoder(config_folder(settings.model))
     request = request_shape(settings, source)
     shape = resolve_shape(request, request.width) if carves(settings) else None
     for warning in warnings(settings, words, shape, request):
@@ -174,7 +175,7 @@ def find_errors(
     source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
     if "model" in unreadable_groups or source_faults:
         return errors + source_faults
-    source = read_source_config(settings.model)
+    source = find_decoder(config_folder(settings.model))
     if "data" not in unreadable_groups:
         errors += check_length(settings.data, source)
     errors += map_errors(settings, source)
@@ -201,11 +202,11 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
     return errors
 
 
-def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Errors: layers to draw that the source does not have; `source` is its config.json."""
+def map_errors(settings: Settings, source: Decoder) -> Iterator[ConfigError]:
+    """Errors: layers to draw that the source does not have."""
     if not settings.involves("cluster") or settings.cluster.map == "none":
         return
-    layers = int(source["num_hidden_layers"])
+    layers = source.depth
     if unknown := [layer for layer in settings.cluster.map_layers if not -layers <= layer < layers]:
         what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
         yield ConfigError(what, where="setting cluster.map_layers", do="cluster.map_layers=[]")
@@ -220,10 +221,10 @@ def width_errors(shape: MoEShape, pad_to: int | None) -> Iterator[ConfigError]:
         yield ConfigError(what, where=f"n={shape.n}, assemble.pad_to={pad_to}", do="assemble.pad_to=8")
 
 
-def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest:
-    """The dials of the shape, for a source with this config.json."""
+def request_shape(settings: Settings, source: Decoder) -> ShapeRequest:
+    """The dials of the shape, for this source."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    layers = int(source["num_hidden_layers"]) if settings.dense_layers else 0
+    layers = source.depth
     dense = sorted({layer + layers if layer < 0 else layer for layer in settings.dense_layers})
     return ShapeRequest(*dials, settings.assemble, source, tuple(dense))
 

@@ -4,7 +4,6 @@ import errno
 import math
 import re
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from instruments.errors import UserError
 from models.config import MoEShape
 from models.targets.config import select_target
+from models.decoder import Decoder
 from models.targets.config_json import count_carved, source_dtype
 from pipeline.settings import Settings
 from stages.artifacts.rendering import in_mib
@@ -23,26 +23,26 @@ DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None, assemble: AssembleConfig) -> int:
+def expected_bytes(stage: str, source: Decoder, shape: MoEShape | None, assemble: AssembleConfig) -> int:
     """Bytes that a stage publishes, to within about 1 %; 0 for stages that write little."""
     if shape is None or stage not in {"extract", "assemble", "project", "train"}:
         return 0
-    width = BYTES.get(source_dtype(source) or "", 2)
+    width = BYTES.get(source_dtype(source.config_json) or "", 2)
     if stage == "extract":
-        carved_layers = int(source["num_hidden_layers"]) - len(shape.dense_layers)
-        return 3 * int(source["hidden_size"]) * shape.neurons(carved_layers) * width
+        carved_layers = source.depth - len(shape.dense_layers)
+        return 3 * source.hidden * shape.neurons(carved_layers) * width
     target = select_target(source, assemble.target, shape.always_on, pooled=shape.pooled)
     return count_carved(source, target, shape, assemble.pad_to).total * BYTES.get(assemble.dtype, width)
 
 
-def scratch_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None, settings: Settings) -> int:
+def scratch_bytes(stage: str, source: Decoder, shape: MoEShape | None, settings: Settings) -> int:
     """Bytes at a stage's peak from which a killed run resumes, at most; 0 for stages that keep little."""
     if shape is None or stage not in {"project", "train"}:
         return 0
-    assemble, train, layers = settings.assemble, settings.train, int(source["num_hidden_layers"])
-    experts = 3 * int(source["hidden_size"]) * shape.neurons(layers - len(shape.dense_layers))
+    assemble, train, layers = settings.assemble, settings.train, source.depth
+    experts = 3 * source.hidden * shape.neurons(layers - len(shape.dense_layers))
     if stage == "project":  # the aligned layers, and the same layers after gradient projection
-        width = BYTES.get(assemble.dtype, BYTES.get(source_dtype(source) or "", 2))
+        width = BYTES.get(assemble.dtype, BYTES.get(source_dtype(source.config_json) or "", 2))
         return 0 if shape.pooled else experts * width * (1 + settings.project.gradient_projection)
     # The fp32 weights at the end of each phase; two checkpoints, with two moments, while a third is written.
     weights = expected_bytes(stage, source, shape, replace(assemble, dtype="float32"))

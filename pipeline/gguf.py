@@ -10,8 +10,8 @@ from typing import Any
 from instruments.errors import CheckpointError, ConfigError, check_output, exit_code, say
 from models.checkpoint.folder import read_checkpoint
 from models.config import MoEShape, setting_word
-from models.dense import rope_type_of
 from models.source import read_config
+from models.targets.base import rope_type_of
 from models.targets.config import MOE_TARGETS
 from pipeline.clients import Clients, readable_copy, run_client
 from pipeline.disk import explain_os_error

@@ -181,7 +181,7 @@ def resolve_model(checked: Checked) -> ModelConfig:
     """
     model, on_host = checked.settings.model, is_on_host(checked.settings.model)
     device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
-    own = "float32" if on_host else source_dtype(checked.source) or "auto"
+    own = "float32" if on_host else source_dtype(checked.source.config_json) or "auto"
     dtype = own if model.dtype == "auto" else model.dtype
     return replace(model, device=device, dtype=dtype, path=absolute(model.path))
 

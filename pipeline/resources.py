@@ -36,7 +36,7 @@ def count_tokens(stage: str, checked: Checked) -> int:
     """Tokens that a stage reads, once for each model or method that reads them; 1 for a stage without text."""
     settings = checked.settings
     data, baselines = settings.data, settings.evaluate.baselines
-    random = min(settings.vocabulary.tokens, data.tokens, int(checked.source["vocab_size"]))
+    random = min(settings.vocabulary.tokens, data.tokens, checked.source.vocabulary)
     aligned = sum(name.endswith("_aligned") for name in baselines)
     counts = {
         "scan": sampled(data).tokens,
@@ -59,7 +59,7 @@ def hidden_bytes(stage: str, checked: Checked) -> tuple[int, int]:
         return 0, 0
     workers, model = find_workers(), checked.settings.model
     vectors = count_tokens(stage, checked) * (KEPT / workers.world + 2 * (workers.world > 1))
-    size = int(4 * vectors * int(checked.source["hidden_size"]))
+    size = int(4 * vectors * checked.source.hidden)
     # is_on_host is asked last, since it may load torch.
     fits = size <= memory_limit(model, workers.local_world) or not is_on_host(model)
     return (size, 0) if fits else (0, size * workers.world)
@@ -68,8 +68,7 @@ def hidden_bytes(stage: str, checked: Checked) -> tuple[int, int]:
 def peak_bytes(stage: str, checked: Checked) -> int:
     """Bytes of memory per process at a stage's peak, on a GPU of the tensors alone; right within a factor of two."""
     settings, source, on_host = checked.settings, checked.source, is_on_host(checked.settings.model)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-    hidden, width, layers, vocabulary = (int(source[name]) for name in names)
+    hidden, width, layers, vocabulary = source.hidden, source.width, source.depth, source.vocabulary
     weights = count_dense(source).total
     dense = weights * BYTES.get(settings.model.dtype, 4 if on_host else 2)
     loaded = weights * 5 // 8 if settings.model.quantization in {"nf4", "fp4"} else dense

@@ -1,14 +1,13 @@
 """Resolves the dials to the shape of a carve; its errors, costs and weaknesses, and better settings."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 from instruments.errors import ConfigError
 from models.config import PER_LAYER, MoEShape
-from models.dense import keeps_tied
+from models.decoder import Decoder
 from models.targets.base import RUNTIMES, MoETarget
 from models.targets.config import check_target, select_target
 from models.targets.config_json import ParameterCount, count_carved, count_dense
@@ -35,9 +34,9 @@ class ShapeRequest:
     top_k: int | None
     always_on: int | None
     active: float
+    source: Decoder
     topology: str = PER_LAYER
     assemble: AssembleConfig = field(default_factory=AssembleConfig)
-    source: Mapping[str, Any] = field(default_factory=dict)  # its config.json
     dense_layers: tuple[int, ...] = ()
 
     @property
@@ -48,12 +47,12 @@ class ShapeRequest:
     @property
     def width(self) -> int:
         """F of the source."""
-        return int(self.source["intermediate_size"])
+        return self.source.width
 
     @property
     def layers(self) -> int:
         """L of the source."""
-        return int(self.source["num_hidden_layers"])
+        return self.source.depth
 
     @property
     def carved_share(self) -> float:
@@ -272,11 +271,11 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         f"{in_millions(dense.total)}), {in_millions(carved.active)} active per token "
         f"({carved.active / dense.total:.2f} x)",
     ]
-    if keeps_tied(request.source) and not target.is_tiny_onn:
-        head = in_millions(int(request.source["vocab_size"]) * int(request.source["hidden_size"]))
+    if request.source.tied and not target.is_tiny_onn:
+        head = in_millions(request.source.vocabulary * request.source.hidden)
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
-    served = target.served_by(shape, request.source)
+    served = target.served_by(shape, request.source.config)
     not_served = [name for name in RUNTIMES if name not in served]
     serving = f"{target.architecture}: {', '.join(['transformers', *served])}"
     serving += f"; not {', '.join(not_served)}" if not_served else ""

@@ -125,6 +125,11 @@ def list_shards(folder: Path) -> list[Path]:
     raise missing_weights(folder, [path.name for path in folder.iterdir()])
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds safetensors weights, or their index."""
+    return any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
 def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
     """The error for a place without safetensors weights; `names` are its files."""
     names = [*names]

@@ -1,11 +1,10 @@
-"""Read and write a checkpoint's tensors one at a time; split fused tensors, dequantise 4- and 8-bit weights."""
+"""Read and write a checkpoint's tensors one at a time, and dequantise 4- and 8-bit weights."""
 
 import json
-from collections.abc import KeysView, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,13 +16,12 @@ from instruments.errors import CheckpointError
 from instruments.files import sync
 from instruments.safetensors_files import EntryReader, read_header
 from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
-from models.dense import DenseFamily, dense_family, fused_name, keeps_tied
+from models.decoder import Decoder, find_decoder
 from models.quantization import import_bitsandbytes
-from models.source import read_config
 
 
 class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
-    """An open checkpoint: its configuration, and its tensors by transformers' names."""
+    """An open checkpoint of a dense decoder; tensors have the names of transformers' class."""
 
     def __init__(self, source: Path) -> None:
         """Read and check all headers of a checkpoint folder. Raises CheckpointError."""
@@ -35,64 +33,52 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
         self.close()
 
     @cached_property
-    def config(self) -> dict[str, Any]:
-        """The folder's config.json. Raises CheckpointError."""
-        return read_config(self._source)
-
-    @cached_property
-    def family(self) -> DenseFamily:
-        """The dense family. Raises CheckpointError: it is not supported."""
-        return dense_family(self.config)
+    def decoder(self) -> Decoder:
+        """The dense decoder. Raises CheckpointError: it cannot be carved."""
+        return find_decoder(self._source)
 
     @cached_property
     def tied(self) -> bool:
         """Whether input and output embedding are one tensor; as in transformers 5, two that differ are not tied."""
-        family = self.family
-        if family.head not in self.names:
+        decoder = self.decoder
+        if decoder.head not in decoder.stored:
             return True
-        return keeps_tied(self.config) and torch.equal(self.tensor(family.head), self.tensor(family.embedding))
-
-    @property
-    def names(self) -> KeysView[str]:
-        """Names of all stored tensors, in shard order."""
-        return self._entries.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stored tensor; of a quantised weight, the unpacked shape."""
-        return self._entry(name).shape
+        return decoder.tied and torch.equal(self.tensor(decoder.head), self.tensor(decoder.embedding))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Number format of a stored tensor; of a quantised weight, the format after dequantisation."""
+        """Number format of a tensor; of a quantised weight, the format after dequantisation."""
         return torch_dtype(self._entry(name).dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """Read a private copy to the CPU; gate, up, q, k and v are cut out of a fused tensor if needed.
+        """Read a private copy to the CPU.
 
         Raises CheckpointError: no such tensor, or its file has changed; ConfigError: it needs bitsandbytes.
         """
-        whole = fused_name(name)
-        if name not in self._entries and whole in self._entries:
-            # A view would keep the other parts in memory.
-            return self.tensor(whole)[self._fused_rows(name, whole)].clone()
-        entry = self._entry(name)
-        if isinstance(entry, PackedEntry):
-            return _dequantise(entry, {key: self.read(part, name) for key, part in entry.parts.items()})
-        return self.read(entry, name)
+        parts = [self._read(stored) for stored in self._stored(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _fused_rows(self, name: str, whole: str) -> slice:
-        count, part = self.shape(whole)[0], name.split(".")[-2]
-        if part in {"gate_proj", "up_proj"}:
-            return slice(0, count // 2) if part == "gate_proj" else slice(count // 2, count)
-        # q has as many rows as o_proj has inputs; k and v share the rest.
-        queries = self.shape(whole.replace("qkv_proj", "o_proj"))[1]
-        keys = (count - queries) // 2
-        starts = {"q_proj": (0, queries), "k_proj": (queries, queries + keys), "v_proj": (queries + keys, count)}
-        return slice(*starts[part])
+    def projection(self, layer: int, part: str) -> Tensor:
+        """Gate or up (F, D), or down (D, F), of a layer's FFN, with the factor that the FFN gives it."""
+        plan, weight = self.decoder.ffn, self.tensor(self.decoder.weight(layer, part))
+        rows, scale = plan.rows(part), plan.scale(part)
+        if rows.part != "whole":
+            weight = weight[rows.of(len(weight))].clone()  # a view would keep the other half in memory
+        return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
+
+    def _read(self, stored: str) -> Tensor:
+        entry = self._entries[stored]
+        if isinstance(entry, PackedEntry):
+            return _dequantise(entry, {key: self.read(part, stored) for key, part in entry.parts.items()})
+        return self.read(entry, stored)
 
     def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
+        return self._entries[self._stored(name)[0]]
+
+    def _stored(self, name: str) -> tuple[str, ...]:
+        found = self.decoder.stored.get(name)
+        if not found:
             raise CheckpointError(f"there is no tensor {name}", do="check that the checkpoint is complete")
-        return self._entries[name]
+        return found
 
 
 def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:

@@ -7,10 +7,13 @@ So their inverse goes into config.json if the architecture has a factor there, e
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from models.config import MoEShape
-from models.dense import activation_of, rope_type_of
+from models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LAYER = "model.layers.{layer}."
 
@@ -38,14 +41,26 @@ class GateScale:
 class ConfigInput:
     """Input of a target's `config_keys`."""
 
-    # config.json of the dense model: unchanged for TinyONN; for others with its family's defaults and the position
-    # encoding in the spellings of transformers 4 and 5.
+    decoder: Decoder
+    # Its `config`, with the position encoding in the spellings of transformers 4 and 5.
     dense: Mapping[str, Any]
+    tied: bool  # input and output embedding are one tensor
     shape: MoEShape
     width: int  # of an expert on disk
     shared: int  # neurons of the always-on FFN on disk
     gate_scale: GateScale
     dtype: str
+
+
+def copied(dense: Decoder, name: str, tensor: "Tensor") -> dict[str, "Tensor"]:
+    """The tensor under its own name; q, k and v apart where the dense model has one matrix for them."""
+    if not name.endswith("self_attn.qkv_proj.weight"):
+        return {name: tensor}
+    config = dense.config
+    rows = int(config.get("head_dim") or dense.hidden // config["num_attention_heads"])
+    queries, keys = (rows * int(config[key]) for key in ("num_attention_heads", "num_key_value_heads"))
+    parts = tensor.split([queries, keys, keys])
+    return {name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ class MoETarget:
 
     model_type: str
     architecture: str
-    # Dense families whose attention it can express → rank among their targets; `auto` takes the lowest that fits.
+    # Model types of dense decoders that it can express → rank among their targets; `auto` takes the lowest that fits.
     sources: Mapping[str, int]
     # Its keys of config.json in addition to those of all architectures; for TinyONN, all keys.
     config_keys: Callable[[ConfigInput], dict[str, Any]]
@@ -76,6 +91,10 @@ class MoETarget:
     packed_shared: tuple[str, str] | None = None  # the same as (2S, D) and (D, S)
     shared_router: str | None = None  # row g of its gate σ(g·x)
     selection_bias: str | None = None
+
+    # What becomes of a tensor outside of the FFNs: names in the MoE → tensors.
+    copies: Callable[[Decoder, str, "Tensor"], Mapping[str, "Tensor"]] = field(default=copied)
+    dense: str = LAYER + "mlp.{part}_proj.weight"  # gate, up and down of a layer that stays dense
 
     # Modules in transformers' model, for training and for comparing FFNs with the dense ones.
     router_module: str = "gate"
@@ -101,6 +120,12 @@ class MoETarget:
     partial_rotation: bool = False  # part of each head may be rotated
     # TinyONN, the project's own class: the dense family's decoder, weight names, and tied or untied head.
     is_tiny_onn: bool = False
+
+    def rank(self, dense: Decoder) -> int | None:
+        """Its rank among the targets of a dense decoder; None: it cannot express this one."""
+        if self.is_tiny_onn:
+            return 9  # last: it needs trust_remote_code
+        return None if dense.is_wrapper else self.sources.get(dense.model_type)
 
     @property
     def has_shared(self) -> bool:
@@ -141,6 +166,18 @@ class MoETarget:
         """Names of the shared expert's gate, up and down."""
         assert self.shared is not None, f"{self.model_type} has no shared expert"
         return tuple(self.shared.format(layer=layer, part=part) for part in self.parts)
+
+
+def activation_of(config: Mapping[str, Any]) -> str:
+    """The FFN's activation function, by its name in transformers; of `Decoder.config`, or a carve's config.json."""
+    return str(config.get("hidden_act") or "silu")
+
+
+def rope_type_of(config: Mapping[str, Any]) -> str:
+    """The kind of position encoding, by its name in transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    kind = str((rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default")
+    return "longrope" if kind == "su" else kind  # the name in early Phi-3 checkpoints
 
 
 def several_chosen(shape: MoEShape) -> bool:

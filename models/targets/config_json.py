@@ -1,13 +1,12 @@
 """config.json of a carve, and the number of parameters that it describes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 from instruments.dtypes import dtype_name
 from models.config import MoEShape
-from models.dense import DENSE_FAMILIES, keeps_tied
+from models.decoder import Decoder
 from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
 
 _DEFAULT_THETA = 10000.0
@@ -27,28 +26,28 @@ _CARRIED_OR_DEFAULT = {
 
 
 def emit_config(
-    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int | None = None
+    decoder: Decoder, target: MoETarget, shape: MoEShape, dtype: str, pad_to: int | None = None, *, tied: bool
 ) -> dict[str, Any]:
     """The MoE's config.json, from the dense checkpoint's, which transformers 4 or 5 wrote.
 
-    `dtype` is float32, bfloat16 or float16; `pad_to`: see `expert_width`.
+    `dtype` is float32, bfloat16 or float16; `pad_to`: see `expert_width`; `tied`: the embeddings are one tensor.
     """
     gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    given = ConfigInput(source, shape, width, shared, gate_scale, dtype)
+    dense = decoder.config
+    rope = {} if target.is_tiny_onn else _rope(dense)
+    given = ConfigInput(decoder, {**dense, **rope}, tied, shape, width, shared, gate_scale, dtype)
     if target.is_tiny_onn:
         return target.config_keys(given)
-    dense = {"hidden_act": "silu", **DENSE_FAMILIES[str(source["model_type"])].defaults, **source}
-    rope = _rope(dense)
     config = _common_keys(dense, target, shape, dtype) | rope
     if not target.selection_bias:
         # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
         # present. The weight is 0, else TRL adds the loss: a carve's routers are not fitted to even load.
         config |= {"output_router_logits": False, "router_aux_loss_coef": 0.0}
-    if "transformers_version" in dense:
+    if "transformers_version" in decoder.config_json:
         # Tokenizer fixes of transformers depend on the version that wrote the checkpoint.
-        config["transformers_version"] = dense["transformers_version"]
-    config |= target.config_keys(replace(given, dense=dense | rope))
+        config["transformers_version"] = decoder.config_json["transformers_version"]
+    config |= target.config_keys(given)
     if gate_scale.routed_scaling_factor is not None:
         config["routed_scaling_factor"] = gate_scale.routed_scaling_factor
     if gate_scale.norm_topk_prob is not None:
@@ -116,36 +115,24 @@ class ParameterCount:
     active: int
 
 
-def count_dense(source: Mapping[str, Any]) -> ParameterCount:
-    """Count a dense model's parameters by its config.json; a tied embedding counts once."""
-    ffn = 3 * int(source["hidden_size"]) * int(source["intermediate_size"])
-    total = _count_kept(source, tied=keeps_tied(source)) + int(source["num_hidden_layers"]) * ffn
+def count_dense(dense: Decoder) -> ParameterCount:
+    """Count a dense model's parameters; a tied embedding counts once."""
+    total = dense.count(dense.shapes)
     return ParameterCount(total, total)
 
 
-def count_carved(
-    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int | None = None
-) -> ParameterCount:
+def count_carved(dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> ParameterCount:
     """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
 
-    A pool's K active experts count in every layer. Selection biases are buffers and do not count. `source` is the dense
-    checkpoint's config.json.
+    A pool's K active experts count in every layer. Selection biases are buffers and do not count.
     """
-    hidden, layers = int(source["hidden_size"]), int(source["num_hidden_layers"])
-    expert = 3 * hidden * expert_width(shape, pad_to)
-    router = hidden * (shape.experts + bool(target.shared_router))
-    layer = router + 3 * hidden * shared_width(target, shape, pad_to)
-    dense, carved = len(shape.dense_layers), layers - len(shape.dense_layers)
-    others = _count_kept(source, tied=target.is_tiny_onn and keeps_tied(source)) + carved * layer
-    others += dense * 3 * hidden * int(source["intermediate_size"])
+    expert = 3 * dense.hidden * expert_width(shape, pad_to)
+    router = dense.hidden * (shape.experts + bool(target.shared_router))
+    layer = router + 3 * dense.hidden * shared_width(target, shape, pad_to)
+    kept, carved = len(shape.dense_layers), dense.depth - len(shape.dense_layers)
+    others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer
+    if dense.tied and not target.is_tiny_onn:
+        others += dense.vocabulary * dense.hidden
+    others += kept * 3 * dense.hidden * dense.width
     experts = shape.experts * expert * (1 if shape.pooled else carved)
     return ParameterCount(others + experts, others + shape.top_k * expert * carved)
-
-
-def _count_kept(source: Mapping[str, Any], *, tied: bool) -> int:
-    """Parameters of embeddings, attention and norms."""
-    family = DENSE_FAMILIES[str(source["model_type"])]
-    hidden = int(source["hidden_size"])
-    layer = sum(prod(shape) for shape in family.kept_shapes(source).values())
-    embeddings = int(source["vocab_size"]) * hidden * (1 if tied else 2)
-    return embeddings + int(source["num_hidden_layers"]) * layer + hidden

@@ -10,9 +10,7 @@ TARGETS = (
         config_keys=lambda given: {
             "intermediate_size": given.width,
             "num_local_experts": given.shape.experts,
-            "sliding_window": given.dense.get("sliding_window")
-            if given.dense["model_type"] in {"mistral", "phi3"}
-            else None,
+            "sliding_window": given.dense.get("sliding_window") if given.decoder.windows == "all" else None,
         },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         runtime_note="llama.cpp gives this architecture no sliding window: where config.json has "

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from models import tiny_onn
-from models.dense import DENSE_FAMILIES, activation_of, keeps_tied
-from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
+from models.targets.base import LAYER, ConfigInput, MoETarget, activation_of, several_chosen
 
 # Keys about the dense checkpoint's files, not about the model.
 _NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype"})
@@ -20,10 +19,11 @@ AUTO_CLASSES = {
 
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
-    source, gate_scale, tied = given.dense, given.gate_scale, keeps_tied(given.dense)
+    source, gate_scale, tied = given.decoder.config_json, given.gate_scale, given.tied
+    plan = given.decoder.ffn
     # vLLM needs the AutoModel entry; without it vLLM refuses the model, as it should for activations that it would
     # compute wrongly. A pool has no entry either: transformers 4 would load its decoder without the shared experts.
-    plain = not given.shape.pooled and activation_of(source) == "silu"
+    plain = not given.shape.pooled and activation_of(given.dense) == "silu"
     left_out = () if plain else ("AutoModel",)
     dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
     return {
@@ -42,6 +42,8 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
         "tie_word_embeddings": tied,
+        "dense_class": given.decoder.model_class,
+        "ffn": {"layers": given.decoder.layers, "module": plan.path, "activation": plan.act},
         "torch_dtype": given.dtype,
         "dtype": given.dtype,
         **{key: source[key] for key in ("transformers_version",) if key in source},
@@ -59,7 +61,7 @@ def _legacy_rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     transformers 4 accepts no other keys in rope_scaling, and does not read partial_rotary_factor there.
     """
     stored = dense.get("rope_parameters")
-    if dense["model_type"] != "phi3" or not stored:
+    if dense.get("model_type") != "phi3" or not stored:
         return dict(dense)
     rest = {key: value for key, value in dense.items() if key != "rope_parameters"}
     apart = {key: stored[key] for key in _TOP_LEVEL_ROPE_KEYS if key in stored}
@@ -83,7 +85,7 @@ TARGETS = (
     MoETarget(
         model_type="tiny_onn",
         architecture="TinyONNForCausalLM",
-        sources=dict.fromkeys(DENSE_FAMILIES, 9),  # last: it needs trust_remote_code
+        sources={},  # any dense decoder
         config_keys=_config_keys,
         packed=(LAYER + "mlp.experts.gate_up_proj", LAYER + "mlp.experts.down_proj"),
         packed_pool=("experts.gate_up_proj", "experts.down_proj"),

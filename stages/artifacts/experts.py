@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from models.card import render_card
+from models.decoder import find_decoder
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
-from models.source import read_config
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target
 from stages.artifacts.carve import Partition, Routers
@@ -88,7 +88,7 @@ class CheckpointFormat:
     @classmethod
     def of(cls, model: ModelConfig, source: Path, settings: FormatSettings, shape: MoEShape) -> "CheckpointFormat":
         """The format that the settings of stage=assemble select."""
-        target = select_target(read_config(source), settings.target, shape.always_on, pooled=shape.pooled)
+        target = select_target(find_decoder(source), settings.target, shape.always_on, pooled=shape.pooled)
         return cls(model, source, shape, target, checkpoint_dtype(source, settings.dtype), settings)
 
     @property
@@ -160,6 +160,6 @@ class CheckpointFormat:
             "router": self.settings.router,
             "projection": projection,
         }
-        dense, pad_to = read_config(self.source), self.settings.pad_to
+        dense, pad_to = find_decoder(self.source), self.settings.pad_to
         card = render_card(self.model.source_name, self.target, self.shape, rows, dense, pad_to)
         (out / "checkpoint/README.md").write_text(card, encoding="utf-8")

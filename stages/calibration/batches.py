@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, padding_id, resolve_device
 from models.source import resolve_folder
-from models.stream import LayerStream, StreamLayer
+from models.stream import LayerStream, Passage, StreamLayer
 from stages.artifacts.job import ALONE, Job, Workers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.share import Share, take_tokens
@@ -146,16 +146,19 @@ class TokenStream:
         self._mine, mine = slice(workers.rank, None, workers.world), batches[workers.rank :: workers.world]
         # Indices of the real tokens: with masks, every use would wait for the GPU to count them.
         self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in mine]
-        like = torch.empty(0, stream.config.hidden_size, device=stream.device)
-        keep: Keep = as_it_is
+        like = torch.empty(0, stream.reader.decoder.hidden, device=stream.device)
+        self._keep: Keep = as_it_is
         if memory and stream.device.type == "cpu":
             # With several processes, this one may also receive the others' inputs and outputs.
             tokens = KEPT * count_positions(mine) + 2 * (count_positions(batches) if workers.world > 1 else 0)
-            keep = memory.reserve(tokens * like.shape[1] * like.element_size())
-        self.hidden = [keep(hidden_BTD) for hidden_BTD in stream.embed([batch.input_ids for batch in mine])]
+            self._keep = memory.reserve(tokens * like.shape[1] * like.element_size())
+        self.passages: list[Passage] = []
+        for passage in stream.embed(batch.input_ids for batch in mine):
+            passage.hidden_BTD = self._keep(passage.hidden_BTD)
+            self.passages.append(passage)
         self._layers = [batch.layers for batch in batches]  # number of layers each batch passes; None: all
         sources = text_sources(batches)
-        self._share = partial(Share, like=like, workers=workers, keep=keep, sources=sources)
+        self._share = partial(Share, like=like, workers=workers, keep=self._keep, sources=sources)
         self._sizes = [batch.tokens for batch in batches]
         self.inputs = self._share([], [])
         self.entered = 0  # number of layers
@@ -167,12 +170,11 @@ class TokenStream:
         while self._layers and self._layers[-1] is not None and self._layers[-1] <= self.entered:
             del self._layers[-1], self._sizes[-1]
         held = len(self._sizes[self._mine])
-        del self._real[held:], self.hidden[held:]
+        del self._real[held:], self.passages[held:]
         self.entered += 1
         inputs: list[Tensor] = []
-        for index, real_t in enumerate(self._real):
-            hidden_BTD, x_BTD = layer.attend(self.hidden[index])
-            self.hidden[index].copy_(hidden_BTD)
+        for passage, real_t in zip(self.passages, self._real, strict=True):
+            x_BTD = layer.attend(passage, self._keep)
             inputs.append(self.inputs.keep(x_BTD.flatten(0, 1)[real_t]))
         self.inputs = self._share(inputs, list(self._sizes))
         if inputs and not bool(torch.stack([x_TD.isfinite().all() for x_TD in inputs]).all()):
@@ -181,11 +183,10 @@ class TokenStream:
             raise NumericsError(what, where=f"FFN input of layer {self.entered - 1}", do=do)
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
-        """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer does."""
+        """Go on behind the layer with the FFN's outputs, (T, D) for every batch of `inputs`."""
         assert self._layer is not None, "enter a layer first"
-        for index, (real_t, output_TD) in enumerate(zip(self._real, outputs, strict=True)):
-            rows_TD = self.hidden[index].flatten(0, 1)
-            rows_TD[real_t] = self._layer.add(rows_TD[real_t], output_TD)
+        for passage, real_t, output_TD in zip(self.passages, self._real, outputs, strict=True):
+            self._layer.add(passage, real_t, output_TD)
         self.inputs, self._layer = self._share([], []), None
 
     @torch.no_grad()
@@ -194,11 +195,14 @@ class TokenStream:
         logits, mine = stream.head(), batches[self._mine]
 
         def measure(place: int) -> Tensor:
-            rows = zip(self.hidden[place], mine[place].labels.to(stream.device), strict=True)
-            losses = (token_losses(logits(hidden_TD[None]), labels_T[None]) for hidden_TD, labels_T in rows)
-            return torch.stack([losses_1T.double().sum() for losses_1T in losses]).sum()
+            passage, losses = self.passages[place], []
+            for ids_T, hidden_TD, labels_T in zip(passage.ids_BT, passage.hidden_BTD, mine[place].labels, strict=True):
+                one = Passage(ids_T[None], hidden_TD[None], passage.handed)
+                losses.append(token_losses(logits(one), labels_T[None].to(stream.device)).double().sum())
+            return torch.stack(losses).sum()
 
-        total = float(self._share(self.hidden, self._sizes).total((), measure))
+        hidden = [passage.hidden_BTD for passage in self.passages]
+        total = float(self._share(hidden, self._sizes).total((), measure))
         return MeanLoss(total, sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _MEMINFO, _MEMBERSHIP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _SHARE = 0.5  # of the free memory, if no limit is set
-KEPT = 3  # tensors (T, D) of a layer pass: hidden states, inputs and outputs of an FFN
+# Tensors (T, D) of a layer pass: hidden states, what a layer computes before its FFN, inputs and outputs of an FFN.
+KEPT = 4
 
 Keep = Callable[["Tensor"], "Tensor"]  # moves a tensor to where it is kept
 

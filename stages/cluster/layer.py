@@ -65,7 +65,7 @@ def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tenso
     if cluster.features == "gate_rows":
         folder = resolve_folder(evidence.model)
         with ShardReader(folder) as reader:
-            gate_FD = reader.tensor(reader.family.ffn(evidence.layer)[0])
+            gate_FD = reader.projection(evidence.layer, "gate")
         return methods.gate_row_features(gate_FD, dims=methods.FEATURE_DIMS, rng=rng)
     statistics = evidence.statistics
     if not statistics.reservoir_tokens:

@@ -6,9 +6,8 @@ from tqdm import tqdm
 
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig
-from models.dense import dense_family
 from models.experts import slice_experts
-from models.source import read_config, resolve_folder
+from models.source import resolve_folder
 from stages.artifacts.carve import Partition
 from stages.artifacts.experts import ExtractedLayer
 from stages.artifacts.job import Job, Table
@@ -17,13 +16,12 @@ from stages.artifacts.job import Job, Table
 def run(job: Job, *, model: ModelConfig) -> Table:
     """Copy the neurons of the partition into one file per layer that does not stay dense."""
     folder = resolve_folder(model)
-    config = read_config(folder)
     partition = Partition.load(job.parents["cluster"])
     started, size = perf_counter(), 0
     with ShardReader(folder) as reader:
         for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
-            experts = slice_experts(reader, dense_family(config), layer, neurons_EN, always_on_S)
+            experts = slice_experts(reader, layer, neurons_EN, always_on_S)
             size += ExtractedLayer(experts, neurons_EN, always_on_S).save(job.out, layer)
     return summarise(partition, size, perf_counter() - started)
 

@@ -1,0 +1,198 @@
+"""What a dense decoder is made of: its layers, their FFN, its tensors. Found by structure once, then kept; no torch.
+
+`models/structure.py` finds it in transformers' own class; nothing here or there knows a family by name.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from instruments.errors import CheckpointError
+from instruments.files import write_json
+from models.checkpoint.folder import has_weights, read_checkpoint
+from models.source import read_config
+
+PROJECTIONS = ("gate", "up", "down")
+_FORMAT = 1  # of the kept descriptions
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a Linear layer of the FFN: all, or one half if gate and up are one layer."""
+
+    linear: str  # path within the FFN
+    part: Literal["whole", "first", "second"] = "whole"
+
+    def of(self, length: int) -> slice:
+        """The rows among `length`."""
+        return {"whole": slice(0, length), "first": slice(0, length // 2), "second": slice(length // 2, length)}[
+            self.part
+        ]
+
+
+@dataclass(frozen=True)
+class FFNPlan:
+    """How a layer's FFN is made: down_scale · down(act(gate_scale · gate(x)) · up(x)), without biases."""
+
+    path: str  # of the module within the layer
+    gate: Rows
+    up: Rows
+    down: str  # path within the FFN
+    act: str  # path of the activation's module within the FFN; after a colon, a name in transformers' ACT2FN
+    activation: str  # its name in ACT2FN, or its class
+    width: int  # F
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
+
+    def rows(self, part: str) -> Rows:
+        """Where gate, up or down is stored."""
+        return {"gate": self.gate, "up": self.up, "down": Rows(self.down)}[part]
+
+    def scale(self, part: str) -> float:
+        """Factor of gate, up or down."""
+        return {"gate": self.gate_scale, "up": 1.0, "down": self.down_scale}[part]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A dense decoder. Names of tensors are those of transformers' class, whose state_dict has them in this order."""
+
+    model_class: str  # in transformers, e.g. Qwen3ForCausalLM
+    model_type: str  # of the text part
+    config: Mapping[str, Any]  # of the text part: config.json's values, else the defaults of transformers
+    config_json: Mapping[str, Any]  # as it is on the disk
+    layers: str  # path of the list of decoder layers
+    depth: int  # L
+    hidden: int  # D
+    vocabulary: int  # V
+    ffn: FFNPlan  # of every layer
+    embedding: str  # weight of the input embedding
+    head: str  # weight of the output embedding
+    tied: bool  # by config.json both are one tensor; a checkpoint may yet hold two, which are then not tied
+    shapes: Mapping[str, tuple[int, ...]]  # of every tensor; of tied ones only the first
+    # Tensor → tensors on disk, several if they are concatenated; empty if the weights are not here.
+    stored: Mapping[str, tuple[str, ...]]
+    unknown: tuple[str, ...] = ()  # tensors on disk that the class does not have
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return self.ffn.width
+
+    @property
+    def is_wrapper(self) -> bool:
+        """Whether the text decoder is a part of a model that may also see images or hear."""
+        return "text_config" in self.config_json
+
+    @property
+    def windows(self) -> Literal["none", "some", "all"]:
+        """Which layers see only a window of tokens."""
+        config = self.config
+        if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+            return "none"
+        kinds = {kind == "sliding_attention" for kind in config.get("layer_types") or ["sliding_attention"]}
+        return "some" if len(kinds) == 2 else "all" if True in kinds else "none"
+
+    @cached_property
+    def ffn_names(self) -> frozenset[str]:
+        """Names of the tensors of all FFNs."""
+        linears = {self.ffn.rows(part).linear for part in PROJECTIONS}
+        return frozenset(
+            f"{self.layers}.{layer}.{self.ffn.path}.{linear}.weight" for layer in range(self.depth) for linear in linears
+        )
+
+    def weight(self, layer: int, part: str) -> str:
+        """Name of the tensor that holds gate, up or down."""
+        return f"{self.layers}.{layer}.{self.ffn.path}.{self.ffn.rows(part).linear}.weight"
+
+    def layer_names(self, layer: int) -> list[str]:
+        """Names of a layer's tensors without its FFN: attention, norms and the like."""
+        return [name for name in self._by_layer.get(layer, ()) if name not in self.ffn_names]
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in self.shapes:
+            if name.startswith(f"{self.layers}."):
+                found.setdefault(int(name.removeprefix(f"{self.layers}.").partition(".")[0]), []).append(name)
+        return found
+
+    @property
+    def frame_names(self) -> list[str]:
+        """Names of the tensors outside of the layers: embeddings, final norm, head, and a wrapper's other parts."""
+        return [name for name in self.shapes if not name.startswith(f"{self.layers}.")]
+
+    def count(self, names: Iterable[str]) -> int:
+        """Numbers in these tensors."""
+        return sum(prod(self.shapes[name]) for name in names)
+
+
+def find_decoder(folder: Path) -> Decoder:
+    """The dense decoder in a checkpoint folder, whose weights may be missing. Raises CheckpointError: there is none."""
+    config = read_config(folder)
+    entries = read_checkpoint(folder) if has_weights(folder) else {}
+    shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
+    facts = json.dumps([_FORMAT, version("transformers"), _code(), config, sorted(shapes.items())])
+    return _kept(folder, hashlib.sha256(facts.encode()).hexdigest())
+
+
+@lru_cache(maxsize=32)
+def _kept(folder: Path, key: str) -> Decoder:
+    place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return from_json(json.loads(place.read_text(encoding="utf-8")))
+    # Importing torch and transformers takes seconds; a plan of a known model does without them.
+    from models.structure import describe  # noqa: PLC0415
+
+    decoder = describe(folder)
+    with suppress(OSError):  # a home that cannot be written costs these seconds again
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, asdict(decoder))
+    return decoder
+
+
+def from_json(content: Mapping[str, Any]) -> Decoder:
+    """The decoder that `asdict` wrote as JSON."""
+    ffn = content["ffn"]
+    plan = FFNPlan(**ffn | {name: Rows(**ffn[name]) for name in ("gate", "up")})
+    shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
+    stored = {name: tuple(parts) for name, parts in content["stored"].items()}
+    return Decoder(**{**content, "ffn": plan, "shapes": shapes, "stored": stored, "unknown": tuple(content["unknown"])})
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """Hash of the code that finds decoders."""
+    return hashlib.sha256((Path(__file__).with_name("structure.py")).read_bytes()).hexdigest()
+
+
+def check_tensors(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]]) -> list[CheckpointError]:
+    """Errors for tensors on disk that are missing, unknown, or not of the shape that config.json says."""
+    problems: dict[str, list[str]] = {
+        "tensors are missing": [
+            name for name in decoder.shapes if not (decoder.stored.get(name) or (name == decoder.head and decoder.tied))
+        ],
+        "tensors are unknown to this architecture": list(decoder.unknown),
+        "tensors do not have the shape that config.json says": [],
+    }
+    for name, parts in decoder.stored.items():
+        found = [shapes[part] for part in parts]
+        joined = (sum(shape[0] for shape in found), *found[0][1:]) if len(found) > 1 else found[0]
+        if joined != decoder.shapes[name]:
+            problems["tensors do not have the shape that config.json says"].append(
+                f"{parts[0]} is {joined}, not {decoder.shapes[name]}"
+            )
+    errors = []
+    for what, names in problems.items():
+        where = ", ".join(name[:200] for name in names[:3]) + (" ..." if len(names) > 3 else "")
+        do = "check that config.json belongs to these weights"
+        errors += [CheckpointError(f"{len(names)} {what}", where=where, do=do)] if names else []
+    return errors

@@ -1,0 +1,428 @@
+"""Find a dense decoder by structure: no table of families, only transformers' own classes.
+
+The model is built without weights. In each decoder layer, a module with three matrices of matching sizes (or two, of
+which one holds gate and up) is a candidate for the FFN. A small copy with random weights is called once, and **proves
+by numbers** that it is down(act(gate(x)) · up(x)). Everything else in the layer is transformers' own code.
+"""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
+
+from instruments.errors import CheckpointError
+from models.checkpoint.folder import has_weights, read_checkpoint
+from models.decoder import Decoder, FFNPlan, Rows
+from models.source import read_config
+
+_OTHER = "choose a dense decoder whose FFN is down(act(gate(x)) * up(x))"
+# Activations that models call as functions, by their names in transformers.
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
+
+
+class _Refused(Exception):
+    """Why this module is no FFN that can be cut into experts."""
+
+
+def describe(folder: Path) -> Decoder:
+    """The dense decoder in a checkpoint folder. Raises CheckpointError: it has none, with the reason."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model = build_empty(config)
+    except Exception as error:  # the file is untrusted, and transformers' classes raise errors of any type
+        first = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        what = f"transformers {transformers.__version__} cannot make a model of config.json: {first}"
+        do = f"{_OTHER}, or pip install -U transformers if the model is newer"
+        raise CheckpointError(what, where=str(folder / "config.json"), do=do) from error
+    names = {name: tuple(entry.shape) for name, entry in read_checkpoint(folder).items()} if has_weights(folder) else {}
+    return describe_model(model, read_config(folder), names)
+
+
+def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration on the meta device, in fp32."""
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=torch.float32)
+    return model.eval()
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that wrote the checkpoint, by `architectures`; else transformers' class for causal language models.
+
+    AutoModelForCausalLM alone would leave out the vision tower of some wrappers. Raises KeyError: there is none.
+    """
+    for name in config.architectures or ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
+            return found
+    known: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return known
+
+
+def describe_model(model: PreTrainedModel, config: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> Decoder:
+    """The decoder of a model, which may be on the meta device.
+
+    `config`: config.json; `stored`: shapes of the tensors on disk. Raises CheckpointError: it cannot be carved.
+    """
+    text = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _error("an encoder-decoder is no model of the next token alone", type(model).__name__)
+    layers, modules = decoder_layers(model)
+    width = int(getattr(text, "hidden_size", 0) or 0)
+    plan = _common_plan(modules, width)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        raise _error("the model has no output embedding", type(model).__name__)
+    places = {id(module): name for name, module in model.named_modules()}
+    tied = dict(model.all_tied_weights_keys)
+    first = f"{places[id(embedding)]}.weight"
+    last = f"{places[id(head)]}.weight"
+    # A tensor that is another's alias has no place of its own, but a head is listed: a checkpoint may hold both.
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    resolved = json.loads(text.to_json_string(use_diff=False))
+    given = config.get("text_config")
+    names, unknown = _stored_names(model, stored)
+    return Decoder(
+        model_class=type(model).__name__,
+        model_type=str(text.model_type),
+        config={**resolved, **(given if isinstance(given, Mapping) else config), "hidden_act": plan[0].activation},
+        config_json=dict(config),
+        layers=layers,
+        depth=len(modules),
+        hidden=plan[1],
+        vocabulary=int(embedding.weight.shape[0]),
+        ffn=plan[0],
+        embedding=first,
+        head=last,
+        tied=last in tied,
+        shapes=shapes,
+        stored=names,
+        unknown=unknown,
+    )
+
+
+def activation_module(plan: FFNPlan, ffn: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The activation of an FFN: its own module, or a function that its code calls."""
+    return ACT2FN[plan.act[1:]] if plan.act.startswith(":") else ffn.get_submodule(plan.act)
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Name and list of a model's decoder layers, of a dense model or an MoE. Raises CheckpointError: there is none."""
+    text = model.config.get_text_config(decoder=True)
+    depths = [getattr(text, key, None) for key in ("num_hidden_layers", "num_layers", "decoder_layers", "n_layer")]
+    depth = next((number for number in depths if number), None)
+    names = {id(module): name for name, module in model.named_modules()}
+    for root in (model.get_decoder(), model.base_model):  # get_decoder may find an output head
+        found = [
+            (names[id(module)].count("."), names[id(module)], module)
+            for module in root.modules()
+            if isinstance(module, nn.ModuleList) and len(module) and depth in {None, len(module)}
+        ]
+        outer = [entry[1:] for entry in found if entry[0] == min(level for level, *_ in found)]
+        # Some models keep lists of norms or of attention parts beside their layers.
+        outer = [entry for entry in outer if any(isinstance(part, nn.Linear) for part in entry[1].modules())]
+        if len(outer) == 1:
+            return outer[0]
+        if outer:
+            raise _error(f"several lists of layers: {', '.join(name for name, _ in outer)}", type(model).__name__)
+    raise _error("no list of decoder layers", type(model).__name__)
+
+
+_PLANS: dict[tuple[type, str], FFNPlan] = {}
+
+
+def ffn_plan(model: PreTrainedModel) -> FFNPlan:
+    """How the FFNs of a dense model in memory are made; a model of the same configuration is built without weights."""
+    key = (type(model), model.config.to_json_string())
+    if key not in _PLANS:
+        with torch.device("meta"):
+            empty = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
+        _PLANS[key], _ = _common_plan(decoder_layers(empty)[1], empty.config.get_text_config(decoder=True).hidden_size)
+    return _PLANS[key]
+
+
+def _error(what: str, where: str) -> CheckpointError:
+    return CheckpointError(what, where=where, do=_OTHER)
+
+
+def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
+    """The FFN of all layers, and its input width. Raises CheckpointError: a layer has none, or another."""
+    reasons: dict[str, list[int]] = {}
+    plans: dict[tuple[FFNPlan, int], list[int]] = {}
+    owners: dict[int, int] = {}
+    known: dict[str, tuple[FFNPlan, int] | str] = {}
+    for index, layer in enumerate(layers):
+        text = _structure(layer)
+        if text not in known:
+            try:
+                known[text] = _find_ffn(layer, hidden)
+            except _Refused as why:
+                known[text] = str(why)
+        plan = known[text]
+        if isinstance(plan, str):
+            reasons.setdefault(plan, []).append(index)
+        elif (other := owners.setdefault(id(layer.get_submodule(plan[0].path)), index)) != index:
+            reasons.setdefault(f"its FFN is that of layer {other}", []).append(index)
+        else:
+            plans.setdefault(plan, []).append(index)
+    if reasons:
+        why, where = next(iter(reasons.items()))
+        raise _error(why, f"{_numbers(where)} of {len(layers)}")
+    if len(plans) > 1:
+        widths = ", ".join(f"{plan.width} in {_numbers(where)}" for (plan, _), where in plans.items())
+        raise _error(f"the layers' FFNs differ: width {widths}", type(layers[0]).__name__)
+    return next(iter(plans))
+
+
+def _structure(layer: nn.Module) -> str:
+    """What layers of equal structure share: modules, sizes, and numbers among their attributes but the layer's own."""
+    numbers = [
+        (key, value)
+        for module in layer.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, int | float | str) and "idx" not in key and "layer" not in key
+    ]
+    return f"{layer!r} {numbers}"
+
+
+def _numbers(layers: list[int]) -> str:
+    shown = ", ".join(map(str, layers[:4])) + (f" ... {layers[-1]}" if len(layers) > 5 else "")
+    return f"layer{'s' * (len(layers) > 1)} {shown}"
+
+
+def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int]:
+    """The one FFN of a decoder layer, and its input width. Raises _Refused."""
+    if _is_mixture(layer, hidden):
+        raise _Refused("the layer is a Mixture-of-Experts already")
+    plans: list[tuple[FFNPlan, int]] = []
+    reasons: list[str] = []
+    for path, module in _candidates(layer, hidden):
+        if any(path.startswith(f"{plan.path}.") for plan, _ in plans):
+            continue
+        try:
+            try:
+                plans.append(_plan_of(path, module, torch.float64))
+            except RuntimeError:  # it computes in fp32 inside
+                plans.append(_plan_of(path, module, torch.float32))
+        except _Refused as why:
+            reasons.append(str(why))
+    if len(plans) > 1:
+        raise _Refused(f"several FFNs in one layer: {', '.join(plan.path for plan, _ in plans)}")
+    if not plans:
+        raise _Refused("no gated FFN is found" + (f": {'; '.join(reasons[:2])}" if reasons else ""))
+    return plans[0]
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+
+
+def _is_mixture(layer: nn.Module, hidden: int) -> bool:
+    """Whether the layer holds experts: 3-D weights that read or write hidden states, or a list of FFNs."""
+    for module in layer.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len(_linears(module[0])) >= 2:
+            return True
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            continue
+        if any(p.ndim == 3 and min(p.shape) > 1 and hidden in p.shape[1:] for p in module.parameters(recurse=False)):
+            return True
+    return False
+
+
+def _candidates(layer: nn.Module, hidden: int) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with the matrices of an FFN and no other, outermost first: (D, F) twice or (D, 2F), and (F, D)."""
+    for path, module in layer.named_modules():
+        linears = _linears(module)
+        if not path or len(linears) not in {2, 3} or isinstance(module, nn.ModuleList):
+            continue
+        own = {id(parameter) for part in linears.values() for parameter in part.parameters()}
+        if any(parameter.ndim > 1 and id(parameter) not in own for parameter in module.parameters()):
+            continue
+        sizes = sorted((part.in_features, part.out_features) for part in linears.values())
+        for read, written in {*sizes, *(size[::-1] for size in sizes)}:
+            narrow, wide = (read, written // 2) if len(linears) == 2 else (read, written)
+            # An adapter has F < D.
+            fits = wide >= narrow and (not hidden or narrow == hidden)
+            wanted = [(read, written)] * (len(linears) - 1) + [(wide, narrow)]
+            # Two matrices without a gate are candidates, too: the refusal then says so.
+            if fits and sizes in (sorted(wanted), sorted([(read, written), (written, read)])):
+                yield path, module
+                break
+
+
+def _shrunk(module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int]:
+    """A copy on the CPU with random weights, its sizes divided by a common divisor; and its input width."""
+    small = copy.deepcopy(module)
+    sizes = [size for part in _linears(module).values() for size in (part.in_features, part.out_features)]
+    factor = max(1, math.gcd(*sizes) // 2)  # no size becomes 1
+    for part in _linears(small).values():
+        part.in_features, part.out_features = part.in_features // factor, part.out_features // factor
+        part.weight = nn.Parameter(torch.empty(part.out_features, part.in_features, device="cpu", dtype=dtype))
+        if part.bias is not None:
+            part.bias = nn.Parameter(torch.empty(part.out_features, device="cpu", dtype=dtype))
+    for part in small.modules():
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            drawn = torch.empty(parameter.shape, dtype=dtype, device="cpu").uniform_(-1, 1)
+            setattr(part, name, nn.Parameter(drawn))
+        for name, buffer in [*part.named_buffers(recurse=False)]:
+            ones = torch.ones(buffer.shape, device="cpu", dtype=buffer.dtype)
+            part.register_buffer(name, ones, persistent=False)
+    return small.eval(), next(iter(_linears(small).values())).in_features
+
+
+def _ratio(a: Tensor, b: Tensor) -> float | None:
+    """c with a = c · b; None if there is none."""
+    if a.shape != b.shape or not bool(b.abs().max() > 0):
+        return None
+    c, close = float((a * b).sum() / (b * b).sum()), 1e-9 if a.dtype == torch.float64 else 1e-4
+    if not math.isfinite(c) or c == 0 or not torch.allclose(a, c * b, rtol=close, atol=close * float(a.abs().max())):
+        return None
+    return 1.0 if abs(c - 1) < close / 10 else c
+
+
+@torch.no_grad()
+def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan, int]:
+    """The plan of this module, and its input width. Raises _Refused: it computes something else."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small, hidden = _shrunk(module, dtype)
+        x = torch.randn(2, 3, hidden, dtype=dtype)
+        again = torch.randn(1, 5, hidden, dtype=dtype)
+    linears, calls = _linears(small), list[tuple[str, Tensor, Tensor]]()
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                calls.append((name, args[0], output))
+
+        return hook
+
+    for name, part in small.named_modules():
+        if name and (name in linears or not _linears(part)):
+            part.register_forward_hook(note(name))
+    try:
+        out = small(x)
+    except Exception as error:
+        if "ouble" in str(error) and dtype == torch.float64:
+            raise RuntimeError(str(error)) from error
+        raise _Refused(f"{path} is no function of one tensor ({type(error).__name__}: {str(error)[:80]})") from error
+    order = [call for call in calls if call[0] in linears]
+    if not isinstance(out, Tensor) or out.shape != x.shape or sorted(call[0] for call in order) != sorted(linears):
+        raise _Refused(f"{path} does not use each of its matrices once")
+    if any(part.bias is not None for part in linears.values()):
+        raise _Refused(f"{path} has biases, which experts here do not have")
+    flat = x.reshape(-1, hidden)
+    *first, (down, inner, written) = order
+    if not all(call[1].numel() == x.numel() and torch.equal(call[1].reshape(flat.shape), flat) for call in first):
+        raise _Refused(f"{path}: gate and up do not read the FFN's input unchanged")
+    if (out_scale := _ratio(out.reshape(flat.shape), written.reshape(flat.shape))) is None:
+        raise _Refused(f"{path} changes its output after the last matrix")
+    inner_TF = inner.reshape(len(flat), -1)
+    parts = dict(_read_rows(first, inner_TF.shape[1]))
+    if len(parts) != 2:
+        raise _Refused(f"{path} has no gate: its FFN is two matrices")
+    functions = [call for call in calls if call[0] not in linears]
+    for gate, up in (tuple(parts), tuple(parts)[::-1]):
+        found = _activation(parts[gate], inner_TF, parts[up], functions)
+        if found is None:
+            continue
+        act, gate_scale, scale = found
+        call = small.get_submodule(act) if not act.startswith(":") else ACT2FN[act[1:]]
+        gate_rows, up_rows, down_DF = *(_rows(linears, rows) for rows in (gate, up)), linears[down].weight
+        activated = call(gate_scale * (again[0] @ gate_rows.T)) * (again[0] @ up_rows.T)
+        close = 1e-9 if dtype == torch.float64 else 1e-4
+        if not torch.allclose(scale * out_scale * activated @ down_DF.T, small(again)[0], rtol=close, atol=close):
+            raise _Refused(f"{path}: its neurons depend on each other")
+        width, hidden = module.get_submodule(down).in_features, module.get_submodule(down).out_features
+        name = act[1:] if act.startswith(":") else _name_of(call)
+        return FFNPlan(path, gate, up, down, act, name, width, gate_scale, scale * out_scale), hidden
+    raise _Refused(f"{path}: what its last matrix reads is not act(gate) * up")
+
+
+def _read_rows(calls: Iterable[tuple[str, Tensor, Tensor]], width: int) -> Iterator[tuple[Rows, Tensor]]:
+    """Gate and up (in an order not yet known): where they are stored, and their outputs."""
+    for name, _, output in calls:
+        output_TG = output.reshape(-1, output.shape[-1])
+        if output_TG.shape[1] == width:
+            yield Rows(name), output_TG
+        elif output_TG.shape[1] == 2 * width:
+            yield Rows(name, "first"), output_TG[:, :width]
+            yield Rows(name, "second"), output_TG[:, width:]
+
+
+def _rows(linears: Mapping[str, nn.Linear], rows: Rows) -> Tensor:
+    weight = linears[rows.linear].weight
+    return weight[rows.of(len(weight))]
+
+
+def _activation(
+    gate_TF: Tensor, inner_TF: Tensor, up_TF: Tensor, calls: list[tuple[str, Tensor, Tensor]]
+) -> tuple[str, float, float] | None:
+    """The activation by which inner = scale · act(gate_scale · gate) · up: its place, gate_scale and scale."""
+    named = [(f":{name}", gate_TF, ACT2FN[name](gate_TF)) for name in _ACTIVATIONS]
+    for place, read, written in [*calls, *named]:
+        if read.numel() != gate_TF.numel() or written.numel() != gate_TF.numel():
+            continue
+        gate_scale = _ratio(read.reshape(gate_TF.shape), gate_TF)
+        if gate_scale is None:
+            continue
+        scale = _ratio(inner_TF, written.reshape(gate_TF.shape) * up_TF)
+        if scale is not None:
+            return place, gate_scale, scale
+    return None
+
+
+def _name_of(act: nn.Module) -> str:
+    """The name in ACT2FN of a function that gives the same numbers; else the module's class."""
+    x = torch.linspace(-4, 4, 65)
+    for name in _ACTIVATIONS:
+        if next(act.parameters(), None) is None and torch.allclose(act(x), ACT2FN[name](x), rtol=0, atol=1e-6):
+            return name
+    return type(act).__name__
+
+
+def _stored_names(
+    model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Tensor of the model → tensors on disk, as transformers' own loading matches them; and those that match none.
+
+    Raises CheckpointError: transformers converts a tensor in another way than by concatenation.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    wanted, found = model.state_dict(), dict[str, list[str]]()
+    unknown, joined = list[str](), {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    for name in stored:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target not in wanted:
+            unknown.append(name)
+            continue
+        if pattern is not None and [type(step) for step in joined[pattern].operations] != [Concatenate]:
+            raise _error(f"transformers converts {name} while it loads", type(model).__name__)
+        found.setdefault(target, []).append(name)
+        if pattern is not None:  # in the converter's order
+            places = {source: number for number, source in enumerate(joined[pattern].source_patterns)}
+            found[target].sort(key=lambda part: min(n for source, n in places.items() if source in part))
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    return {name: tuple(parts) for name, parts in found.items()}, tuple(
+        name for name in unknown if not any(_matches(pattern, name) for pattern in ignored)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _matches(pattern: str, name: str) -> bool:
+    return re.search(pattern, name) is not None
