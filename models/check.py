@@ -9,7 +9,7 @@ from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
 from models.config import MEMORY, ModelConfig, setting_word
-from models.decoder import check_tensors, find_decoder
+from models.decoder import Decoder, check_tensors, find_decoder
 from models.quantization import missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, read_source_config
 
@@ -30,20 +30,24 @@ def check_source(model: ModelConfig) -> list[UserError]:
     if model.kind != "hub":
         entries, wrong_weights = checkpoint.check_shards(config_folder(model))
     errors = [*check_placement(model), *_check_config(model, config, len(entries)), *wrong_weights]
-    if errors:
-        return errors
-    try:
-        decoder = find_decoder(config_folder(model))
-    except UserError as error:
-        return [error]
-    if model.kind == "hub":
-        return []
+    if not errors:
+        try:
+            decoder = find_decoder(config_folder(model))
+            errors = [*_check_weights(config, decoder, entries)] if entries else []
+        except UserError as error:
+            errors = [error]
+    return errors
+
+
+def _check_weights(
+    config: Mapping[str, Any], decoder: Decoder, entries: Mapping[str, checkpoint.Entry]
+) -> list[CheckpointError]:
     packed = [name for name, entry in entries.items() if isinstance(entry, checkpoint.PackedEntry)]
     if packed and not stored_quantization(config):
         what = f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it"
         do = "copy quantization_config from the checkpoint's own config.json"
         return [CheckpointError(what, where=some(packed, 3, ", "), do=do)]
-    return [*check_tensors(decoder, {name: entry.shape for name, entry in entries.items()})]
+    return check_tensors(decoder, {name: entry.shape for name, entry in entries.items()})
 
 
 def _check_config(model: ModelConfig, config: dict[str, Any], tensors: int) -> list[UserError]:

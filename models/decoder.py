@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import version
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -105,9 +106,8 @@ class Decoder:
     def ffn_names(self) -> frozenset[str]:
         """Names of the tensors of all FFNs."""
         linears = {self.ffn.rows(part).linear for part in PROJECTIONS}
-        return frozenset(
-            f"{self.layers}.{layer}.{self.ffn.path}.{linear}.weight" for layer in range(self.depth) for linear in linears
-        )
+        places = product(range(self.depth), linears)
+        return frozenset(f"{self.layers}.{layer}.{self.ffn.path}.{linear}.weight" for layer, linear in places)
 
     def weight(self, layer: int, part: str) -> str:
         """Name of the tensor that holds gate, up or down."""

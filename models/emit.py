@@ -16,7 +16,7 @@ from transformers import TokenizersBackend
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.folder import LICENCES, TOKENIZER_PATTERNS, read_json
-from models.checkpoint.shards import ShardReader, ShardWriter
+from models.checkpoint.shards import DenseReader, ShardWriter
 from models.config import MoEShape
 from models.decoder import PROJECTIONS
 from models.experts import ExpertWeights
@@ -119,7 +119,7 @@ def emit_checkpoint(
     """
     if out_folder.resolve() == source_folder.resolve():
         raise CheckpointError("the MoE would overwrite its source", where=str(out_folder), do="choose another folder")
-    with ShardReader(source_folder) as reader, ShardWriter(out_folder) as writer:
+    with DenseReader(source_folder) as reader, ShardWriter(out_folder) as writer:
         emission = _Emission(reader, writer, target, shape, pad_to, _main_dtype(reader, dtype), dtype == "source")
         emission.copy_frame()
         for layer in tqdm(range(reader.decoder.depth), desc="write checkpoint", unit="layer"):
@@ -140,11 +140,11 @@ def emit_checkpoint(
 
 def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
     """The number format that `emit_checkpoint` writes to config.json with dtype=`asked`."""
-    with ShardReader(source_folder) as reader:
+    with DenseReader(source_folder) as reader:
         return _main_dtype(reader, asked)
 
 
-def _main_dtype(reader: ShardReader, asked: str) -> torch.dtype:
+def _main_dtype(reader: DenseReader, asked: str) -> torch.dtype:
     decoder = reader.decoder
     name = (source_dtype(decoder.config_json) or source_dtype(decoder.config)) if asked == "source" else asked
     if name is None:
@@ -160,7 +160,7 @@ Projections = tuple[Tensor, Tensor, Tensor]  # gate and up (..., N, D), down (..
 class _Emission:
     """Copies and converts the tensors of one MoE checkpoint."""
 
-    reader: ShardReader
+    reader: DenseReader
     writer: ShardWriter
     target: MoETarget
     shape: MoEShape

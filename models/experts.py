@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.decoder import PROJECTIONS
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, relative_gates
@@ -32,7 +32,7 @@ class ExpertWeights:
 
 
 def slice_experts(
-    reader: ShardReader, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
+    reader: DenseReader, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
 ) -> ExpertWeights:
     """Copy rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
     projections = (reader.projection(layer, part) for part in PROJECTIONS)

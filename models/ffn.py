@@ -55,7 +55,7 @@ class _Separated(nn.Module):
 def separate_ffns(model: PreTrainedModel) -> None:
     """Give every FFN the modules of a GatedFFN, which hold its weights; of a fused one, views. Raises ConfigError."""
     plan = ffn_plan(model)
-    if plan.gate == Rows("gate_proj") and plan.up == Rows("up_proj") and (plan.down, plan.act) == ("down_proj", "act_fn"):
+    if (plan.gate, plan.up, plan.down, plan.act) == (Rows("gate_proj"), Rows("up_proj"), "down_proj", "act_fn"):
         return
     for index, layer in enumerate(decoder_layers(model)[1]):
         ffn = layer.get_submodule(plan.path)
@@ -66,11 +66,11 @@ def separate_ffns(model: PreTrainedModel) -> None:
         _set(layer, plan.path, separated)
 
 
-def _rows_of(linear: nn.Module, plan: FFNPlan, part: str, layer: int) -> nn.Module:
+def _rows_of(linear: Any, plan: FFNPlan, part: str, layer: int) -> nn.Module:  # noqa: ANN401 - Linear, or quantised
     """The Linear layer of one projection; with views, or a scaled copy, of the weight where it must be."""
     rows, scale, whole_GD = plan.rows(part), plan.scale(part), linear.weight
     if rows.part == "whole" and scale == 1.0:
-        return linear  # with its hooks
+        return linear  # type: ignore[no-any-return]  # with its hooks
     if type(linear) is not nn.Linear or whole_GD.device == torch.device("meta"):
         what = "gate and up are one weight, or scaled, which cannot be done where it is quantised or offloaded"
         do = "model.quantization=none model.device_map=none, or a source that keeps them apart"

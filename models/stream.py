@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from instruments.errors import CheckpointError
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.ffn import DenseFFN
 from models.loading import explained_loading
 from models.structure import activation_module, model_class
@@ -76,10 +76,11 @@ class StreamLayer:
         """The layer's output with this output of its FFN. Raises _Reached: there is none yet."""
         args, arguments = self._stream.arguments(self._index, passage)
         self._output = output_BTD
+        forward = partial(type(self._module).forward, self._module)  # the module's own attribute is the stand-in
         if args:
-            result = self._module(passage.hidden_BTD, *args[1:], **arguments)
+            result = forward(passage.hidden_BTD, *args[1:], **arguments)
         else:
-            result = self._module(**{**arguments, "hidden_states": passage.hidden_BTD})
+            result = forward(**{**arguments, "hidden_states": passage.hidden_BTD})
         hidden: Tensor = result if isinstance(result, Tensor) else result[0]
         return hidden
 
@@ -122,7 +123,7 @@ class StreamLayer:
 
         Norms, factors or modules after the FFN make it another function.
         """
-        handed = {key: dict(value) if isinstance(value, MutableMapping) else value for key, value in passage.handed.items()}
+        handed = {key: dict(value) for key, value in passage.handed.items()}
         few = Passage(passage.ids_BT[:1, :8], passage.hidden_BTD[:1, :8].clone(), handed)
         zero = torch.zeros_like(few.hidden_BTD)
         residual = self._run(few, zero)
@@ -140,7 +141,8 @@ class StreamLayer:
             if isinstance(output, tuple):
                 # Attention weights are large, and layers only return them.
                 first, *others = output
-                kept: Any = (keep(first), *(None if isinstance(part, Tensor) and part.ndim > 3 else part for part in others))
+                small = (None if isinstance(part, Tensor) and part.ndim > 3 else part for part in others)
+                kept: Any = (keep(first), *small)
             else:
                 kept = keep(output) if isinstance(output, Tensor) else output
             computed.setdefault(name, []).append(kept)
@@ -179,11 +181,12 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
         Raises CheckpointError: the model computes between its layers.
         """
-        self.device, self.reader = device, ShardReader(folder)
+        self.device, self.reader = device, DenseReader(folder)
         decoder = self.reader.decoder
         with explained_loading(folder), init_empty_weights(include_buffers=False):
             self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._model: PreTrainedModel = model_class(self.config)._from_config(self.config, dtype=torch.float32).eval()
+            kind = model_class(self.config)
+            self._model: PreTrainedModel = kind._from_config(self.config, dtype=torch.float32).eval()
         self.depth = decoder.depth  # L
         self._layers = [*self._model.get_submodule(decoder.layers)]
         self._load_frame()
@@ -222,7 +225,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         for name, module in lazy.items():
             if name in decoder.stored and not name.startswith(left_out):
                 # Some models look at its device.
-                module.weight = nn.Parameter(torch.empty(1, module.embedding_dim, device=self.device), requires_grad=False)
+                one_row = torch.empty(1, module.embedding_dim, device=self.device)
+                module.weight = nn.Parameter(one_row, requires_grad=False)
                 module.padding_idx = None  # it may be no row of those in use; it only matters for gradients
                 module.register_forward_pre_hook(self._rows_of(name))
         for name, module in model.named_modules():
@@ -249,10 +253,12 @@ class LayerStream(AbstractContextManager["LayerStream"]):
     def _stand_in(self, index: int, *args: Any, **arguments: Any) -> Any:  # noqa: ANN401 - differs by family
         """Take the place of a layer: keep its arguments, and return its input."""
         self._calls[index] = (args, arguments)
-        last = index == self.depth - 1
-        if last and self._goes_on is None:
-            raise _Reached
-        return self._returned(self._goes_on if last else args[0] if args else arguments["hidden_states"])
+        hidden = _hidden((args, arguments))
+        if index == self.depth - 1:
+            if self._goes_on is None:
+                raise _Reached
+            hidden = self._goes_on
+        return self._returned(hidden)
 
     @torch.no_grad()
     def _pass(self, ids_BT: Tensor, goes_on: Tensor | None = None) -> Any:  # noqa: ANN401 - the model's output
@@ -330,12 +336,10 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             for name in decoder.layer_names(index):
                 _put(module, name.removeprefix(prefix), self._tensor(name))
             _move_buffers(module, self.device, recurse=True)
-            del module.forward
             # Only the caller holds the FFN, and may delete it from the layer.
             yield StreamLayer(self, index, module, self._ffn(index, module))
             for name, parameter in [*module.named_parameters()]:
                 _put(module, name, torch.empty_like(parameter, device="meta"))
-            module.forward = partial(self._stand_in, index)
 
     def head(self) -> Callable[[Passage], Float[Tensor, "B T V"]]:
         """What is behind the last layer, as a function from a batch to its logits."""
@@ -367,7 +371,8 @@ def _hidden(call: Call) -> Tensor:
 
 def _without_hidden(call: Call) -> Call:
     args, arguments = call
-    return ((None, *args[1:]) if args else args), {key: value for key, value in arguments.items() if key != "hidden_states"}
+    others = {key: value for key, value in arguments.items() if key != "hidden_states"}
+    return ((None, *args[1:]) if args else args), others
 
 
 def _other_tensors(value: Any, *, top: bool = True) -> Iterator[Tensor]:  # noqa: ANN401 - arguments of any layer

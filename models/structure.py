@@ -10,7 +10,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ _OTHER = "choose a dense decoder whose FFN is down(act(gate(x)) * up(x))"
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 
 
-class _Refused(Exception):
+class _Refused(Exception):  # noqa: N818 - a finding
     """Why this module is no FFN that can be cut into experts."""
 
 
@@ -64,7 +66,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
     for name in config.architectures or ():
         found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():  # type: ignore[attr-defined]
             return found
     known: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return known
@@ -117,7 +119,7 @@ def activation_module(plan: FFNPlan, ffn: nn.Module) -> Callable[[Tensor], Tenso
     return ACT2FN[plan.act[1:]] if plan.act.startswith(":") else ffn.get_submodule(plan.act)
 
 
-def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Name and list of a model's decoder layers, of a dense model or an MoE. Raises CheckpointError: there is none."""
     text = model.config.get_text_config(decoder=True)
     depths = [getattr(text, key, None) for key in ("num_hidden_layers", "num_layers", "decoder_layers", "n_layer")]
@@ -177,8 +179,8 @@ def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
         else:
             plans.setdefault(plan, []).append(index)
     if reasons:
-        why, where = next(iter(reasons.items()))
-        raise _error(why, f"{_numbers(where)} of {len(layers)}")
+        reason, where = next(iter(reasons.items()))
+        raise _error(reason, f"{_numbers(where)} of {len(layers)}")
     if len(plans) > 1:
         widths = ", ".join(f"{plan.width} in {_numbers(where)}" for (plan, _), where in plans.items())
         raise _error(f"the layers' FFNs differ: width {widths}", type(layers[0]).__name__)
@@ -261,28 +263,28 @@ def _candidates(layer: nn.Module, hidden: int) -> Iterator[tuple[str, nn.Module]
                 break
 
 
-def _shrunk(module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int]:
+def _shrunk(ffn: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int]:
     """A copy on the CPU with random weights, its sizes divided by a common divisor; and its input width."""
-    small = copy.deepcopy(module)
-    sizes = [size for part in _linears(module).values() for size in (part.in_features, part.out_features)]
+    small = copy.deepcopy(ffn)
+    sizes = [size for part in _linears(ffn).values() for size in (part.in_features, part.out_features)]
     factor = max(1, math.gcd(*sizes) // 2)  # no size becomes 1
     for part in _linears(small).values():
         part.in_features, part.out_features = part.in_features // factor, part.out_features // factor
         part.weight = nn.Parameter(torch.empty(part.out_features, part.in_features, device="cpu", dtype=dtype))
         if part.bias is not None:
             part.bias = nn.Parameter(torch.empty(part.out_features, device="cpu", dtype=dtype))
-    for part in small.modules():
-        for name, parameter in [*part.named_parameters(recurse=False)]:
+    for module in small.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
             drawn = torch.empty(parameter.shape, dtype=dtype, device="cpu").uniform_(-1, 1)
-            setattr(part, name, nn.Parameter(drawn))
-        for name, buffer in [*part.named_buffers(recurse=False)]:
+            setattr(module, name, nn.Parameter(drawn))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
             ones = torch.ones(buffer.shape, device="cpu", dtype=buffer.dtype)
-            part.register_buffer(name, ones, persistent=False)
+            module.register_buffer(name, ones, persistent=False)
     return small.eval(), next(iter(_linears(small).values())).in_features
 
 
 def _ratio(a: Tensor, b: Tensor) -> float | None:
-    """c with a = c · b; None if there is none."""
+    """C with a = c · b; None if there is none."""
     if a.shape != b.shape or not bool(b.abs().max() > 0):
         return None
     c, close = float((a * b).sum() / (b * b).sum()), 1e-9 if a.dtype == torch.float64 else 1e-4
@@ -291,105 +293,117 @@ def _ratio(a: Tensor, b: Tensor) -> float | None:
     return 1.0 if abs(c - 1) < close / 10 else c
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One call of a part of an FFN: its name, what it read and what it wrote."""
+
+    name: str
+    read: Tensor
+    written: Tensor
+
+
 @torch.no_grad()
 def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan, int]:
     """The plan of this module, and its input width. Raises _Refused: it computes something else."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small, hidden = _shrunk(module, dtype)
-        x = torch.randn(2, 3, hidden, dtype=dtype)
-        again = torch.randn(1, 5, hidden, dtype=dtype)
-    linears, calls = _linears(small), list[tuple[str, Tensor, Tensor]]()
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                calls.append((name, args[0], output))
-
-        return hook
-
-    for name, part in small.named_modules():
-        if name and (name in linears or not _linears(part)):
-            part.register_forward_hook(note(name))
-    try:
-        out = small(x)
-    except Exception as error:
-        if "ouble" in str(error) and dtype == torch.float64:
-            raise RuntimeError(str(error)) from error
-        raise _Refused(f"{path} is no function of one tensor ({type(error).__name__}: {str(error)[:80]})") from error
-    order = [call for call in calls if call[0] in linears]
-    if not isinstance(out, Tensor) or out.shape != x.shape or sorted(call[0] for call in order) != sorted(linears):
+        x_TD, again_TD = torch.randn(6, hidden, dtype=dtype), torch.randn(5, hidden, dtype=dtype)
+    linears = _linears(small)
+    out, calls = _watched(path, small, x_TD, dtype)
+    order = [call for call in calls if call.name in linears]
+    if sorted(call.name for call in order) != sorted(linears):
         raise _Refused(f"{path} does not use each of its matrices once")
     if any(part.bias is not None for part in linears.values()):
         raise _Refused(f"{path} has biases, which experts here do not have")
-    flat = x.reshape(-1, hidden)
-    *first, (down, inner, written) = order
-    if not all(call[1].numel() == x.numel() and torch.equal(call[1].reshape(flat.shape), flat) for call in first):
+    *first, down = order
+    if not all(call.read.numel() == x_TD.numel() and torch.equal(call.read.view_as(x_TD), x_TD) for call in first):
         raise _Refused(f"{path}: gate and up do not read the FFN's input unchanged")
-    if (out_scale := _ratio(out.reshape(flat.shape), written.reshape(flat.shape))) is None:
+    if (out_scale := _ratio(out.view_as(x_TD), down.written.reshape(x_TD.shape))) is None:
         raise _Refused(f"{path} changes its output after the last matrix")
-    inner_TF = inner.reshape(len(flat), -1)
+    inner_TF = down.read.reshape(len(x_TD), -1)
     parts = dict(_read_rows(first, inner_TF.shape[1]))
     if len(parts) != 2:
         raise _Refused(f"{path} has no gate: its FFN is two matrices")
-    functions = [call for call in calls if call[0] not in linears]
+    functions = [call for call in calls if call.name not in linears]
     for gate, up in (tuple(parts), tuple(parts)[::-1]):
         found = _activation(parts[gate], inner_TF, parts[up], functions)
         if found is None:
             continue
-        act, gate_scale, scale = found
-        call = small.get_submodule(act) if not act.startswith(":") else ACT2FN[act[1:]]
-        gate_rows, up_rows, down_DF = *(_rows(linears, rows) for rows in (gate, up)), linears[down].weight
-        activated = call(gate_scale * (again[0] @ gate_rows.T)) * (again[0] @ up_rows.T)
+        act, gate_scale, up_scale = found
+        real = _linears(module)[down.name]
+        plan = FFNPlan(path, gate, up, down.name, act, "", real.in_features, gate_scale, up_scale * out_scale)
+        call = activation_module(plan, small)
+        gate_FD, up_FD = (linears[rows.linear].weight[rows.of(len(linears[rows.linear].weight))] for rows in (gate, up))
+        inner = call(gate_scale * (again_TD @ gate_FD.T)) * (again_TD @ up_FD.T)
         close = 1e-9 if dtype == torch.float64 else 1e-4
-        if not torch.allclose(scale * out_scale * activated @ down_DF.T, small(again)[0], rtol=close, atol=close):
+        expected = plan.down_scale * inner @ linears[down.name].weight.T
+        if not torch.allclose(expected, small(again_TD[None])[0], rtol=close, atol=close):
             raise _Refused(f"{path}: its neurons depend on each other")
-        width, hidden = module.get_submodule(down).in_features, module.get_submodule(down).out_features
-        name = act[1:] if act.startswith(":") else _name_of(call)
-        return FFNPlan(path, gate, up, down, act, name, width, gate_scale, scale * out_scale), hidden
+        return replace(plan, activation=_name_of(act, call)), real.out_features
     raise _Refused(f"{path}: what its last matrix reads is not act(gate) * up")
 
 
-def _read_rows(calls: Iterable[tuple[str, Tensor, Tensor]], width: int) -> Iterator[tuple[Rows, Tensor]]:
+def _watched(path: str, ffn: nn.Module, x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[_Call]]:
+    """The output for (2, T/2, D), and the calls of every Linear layer and of every part without one, in order.
+
+    Raises _Refused: it is no function of one tensor; RuntimeError: it does not take float64.
+    """
+    linears, calls = _linears(ffn), list[_Call]()
+
+    def note(name: str, _module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.append(_Call(name, args[0], output))
+
+    for name, part in ffn.named_modules():
+        if name and (name in linears or not _linears(part)):
+            part.register_forward_hook(partial(note, name))
+    x_BTD = x_TD.view(2, -1, x_TD.shape[1])
+    try:
+        out = ffn(x_BTD)
+    except Exception as error:
+        if "ouble" in str(error) and dtype == torch.float64:
+            raise RuntimeError(str(error)) from error
+        raise _Refused(f"{path} is no function of one tensor ({type(error).__name__}: {str(error)[:80]})") from error
+    if not isinstance(out, Tensor) or out.shape != x_BTD.shape:
+        raise _Refused(f"{path} does not return a tensor of its input's shape")
+    return out, calls
+
+
+def _read_rows(calls: Iterable[_Call], width: int) -> Iterator[tuple[Rows, Tensor]]:
     """Gate and up (in an order not yet known): where they are stored, and their outputs."""
-    for name, _, output in calls:
-        output_TG = output.reshape(-1, output.shape[-1])
+    for call in calls:
+        output_TG = call.written.reshape(-1, call.written.shape[-1])
         if output_TG.shape[1] == width:
-            yield Rows(name), output_TG
+            yield Rows(call.name), output_TG
         elif output_TG.shape[1] == 2 * width:
-            yield Rows(name, "first"), output_TG[:, :width]
-            yield Rows(name, "second"), output_TG[:, width:]
-
-
-def _rows(linears: Mapping[str, nn.Linear], rows: Rows) -> Tensor:
-    weight = linears[rows.linear].weight
-    return weight[rows.of(len(weight))]
+            yield Rows(call.name, "first"), output_TG[:, :width]
+            yield Rows(call.name, "second"), output_TG[:, width:]
 
 
 def _activation(
-    gate_TF: Tensor, inner_TF: Tensor, up_TF: Tensor, calls: list[tuple[str, Tensor, Tensor]]
+    gate_TF: Tensor, inner_TF: Tensor, up_TF: Tensor, calls: list[_Call]
 ) -> tuple[str, float, float] | None:
     """The activation by which inner = scale · act(gate_scale · gate) · up: its place, gate_scale and scale."""
-    named = [(f":{name}", gate_TF, ACT2FN[name](gate_TF)) for name in _ACTIVATIONS]
-    for place, read, written in [*calls, *named]:
-        if read.numel() != gate_TF.numel() or written.numel() != gate_TF.numel():
+    named = [_Call(f":{name}", gate_TF, ACT2FN[name](gate_TF)) for name in _ACTIVATIONS]
+    for call in [*calls, *named]:
+        if call.read.numel() != gate_TF.numel() or call.written.numel() != gate_TF.numel():
             continue
-        gate_scale = _ratio(read.reshape(gate_TF.shape), gate_TF)
-        if gate_scale is None:
-            continue
-        scale = _ratio(inner_TF, written.reshape(gate_TF.shape) * up_TF)
-        if scale is not None:
-            return place, gate_scale, scale
+        gate_scale = _ratio(call.read.reshape(gate_TF.shape), gate_TF)
+        scale = _ratio(inner_TF, call.written.reshape(gate_TF.shape) * up_TF)
+        if gate_scale is not None and scale is not None:
+            return call.name, gate_scale, scale
     return None
 
 
-def _name_of(act: nn.Module) -> str:
+def _name_of(place: str, act: Callable[[Tensor], Tensor]) -> str:
     """The name in ACT2FN of a function that gives the same numbers; else the module's class."""
     x = torch.linspace(-4, 4, 65)
-    for name in _ACTIVATIONS:
-        if next(act.parameters(), None) is None and torch.allclose(act(x), ACT2FN[name](x), rtol=0, atol=1e-6):
-            return name
-    return type(act).__name__
+    with suppress(Exception):  # it may want another shape
+        for name in _ACTIVATIONS:
+            if torch.allclose(act(x), ACT2FN[name](x), rtol=0, atol=1e-6):
+                return name
+    return place.removeprefix(":") if place.startswith(":") else type(act).__name__
 
 
 def _stored_names(

@@ -4,7 +4,7 @@ import logging
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -17,9 +17,9 @@ from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
 from models.check import check_source
-from models.decoder import Decoder, find_decoder
 from models.checkpoint.folder import expand_user
 from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
+from models.decoder import Decoder, find_decoder
 from models.source import config_folder
 from models.targets.base import ALIGNMENT, MoETarget, expert_width
 from models.targets.config import check_target
@@ -177,7 +177,7 @@ def find_errors(
         return errors + source_faults
     source = find_decoder(config_folder(settings.model))
     if "data" not in unreadable_groups:
-        errors += check_length(settings.data, source)
+        errors += check_length(settings.data, source.config)
     errors += map_errors(settings, source)
     if sound and carves(settings):
         errors += _carve_errors(settings, request_shape(settings, source))
@@ -224,8 +224,7 @@ def width_errors(shape: MoEShape, pad_to: int | None) -> Iterator[ConfigError]:
 def request_shape(settings: Settings, source: Decoder) -> ShapeRequest:
     """The dials of the shape, for this source."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    layers = source.depth
-    dense = sorted({layer + layers if layer < 0 else layer for layer in settings.dense_layers})
+    dense = sorted({layer + source.depth if layer < 0 else layer for layer in settings.dense_layers})
     return ShapeRequest(*dials, settings.assemble, source, tuple(dense))
 
 

@@ -7,12 +7,11 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from instruments.errors import UserError
 from models.config import MoEShape
-from models.targets.config import select_target
 from models.decoder import Decoder
+from models.targets.config import select_target
 from models.targets.config_json import count_carved, source_dtype
 from pipeline.settings import Settings
 from stages.artifacts.rendering import in_mib

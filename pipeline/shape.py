@@ -34,9 +34,9 @@ class ShapeRequest:
     top_k: int | None
     always_on: int | None
     active: float
-    source: Decoder
     topology: str = PER_LAYER
     assemble: AssembleConfig = field(default_factory=AssembleConfig)
+    source: Decoder = None  # type: ignore[assignment]  # `resolve_shape` does not read it
     dense_layers: tuple[int, ...] = ()
 
     @property

@@ -1,10 +1,11 @@
 """Read and write a checkpoint's tensors one at a time, and dequantise 4- and 8-bit weights."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -20,8 +21,8 @@ from models.decoder import Decoder, find_decoder
 from models.quantization import import_bitsandbytes
 
 
-class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
-    """An open checkpoint of a dense decoder; tensors have the names of transformers' class."""
+class ShardReader(EntryReader):
+    """An open checkpoint."""
 
     def __init__(self, source: Path) -> None:
         """Read and check all headers of a checkpoint folder. Raises CheckpointError."""
@@ -29,8 +30,39 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
         self._source = source
         self._entries: dict[str, Entry] = read_checkpoint(source)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Names of all stored tensors, in shard order."""
+        return self._entries.keys()
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a private copy to the CPU.
+
+        Raises CheckpointError: no such tensor, or its file has changed; ConfigError: it needs bitsandbytes.
+        """
+        entry = self._entry(name)
+        if isinstance(entry, PackedEntry):
+            return _dequantise(entry, {key: self.read(part, name) for key, part in entry.parts.items()})
+        return self.read(entry, name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format of a tensor; of a quantised weight, the format after dequantisation."""
+        return torch_dtype(self._entry(name).dtype)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise CheckpointError(f"there is no tensor {name}", do="check that the checkpoint is complete")
+        return self._entries[name]
+
+
+class DenseReader(ShardReader):
+    """An open checkpoint of a dense decoder; tensors have the names of transformers' class."""
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -45,16 +77,9 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
             return True
         return decoder.tied and torch.equal(self.tensor(decoder.head), self.tensor(decoder.embedding))
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Number format of a tensor; of a quantised weight, the format after dequantisation."""
-        return torch_dtype(self._entry(name).dtype)
-
     def tensor(self, name: str) -> Tensor:
-        """Read a private copy to the CPU.
-
-        Raises CheckpointError: no such tensor, or its file has changed; ConfigError: it needs bitsandbytes.
-        """
-        parts = [self._read(stored) for stored in self._stored(name)]
+        """As `ShardReader.tensor`, by the class's name."""
+        parts = [super(DenseReader, self).tensor(stored) for stored in self.decoder.stored.get(name, (name,))]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def projection(self, layer: int, part: str) -> Tensor:
@@ -65,20 +90,8 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
             weight = weight[rows.of(len(weight))].clone()  # a view would keep the other half in memory
         return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
 
-    def _read(self, stored: str) -> Tensor:
-        entry = self._entries[stored]
-        if isinstance(entry, PackedEntry):
-            return _dequantise(entry, {key: self.read(part, stored) for key, part in entry.parts.items()})
-        return self.read(entry, stored)
-
     def _entry(self, name: str) -> Entry:
-        return self._entries[self._stored(name)[0]]
-
-    def _stored(self, name: str) -> tuple[str, ...]:
-        found = self.decoder.stored.get(name)
-        if not found:
-            raise CheckpointError(f"there is no tensor {name}", do="check that the checkpoint is complete")
-        return found
+        return super()._entry(name if name in self._entries else self.decoder.stored.get(name, (name,))[0])
 
 
 def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:

@@ -59,7 +59,7 @@ def copied(dense: Decoder, name: str, tensor: "Tensor") -> dict[str, "Tensor"]:
     config = dense.config
     rows = int(config.get("head_dim") or dense.hidden // config["num_attention_heads"])
     queries, keys = (rows * int(config[key]) for key in ("num_attention_heads", "num_key_value_heads"))
-    parts = tensor.split([queries, keys, keys])
+    parts = tensor[:queries], tensor[queries:-keys], tensor[-keys:]
     return {name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts, strict=True)}
 
 

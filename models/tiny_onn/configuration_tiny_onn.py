@@ -15,7 +15,7 @@ SCORINGS = ("softmax", "sigmoid")
 # Stored in `dense`; generate(), Trainer, TRL and resize_token_embeddings() look for them at the top level.
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "layer_types", "sliding_window", "initializer_range", "tie_word_embeddings", "use_cache",
+    "max_position_embeddings", "initializer_range", "tie_word_embeddings", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "final_logit_softcapping",
 )  # fmt: skip
 
@@ -36,6 +36,9 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         dense_layers: numbers of the layers that keep the dense model's FFN.
         router_aux_loss_coef: weight of the load balancing loss.
         output_router_logits: return router logits, and add the load balancing loss to the loss.
+        dense_class: the dense model's class in transformers; None: that of causal language models.
+        ffn: where the dense model has its FFNs: `layers`, the list's name; `module`, a path in a layer; `activation`, a
+            path in the FFN, or after a colon a name in ACT2FN.
         kwargs: values that replace those in `dense`, and keys that transformers writes to every config.json.
     Raises:
         ValueError: an unknown scoring or topology, or K is not in 1 ... E.
@@ -59,6 +62,8 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         dense_layers: Sequence[int] = (),
         router_aux_loss_coef: float = 0.001,
         output_router_logits: bool = False,
+        dense_class: str | None = None,
+        ffn: Mapping[str, str] | None = None,
         **kwargs: Any,  # noqa: ANN401 - the other keys of config.json
     ) -> None:
         """Check the values, and read the configuration of the dense model."""
@@ -69,6 +74,8 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         if not 1 <= num_experts_per_tok <= num_experts:
             raise ValueError(f"num_experts_per_tok={num_experts_per_tok} is not in 1 ... num_experts={num_experts}")
         self.dense = dense if isinstance(dense, PretrainedConfig) else _dense_config(dense or {"model_type": "llama"})
+        self.dense_class = dense_class
+        self.ffn = {"layers": "model.layers", "module": "mlp", "activation": "act_fn"} | dict(ffn or {})
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
         self.moe_intermediate_size = moe_intermediate_size
@@ -80,7 +87,8 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         self.dense_layers = [*dense_layers]
         self.router_aux_loss_coef = router_aux_loss_coef
         self.output_router_logits = output_router_logits
-        super().__init__(**self._shared() | kwargs)
+        shared = self._shared()
+        super().__init__(**{key: value for key, value in kwargs.items() if key not in shared or value != shared[key]})
 
     @property
     def logit_scale(self) -> float:
@@ -93,17 +101,31 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         return described | self._shared()
 
     def _shared(self) -> dict[str, Any]:
-        return {key: getattr(self.dense, key) for key in _SHARED if hasattr(self.dense, key)}
+        return {key: getattr(self, key) for key in _SHARED if hasattr(self, key)}
+
+    def _owner(self, key: str) -> PretrainedConfig:
+        """The configuration that has this key: wrappers say outside of the text's whether embeddings are tied."""
+        return self.dense if key == "tie_word_embeddings" else self.dense.get_text_config(decoder=True)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PretrainedConfig:
+        """The dense decoder's, from which generate() makes caches for its kinds of layers."""
+        if "dense" not in self.__dict__:
+            return self
+        text: PretrainedConfig = self.dense.get_text_config(decoder=decoder, encoder=encoder)
+        return text
 
 
 def _share(key: str) -> property:
     """A property that reads and writes this attribute of `dense`."""
 
     def read(self: TinyONNConfig) -> Any:  # noqa: ANN401
-        return getattr(self.dense, key)
+        try:
+            return getattr(self._owner(key), key)
+        except Exception as error:  # some keys have a value for each layer, and their error is no AttributeError
+            raise AttributeError(key) from error
 
     def write(self: TinyONNConfig, value: Any) -> None:  # noqa: ANN401
-        setattr(self.dense, key, value)
+        setattr(self._owner(key), key, value)
 
     return property(read, write)
 

@@ -9,8 +9,10 @@ from copy import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
@@ -46,17 +48,20 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         super().__init__(config)
         if attention is not None:
             config.dense._attn_implementation = attention
-        dense = self._family[type(config.dense)](config.dense)
+        dense = self._dense_class(config)(config.dense)
         config._attn_implementation_internal = config.dense._attn_implementation
         self._no_split_modules = dense._no_split_modules
         self._tied_weights_keys = dense._tied_weights_keys
         for name, module in dense.named_children():
             self.add_module(name, module)
-        pooled = config.topology == "global_pool"
+        pooled, path = config.topology == "global_pool", config.ffn["module"]
         if pooled:
-            self.experts = TinyONNExperts(config, _activation(self.base_model.layers[0].mlp))
+            self.experts = TinyONNExperts(config, _activation(self._layers()[0].get_submodule(path), config))
         for layer in self._sparse_layers():
-            layer.mlp = TinyONNSparseFFN(config, _activation(layer.mlp), self._modules if pooled else None)
+            activation = _activation(layer.get_submodule(path), config)
+            parent, _, name = path.rpartition(".")
+            sparse = TinyONNSparseFFN(config, activation, self._modules if pooled else None)
+            setattr(layer.get_submodule(parent), name, sparse)
         # The dense model shares this model's modules, also after one is replaced. It is no submodule itself, so it is
         # neither saved nor counted.
         dense._modules = self._modules
@@ -66,8 +71,25 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         kept: set[str] = set(self._keep_in_fp32_modules_strict or ())  # type: ignore[has-type]
         self._keep_in_fp32_modules_strict = kept | {"e_score_correction_bias"}
 
+    @classmethod
+    def _dense_class(cls, config: TinyONNConfig) -> Any:  # noqa: ANN401 - a class of any family
+        return cls._family[type(config.dense)]
+
+    def _layers(self) -> nn.ModuleList:
+        """The decoder layers, which TinyONNModel has without the name of the base model."""
+        name = self.config.ffn["layers"]
+        layers: nn.ModuleList
+        try:
+            layers = self.get_submodule(name)
+        except AttributeError:
+            layers = self.get_submodule(name.partition(".")[2])
+        return layers
+
     def _sparse_layers(self) -> list[Any]:
-        return [layer for index, layer in enumerate(self.base_model.layers) if index not in self.config.dense_layers]
+        return [layer for index, layer in enumerate(self._layers()) if index not in self.config.dense_layers]
+
+    def _sparse_ffns(self) -> list[TinyONNSparseFFN]:
+        return [layer.get_submodule(self.config.ffn["module"]) for layer in self._sparse_layers()]
 
     def initialize_weights(self) -> None:
         """Initialise parameters that no checkpoint has filled."""
@@ -75,6 +97,10 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         for module in self.modules():
             if isinstance(module, TinyONNRouter | TinyONNExperts):
                 self._initialize_weights(module)
+        # Some models fill their layers' buffers, which transformers leaves to the outermost class.
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel) and module is not self:
+                module._init_weights(module)
         super().initialize_weights()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -83,7 +109,7 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
             self._dense._init_weights(module)
             return
         for parameter in module.parameters(recurse=False):
-            init.normal_(parameter, std=self.config.initializer_range)
+            init.normal_(parameter, std=getattr(self.config, "initializer_range", None) or 0.02)
         for buffer in module.buffers(recurse=False):
             init.zeros_(buffer)
 
@@ -93,8 +119,8 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
             dense = copy(self._dense)
             dense._modules = self._modules
             object.__setattr__(self, "_dense", dense)
-            for layer in self._sparse_layers() if self.config.topology == "global_pool" else ():
-                layer.mlp._pool = self._modules
+            for ffn in self._sparse_ffns() if self.config.topology == "global_pool" else ():
+                ffn._pool = self._modules
         return self._dense(**inputs)
 
     @classmethod
@@ -135,6 +161,11 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
 
     _family = MODEL_FOR_CAUSAL_LM_MAPPING
 
+    @classmethod
+    def _dense_class(cls, config: TinyONNConfig) -> Any:  # noqa: ANN401 - a class of any family
+        # A wrapper's own class, which also sees images; a family that transformers does not know by name was registered.
+        return getattr(transformers, config.dense_class or "", None) or super()._dense_class(config)
+
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
@@ -167,7 +198,8 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
                 logits_to_keep=logits_to_keep,
                 **kwargs,
             )
-        described = MoeCausalLMOutputWithPast(**outputs)
+        known = MoeCausalLMOutputWithPast.__dataclass_fields__  # wrappers also return states of images
+        described = MoeCausalLMOutputWithPast(**{key: value for key, value in outputs.items() if key in known})
         if wanted:
             described.router_logits = tuple(logits_TE for logits_TE, _, _ in routed)
             described.aux_loss = self._aux_loss(routed, attention_mask)
@@ -178,7 +210,7 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         return described
 
     def _aux_loss(self, routed: list[tuple[Tensor, Tensor, Tensor]], attention_mask: Tensor | None) -> Tensor:
-        router = self._sparse_layers()[0].mlp.gate
+        router = self._sparse_ffns()[0].gate
         if torch.is_grad_enabled() and router.weight.requires_grad and not routed[0][0].requires_grad:
             raise ValueError(
                 "reentrant gradient checkpointing hides the routers from the load balancing loss; pass "
@@ -196,7 +228,7 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
     def _watch_routers(self, *, enabled: bool) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         """Collect the outputs of every router, in layer order."""
         routed: list[tuple[Tensor, Tensor, Tensor]] = []
-        gates = [layer.mlp.gate for layer in self._sparse_layers()] if enabled else []
+        gates = [ffn.gate for ffn in self._sparse_ffns()] if enabled else []
         hooks = [gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output)) for gate in gates]
         try:
             yield routed
@@ -219,9 +251,10 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TinyONNConfig.model_type] = TinyONNForCausalLM.__name__
 
 
-def _activation(ffn: Any) -> nn.Module:  # noqa: ANN401 - a family's own class
-    """The activation, which families call act_fn or activation_fn."""
-    activation: nn.Module = ffn.act_fn if hasattr(ffn, "act_fn") else ffn.activation_fn
+def _activation(ffn: nn.Module, config: TinyONNConfig) -> nn.Module:
+    """The dense FFN's own activation, or one of transformers that its code calls by name."""
+    place = config.ffn["activation"]
+    activation: nn.Module = ACT2FN[place[1:]] if place.startswith(":") else ffn.get_submodule(place)
     return activation
 
 

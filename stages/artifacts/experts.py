@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from models.card import render_card
-from models.decoder import find_decoder
 from models.config import ModelConfig, MoEShape
+from models.decoder import find_decoder
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from instruments.errors import ConfigError
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN
 from models.source import resolve_folder
@@ -64,7 +64,7 @@ def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tenso
     rng = evidence.draw(FEATURES)
     if cluster.features == "gate_rows":
         folder = resolve_folder(evidence.model)
-        with ShardReader(folder) as reader:
+        with DenseReader(folder) as reader:
             gate_FD = reader.projection(evidence.layer, "gate")
         return methods.gate_row_features(gate_FD, dims=methods.FEATURE_DIMS, rng=rng)
     statistics = evidence.statistics

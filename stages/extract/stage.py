@@ -4,7 +4,7 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import ModelConfig
 from models.experts import slice_experts
 from models.source import resolve_folder
@@ -18,7 +18,7 @@ def run(job: Job, *, model: ModelConfig) -> Table:
     folder = resolve_folder(model)
     partition = Partition.load(job.parents["cluster"])
     started, size = perf_counter(), 0
-    with ShardReader(folder) as reader:
+    with DenseReader(folder) as reader:
         for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
             experts = slice_experts(reader, layer, neurons_EN, always_on_S)

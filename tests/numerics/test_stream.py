@@ -8,7 +8,7 @@ from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
@@ -73,7 +73,7 @@ def test_the_dense_stream_is_the_model(case, tie, tmp_path: Path):
             tokens.enter(layer)
             tokens.leave(map(layer.ffn, tokens.inputs))
         streamed = tokens.loss(stream, batches)
-        logits = stream.head()(tokens.hidden[0])
+        logits = stream.head()(tokens.passages[0])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         whole = model(input_ids=batches[0].input_ids, attention_mask=batches[0].attention_mask).logits
@@ -102,12 +102,12 @@ def test_an_own_head_of_a_tied_model_is_used_as_transformers_does(target, tmp_pa
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with ShardReader(folder) as reader:
+    with DenseReader(folder) as reader:
         emit_checkpoint(
             folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=MoEShape(5, 8, 5, 0),
             routers=lambda _layer: torch.zeros(5, 24),
             experts=lambda layer: slice_experts(
-                reader, reader.family, layer, torch.arange(40).view(5, 8), torch.arange(0)
+                reader, layer, torch.arange(40).view(5, 8), torch.arange(0)
             ),
         )  # fmt: skip
     batches = draw_batches((9,))
@@ -121,6 +121,6 @@ def test_an_own_head_of_a_tied_model_is_used_as_transformers_does(target, tmp_pa
         for layer in stream.layers():
             tokens.enter(layer)
             tokens.leave(map(layer.ffn, tokens.inputs))
-        streamed = stream.head()(tokens.hidden[0])
+        streamed = stream.head()(tokens.passages[0])
     torch.testing.assert_close(streamed, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(carved, wanted, rtol=1e-5, atol=1e-5)
