@@ -65,9 +65,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     AutoModelForCausalLM alone would leave out the vision tower of some wrappers. Raises KeyError: there is none.
     """
     for name in config.architectures or ():
-        found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():  # type: ignore[attr-defined]
-            return found
+        found: Any = getattr(transformers, str(name), None)
+        # A configuration may be read as that of another family, such as Mistral's with windows as Ministral's.
+        if getattr(found, "config_class", None) is type(config) and found.can_generate():
+            chosen: type[PreTrainedModel] = found
+            return chosen
     known: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return known
 

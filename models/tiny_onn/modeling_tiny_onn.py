@@ -163,7 +163,7 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
 
     @classmethod
     def _dense_class(cls, config: TinyONNConfig) -> Any:  # noqa: ANN401 - a class of any family
-        # A wrapper's own class, which also sees images; a family that transformers does not know by name was registered.
+        # A wrapper's own class, which also sees images; a family registered from outside has no name in transformers.
         return getattr(transformers, config.dense_class or "", None) or super()._dense_class(config)
 
     @can_return_tuple  # type: ignore[untyped-decorator]

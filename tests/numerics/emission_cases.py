@@ -13,12 +13,11 @@ from pico import write_pico
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.dense import DENSE_FAMILIES
+from models.decoder import find_decoder
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
-from models.source import read_config
 from models.targets.config import MOE_TARGETS, check_target
 
 TOLERANCE = 1e-5
@@ -173,13 +172,13 @@ def write_case(folder: Path, case: Case) -> None:
         logits = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)(ids).logits
     assert logits.std() > 0.5
     save_file({"ids": ids, "logits": logits}, folder / "dense_logits.safetensors")
-    family, target = DENSE_FAMILIES[case.source], MOE_TARGETS[case.target]
-    assert not check_target(read_config(dense), target, case.shape)
-    with ShardReader(dense) as reader:
+    target = MOE_TARGETS[case.target]
+    assert not check_target(find_decoder(dense), target, case.shape)
+    with DenseReader(dense) as reader:
 
         def experts(layer: int):
             neurons_EN, always_on_S = neurons_of(case, layer)
-            slices = slice_experts(reader, family, layer, neurons_EN, always_on_S)
+            slices = slice_experts(reader, layer, neurons_EN, always_on_S)
             copies = neurons_EN.flatten().bincount(minlength=case.width)[neurons_EN]
             return replace(slices, down_EDN=slices.down_EDN / copies[:, None, :])
 
