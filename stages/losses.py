@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from models.loading import input_device, is_offloaded
+from models.structure import decoder_layers
 from stages.artifacts.job import ALONE, Workers
 from stages.text.batches import IGNORED, TokenBatch
 
@@ -200,5 +201,5 @@ def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = F
     # transformers 5 renamed it.
     enable = getattr(dense, "activation_checkpointing_enable", None) or dense.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
-    for layer in dense.get_decoder().layers:
+    for layer in decoder_layers(dense)[1]:
         layer.training = True

@@ -18,6 +18,7 @@ import models.tiny_onn.register  # noqa: F401 - transformers then knows the proj
 from instruments.errors import NumericsError
 from models.checkpoint.shards import ShardReader
 from models.loading import explained_loading, release_freed_memory
+from models.structure import decoder_layers
 from stages.calibration.batches import text_sources
 from stages.calibration.share import split_validation
 from stages.losses import measure_loss
@@ -77,7 +78,7 @@ def open_by_layers(checkpoint: Path, dtype: torch.dtype, device: torch.device) -
             layer.to("meta")
 
         outside = {*reader.names}
-        for index, layer in enumerate(model.get_decoder().layers):
+        for index, layer in enumerate(decoder_layers(model)[1]):
             inside = sorted(name for name in outside if f".layers.{index}." in name)
             outside.difference_update(inside)
             layer.register_forward_pre_hook(partial(load, inside))

@@ -18,6 +18,7 @@ from models.ffn import DenseFFN, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
 from models.stream import LayerStream, StreamLayer
+from models.structure import decoder_layers
 from models.training import RouterWatch
 from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
@@ -79,7 +80,7 @@ def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]
     """
     sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
     total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in f".{name}")
-    times = model.config.num_hidden_layers if shape.pooled else 1
+    times = len(decoder_layers(model)[1]) if shape.pooled else 1
     return total, total - experts + experts * shape.top_k * times // shape.experts
 
 

@@ -1,7 +1,7 @@
 """The carved model for autograd: the dense model of transformers with experts behind a router as FFNs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models.experts import ExpertLoop, ExpertWeights
+from models.ffn import replaced_ffns
 from models.loading import input_device
+from models.structure import decoder_layers, ffn_plan
 from stages.artifacts.job import ALONE, Workers
 from stages.losses import prediction_distance
 from stages.text.batches import TokenBatch
@@ -64,7 +66,7 @@ class _CarvedFFN(nn.Module):
         self.loop, self.workers = loop, workers
         self.clips = False
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, *_args: object, **_arguments: object) -> Tensor:
         x_TD = x_BTD.flatten(0, -2).float()
         shared = self.workers.world > 1
         if torch.is_grad_enabled():
@@ -116,9 +118,9 @@ class CarvedModel:
         With several workers, each passes the `ExpertLoop.part` of its rank.
         """
         self.model, self._workers = dense, workers
-        carved = [(layer, loop) for layer, loop in zip(dense.get_decoder().layers, loops, strict=True) if loop]
+        carved = [(layer, loop) for layer, loop in zip(decoder_layers(dense)[1], loops, strict=True) if loop]
         self._layers = [layer for layer, _ in carved]
-        self._dense = [layer.mlp for layer in self._layers]
+        self._path = ffn_plan(dense).path
         self._carved = [_CarvedFFN(loop, workers) for _, loop in carved]
 
     @property
@@ -158,7 +160,7 @@ class CarvedModel:
         rank, world = self._workers.rank, self._workers.world
         if world == 1:
             return [TaughtBatch(batch, self._last_hidden(batch)) for batch in batches]
-        sizes, width = [batch.input_ids.numel() for batch in batches], self.model.config.hidden_size
+        sizes, width = [batch.input_ids.numel() for batch in batches], self.model.get_input_embeddings().weight.shape[1]
         like = self.model.get_input_embeddings().weight
         rows_PD = torch.zeros(sum(sizes), width, dtype=like.dtype, device=like.device)
         hidden = [
@@ -218,17 +220,8 @@ class CarvedModel:
             setattr(self.model, prefix, decoder)
         return logits
 
-    @contextmanager
-    def _as_carved(self) -> Iterator[None]:
-        self._put(self._carved)
-        try:
-            yield
-        finally:
-            self._put(self._dense)
-
-    def _put(self, ffns: Sequence[nn.Module]) -> None:
-        for layer, ffn in zip(self._layers, ffns, strict=True):
-            layer.mlp = ffn
+    def _as_carved(self) -> AbstractContextManager[None]:
+        return replaced_ffns(self._layers, self._path, self._carved)
 
 
 def gather_parts(loops: Sequence[ExpertLoop], workers: Workers) -> list[ExpertLoop]:

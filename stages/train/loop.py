@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from instruments.errors import ConfigError, NumericsError
 from instruments.training_watch.model_watch import ModelWatch, watch_model
 from instruments.training_watch.step_log import NOTE
+from models.structure import decoder_layers
 from models.training import Part, RouterWatch, parameter_groups, rounded_weights, show_scores
 from stages.artifacts.job import Workers
 from stages.losses import supervised_tokens
@@ -312,8 +313,7 @@ def distribute(model: nn.Module, context: TrainContext) -> nn.Module:
     if context.workers.world == 1:
         return model
     if context.settings.fsdp:
-        layers: nn.ModuleList = model.get_decoder().layers  # type: ignore[operator]
-        for module in (*layers, model):
+        for module in (*decoder_layers(model)[1], model):
             fully_shard(
                 module, reshard_after_forward=True
             )  # after held-out text, too: names and values stay those of shards
