@@ -9,7 +9,7 @@ from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
 from models.config import MEMORY, ModelConfig, setting_word
-from models.decoder import Decoder, check_tensors, find_decoder
+from models.decoder import Decoder, check_tensors, source_decoder
 from models.quantization import missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, read_source_config
 
@@ -32,7 +32,7 @@ def check_source(model: ModelConfig) -> list[UserError]:
     errors = [*check_placement(model), *_check_config(model, config, len(entries)), *wrong_weights]
     if not errors:
         try:
-            decoder = find_decoder(config_folder(model))
+            decoder = source_decoder(model)
             errors = [*_check_weights(config, decoder, entries)] if entries else []
         except UserError as error:
             errors = [error]

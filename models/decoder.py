@@ -19,7 +19,8 @@ from typing import Any, Literal
 from instruments.errors import CheckpointError
 from instruments.files import write_json
 from models.checkpoint.folder import has_weights, read_checkpoint
-from models.source import read_config
+from models.config import ModelConfig
+from models.source import config_folder, read_config
 
 PROJECTIONS = ("gate", "up", "down")
 _FORMAT = 1  # of the kept descriptions
@@ -135,24 +136,29 @@ class Decoder:
         return sum(prod(self.shapes[name]) for name in names)
 
 
-def find_decoder(folder: Path) -> Decoder:
-    """The dense decoder in a checkpoint folder, whose weights may be missing. Raises CheckpointError: there is none."""
+def source_decoder(model: ModelConfig) -> Decoder:
+    """The dense decoder of a source; of a hub model from config.json alone. Raises UserError."""
+    return find_decoder(config_folder(model), weights=model.kind != "hub")
+
+
+def find_decoder(folder: Path, *, weights: bool = True) -> Decoder:
+    """The dense decoder in a checkpoint folder, also before its weights are there. Raises CheckpointError: none."""
     config = read_config(folder)
-    entries = read_checkpoint(folder) if has_weights(folder) else {}
+    entries = read_checkpoint(folder) if weights and has_weights(folder) else {}
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
     facts = json.dumps([_FORMAT, version("transformers"), _code(), config, sorted(shapes.items())])
-    return _kept(folder, hashlib.sha256(facts.encode()).hexdigest())
+    return _kept(folder, weights and has_weights(folder), hashlib.sha256(facts.encode()).hexdigest())
 
 
 @lru_cache(maxsize=32)
-def _kept(folder: Path, key: str) -> Decoder:
+def _kept(folder: Path, weights: bool, key: str) -> Decoder:
     place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         return from_json(json.loads(place.read_text(encoding="utf-8")))
     # Importing torch and transformers takes seconds; a plan of a known model does without them.
     from models.structure import describe  # noqa: PLC0415
 
-    decoder = describe(folder)
+    decoder = describe(folder, weights=weights)
     with suppress(OSError):  # a home that cannot be written costs these seconds again
         place.parent.mkdir(parents=True, exist_ok=True)
         write_json(place, asdict(decoder))

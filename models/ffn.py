@@ -59,6 +59,8 @@ def separate_ffns(model: PreTrainedModel) -> None:
         return
     for index, layer in enumerate(decoder_layers(model)[1]):
         ffn = layer.get_submodule(plan.path)
+        if isinstance(ffn, _Separated):
+            continue
         separated = _Separated(activation_module(plan, ffn))
         for part in PROJECTIONS:
             linear = ffn.get_submodule(plan.rows(part).linear)

@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 
 from instruments.errors import CheckpointError
-from models.checkpoint.folder import has_weights, read_checkpoint
+from models.checkpoint.folder import read_checkpoint
 from models.decoder import Decoder, FFNPlan, Rows
 from models.source import read_config
 
@@ -38,7 +38,7 @@ class _Refused(Exception):  # noqa: N818 - a finding
     """Why this module is no FFN that can be cut into experts."""
 
 
-def describe(folder: Path) -> Decoder:
+def describe(folder: Path, *, weights: bool) -> Decoder:
     """The dense decoder in a checkpoint folder. Raises CheckpointError: it has none, with the reason."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -48,7 +48,7 @@ def describe(folder: Path) -> Decoder:
         what = f"transformers {transformers.__version__} cannot make a model of config.json: {first}"
         do = f"{_OTHER}, or pip install -U transformers if the model is newer"
         raise CheckpointError(what, where=str(folder / "config.json"), do=do) from error
-    names = {name: tuple(entry.shape) for name, entry in read_checkpoint(folder).items()} if has_weights(folder) else {}
+    names = {name: tuple(entry.shape) for name, entry in read_checkpoint(folder).items()} if weights else {}
     return describe_model(model, read_config(folder), names)
 
 
@@ -134,8 +134,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             if isinstance(module, nn.ModuleList) and len(module) and depth in {None, len(module)}
         ]
         outer = [entry[1:] for entry in found if entry[0] == min(level for level, *_ in found)]
-        # Some models keep lists of norms or of attention parts beside their layers.
-        outer = [entry for entry in outer if any(isinstance(part, nn.Linear) for part in entry[1].modules())]
+        if len(outer) > 1:  # some models keep lists of norms or of attention parts beside their layers
+            outer = [entry for entry in outer if any(isinstance(part, nn.Linear) for part in entry[1].modules())]
         if len(outer) == 1:
             return outer[0]
         if outer:
@@ -316,8 +316,6 @@ def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan,
     order = [call for call in calls if call.name in linears]
     if sorted(call.name for call in order) != sorted(linears):
         raise _Refused(f"{path} does not use each of its matrices once")
-    if any(part.bias is not None for part in linears.values()):
-        raise _Refused(f"{path} has biases, which experts here do not have")
     *first, down = order
     if not all(call.read.numel() == x_TD.numel() and torch.equal(call.read.view_as(x_TD), x_TD) for call in first):
         raise _Refused(f"{path}: gate and up do not read the FFN's input unchanged")
@@ -327,6 +325,8 @@ def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan,
     parts = dict(_read_rows(first, inner_TF.shape[1]))
     if len(parts) != 2:
         raise _Refused(f"{path} has no gate: its FFN is two matrices")
+    if any(part.bias is not None for part in linears.values()):
+        raise _Refused(f"{path} has biases, which experts here do not have")
     functions = [call for call in calls if call.name not in linears]
     for gate, up in (tuple(parts), tuple(parts)[::-1]):
         found = _activation(parts[gate], inner_TF, parts[up], functions)

@@ -19,8 +19,7 @@ from instruments.errors import ConfigError, UserError
 from models.check import check_source
 from models.checkpoint.folder import expand_user
 from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
-from models.decoder import Decoder, find_decoder
-from models.source import config_folder
+from models.decoder import Decoder, source_decoder
 from models.targets.base import ALIGNMENT, MoETarget, expert_width
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing
@@ -142,7 +141,7 @@ def validate(settings: Settings, words: Sequence[str] = ()) -> Checked:
     """
     if errors := find_errors(settings, words):
         raise InvalidSettingsError(errors)
-    source = find_decoder(config_folder(settings.model))
+    source = source_decoder(settings.model)
     request = request_shape(settings, source)
     shape = resolve_shape(request, request.width) if carves(settings) else None
     for warning in warnings(settings, words, shape, request):
@@ -175,7 +174,7 @@ def find_errors(
     source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
     if "model" in unreadable_groups or source_faults:
         return errors + source_faults
-    source = find_decoder(config_folder(settings.model))
+    source = source_decoder(settings.model)
     if "data" not in unreadable_groups:
         errors += check_length(settings.data, source.config)
     errors += map_errors(settings, source)

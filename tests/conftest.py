@@ -2,9 +2,13 @@
 
 import gc
 import os
+from pathlib import Path
+from tempfile import gettempdir
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Descriptions of dense models are kept for all processes of the tests, apart from the user's.
+os.environ.setdefault("XDG_CACHE_HOME", str(Path(gettempdir()) / f"tiny-onn-tests-{os.getuid()}"))
 
 import pytest
 from jaxtyping import install_import_hook

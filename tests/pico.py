@@ -1,13 +1,18 @@
-"""Tiny random dense checkpoints of every family, for tests."""
+"""Tiny random dense checkpoints of every family, and their description without weights, for tests."""
 
+import json
 import shutil
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.decoder import Decoder, find_decoder
 from models.source import EMBEDDED
 
 # Families with head_dim = hidden / heads in transformers 4, in transformers 5 or in their MoE architecture.
@@ -76,6 +81,33 @@ def write_pico(
             shutil.copyfile(path, folder / path.name)
         shutil.copyfile(EMBEDDED / "chat_template.jinja", folder / "chat_template.jinja")
     return folder
+
+
+FAMILIES = (
+    "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+_SIZES = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
+    "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def decoder_of(config: Mapping[str, Any] | str, **more: Any) -> Decoder:
+    """The dense decoder that this config.json describes, or a family's; sizes that it leaves out are pico's."""
+    given = {"model_type": config} if isinstance(config, str) else config
+    return _described(json.dumps({**_SIZES, **given, **more}))
+
+
+def bare_decoder(config: Mapping[str, Any]) -> Decoder:
+    """As `decoder_of`, without any sizes but those of config.json."""
+    return _described(json.dumps(config))
+
+
+@cache
+def _described(content: str) -> Decoder:
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(content)
+        return find_decoder(Path(folder))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ SCORINGS = ("softmax", "sigmoid")
 # Stored in `dense`; generate(), Trainer, TRL and resize_token_embeddings() look for them at the top level.
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "initializer_range", "tie_word_embeddings", "use_cache",
+    "max_position_embeddings", "sliding_window", "initializer_range", "tie_word_embeddings", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "final_logit_softcapping",
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         self.dense_layers = [*dense_layers]
         self.router_aux_loss_coef = router_aux_loss_coef
         self.output_router_logits = output_router_logits
-        shared = self._shared()
+        shared = self._shared() | {"layer_types": getattr(self, "layer_types", None)}
         super().__init__(**{key: value for key, value in kwargs.items() if key not in shared or value != shared[key]})
 
     @property
@@ -130,7 +130,8 @@ def _share(key: str) -> property:
     return property(read, write)
 
 
-for _key in _SHARED:
+# Kinds of layers are read, but not written twice: some configurations derive them.
+for _key in (*_SHARED, "layer_types"):
     setattr(TinyONNConfig, _key, _share(_key))
 
 

@@ -17,7 +17,7 @@ LIGHT = [
     "models.source",
     "instruments.parameter_scan.reader",
     "instruments.safetensors_files",
-    "models.dense",
+    "models.decoder",
     "models.targets.base",
     "stages.text.cache_key",
     "stages.text.check",

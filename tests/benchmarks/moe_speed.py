@@ -15,12 +15,12 @@ from benchmarks.workbench import Workbench
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.dense import dense_family
+from models.decoder import find_decoder
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
-from models.source import EMBEDDED, read_config
+from models.source import EMBEDDED
 from models.targets.config import select_target
 from pipeline.shape import ShapeRequest, resolve_shape
 
@@ -148,21 +148,20 @@ def write_moe(dense: Path, out: Path, shape: MoEShape, dtype: str) -> Path:
     The partition does not affect speed, so experts get the neurons in order, again from the first if E·n exceeds their
     number. Random router rows load the experts about evenly.
     """
-    config = read_config(dense)
-    family = dense_family(config)
-    neurons = torch.arange(int(config["intermediate_size"]))
+    decoder = find_decoder(dense)
+    neurons = torch.arange(decoder.width)
     always_S, routed = neurons[: shape.always_on], neurons[shape.always_on :]
     slots = torch.arange(shape.experts * shape.n) % len(routed)
     neurons_EN = routed[slots].view(shape.experts, shape.n)
     generator = torch.Generator().manual_seed(0)
-    with ShardReader(dense) as reader:
+    with DenseReader(dense) as reader:
         emit_checkpoint(
             dense,
             out,
-            target=select_target(config, "auto", shape.always_on),
+            target=select_target(decoder, "auto", shape.always_on),
             shape=shape,
-            routers=lambda _layer: torch.randn(shape.experts, int(config["hidden_size"]), generator=generator),
-            experts=lambda layer: slice_experts(reader, family, layer, neurons_EN, always_S),
+            routers=lambda _layer: torch.randn(shape.experts, decoder.hidden, generator=generator),
+            experts=lambda layer: slice_experts(reader, layer, neurons_EN, always_S),
             dtype=dtype,
         )
     return out

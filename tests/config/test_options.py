@@ -9,6 +9,7 @@ import hydra
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from pico import decoder_of
 
 from models.config import MoEShape
 from pipeline.check import request_shape
@@ -54,7 +55,7 @@ def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
     """The preset's first line names layers, F, E, N, K, S: E·N + S = F, with about a quarter always on."""
     line = (CONF / "model" / f"{preset}.yaml").read_text().splitlines()[0]
     width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?= neurons| experts|, | per| always)", line))
-    shape = resolve_shape(request_shape(to_settings(compose(f"model={preset}")), {}), width)
+    shape = resolve_shape(request_shape(to_settings(compose(f"model={preset}")), decoder_of("qwen2")), width)
     assert shape == MoEShape(experts, n, top_k, always_on)
     assert experts * n + always_on == width
     assert always_on % 64 == 0

@@ -12,9 +12,10 @@ from pico import write_pico
 from models.check import check_source
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
+from models.decoder import find_decoder
 from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer
-from models.source import read_source_config, source_cache_key
+from models.source import source_cache_key
 from models.stream import LayerStream
 from models.targets.config import check_target, select_target
 from models.targets.config_json import count_carved, count_dense, emit_config
@@ -55,11 +56,11 @@ def carve_plan(folder):
     if faults := check_source(model):
         raise faults[0]
     source_cache_key(model)
-    source = read_source_config(model)
+    source = find_decoder(folder)
     target = select_target(source, "auto", SHAPE.always_on)
     if faults := list(check_target(source, target, SHAPE)):
         raise faults[0]
-    json.dumps(emit_config(source, target, SHAPE, "float32"), allow_nan=False)
+    json.dumps(emit_config(source, target, SHAPE, "float32", tied=source.tied), allow_nan=False)
     assert count_dense(source).total > 0
     assert count_carved(source, target, SHAPE).total > 0
     with ShardReader(folder) as reader:

@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.routing import GateKind, LinearRouter
@@ -45,9 +44,9 @@ def case(tmp_path_factory):
     )
     rows_LED = torch.randn(L, E, D, generator=torch.Generator().manual_seed(8))
     bias_LE = torch.randn(L, E, generator=torch.Generator().manual_seed(9)) / 10
-    with ShardReader(dense) as reader:
+    with DenseReader(dense) as reader:
         parts = [
-            slice_experts(reader, DENSE_FAMILIES["qwen3"], layer, partition.neurons_of(layer), always_S)
+            slice_experts(reader, layer, partition.neurons_of(layer), always_S)
             for layer, always_S in enumerate(partition.always_on)
         ]
     emit_checkpoint(
@@ -70,7 +69,7 @@ def model(case):
 
 
 def test_the_pool_stands_in_the_checkpoint_once(case):
-    with ShardReader(case[0] / "moe") as reader:
+    with DenseReader(case[0] / "moe") as reader:
         experts = sorted(name for name in reader.names if "experts" in name and "shared" not in name)
         assert experts == ["experts.down_proj", "experts.gate_up_proj"]
         assert reader.tensor("experts.gate_up_proj").shape == (E, 16, D)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.config import MoEShape
+from models.decoder import find_decoder
 from models.targets.config import MOE_TARGETS
 from models.targets.config_json import emit_config
 from models.targets.tiny_onn import copy_code
@@ -63,12 +64,11 @@ def save(folder: Path, moe: dict[str, Tensor], dense: Path, *, always_on: int, t
     """Write weights, config.json and code."""
     folder.mkdir()
     save_file(moe, folder / "model.safetensors", metadata={"format": "pt"})
-    source = json.loads((dense / "config.json").read_text()) | {"tie_word_embeddings": tie}
     shape = MoEShape(EXPERTS, N, top_k, always_on)
     softmax = {
         "scoring": "softmax", "norm_topk_prob": True, "routed_scaling_factor": float(top_k),
         "shared_intermediate_size": always_on,
     }  # fmt: skip
-    keys = emit_config(source, MOE_TARGETS["tiny_onn"], shape, "float32") | softmax
+    keys = emit_config(find_decoder(dense), MOE_TARGETS["tiny_onn"], shape, "float32", tied=tie) | softmax
     (folder / "config.json").write_text(json.dumps(keys))
     copy_code(folder)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -161,39 +160,23 @@ def test_pipes_and_devices_are_not_read(folder, file):
         assert faults(folder)[0].what.startswith(f"{file}: a pipe, a socket or a device")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "what"),
-    [
-        ("gpt2", "architecture 'gpt2' has no gated FFN"),
-        ("bert", "architecture 'bert' is not supported"),
-        ("qwen2_moe", "architecture 'qwen2_moe' is not supported"),
-        (None, "architecture None is not supported"),
-    ],
-)
-def test_other_architectures_and_damage_are_reported_together(folder, model_type, what):
-    edit_config(folder, model_type=model_type)
+def test_a_config_that_no_decoder_has_and_damage_are_reported_together(folder):
+    edit_config(folder, is_causal=False)
     next(folder.glob("*.safetensors")).unlink()
-    architecture, _damage = faults(folder)
-    assert architecture.what == what
-    assert architecture.do.startswith("choose a dense model of one of these: gemma2, gemma3_text, granite, llama, ")
+    config, _damage = faults(folder)
+    assert config.what == "with attention to later tokens this is no model of the next token"
 
 
 @pytest.mark.parametrize(
     ("changes", "what", "where"),
     [
-        ({"hidden_size": None, "vocab_size": "many"}, "config.json gives no number for hidden_size, vocab_size", ""),
+        ({"vocab_size": "many"}, "config.json holds values that no model has", "vocab_size='many'"),
         (GPTQ, "weights quantised by gptq cannot be sliced", "quantization_config in config.json"),
-        ({"mlp_bias": True}, "an FFN with biases has no MoE counterpart", "mlp_bias in config.json"),
         *(
             ({key: value}, "with attention to later tokens this is no model of the next token", f"{key} in config.json")
-            for key, value in (("is_causal", False), ("is_causal", None), ("use_bidirectional_attention", True))
+            for key, value in (("is_causal", False), ("use_bidirectional_attention", True))
         ),
         ({"dtype": None, "torch_dtype": "torch.float64"}, "transformers' kernels for experts", "dtype in config.json"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
-            *("a position encoding of its own per layer", "rope_parameters in config.json"),
-        ),
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers=2", "config.json"),
         *(
             ({key: value}, "config.json holds values that no model has", f"{key}={value!r}")
             for key, value in (
@@ -212,7 +195,9 @@ def test_other_architectures_and_damage_are_reported_together(folder, model_type
                 ("eos_token_id", {"a": 1}),
                 ("quantization_config", [1]),
                 ("layer_types", "full_attention"),
-                ("layer_types", ["full_attention", "half_attention"]),
+                ("layer_types", ["full_attention", 7]),
+                ("num_hidden_layers", 10**7),
+                ("text_config", 7),
             )
         ),
     ],
@@ -223,25 +208,23 @@ def test_configurations_that_cannot_be_carved(folder, changes, what, where):
     assert (error.what[: len(what)], error.where) == (what, where)
 
 
-def test_numbers_that_do_not_fit_each_other(folder):
-    edit_config(folder, num_attention_heads=5)
-    assert [error.what.split(",")[0] for error in faults(folder)] == [
-        "hidden_size=24 is no multiple of num_attention_heads=5",
-        "num_attention_heads=5 is no multiple of num_key_value_heads=2",
-    ]
-    edit_config(folder, num_attention_heads=4, num_hidden_layers=10**7, layer_types=None)
-    began = time.monotonic()
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_type": "qwen9"}, {"layer_types": ["full_attention"]}, {"model_type": "t5"}],
+)
+def test_configurations_of_which_transformers_makes_no_model(folder, changes):
+    edit_config(folder, **changes)
     (error,) = faults(folder)
-    assert time.monotonic() - began < 5
-    assert error.what.startswith("config.json says 10,000,000 layers, and the weights are 27 tensors")
+    assert error.what.startswith("transformers 5")
+    assert error.where == str(folder / "config.json")
 
 
 def test_settings_and_source_are_checked_together(folder):
-    edit_config(folder, mlp_bias=True, quantization_config={"quant_method": "awq"})
+    edit_config(folder, is_causal=False, quantization_config={"quant_method": "awq"})
     assert [error.what for error in faults(folder, device_map="auto", cpu_memory="lots")] == [
         "model.cpu_memory=lots is no amount of memory",
         "weights quantised by awq cannot be sliced",
-        "an FFN with biases has no MoE counterpart",
+        "with attention to later tokens this is no model of the next token",
     ]
 
 

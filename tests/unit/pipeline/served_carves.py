@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from pico import write_pico
 
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.targets.config import MOE_TARGETS
@@ -22,16 +21,14 @@ def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: 
         folder / "dense", source, hidden=hidden, intermediate=5 * 32 + always_on, tokenizer=True, **width
     )
     order = torch.randperm(5 * 32 + always_on, generator=torch.Generator().manual_seed(0)).int()
-    with ShardReader(dense) as reader:
+    with DenseReader(dense) as reader:
         emit_checkpoint(
             dense,
             folder / "moe",
             target=MOE_TARGETS[target],
             shape=MoEShape(5, 32, 2, always_on),
             routers=lambda layer: 0.3 * torch.randn(5, hidden, generator=torch.Generator().manual_seed(layer)),
-            experts=lambda layer: slice_experts(
-                reader, DENSE_FAMILIES[source], layer, order[always_on:].view(5, 32), order[:always_on]
-            ),
+            experts=lambda layer: slice_experts(reader, layer, order[always_on:].view(5, 32), order[:always_on]),
         )
     return folder / "moe"
 

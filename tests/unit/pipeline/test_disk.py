@@ -4,15 +4,14 @@ import errno
 
 import pytest
 import torch
-from pico import write_pico
+from pico import decoder_of, write_pico
 from safetensors import SafetensorError
 
-from models.checkpoint.shards import ShardReader
+from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.dense import dense_family
+from models.decoder import find_decoder
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
-from models.source import read_config
 from models.targets.config import MOE_TARGETS
 from pipeline.disk import (
     expected_bytes,
@@ -26,15 +25,7 @@ from pipeline.settings import Settings
 from stages.assemble.config import AssembleConfig
 from stages.train.config import TrainConfig
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 24,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 61,
-    "dtype": "float32",
-}
+CONFIG = decoder_of("llama", intermediate_size=4864, num_key_value_heads=4, dtype="float32")
 
 
 def test_room_is_measured_at_the_nearest_folder_that_exists(tmp_path):
@@ -90,16 +81,16 @@ def test_what_killed_runs_left(tmp_path):
 @pytest.mark.parametrize(("target", "pad_to", "dtype"), [("glm4_moe", 8, "source"), ("tiny_onn", 48, "bfloat16")])
 def test_a_checkpoint_on_disk_is_as_large_as_was_said(tmp_path, target, pad_to, dtype):
     folder = write_pico(tmp_path / "dense", "llama", intermediate=4864, tie=True)
-    shape, config = MoEShape(58, 64, 20, 1152), read_config(folder)
+    shape, config = MoEShape(58, 64, 20, 1152), find_decoder(folder)
     neurons_EN = torch.arange(1152, 4864).view(58, 64)
-    with ShardReader(folder) as reader:
+    with DenseReader(folder) as reader:
         emit_checkpoint(
             folder,
             tmp_path / "moe",
             target=MOE_TARGETS[target],
             shape=shape,
             routers=lambda _layer: torch.zeros(58, 24),
-            experts=lambda layer: slice_experts(reader, dense_family(config), layer, neurons_EN, torch.arange(1152)),
+            experts=lambda layer: slice_experts(reader, layer, neurons_EN, torch.arange(1152)),
             dtype=dtype,
             pad_to=pad_to,
         )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from pico import decoder_of
 
 from models.config import MoEShape
 from pipeline.shape import ShapeRequest, dense_layer_errors, resolve_shape, shape_faults
@@ -12,7 +13,7 @@ QWEN = 4864
 
 
 def dense(experts, n, active, layers, topology="per_layer"):
-    source = {"num_hidden_layers": 24, "intermediate_size": QWEN}
+    source = decoder_of("qwen2", num_hidden_layers=24, intermediate_size=QWEN)
     return ShapeRequest(experts, n, None, None, active, topology, source=source, dense_layers=layers)
 
 

@@ -8,7 +8,8 @@ import pytest
 from pico import write_pico
 
 from models.config import MoEShape
-from models.source import EMBEDDED, read_config
+from models.decoder import find_decoder
+from models.source import EMBEDDED
 from models.targets.config_json import count_carved, count_dense
 from pipeline.check import InvalidSettingsError, validate, width_errors
 from pipeline.settings import compose, register_schema
@@ -141,14 +142,15 @@ def test_an_error_is_gone_with_the_settings_it_names(said, model, words):
 
 
 def test_a_model_too_narrow_for_any_good_shape_is_given_no_advice():
-    source = read_config(EMBEDDED) | {"intermediate_size": 2}
+    source = find_decoder(EMBEDDED)
+    source = replace(source, ffn=replace(source.ffn, width=2))
     request = ShapeRequest(None, None, None, None, 0.5, assemble=AssembleConfig(pad_to=256), source=source)
     assert any(shape_warnings(request, MoEShape(2, 1, 1, 0)))
     assert find_remedy(request) is None
 
 
 def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
-    source = read_config(EMBEDDED)
+    source = find_decoder(EMBEDDED)
     request = ShapeRequest(16, 64, None, None, 0.5, assemble=AssembleConfig(target="glm4_moe"), source=source)
     dense = count_dense(source).total
     for experts in range(12, 30):
@@ -166,7 +168,7 @@ def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
     ],
 )
 def test_runtimes_that_a_carve_gives_up_are_named(target, dense, said):
-    source = read_config(EMBEDDED)
+    source = find_decoder(EMBEDDED)
     request = ShapeRequest(16, 64, None, None, 0.5, assemble=AssembleConfig(target=target), source=source)
     shape = MoEShape(16, 64, 4, 0 if target == "qwen3_moe" else 256, dense_layers=dense)
     assert describe_shape(request, shape)[-1] == f"serving     {said}"

@@ -1,5 +1,6 @@
 import pytest
 import yaml
+from pico import decoder_of
 
 from models.card import render_card, suitable_runtimes
 from models.config import GLOBAL_POOL, MoEShape
@@ -15,7 +16,7 @@ def runtimes(target, shape=SHAPE, pad_to=None, **dense):
 
 
 def sizes(width, layers):
-    return PLAIN | {"intermediate_size": width, "num_hidden_layers": layers}
+    return decoder_of("llama", intermediate_size=width, num_hidden_layers=layers)
 
 
 def test_the_card_says_what_was_carved_from_what():
@@ -116,7 +117,7 @@ def test_padding_that_was_asked_for_is_said_and_judged():
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_no_runtime_is_named_for_experts_with_another_activation_than_silu(target):
-    said = runtimes(target, model_type="gemma2")
+    said = runtimes(target, hidden_act="gelu_pytorch_tanh")
     for name in MOE_TARGETS[target].runtimes:
         assert f"{name}: has only SiLU for these experts, not gelu_pytorch_tanh." in said
     assert not any("kernels" in line or "pipeline gguf` converts" in line for line in said)

@@ -1,10 +1,10 @@
 from dataclasses import replace
 
 import pytest
+from pico import FAMILIES, decoder_of
 
 from instruments.errors import ConfigError
 from models.config import MoEShape
-from models.dense import DENSE_FAMILIES
 from models.targets.base import GateScale, gate_kind, gate_scale_of
 from models.targets.config import MOE_TARGETS, check_target, select_target, targets_of
 
@@ -31,13 +31,13 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 4}
 )
 def test_auto_takes_the_first_target_that_can_hold_the_attention(source, always_on, target):
     config = SIZES | ({"model_type": source} if isinstance(source, str) else source)
-    assert select_target(config, "auto", always_on).model_type == target
-    assert select_target(config, target, always_on).model_type == target
+    assert select_target(decoder_of(config), "auto", always_on).model_type == target
+    assert select_target(decoder_of(config), target, always_on).model_type == target
 
 
-@pytest.mark.parametrize("source", DENSE_FAMILIES)
+@pytest.mark.parametrize("source", FAMILIES)
 def test_no_two_targets_of_a_source_have_one_rank(source):
-    ranks = [target.sources[source] for target in targets_of(source, 0)]
+    ranks = [target.rank(decoder_of(source)) for target in targets_of(decoder_of(source), 0)]
     assert ranks == sorted(set(ranks))
 
 
@@ -53,7 +53,7 @@ def test_no_two_targets_of_a_source_have_one_rank(source):
 )
 def test_targets_that_cannot_hold_it(source, requested, always_on, what, others):
     with pytest.raises(ConfigError) as caught:
-        select_target({"model_type": source}, requested, always_on)
+        select_target(decoder_of(source), requested, always_on)
     error = caught.value
     assert (error.what, error.where) == (what, "assemble.target")
     assert error.do == f"assemble.target=auto, or one of {others}"
@@ -61,7 +61,8 @@ def test_targets_that_cannot_hold_it(source, requested, always_on, what, others)
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
 WINDOWS = {"use_sliding_window": True, "num_hidden_layers": 2}
-PARTIAL = {"partial_rotary_factor": 0.75}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+PARTIAL = ROPE | {"partial_rotary_factor": 0.75}
 MIXED = ["full_attention", "sliding_attention"]
 
 
@@ -76,33 +77,38 @@ MIXED = ["full_attention", "sliding_attention"]
         ({"model_type": "mistral"}, "glm4_moe", "sliding_window", "mixtral"),
         ({"model_type": "llama", "head_dim": 8}, "qwen2_moe", "head_dim", "mixtral"),
         ({"model_type": "granite", "head_dim": 8}, "granitemoe", "head_dim", "tiny_onn"),
-        (WINDOWS | {"model_type": "qwen3", "layer_types": MIXED}, "qwen3_moe", "use_sliding_window", "dots1"),
-        (WINDOWS | {"model_type": "qwen2", "max_window_layers": 1}, "qwen2_moe", "use_sliding_window", "tiny_onn"),
+        (WINDOWS | {"model_type": "qwen3", "layer_types": MIXED}, "qwen3_moe", "layer_types", "dots1"),
+        (WINDOWS | {"model_type": "qwen2", "max_window_layers": 1}, "qwen2_moe", "layer_types", "tiny_onn"),
         (WINDOWS | {"model_type": "qwen2", "max_window_layers": 0, "sliding_window": None}, "qwen2_moe", None, None),
-        ({"model_type": "mistral", "layer_types": MIXED}, "mixtral", "layer_types", "tiny_onn"),
+        (
+            {"model_type": "mistral", "layer_types": MIXED, "rope_parameters": ROPE},
+            "mixtral",
+            "layer_types",
+            "tiny_onn",
+        ),
         ({"model_type": "phi3", "rope_parameters": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
         ({"model_type": "phi3", "rope_scaling": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
     ],
 )
 def test_attention_that_a_target_cannot_hold(config, target, where, other):
-    found = [(error.where, error.do) for error in check_target(SIZES | config, MOE_TARGETS[target], SHAPE)]
+    found = [(error.where, error.do) for error in check_target(decoder_of(SIZES | config), MOE_TARGETS[target], SHAPE)]
     assert found == ([(f"{where} in config.json", f"assemble.target={other}")] if where else [])
 
 
 def test_shapes_that_a_target_cannot_hold():
     llama, one = SIZES | {"model_type": "llama"}, MoEShape(experts=1, n=16, top_k=1, always_on=0)
-    (error,) = check_target(llama, MOE_TARGETS["glm4_moe"], one)
+    (error,) = check_target(decoder_of(llama), MOE_TARGETS["glm4_moe"], one)
     assert (error.where, error.do) == ("experts=1", "assemble.target=mixtral")
-    assert check_target(llama, MOE_TARGETS["mixtral"], one) == []
+    assert check_target(decoder_of(llama), MOE_TARGETS["mixtral"], one) == []
     windowed = SIZES | {"model_type": "mistral"}
-    (error,) = check_target(windowed, MOE_TARGETS["glm4_moe"], replace(SHAPE, always_on=8))
+    (error,) = check_target(decoder_of(windowed), MOE_TARGETS["glm4_moe"], replace(SHAPE, always_on=8))
     assert error.do == "assemble.target=tiny_onn"
-    assert len(check_target(windowed | {"head_dim": 8}, MOE_TARGETS["qwen2_moe"], SHAPE)) == 2
+    assert len(check_target(decoder_of(windowed, head_dim=8), MOE_TARGETS["qwen2_moe"], SHAPE)) == 2
 
 
 @pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
 def test_only_the_own_class_says_a_pool(source):
-    assert select_target(SIZES | {"model_type": source}, "auto", 0, pooled=True).model_type == "tiny_onn"
+    assert select_target(decoder_of(source), "auto", 0, pooled=True).model_type == "tiny_onn"
     assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pico import bare_decoder
 from transformers import AutoConfig
 
 from models.config import MoEShape
@@ -27,7 +28,12 @@ SIZES = {
 
 
 def emitted(source, target, **more):
-    return emit_config({"model_type": source, **SIZES, **more}, MOE_TARGETS[target], SHAPE, "bfloat16")
+    return written({"model_type": source, **SIZES, **more}, target, dtype="bfloat16")
+
+
+def written(dense, target, shape=SHAPE, dtype="float32", pad_to=None):
+    decoder = bare_decoder({"pad_token_id": 0, **dense})
+    return emit_config(decoder, MOE_TARGETS[target], shape, dtype, pad_to, tied=decoder.tied)
 
 
 def read_by_transformers(folder, config):
@@ -97,9 +103,9 @@ def test_keys_that_a_source_leaves_out_mean_its_own_defaults():
     left_out = {"rms_norm_eps", "num_key_value_heads", "hidden_act", "eos_token_id"}
     bare = {key: SIZES[key] for key in SIZES.keys() - left_out}
     defaults = {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "head_dim": 6, "hidden_act": "silu"}
-    config = emit_config({"model_type": "llama", **bare}, MOE_TARGETS["mixtral"], SHAPE, "float32")
+    config = written({"model_type": "llama", **bare}, "mixtral")
     assert config.items() >= (defaults | {"eos_token_id": 2, "rope_theta": 1e4}).items()
-    qwen3 = emit_config({"model_type": "qwen3", **bare}, MOE_TARGETS["qwen3_moe"], SHAPE, "float32")
+    qwen3 = written({"model_type": "qwen3", **bare}, "qwen3_moe")
     assert qwen3.items() >= {"head_dim": 128, "eos_token_id": None}.items()
 
 
@@ -120,14 +126,15 @@ def test_keys_that_a_source_leaves_out_mean_its_own_defaults():
 )
 def test_widths_of_experts_and_always_on_neurons(target, source, always_on, pad_to, expected):
     dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 16, 2, always_on)
-    assert emit_config(dense, MOE_TARGETS[target], shape, "float32", pad_to).items() >= expected.items()
+    assert written(dense, target, shape, pad_to=pad_to).items() >= expected.items()
 
 
 def test_longrope_is_said_for_both_generations():
-    scaling = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
+    factors = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 2.1, 2.2]}
+    scaling = {"type": "longrope", **factors}
     config = emitted("phi3", "mixtral", rope_scaling=scaling, original_max_position_embeddings=128)
     expected = {
-        "factor": 4.0, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
+        "factor": 4.0, "rope_type": "longrope", **factors,
         "original_max_position_embeddings": 128,
     }  # fmt: skip
     assert config["rope_scaling"] == expected
@@ -164,7 +171,7 @@ def test_the_length_of_any_scaling_is_the_one_that_transformers_reads(tmp_path, 
 )
 def test_the_own_class_ties_what_its_source_ties(source, stored, tied):
     dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
-    config = emit_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
+    config = written({"model_type": source, **dense}, "tiny_onn", dtype="bfloat16")
     assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
     assert config["model_type"] == "tiny_onn"
     assert config["dense"]["model_type"] == source

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError, ConfigError
 from instruments.ffn_probe import probe_gradients
-from models.checkpoint.shards import ShardReader
-from models.ffn import DenseFFN, ffn_modules, ffn_weight_names
-from models.loading import separate_fused
+from models.checkpoint.shards import DenseReader
+from models.ffn import DenseFFN, ffn_modules, ffn_weight_names, separate_ffns
+from models.targets.base import copied
 
 D, F, HEADS, KEY_HEADS = 24, 40, 4, 2
 
@@ -28,13 +28,15 @@ def test_parts_are_the_rows_that_the_model_takes_them_to_be(folder):
     width = D // HEADS
     q, k, v = layer.self_attn.qkv_proj.weight.split([HEADS * width, KEY_HEADS * width, KEY_HEADS * width])
     gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
-    expected = {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.mlp.down_proj.weight}
-    expected |= {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
-    with ShardReader(folder) as reader:
-        for name, weight in expected.items():
-            assert torch.equal(reader.tensor(f"model.layers.1.{name}.weight"), weight), name
+    with DenseReader(folder) as reader:
+        for part, weight in {"gate": gate, "up": up, "down": layer.mlp.down_proj.weight}.items():
+            assert torch.equal(reader.projection(1, part), weight), part
+        name = "model.layers.1.self_attn.qkv_proj.weight"
+        parts = copied(reader.decoder, name, reader.tensor(name))
         with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.7\.mlp\.gate_"):
             reader.tensor("model.layers.7.mlp.gate_proj.weight")
+    for letter, weight in {"q": q, "k": k, "v": v}.items():
+        assert torch.equal(parts[name.replace("qkv", letter)], weight), letter
 
 
 def test_separate_ffns_are_views_that_compute_the_same(folder):
@@ -42,13 +44,13 @@ def test_separate_ffns_are_views_that_compute_the_same(folder):
     ids = torch.arange(14).view(2, 7)
     before = model(ids).logits
     fused = [layer.mlp.gate_up_proj.weight for layer in model.model.layers]
-    separate_fused(model)
+    separate_ffns(model)
     torch.testing.assert_close(model(ids).logits, before)
     for mlp, weight in zip(ffn_modules(model), fused, strict=True):
         assert mlp.gate_proj.weight.data_ptr() == weight.data_ptr()
         assert torch.equal(torch.cat([DenseFFN.of(mlp).gate_FD, DenseFFN.of(mlp).up_FD]), weight)
     assert ffn_weight_names(model)[1]["up"] == "model.layers.1.mlp.up_proj.weight"
-    separate_fused(model)
+    separate_ffns(model)
     torch.testing.assert_close(model(ids).logits, before)
 
 
@@ -58,7 +60,7 @@ def test_probes_see_separate_ffns(folder):
     whole = load(folder).requires_grad_(True)
     whole(ids, labels=ids).loss.backward()
     model, found = load(folder), {}
-    separate_fused(model)
+    separate_ffns(model)
     model.get_input_embeddings().weight.requires_grad_(True)
 
     def keep(layer, record):
@@ -76,12 +78,12 @@ def test_probes_see_separate_ffns(folder):
 def test_families_without_fused_ffns_are_left_alone(tmp_path):
     model = load(write_pico(tmp_path, "llama"))
     before = [layer.mlp for layer in model.model.layers]
-    separate_fused(model)
+    separate_ffns(model)
     assert [layer.mlp for layer in model.model.layers] == before
 
 
 def test_offloaded_weights_have_no_views(folder):
     model = load(folder).to("meta")
     with pytest.raises(ConfigError, match="gate and up are one weight") as caught:
-        separate_fused(model)
+        separate_ffns(model)
     assert caught.value.where == "layer 0, gate_up_proj"

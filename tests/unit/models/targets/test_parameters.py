@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pico import FAMILIES, decoder_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import MoEShape
-from models.dense import DENSE_FAMILIES
-from models.source import EMBEDDED, read_config
+from models.decoder import find_decoder
+from models.source import EMBEDDED
 from models.targets.config import MOE_TARGETS, select_target
 from models.targets.config_json import count_carved, count_dense, emit_config
 from stages.evaluate.comparison import count_parameters
@@ -24,7 +25,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 SHAPE = MoEShape(experts=6, n=14, top_k=2, always_on=20)
-PAIRS = [(source, name) for name, target in MOE_TARGETS.items() for source in sorted(target.sources)]
+PAIRS = [(source, name) for name in MOE_TARGETS for source in FAMILIES if MOE_TARGETS[name].rank(decoder_of(source))]
 
 
 def built(config):
@@ -34,22 +35,22 @@ def built(config):
 
 
 def carved(source, name, shape, pad_to=8):
-    return built(emit_config(source, MOE_TARGETS[name], shape, "float32", pad_to))
+    return built(emit_config(source, MOE_TARGETS[name], shape, "float32", pad_to, tied=source.tied))
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"head_dim": 8}])
-@pytest.mark.parametrize("family", sorted(DENSE_FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_dense_model(family, more):
     if family in {"qwen2", "granite", "phi3", "mistral"} and more.keys() & {"head_dim", "attention_bias"}:
         more = {}
     source = {"model_type": family, **SIZES, **more}
-    count = count_dense(source)
+    count = count_dense(decoder_of(source))
     assert count.total == count.active == built(source).num_parameters()
 
 
 @pytest.mark.parametrize(("source", "name"), PAIRS)
 def test_a_carved_model(source, name):
-    config = {"model_type": source, **SIZES, "tie_word_embeddings": True}
+    config = decoder_of(source, **SIZES, tie_word_embeddings=True)
     shared = MOE_TARGETS[name].has_shared
     shape = SHAPE if shared else replace(SHAPE, always_on=0)
     model, count = carved(config, name, shape), count_carved(config, MOE_TARGETS[name], shape)
@@ -62,7 +63,7 @@ def test_a_carved_model(source, name):
 @pytest.mark.parametrize("pad_to", [8, 32])
 @pytest.mark.parametrize("always_on", [0, 1, 33])
 def test_zero_neurons_that_fill_up_are_counted(name, pad_to, always_on):
-    config, shape = {"model_type": "qwen2", **SIZES}, replace(SHAPE, always_on=always_on)
+    config, shape = decoder_of("qwen2", **SIZES), replace(SHAPE, always_on=always_on)
     count = count_carved(config, MOE_TARGETS[name], shape, pad_to)
     assert count_parameters(carved(config, name, shape, pad_to), shape) == (count.total, count.active)
     if name == "tiny_onn" and not always_on:
@@ -72,7 +73,7 @@ def test_zero_neurons_that_fill_up_are_counted(name, pad_to, always_on):
 
 
 def test_the_embedded_model_and_its_default_carve():
-    config, shape = read_config(EMBEDDED), MoEShape(16, 64, 4, 256)
+    config, shape = find_decoder(EMBEDDED), MoEShape(16, 64, 4, 256)
     dense = AutoModelForCausalLM.from_pretrained(EMBEDDED, local_files_only=True)
     count = count_dense(config)
     assert count_parameters(dense, shape) == (count.total, count.active) == (4_983_552, 4_983_552)

@@ -2,6 +2,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pico import bare_decoder
+
 from models.config import MoEShape
 from models.targets.config import MOE_TARGETS
 from models.targets.config_json import emit_config
@@ -22,7 +24,8 @@ SOURCE = {
 
 def test_config_json_says_the_whole_model():
     before, target = dict(SOURCE), MOE_TARGETS["tiny_onn"]
-    keys = emit_config(SOURCE, target, MoEShape(experts=5, n=7, top_k=1, always_on=3), "bfloat16")
+    shape = MoEShape(experts=5, n=7, top_k=1, always_on=3)
+    keys = emit_config(bare_decoder(SOURCE), target, shape, "bfloat16", tied=True)
     assert before == SOURCE
     assert keys == {
         "architectures": ["TinyONNForCausalLM"],
@@ -46,6 +49,8 @@ def test_config_json_says_the_whole_model():
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
+        "dense_class": None,
+        "ffn": {"layers": "model.layers", "module": "mlp", "activation": "act_fn"},
         "transformers_version": "4.51.0",
         "dense": {
             "model_type": "qwen3",

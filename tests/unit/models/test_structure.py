@@ -1,0 +1,160 @@
+"""A dense decoder is found by structure; what is none is refused with the reason."""
+
+import json
+
+import pytest
+import torch
+from pico import FAMILIES, bare_decoder, decoder_of, write_pico
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from instruments.errors import CheckpointError
+from models.checkpoint.folder import read_checkpoint
+from models.checkpoint.shards import DenseReader
+from models.decoder import Rows, check_tensors, find_decoder, from_json
+from models.structure import build_empty, describe_model
+
+
+def shapes_of(folder):
+    return {name: entry.shape for name, entry in read_checkpoint(folder).items()}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_tensor_of_a_checkpoint_is_described(model_type, tmp_path):
+    folder = write_pico(tmp_path, model_type, layers=3, intermediate=40, tie=True)
+    decoder = find_decoder(folder)
+    assert (decoder.depth, decoder.width, decoder.hidden, decoder.vocabulary) == (3, 40, 24, 61)
+    assert decoder.tied
+    assert check_tensors(decoder, shapes_of(folder)) == []
+    names = [name for layer in range(3) for name in decoder.layer_names(layer)]
+    assert {*names, *decoder.frame_names, *decoder.ffn_names} == {*decoder.shapes} == {*shapes_of(folder)}
+    assert "mlp" not in str(names)
+
+
+def test_gate_up_and_down_are_told_apart(tmp_path):
+    """Lfm2 calls them w1, w3 and w2, and its activation is no module."""
+    plan = decoder_of("lfm2", block_ff_dim=40, block_auto_adjust_ff_dim=False, full_attn_idxs=[1]).ffn
+    assert (plan.gate, plan.up, plan.down, plan.act) == (Rows("w1"), Rows("w3"), "w2", ":silu")
+    plan = decoder_of("phi3").ffn
+    assert (plan.gate, plan.up) == (Rows("gate_up_proj", "first"), Rows("gate_up_proj", "second"))
+    assert decoder_of("gemma2").ffn.activation == "gelu_pytorch_tanh"
+
+
+def test_the_description_is_kept_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 67}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    found = find_decoder(tmp_path / "model")
+    (kept,) = (tmp_path / "tiny-onn").glob("*.json")
+    assert from_json(json.loads(kept.read_text())) == found
+
+
+def test_a_fused_projection_of_another_shape(tmp_path):
+    folder = write_pico(tmp_path, "phi3", layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_up_proj.weight"] = torch.zeros(78, 24)
+    del tensors["model.layers.0.self_attn.qkv_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert [error.where for error in check_tensors(find_decoder(folder), shapes_of(folder))] == [
+        "model.layers.0.self_attn.qkv_proj.weight",
+        "model.layers.0.mlp.gate_up_proj.weight is (78, 24), not (80, 24)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gpt2", "no gated FFN is found"),
+        ("bert", "no gated FFN is found"),
+        ("starcoder2", "no gate: its FFN is two matrices"),
+        ("qwen2_moe", "a Mixture-of-Experts already"),
+        ("t5", "cannot make a model of config.json"),
+        ("not_a_model", "cannot make a model of config.json"),
+        (None, "cannot make a model of config.json"),
+    ],
+)
+def test_what_has_no_gated_ffn_is_refused(model_type, why):
+    with pytest.raises(CheckpointError, match=why):
+        bare_decoder({"model_type": model_type, "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "granite"])
+def test_an_ffn_with_biases_is_refused(model_type):
+    with pytest.raises(CheckpointError, match="mlp has biases"):
+        decoder_of(model_type, mlp_bias=True)
+
+
+class Odd(nn.Module):
+    """An FFN by the usual names that computes something else."""
+
+    def __init__(self, kind, hidden=24, width=40):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, width, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn, self.kind = nn.Linear(width, hidden, bias=False), nn.SiLU(), kind
+
+    def forward(self, x):
+        gate = self.act_fn(self.gate_proj(x))
+        match self.kind:
+            case "largest":
+                gate = gate * (gate >= gate.topk(3, dim=-1).values[..., -1:])
+            case "residual":
+                return x + self.down_proj(gate * self.up_proj(x))
+            case "sum":
+                return self.down_proj(gate + self.up_proj(x))
+            case "twice":
+                return self.down_proj(gate * self.up_proj(self.down_proj(gate)))
+        return self.down_proj(gate * self.up_proj(x)) * (3 if self.kind == "scaled" else 1)
+
+
+def describe_with(ffns):
+    config = AutoConfig.for_model(**decoder_of("llama", num_hidden_layers=len(ffns)).config_json)
+    model = build_empty(config)
+    with torch.device("meta"):
+        for layer, kind in zip(model.model.layers, ffns, strict=True):
+            layer.mlp = Odd(kind) if isinstance(kind, str) else Odd("", width=kind)
+    return describe_model(model, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("ffns", "why"),
+    [
+        (["largest", "largest"], "what its last matrix reads is not act"),
+        (["residual", "residual"], "changes its output after the last matrix"),
+        (["sum", "sum"], "what its last matrix reads is not act"),
+        (["twice", "twice"], "does not use each of its matrices once"),
+        ([40, 48], "the layers' FFNs differ: width 40 in layer 0, 48 in layer 1"),
+        ([40, "sum", 40], "what its last matrix reads is not act"),
+    ],
+)
+def test_what_only_looks_like_a_gated_ffn_is_refused(ffns, why):
+    with pytest.raises(CheckpointError, match=why):
+        describe_with(ffns)
+    assert describe_with(["", ""]).width == 40
+    assert describe_with(["scaled"]).ffn.down_scale == pytest.approx(3)
+
+
+def test_a_factor_is_folded_into_the_weights(tmp_path):
+    """Falcon-H1 scales gate and output."""
+    config = AutoConfig.for_model(
+        "falcon_h1", hidden_size=24, intermediate_size=40, num_hidden_layers=1, vocab_size=61, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
+        mamba_n_groups=1, mlp_multipliers=[0.5, 0.25], pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with DenseReader(tmp_path) as reader:
+        plan, stored = reader.decoder.ffn, load_file(tmp_path / "model.safetensors")
+        assert (plan.gate_scale, plan.down_scale) == (pytest.approx(0.5), pytest.approx(0.25))
+        down = stored["model.layers.0.feed_forward.down_proj.weight"]
+        torch.testing.assert_close(reader.projection(0, "down"), down / 4)
+
+
+def test_layers_beyond_the_tensors_are_refused_before_they_are_built(tmp_path):
+    from models.check import check_values
+
+    assert check_values({"num_hidden_layers": 12}, tensors=27) == []
+    (error,) = check_values({"num_hidden_layers": 10**7}, tensors=27)
+    assert error.where == "num_hidden_layers=10000000"
+    (error,) = check_values({"text_config": {"num_hidden_layers": 10**7}})
+    assert "num_hidden_layers" in error.where
