@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from models.config import ModelConfig
 from models.source import config_folder, read_config
 
 PROJECTIONS = ("gate", "up", "down")
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _FORMAT = 1  # of the kept descriptions
 
 
@@ -113,6 +115,22 @@ class Decoder:
     def weight(self, layer: int, part: str) -> str:
         """Name of the tensor that holds gate, up or down."""
         return f"{self.layers}.{layer}.{self.ffn.path}.{self.ffn.rows(part).linear}.weight"
+
+    def place(self, name: str, *, own_names: bool) -> str:
+        """Where a tensor of a target that is named for `model.layers.N.mlp` goes in a carve of this decoder.
+
+        `own_names`: as in transformers' class of the dense model; else as on its disk, which runtimes read.
+        """
+        found = _LAYER_NAME.fullmatch(name)
+        if found is None:
+            return name
+        layer, rest = found.groups()
+        down = self.weight(int(layer), "down")
+        own = f"{self.layers}.{layer}."
+        if own_names:
+            return own + rest.replace("mlp.", f"{self.ffn.path}.", 1)
+        (stored, *_others), end = self.stored.get(down, (down,)), down.removeprefix(own)
+        return (stored.removesuffix(end) if stored.endswith(end) else own) + rest
 
     def layer_names(self, layer: int) -> list[str]:
         """Names of a layer's tensors without its FFN: attention, norms and the like."""

@@ -173,7 +173,7 @@ class _Emission:
         tensor = self.reader.tensor(name)
         copies = {name: tensor} if self.target.is_tiny_onn else self.target.copies(self.reader.decoder, name, tensor)
         for out_name, copied in copies.items():
-            self._add(out_name, copied)
+            self._add(self._stored_name(out_name), copied)
 
     def copy_frame(self) -> None:
         """Copy what is around the layers: embeddings, final norm, and a wrapper's other parts."""
@@ -194,7 +194,7 @@ class _Emission:
                 self.copy(name)
             return
         for part in PROJECTIONS:
-            self._add(self.target.dense.format(layer=layer, part=part), self.reader.projection(layer, part))
+            self._add(self._place(self.target.dense, layer, part=part), self.reader.projection(layer, part))
 
     def finish(self) -> None:
         """Write the experts of all layers as one pool, and the output embedding."""
@@ -203,17 +203,18 @@ class _Emission:
         decoder, tied = self.reader.decoder, self.reader.tied
         if not (self.target.is_tiny_onn and tied):
             # Some runtimes do not tie embeddings, even if config.json says so.
-            self._add(decoder.head, self.reader.tensor(decoder.embedding if tied else decoder.head))
+            head = self.reader.tensor(decoder.embedding if tied else decoder.head)
+            self._add(self._stored_name(decoder.head), head)
 
     def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:
         experts = self.shape.experts
         if router_ED.ndim != 2 or len(router_ED) != experts:
             what = f"router of shape {tuple(router_ED.shape)} for {experts} experts"
             raise ContractError(what, where=f"layer {layer}")
-        self.writer.add(self.target.router.format(layer=layer), router_ED.to(self.main_dtype))
+        self.writer.add(self._place(self.target.router, layer), router_ED.to(self.main_dtype))
         if self.target.selection_bias:
             bias_E = torch.zeros(experts) if bias_E is None else bias_E.float() * self.target.selection_bias_scale
-            self.writer.add(self.target.selection_bias.format(layer=layer), bias_E)
+            self.writer.add(self._place(self.target.selection_bias, layer), bias_E)
         elif bias_E is not None and bias_E.any():
             raise ContractError(f"{self.target.model_type} has no selection bias", where=f"layer {layer}")
 
@@ -236,7 +237,7 @@ class _Emission:
             # Tiny, so that σ is ½ up to rounding; not zero, so that pruning does not remove the row.
             tiny = 2.0**-24 if self.main_dtype == torch.float16 else 2.0**-40
             row_1D = torch.full((1, experts.gate_END.shape[2]), tiny, dtype=self.main_dtype)
-            self.writer.add(target.shared_router.format(layer=layer), row_1D)
+            self.writer.add(self._place(target.shared_router, layer), row_1D)
 
     def _add_pool(self) -> None:
         assert self.target.packed_pool is not None, "checked by check_target"
@@ -255,7 +256,7 @@ class _Emission:
         """
         gate, up, down = weights
         rows = (gate, up) if len(names) == 3 else (torch.cat([gate, up], dim=-2),)
-        *row_names, down_name = (name.format(layer=layer) for name in names)
+        *row_names, down_name = (self._place(name, layer) for name in names)
         for name, tensor in zip(row_names, rows, strict=True):
             self._add(name, tensor)
         dtype = gate.dtype if self.keeps_dtypes else self.main_dtype
@@ -272,6 +273,20 @@ class _Emission:
             do = f"assemble.dtype=float32, or assemble.target={other}, which scales no weights"
             raise NumericsError(what, where=name, do=do)
         return scaled
+
+    def _place(self, name: str, layer: int, **parts: str) -> str:
+        """The name on disk of a tensor that the target names as in a model without a wrapper."""
+        return self.reader.decoder.place(name.format(layer=layer, **parts), own_names=self._own_names)
+
+    def _stored_name(self, name: str) -> str:
+        """The name on disk of a tensor that is copied."""
+        stored = self.reader.decoder.stored.get(name, ())
+        return stored[0] if len(stored) == 1 and not self._own_names else name
+
+    @property
+    def _own_names(self) -> bool:
+        """Whether names on disk are those of transformers' class; a family's wrapper keeps its own."""
+        return self.target.is_tiny_onn or not self.reader.decoder.is_wrapper
 
     def _add(self, name: str, tensor: Tensor) -> None:
         self.writer.add(name, tensor if self.keeps_dtypes else _cast(name, tensor, self.main_dtype))
