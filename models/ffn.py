@@ -191,10 +191,11 @@ def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
 
 
 def ffn_parts(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
-    """The modules of a carved model's decoder layer whose outputs sum to its FFN's."""
-    config = model.config
+    """The modules of a decoder layer, of a carve or a dense model, whose outputs sum to its FFN's."""
+    config, modules = model.config, dict(layer.named_children())
     if config.model_type == "tiny_onn":
         return [layer.get_submodule(config.ffn["module"])]
-    modules = dict(layer.named_children())
-    names = MOE_TARGETS[config.get_text_config(decoder=True).model_type].ffn_modules
-    return [modules[name] for name in names if name in modules]
+    target = MOE_TARGETS.get(config.get_text_config(decoder=True).model_type)
+    if target is None:
+        return [layer.get_submodule(ffn_plan(model).path)]
+    return [modules[name] for name in target.ffn_modules if name in modules]

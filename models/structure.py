@@ -256,8 +256,7 @@ def _candidates(layer: nn.Module, hidden: int) -> Iterator[tuple[str, nn.Module]
         sizes = sorted((part.in_features, part.out_features) for part in linears.values())
         for read, written in {*sizes, *(size[::-1] for size in sizes)}:
             narrow, wide = (read, written // 2) if len(linears) == 2 else (read, written)
-            # An adapter has F < D.
-            fits = wide >= narrow and (not hidden or narrow == hidden)
+            fits = narrow == hidden if hidden else wide >= narrow
             wanted = [(read, written)] * (len(linears) - 1) + [(wide, narrow)]
             # Two matrices without a gate are candidates, too: the refusal then says so.
             if fits and sizes in (sorted(wanted), sorted([(read, written), (written, read)])):

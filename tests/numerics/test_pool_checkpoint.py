@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
-from models.checkpoint.shards import DenseReader
+from models.checkpoint.shards import DenseReader, ShardReader
 from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights, slice_experts
@@ -69,7 +69,7 @@ def model(case):
 
 
 def test_the_pool_stands_in_the_checkpoint_once(case):
-    with DenseReader(case[0] / "moe") as reader:
+    with ShardReader(case[0] / "moe") as reader:
         experts = sorted(name for name in reader.names if "experts" in name and "shared" not in name)
         assert experts == ["experts.down_proj", "experts.gate_up_proj"]
         assert reader.tensor("experts.gate_up_proj").shape == (E, 16, D)

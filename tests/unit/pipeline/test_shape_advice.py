@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from pico import write_pico
+from pico import decoder_of, write_pico
 
 from models.config import MoEShape
 from models.decoder import find_decoder
@@ -142,8 +142,7 @@ def test_an_error_is_gone_with_the_settings_it_names(said, model, words):
 
 
 def test_a_model_too_narrow_for_any_good_shape_is_given_no_advice():
-    source = find_decoder(EMBEDDED)
-    source = replace(source, ffn=replace(source.ffn, width=2))
+    source = decoder_of("llama", hidden_size=8, intermediate_size=8, vocab_size=5)
     request = ShapeRequest(None, None, None, None, 0.5, assemble=AssembleConfig(pad_to=256), source=source)
     assert any(shape_warnings(request, MoEShape(2, 1, 1, 0)))
     assert find_remedy(request) is None

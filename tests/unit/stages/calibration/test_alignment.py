@@ -31,12 +31,8 @@ def inputs():
     return [torch.randn(50 + index, D, generator=generator) for index in range(8)]
 
 
-def masked(_x_TD, hidden_TF):
-    return hidden_TF
-
-
 def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
-    carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF, masked)
+    carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF)
     wanted = [ffn(x_TD) for x_TD in inputs]
     aligned = align_down(carved, inputs, wanted, Settings())
     assert aligned.penalty in {1e-3, 1e-1}
@@ -46,7 +42,7 @@ def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
 
 
 def test_the_columns_of_the_next_larger_penalty_are_kept_for_descent(ffn, inputs):
-    carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF, masked)
+    carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF)
     wanted = [ffn(x_TD) for x_TD in inputs]
     aligned = align_down(carved, inputs, wanted, Settings(penalties=[1e-3, 1e-1, 10.0]))
     larger = {1e-3: 1e-1, 1e-1: 10.0}[aligned.penalty]
@@ -56,7 +52,7 @@ def test_the_columns_of_the_next_larger_penalty_are_kept_for_descent(ffn, inputs
 
 
 def test_nothing_to_gain_changes_nothing(ffn, inputs):
-    carved = CarvedFFN(ffn.hidden, ffn.down_DF, masked)
+    carved = CarvedFFN(ffn.hidden, ffn.down_DF)
     aligned = align_down(carved, inputs, [ffn(x_TD) for x_TD in inputs], Settings())
     assert aligned.penalty is None
     assert aligned.carved is carved
@@ -71,7 +67,7 @@ def test_without_validation_the_best_penalty_is_applied_even_where_it_hurts(ffn,
         ffn(x_TD) + (0 if index in validation else torch.randn(x_TD.shape, generator=noise))
         for index, x_TD in enumerate(inputs)
     ]
-    carved = CarvedFFN(ffn.hidden, ffn.down_DF, masked)
+    carved = CarvedFFN(ffn.hidden, ffn.down_DF)
     assert align_down(carved, inputs, wanted, Settings()).penalty is None
     assert align_down(carved, inputs, wanted, Settings(validate=False)).penalty is not None
 
