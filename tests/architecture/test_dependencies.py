@@ -11,7 +11,6 @@ HEAVY = ("torch", "transformers", "sklearn", "umap", "matplotlib", "datasets")
 LIGHT = [
     "pipeline.cli",
     "instruments.parameter_scan.command",
-    "instruments.tensor_dump.command",
     "instruments.static_check.check",
     "instruments.precision.command",
     "models.source",

@@ -82,7 +82,7 @@ MIXED = ["full_attention", "sliding_attention"]
         (WINDOWS | {"model_type": "qwen2", "max_window_layers": 1}, "qwen2_moe", "layer_types", "tiny_onn"),
         (WINDOWS | {"model_type": "qwen2", "max_window_layers": 0, "sliding_window": None}, "qwen2_moe", None, None),
         (
-            {"model_type": "mistral", "layer_types": MIXED, "rope_parameters": ROPE},
+            {"model_type": "mistral", "layer_types": MIXED, "rope_parameters": ROPE, "head_dim": 6},
             "mixtral",
             "layer_types",
             "tiny_onn",
