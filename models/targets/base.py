@@ -73,6 +73,11 @@ class MoETarget:
     sources: Mapping[str, int]
     # Its keys of config.json in addition to those of all architectures; for TinyONN, all keys.
     config_keys: Callable[[ConfigInput], dict[str, Any]]
+    # Its config.json has the keys of the dense one, as far as `config_keys` does not say otherwise; else those that all
+    # architectures share.
+    carries: bool = False
+    # Model type of a dense wrapper, whose text decoder is carved → architecture and model type of the MoE's wrapper.
+    wrappers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     runtimes: tuple[str, ...] = ()  # serving runtimes that know the architecture by name
     runtime_note: str = ""  # one more line of the model card
     # llama.cpp assumes as many key heads as query heads, and ignores their number in config.json.
@@ -125,7 +130,8 @@ class MoETarget:
         """Its rank among the targets of a dense decoder; None: it cannot express this one."""
         if self.is_tiny_onn:
             return 9  # last: it needs trust_remote_code
-        return None if dense.is_wrapper else self.sources.get(dense.model_type)
+        held = not dense.is_wrapper or dense.config_json.get("model_type") in self.wrappers
+        return self.sources.get(dense.model_type) if held else None
 
     @property
     def has_shared(self) -> bool:

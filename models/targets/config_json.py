@@ -35,11 +35,12 @@ def emit_config(
     gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     dense = decoder.config
-    rope = {} if target.is_tiny_onn else _rope(dense)
+    rope = {} if target.is_tiny_onn or target.carries else _rope(dense)
     given = ConfigInput(decoder, {**dense, **rope}, tied, shape, width, shared, gate_scale, dtype)
     if target.is_tiny_onn:
         return target.config_keys(given)
-    config = _common_keys(dense, target, shape, dtype) | rope
+    config = _common_keys(target, shape, dtype)
+    config |= _carried_keys(decoder) | config if target.carries else _shared_keys(dense) | rope
     if not target.selection_bias:
         # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
         # present. The weight is 0, else TRL adds the loss: a carve's routers are not fitted to even load.
@@ -52,23 +53,48 @@ def emit_config(
         config["routed_scaling_factor"] = gate_scale.routed_scaling_factor
     if gate_scale.norm_topk_prob is not None:
         config["norm_topk_prob"] = gate_scale.norm_topk_prob
-    return config
+    return _wrapped(decoder, target, config) if decoder.is_wrapper else config
 
 
-def _common_keys(dense: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str) -> dict[str, Any]:
-    heads = dense["num_attention_heads"]
+# Keys about the dense checkpoint's files and class, not about the model.
+_OF_FILES = frozenset({"_name_or_path", "architectures", "auto_map", "model_type", "quantization_config"})
+
+
+def _carried_keys(decoder: Decoder) -> dict[str, Any]:
+    """The keys of the dense text model, as they are written."""
+    text: Mapping[str, Any] = decoder.config_json.get("text_config") or decoder.config_json
+    return {key: value for key, value in text.items() if key not in _OF_FILES}
+
+
+def _wrapped(decoder: Decoder, target: MoETarget, text: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a wrapper around the carved text model; its other parts are those of the dense one."""
+    architecture, model_type = target.wrappers[str(decoder.config_json["model_type"])]
+    of_text = {key: value for key, value in text.items() if key not in {"architectures", "transformers_version"}}
+    rest = {key: value for key, value in decoder.config_json.items() if key not in _OF_FILES}
+    same = {key: text[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype")}
+    return {"architectures": [architecture], "model_type": model_type, **rest, **same, "text_config": of_text}
+
+
+def _common_keys(target: MoETarget, shape: MoEShape, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [target.architecture],
         "model_type": target.model_type,
+        "num_experts_per_tok": shape.top_k,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def _shared_keys(dense: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that all architectures of another family than the dense one share."""
+    heads = dense["num_attention_heads"]
+    return {
         **{key: dense[key] for key in _CARRIED},
         **{key: dense.get(key, default) for key, default in _CARRIED_OR_DEFAULT.items()},
         "num_key_value_heads": dense.get("num_key_value_heads") or heads,
         "head_dim": dense.get("head_dim") or dense["hidden_size"] // heads,
         "intermediate_size": dense["intermediate_size"],
-        "num_experts_per_tok": shape.top_k,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "dtype": dtype,
     }
 
 
