@@ -19,7 +19,7 @@ from models.checkpoint.folder import expand_user
 from models.config import setting_word
 from pipeline.check import default_text, find_fields, unknown_choice
 from pipeline.help import groups
-from pipeline.settings import Settings
+from pipeline.settings import Settings, find_wrong_booleans
 from stages.accumulators.config import hide_password
 from stages.text.config import DataConfig, SourceConfig
 
@@ -118,17 +118,50 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
 
 
 def _type_fault(key: str, value: object) -> str:
-    """What OmegaConf says of a value that the schema does not accept; empty if it does."""
+    """Why the schema does not accept a value; empty if it does."""
+    untyped, name = OmegaConf.create(OmegaConf.to_container(_TRIED)), _ITEM.sub(".0.", key)
     try:
-        OmegaConf.update(deepcopy(_TRIED), _ITEM.sub(".0.", key), value)
+        OmegaConf.update(deepcopy(_TRIED), name, value)
+        OmegaConf.update(untyped, name, value)
     except OmegaConfBaseException as error:
         return str(error).splitlines()[0]
-    return ""
+    wrong = [*find_wrong_booleans(Settings, OmegaConf.to_container(untyped))]
+    return f"neither true nor false: {', '.join(wrong)}" if wrong else ""
+
+
+# Settings of earlier versions, or groups of them → the new name, or what to do instead.
+GONE = {
+    "assemble.parity_spread": "assemble.parity_logit_std=",
+    "cluster.captured_tokens": "cluster.sample_tokens=",
+    "diagnose.analyze_tensor.file": "analyze_tensor(tensor), a function of instruments",
+    "diagnose.analyze_tensor.tensors": "analyze_tensor(tensor), a function of instruments",
+    "diagnose.auto_diff.memory_mib": "diagnose.auto_diff.modules= with fewer modules",
+    "diagnose.static_check": "python -m pipeline static_check PATH",
+    "diagnose.watch": "train.watch=true, or watch_model of instruments in a training loop",
+    "dump.every_tokens": "dump.max_tokens=, the first ones",
+    "dump.fake_quant": "python -m pipeline dump show FOLDER --round FORMAT",
+    "dump.first_token": "dump.max_tokens=, the first ones",
+    "dump.recomputed": "without it: recomputed tensors are left out",
+    "dump.shard_mib": "without it",
+    "dump.when_full": "without it: training waits while dump.memory_mib is full",
+    "evaluate.layer_tokens": "dense_layers= of several runs, compared by stage=evaluate",
+    "extract.verify": "without it: the next stage checks the files' hashes",
+    "project.guard": "project.validate=",
+    "project.guard_share": "project.validation_share=",
+    "scan.norm_product": "without it: the cheaper product is chosen",
+    "scan.parameter_encoding": "without it: parameters.mscan is in log16",
+    "train.fsdp_config": "train.fsdp=true alone: every decoder layer is sharded",
+    "train.spread": "train.logit_std=",
+    "train.spread_share": "train.logit_std_share=",
+}
 
 
 def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
-    """The error for a setting that does not exist, with the closest existing one as the remedy."""
+    """The error for a setting that does not exist, with its new name or the closest existing one as the remedy."""
     key, _equals, value = word.lstrip("+").partition("=")
+    if replacement := next((do for name, do in GONE.items() if f"{key}.".startswith(f"{name}.")), ""):
+        do = replacement + value * replacement.endswith("=")
+        return ConfigError(f"there is no setting {key} any more", where=WHERE, do=do)
     known = [*FIELDS, *options]
     by_last_word = {name.rpartition(".")[2]: name for name in known}
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [

@@ -4,11 +4,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -193,10 +194,30 @@ def register_schema() -> None:
     OmegaConf.register_new_resolver("variable", lambda name, default: read_variable(name, os.environ) or default)
 
 
+BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
+
+
+def find_wrong_booleans(kind: Any, value: object, name: str = "") -> Iterator[str]:  # noqa: ANN401 - an annotation
+    """Settings, at any depth, that should be true or false; OmegaConf takes every number, also in quotes, for one."""
+    if is_dataclass(kind) and isinstance(value, dict):
+        for key, inner in get_type_hints(kind).items():
+            if key in value:
+                yield from find_wrong_booleans(inner, value[key], f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list) and get_args(kind):
+        for number, item in enumerate(value):
+            yield from find_wrong_booleans(get_args(kind)[0], item, f"{name}.{number}")
+    elif kind is bool and str(value).lower() not in BOOLEANS and "${" not in str(value):
+        yield f"{name}={value}"
+
+
 def to_settings(config: DictConfig) -> Settings:
-    """Resolve a composed configuration once; all other code sees only dataclasses."""
+    """Resolve a composed configuration once; all other code sees only dataclasses. Raises ConfigError: no boolean."""
+    resolved = OmegaConf.to_container(config, resolve=True)
+    if wrong := [*find_wrong_booleans(Settings, resolved)]:
+        where, do = f"the files under {CONF} and the command line", "true or false"
+        raise ConfigError(f"neither true nor false: {', '.join(wrong)}", where=where, do=do)
     # Resolving does not check types (`${...}` may give a text for a list); the merge with the schema does.
-    settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, OmegaConf.to_container(config, resolve=True)))
+    settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, resolved))
     assert isinstance(settings, Settings)
     return settings
 

@@ -93,3 +93,21 @@ def test_a_faulty_file_under_conf(tmp_path, monkeypatch):
         composition.compose([])
     assert "Key 'expert' not in 'Settings'" in caught.value.what
     assert caught.value.where == f"the files under {tmp_path} and the command line"
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("fresh: '5'", "fresh=5"),
+        ("model: {trust_remote_code: 7}", "model.trust_remote_code=7"),
+        ("diagnose: {checkpoint: x}\ntrain: {fsdp: '1'}", "train.fsdp=1"),
+        ("data: {sources: [{python_stdlib: '1'}]}", "data.sources.0.python_stdlib=1"),
+    ],
+)
+def test_a_number_in_a_file_turns_nothing_on(tmp_path, monkeypatch, setting, named):
+    (tmp_path / "config.yaml").write_text(f"defaults: [schema, _self_]\noutput_dir: x\n{setting}\n")
+    monkeypatch.setattr(composition, "CONF", tmp_path)
+    register_schema()
+    with pytest.raises(ConfigError, match=f"neither true nor false: {named}") as caught:
+        composition.compose(["experts=4", "n=4"])
+    assert str(tmp_path) in caught.value.where

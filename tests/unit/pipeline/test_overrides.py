@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.overrides import command_line, override_errors
+from pipeline.overrides import FIELDS, GONE, command_line, override_errors
 
 
 def texts(*words, sweep=False):
@@ -71,3 +71,38 @@ def test_changed_settings_replace_typed_ones():
     assert command_line(typed, stage="scan", fresh="true") == (
         "python -m pipeline 'data.path=/my texts' experts=3 stage=scan fresh=true"
     )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("model.trust_remote_code='7'", "model.trust_remote_code=7", "fresh='5'", "fresh='1'", "fresh=2"),
+        *("fresh='???'", "data.sources=[{python_stdlib:'7',share:1}]", "data.sources.0.python_stdlib=7"),
+    ],
+)
+def test_a_number_turns_nothing_on(word):
+    assert "neither true nor false" in texts(word)[0]
+
+
+def test_every_value_of_a_sweep_over_a_boolean_is_checked():
+    assert len(texts("fresh=true,2,'3'", sweep=True)) == 2
+
+
+@pytest.mark.parametrize("word", ["fresh=true", "fresh=True", "fresh='false'", "fresh=no", "plan=${fresh}"])
+def test_words_are_booleans(word):
+    assert texts(word) == []
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_setting_of_an_earlier_version_is_answered(key):
+    assert not {name for name in FIELDS if f"{name}.".startswith(f"{key}.")}
+    (text,) = texts(f"{key}=3")
+    assert text.startswith(f"there is no setting {key} any more")
+    new, equals, _rest = GONE[key].partition("=")
+    assert f"do:    {GONE[key]}" in text
+    assert not equals or new in FIELDS
+
+
+def test_a_renamed_setting_keeps_its_value():
+    assert texts("project.guard=false")[0].endswith("do:    project.validate=false")
+    assert texts("diagnose.watch.limits.dead=1")[0].endswith(f"do:    {GONE['diagnose.watch']}")
