@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from instruments.errors import CheckpointError, ContractError
+from instruments.errors import CheckpointError, ContractError, DataError
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
@@ -197,16 +197,31 @@ def absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
 
-def check_model(step: Step, hash_of: FileHashes) -> None:
-    """Raises CheckpointError: the dense model's files are not those of the plan."""
-    model, planned = step.inputs.get("model"), step.recipe["identity"].get("model")
-    if not isinstance(model, ModelConfig) or model.kind == "hub":  # a commit does not change
-        return
-    if planned != source_cache_key(model, hash_of):
+def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
+    """Check the local files that a stage reads against the plan; text that changes until it is `done` is a warning.
+
+    Raises CheckpointError: the dense model's files are not those of the plan; DataError: nor those of the text.
+    """
+    planned, do = step.recipe["identity"], "the same command again, which starts with the files as they are now"
+    model, data = (step.inputs.get(name) for name in NODES_WITH_CONTENT)
+    # A commit of the hub does not change.
+    if isinstance(model, ModelConfig) and model.kind != "hub" and source_cache_key(model, hash_of) != planned["model"]:
         what = "the files of the dense model were changed during this run: its stages would read two models"
-        where = f"stage={step.stage.name}, {model.path or EMBEDDED}"
-        do = "the same command again, which starts with the files as they are now"
-        raise CheckpointError(what, where=where, do=do)
+        raise CheckpointError(what, where=f"stage={step.stage.name}, {model.path or EMBEDDED}", do=do)
+    if not isinstance(data, DataConfig) or any(source.kind == "hub" for source in list_sources(data, "calibration")):
+        return
+    try:
+        named = absolute_paths(data)
+        found = data_cache_key(named, hash_of)
+        if not step.stage.fixed_heldout:
+            found = calibration_cache_key(named, found, hash_of.recall)
+    except DataError:  # removed
+        found = {}
+    if found != planned["data"]:
+        what = "files of the text were changed during this run: its stages would read two texts"
+        if not done:
+            raise DataError(what, where=f"stage={step.stage.name}", do=do)
+        log.warning("stage=%s may have read other text than planned: %s; %s", step.stage.name, what, do)
 
 
 def published_recipe(step: Step) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pipeline.overrides import command_line
 from pipeline.plan import (
     READ,
     Step,
-    check_model,
+    check_sources,
     describe_plan,
     find_checkpoint,
     is_stale,
@@ -143,14 +143,14 @@ class Runner:
                 return
             for name, folder in step.parents.items():
                 self.verify(name, folder)
-            check_model(step, self.hash_of)
+            check_sources(step, self.hash_of, done=False)
             whole = not any(staging.scratch.iterdir())
             log.info("%-9s running", step.stage.name)
             start = time.perf_counter()
             start_measuring()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)
             table = run_stage(step, job, self.overrides)
-            check_model(step, self.hash_of)
+            check_sources(step, self.hash_of, done=True)
             artifacts.publish(staging, fingerprint=step.fingerprint, recipe=recipe, table=table)
         seconds = time.perf_counter() - start
         if whole:

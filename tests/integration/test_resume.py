@@ -344,6 +344,19 @@ def test_a_model_that_changes_during_a_run_ends_it(words, tmp_path, monkeypatch,
     assert list((tmp_path / "artifacts/pico/cluster").iterdir()) == []
 
 
+@pytest.mark.parametrize(("stage", "code"), [("scan", 0), ("cluster", FAILED)])
+def test_a_text_that_changes_during_a_run_is_named(words, tmp_path, monkeypatch, capsys, stage, code):
+    (path,) = (word.partition("=")[2] for word in words if word.startswith("data.path="))
+    shutil.copy(path, tmp_path / "text.txt")
+    change_after("scan", tmp_path / "text.txt", monkeypatch)
+    command = [*words, f"data.path={tmp_path / 'text.txt'}", "cluster=contiguous", f"stage={stage}"]
+    assert in_process(tmp_path, command) == code
+    said = capsys.readouterr()
+    assert "stage=scan may have read other text than planned" in said.out
+    assert ("stage=cluster" in said.err) == bool(code)
+    assert not list((tmp_path / "artifacts/pico").glob("cluster/[!.]*"))
+
+
 def test_an_interrupt_says_what_is_kept(outputs, words):
     forget(outputs, "score", "cluster")
     # A test run in the background of a shell ignores SIGINT, and children inherit that.
