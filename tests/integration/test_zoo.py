@@ -50,7 +50,7 @@ def test_checkpoints_are_language_models(name):
         rest = model(input_ids=ids[:, 33:], past_key_values=start.past_key_values).logits
     torch.testing.assert_close(start.logits, whole[:, :33], rtol=0, atol=1e-4)
     torch.testing.assert_close(rest, whole[:, 33:], rtol=0, atol=1e-4)
-    assert 0.5 < whole.std() < 2
+    assert 0.5 < whole.std() < 5
 
 
 def test_problems_of_a_carve_are_found():
@@ -64,7 +64,7 @@ def test_problems_of_a_carve_are_found():
     }
     assert problems(sound) == []
     for key, value in {
-        "loading": {"missing_keys": ["a"]}, "difference": float("inf"), "generated": False, "copied": (2, 3),
+        "loading": {"missing_keys": ["a"]}, "difference": float("inf"), "generated": float("inf"), "copied": (2, 3),
         "without_experts": 0.0, "image": 0.1,
     }.items():  # fmt: skip
         assert len(problems(sound | {key: value})) == 1, key

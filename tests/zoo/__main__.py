@@ -4,8 +4,9 @@ PYTHONPATH=.:tests python -m zoo                          # every type: minutes 
 PYTHONPATH=.:tests python -m zoo llama gemma3_image       # some
 PYTHONPATH=.:tests python -m zoo --only refused failed    # rows of these outcomes, and the count of all
 
-A name that ends in `_image` is the image-text model. Differences are in standard deviations of the dense model's
-logits; `noise` is the difference that the last bit of the weights makes.
+A name that ends in `_image` is the image-text model; `layers` is the number of layers with experts. Differences are in
+standard deviations of the dense model's logits: of tokens that are not padding, while generating with a cache, and with
+an image. `noise` is the difference that the last bit of the weights makes.
 """
 
 import argparse
@@ -21,7 +22,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from zoo.carves import OUTCOMES, Finding, Zoo
 from zoo.checkpoints import names_of_types
 
-COLUMNS = ("type", "class", "outcome", "target", "difference", "with image", "noise", "s", "notes")
+COLUMNS = (
+    "type",
+    "class",
+    "outcome",
+    "target",
+    "layers",
+    "difference",
+    "generating",
+    "with image",
+    "noise",
+    "s",
+    "notes",
+)
 
 
 def write_text(path: Path) -> Path:
@@ -34,14 +47,13 @@ def write_text(path: Path) -> Path:
 def row(found: Finding) -> list[str]:
     """The cells of a type."""
     figures, notes = [], [found.reason]
-    for key in ("difference", "image", "noise"):
+    for key in ("difference", "generated", "image", "noise"):
         value = found.measured.get(key, "")
         figures.append(f"{value:.1e}" if isinstance(value, float) else "")
         notes.append("" if isinstance(value, float) else value)
-    if isinstance(found.measured.get("generated"), str):
-        notes.append(found.measured["generated"])
     seconds = f"{found.seconds:.1f}"
-    return [found.name, found.dense, found.outcome, found.target, *figures, seconds, "; ".join(filter(None, notes))]
+    carved = [found.outcome, found.target, str(found.measured.get("layers", ""))]
+    return [found.name, found.dense, *carved, *figures, seconds, "; ".join(filter(None, notes))]
 
 
 def show(cells: Iterable[str]) -> None:

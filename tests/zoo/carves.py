@@ -126,12 +126,14 @@ def problems(measured: dict[str, Any]) -> list[str]:
     if "error" in measured:
         return [f"comparison: {measured['error']}"]
     copied, given = measured["copied"]
-    image = measured.get("image")
+    over = {
+        what: measured.get(key)
+        for key, what in {"difference": "", "generated": " in generation", "image": " with an image"}.items()
+        if isinstance(measured.get(key), float) and not measured[key] <= TOLERANCE
+    }
     checks = {
         f"keys: {measured['loading']}": bool(measured["loading"]),
-        f"logits differ by {measured['difference']:.1e}": not measured["difference"] <= TOLERANCE,
-        f"logits with an image differ by {image}": isinstance(image, float) and not image <= TOLERANCE,
-        "other tokens are generated": measured["generated"] is False,
+        "; ".join(f"logits{what} differ by {value:.1e}" for what, value in over.items()): bool(over),
         f"only {copied} of {given} tensors for images and sounds are copied": copied != given,
         "the experts have no effect": not measured["without_experts"] > 1000 * TOLERANCE,
     }

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -34,6 +36,7 @@ _TEXT, _ENCODER = (
 # Keys that name the configuration of an encoder; keys whose value is a token of an image or a sound.
 _ENCODERS = re.compile("vision|audio|visual|vq|encoder")
 _TOKENS = re.compile(r"(image|img|video|audio|vision|bo[ia]|eo[ia]|eoa|boa|soi).*_(id|index)$")
+_NORM_OF_QUERIES = re.compile(r"\b(q|k|query|key)_(layer)?norm")
 
 
 @cache
@@ -114,14 +117,26 @@ def build(name: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel) -> None:
-    """Matrices of unit gain; norms, biases and scalars near their initial values: no term cancels or vanishes."""
-    transposed = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            inputs = parameter.shape[0] if id(parameter) in transposed else parameter[0].numel()
-            parameter.normal_(std=inputs**-0.5)
-        else:
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    """Draw weights with which every FFN matters, no term vanishes, and rounding in fp32 stays far below 1e-5.
+
+    So layers change the residual stream by about its own size, and attention is not sharp. Norms, biases and scalars
+    are near their initial values.
+    """
+    head, drawn = model.get_output_embeddings(), set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in drawn:
+                continue
+            drawn.add(id(parameter))
+            if isinstance(module, nn.Embedding) and parameter.ndim == 2:
+                parameter.normal_(std=4 * parameter.shape[1] ** -0.5)
+            elif parameter.ndim >= 2:
+                inputs = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
+                inputs = parameter[0].numel() if isinstance(module, _ConvNd) else inputs
+                parameter.normal_(std=(1 if module is head else 0.5) * inputs**-0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                parameter.mul_(0.5 if _NORM_OF_QUERIES.search(f"{path}.{name}") else 1)
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:

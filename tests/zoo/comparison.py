@@ -7,10 +7,12 @@ A line of the input is {dense, carved}, two folders; a line of the output is wha
 
 import json
 import math
+import re
 import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 import transformers
 from images import NoImageError, image_inputs
 from next_month import register
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 PATIENCE = 120  # seconds a case
@@ -55,7 +57,8 @@ def interrupt(*_: object) -> None:
 @torch.no_grad()
 def compare(dense: str, carved: str) -> dict[str, Any]:
     """Largest differences of logits in standard deviations of the dense model's, on tokens that are not padding."""
-    whole, _ = load(dense)
+    whole, gaps = load(dense)
+    assert not any(gaps.values()), f"the dense model does not load: {gaps}"
     moe, loading = load(carved)
     whole_texts = texts(whole)
     wanted = [logits(whole, text) for text in whole_texts]
@@ -68,8 +71,11 @@ def compare(dense: str, carved: str) -> dict[str, Any]:
         "copied": copied(whole, moe),
     }
     found |= compare_images(whole, moe)
+    experts = experts_of(moe, whole)
+    found["layers"] = len({re.search(r"\.\d+\.|$", name).group() for name in experts})
+    zero(experts.values())
+    found["without_experts"] = apart(logits(moe, whole_texts[0]), wanted[0])
     found["noise"] = apart(logits(add_noise(whole), whole_texts[0]), wanted[0])
-    found["without_experts"] = apart(logits(without_experts(moe), whole_texts[0]), wanted[0])
     return found
 
 
@@ -113,15 +119,18 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def generate_both(whole: PreTrainedModel, moe: PreTrainedModel) -> bool | str:
-    """Whether greedy generation with a cache gives the same tokens; why not, if the dense model cannot generate."""
+def generate_both(whole: PreTrainedModel, moe: PreTrainedModel) -> float | str:
+    """The difference while generating with a cache, infinite for other tokens; or why the dense model cannot."""
     ids = draw_ids(whole, 1, PROMPT)
     how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
     try:
         wanted = whole.generate(ids, **how)
     except Exception as error:  # noqa: BLE001 - a finding about transformers, not about the carve
         return f"the dense model cannot generate: {type(error).__name__}: {str(error)[:100]}"
-    return torch.equal(moe.generate(ids, **how), wanted)
+    found = moe.generate(ids, **how)
+    same = torch.equal(found.sequences, wanted.sequences)
+    return apart(torch.cat(found.logits), torch.cat(wanted.logits)) if same else math.inf
 
 
 def compare_images(whole: PreTrainedModel, moe: PreTrainedModel) -> dict[str, Any]:
@@ -150,12 +159,21 @@ def add_noise(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def without_experts(model: PreTrainedModel) -> PreTrainedModel:
-    """Set all experts to zero: a carve without effect would pass every other comparison."""
-    for name, parameter in model.named_parameters():
-        if (parameter.ndim == 3 and len(parameter) == EXPERTS) or ("experts." in name and "shared" not in name):
-            parameter.zero_()
-    return model
+def experts_of(moe: PreTrainedModel, whole: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Parameters of the carve's experts, without those that the dense model has, too."""
+    given = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    return {
+        name: parameter
+        for name, parameter in moe.named_parameters()
+        if given.get(name) != parameter.shape
+        and ((parameter.ndim == 3 and len(parameter) == EXPERTS) or ("experts." in name and "shared" not in name))
+    }
+
+
+def zero(parameters: Iterable[nn.Parameter]) -> None:
+    """Switch experts off: a carve whose experts do nothing would pass every other comparison."""
+    for parameter in parameters:
+        parameter.zero_()
 
 
 if __name__ == "__main__":

@@ -46,17 +46,18 @@ def images(config: PretrainedConfig, taken: Any) -> Iterator[dict[str, Tensor]]:
         return torch.randn(shape, generator=draw)
 
     if "image_grid_thw" in taken:
-        width = channels * _of(vision, "temporal_patch_size", 1) * patch**2
+        frames = _of(vision, "temporal_patch_size", None) or _of(vision, "patch_temporal", 1)
+        width = channels * frames * patch**2
         grid = {"image_grid_thw": torch.tensor([[1, GRID, GRID]])}
+        grid |= {"image_merge_sizes": torch.tensor([1])} if "image_merge_sizes" in taken else {}
         yield {"pixel_values": pixels(GRID**2, width), **grid}
         yield {"pixel_values": pixels(GRID**2, channels, patch, patch), **grid}
         yield {"pixel_values": pixels(1, GRID**2, channels, patch, patch), **grid}
-    if "image_position_ids" in taken:
-        for factor in (_of(vision, "pooling_kernel_size", 1), 1):
-            size = patch * factor if factor > 1 and "model_patch_size" in vars(vision) else patch
-            rows = GRID * max(1, _of(vision, "pooling_kernel_size", 1))
+    if "image_position_ids" in taken:  # one position for each patch, or for each of those that are pooled to a token
+        pooled = GRID * _of(vision, "pooling_kernel_size", 1)
+        for rows, extent in ((pooled, patch), (GRID, getattr(vision, "model_patch_size", patch))):
             places = torch.cartesian_prod(torch.arange(rows), torch.arange(rows))[None]
-            yield {"pixel_values": pixels(1, rows**2, channels * size**2), "image_position_ids": places}
+            yield {"pixel_values": pixels(1, rows**2, channels * extent**2), "image_position_ids": places}
     if "spatial_shapes" in taken:
         yield {
             "pixel_values": pixels(1, GRID**2, channels * patch**2),
@@ -70,9 +71,10 @@ def images(config: PretrainedConfig, taken: Any) -> Iterator[dict[str, Tensor]]:
         }
     for extent in (side, GRID * patch):
         sizes = {"image_sizes": torch.tensor([[extent, extent]])} if "image_sizes" in taken else {}
-        yield {"pixel_values": pixels(1, channels, extent, extent), **sizes}
-        yield {"pixel_values": pixels(1, 1, channels, extent, extent), **sizes}
-        yield {"pixel_values": pixels(1, 2, channels, extent, extent), **sizes}
+        for tiles in ((), (1,), (2,), (5,)):
+            image = pixels(1, *tiles, channels, extent, extent)
+            yield {"pixel_values": image}
+            yield {"pixel_values": image, **sizes}
 
 
 def with_text(model: PreTrainedModel, image: dict[str, Tensor], token: int | None, taken: Any) -> dict[str, Tensor]:
@@ -89,7 +91,7 @@ def with_text(model: PreTrainedModel, image: dict[str, Tensor], token: int | Non
 
 def count_features(model: PreTrainedModel, image: dict[str, Tensor]) -> int:
     """How many vectors of the decoder's hidden size the model makes of an image."""
-    function = model.get_image_features
+    function = getattr(model, "get_image_features", None) or model.model.get_image_features
     known = inspect.signature(function).parameters
     image = image if {"args", "kwargs"} & known.keys() else {name: image[name] for name in image if name in known}
     found = function(**image)
