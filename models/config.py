@@ -28,6 +28,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     experts: int | None = field(default=None, metadata={"fingerprint": False})
     n: int | None = field(default=None, metadata={"fingerprint": False})
+    dense_layers: list[int] = field(default_factory=list, metadata={"fingerprint": False})
 
     @property
     def source_name(self) -> str:

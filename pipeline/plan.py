@@ -16,7 +16,7 @@ from models.targets.config_json import source_dtype
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, is_complete, tensors_hash
 from pipeline.check import Checked
 from pipeline.disk import expected_bytes
-from pipeline.resources import estimate_seconds, peak_bytes, require_room, temporary_bytes
+from pipeline.resources import estimate_seconds, peak_bytes, room_errors, temporary_bytes
 from pipeline.settings import CHAIN, Stage, asked_stages, unneeded
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
@@ -262,7 +262,9 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
 def require_means(checked: Checked, due: Collection[str]) -> None:
     """Raises ConfigError or DataError: due stages lack disk space, their device or the hub."""
     settings, stages = checked.settings, [stage for stage in CHAIN if stage.name in due]
-    require_room(checked, [stage.name for stage in stages])
+    if not settings.plan:  # which names what another machine must have
+        for error in room_errors(checked, [stage.name for stage in stages]):
+            raise error
     if settings.model.device not in {"auto", "cpu"} and any("model" in stage.nodes for stage in stages):
         from models.loading import resolve_device  # noqa: PLC0415 - loads torch
 

@@ -121,8 +121,8 @@ def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
             yield f"{what}\n  do:    {do}, or a smaller model"
 
 
-def require_room(checked: Checked, due: Sequence[str]) -> None:
-    """Raises ConfigError: results, and temporary files of the stage with the most, need more bytes than are free."""
+def room_errors(checked: Checked, due: Sequence[str]) -> Iterator[ConfigError]:
+    """An error if results, and temporary files of the stage with the most, need more bytes than are free."""
     settings = checked.settings
     results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
     # A killed run has written some of its stage's files before.
@@ -140,7 +140,7 @@ def require_room(checked: Checked, due: Sequence[str]) -> None:
             do += ", or fewer data.tokens=" * (hidden_bytes(stage, checked)[1] > 0)
         if unfinished := sum(left.values()):
             do += f"; {in_mib(unfinished)} are left by killed runs, in {results}/*/.[0-9a-f]*"
-        raise ConfigError(what, where=where, do=do)
+        yield ConfigError(what, where=where, do=do)
 
 
 def temporary_bytes(stage: str, checked: Checked) -> int:

@@ -27,10 +27,10 @@ from pipeline.plan import (
     make_plan,
     published_recipe,
 )
-from pipeline.resources import measured_peak, memory_warnings, record_seconds, start_measuring
+from pipeline.resources import measured_peak, memory_warnings, record_seconds, room_errors, start_measuring
 from pipeline.run_folder import RunFolder, logging_to, replace_link
 from pipeline.settings import ALL, STAGES, Settings
-from pipeline.shape import log_shape
+from pipeline.shape import log_shape, shape_text, weakness_text
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, render
 
@@ -247,8 +247,11 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
         due = [step.stage.name for step in steps if step.due]
         if settings.plan:
             if workers.leads:
-                table = render(describe_plan(checked, steps), "simple")
-                sys.stdout.write("\n\n".join([table, *memory_warnings(checked, due)]) + "\n")
+                carve = checked.request, checked.shape
+                parts = [shape_text(*carve, settings.model.label), weakness_text(*carve)]
+                parts += [render(describe_plan(checked, steps), "simple"), *memory_warnings(checked, due)]
+                parts += map(str, room_errors(checked, due))
+                sys.stdout.write("\n\n".join(filter(None, parts)) + "\n")
             return steps
         if not workers.leads:
             run_shared_steps(steps, workers, overrides)

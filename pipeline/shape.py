@@ -210,16 +210,27 @@ def shape_warnings(request: ShapeRequest, shape: MoEShape) -> Iterator[str]:
 
 def log_shape(request: ShapeRequest, shape: MoEShape | None, model: str) -> None:
     """Log the source, the shape and its costs, and warn of the shape's weaknesses; `model` is the source's label."""
+    log.info("%s\n", shape_text(request, shape, model))
+    if weak := weakness_text(request, shape):
+        log.warning("%s\n", weak)
+
+
+def shape_text(request: ShapeRequest, shape: MoEShape | None, model: str) -> str:
+    """The source, the shape and its costs."""
     source = f"{model}: {request.layers} layers of {request.width} neurons"
     if shape is None:
-        log.info("%s\n", source)
-        return
+        return source
     experts = f"{shape.experts} experts of {shape.n}{' in all, shared by every layer' if shape.pooled else ''}"
-    log.info("%s -> %s, %d per token, and %d always on", source, experts, shape.top_k, shape.always_on)
-    log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(request, shape)))
-    if warnings := [*shape_warnings(request, shape)]:
-        remedy = find_remedy(request)
-        log.warning("%s\n", "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])]))
+    first = f"{source} -> {experts}, {shape.top_k} per token, and {shape.always_on} always on"
+    return "\n".join([first, *(f"  {line}" for line in describe_shape(request, shape))])
+
+
+def weakness_text(request: ShapeRequest, shape: MoEShape | None) -> str:
+    """The shape's weaknesses, and better settings; empty if it has none."""
+    if shape is None or not (warnings := [*shape_warnings(request, shape)]):
+        return ""
+    remedy = find_remedy(request)
+    return "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])])
 
 
 def find_remedy(request: ShapeRequest) -> str | None:

@@ -1,13 +1,14 @@
 """Every file under conf/ composes and is documented; the base options list the whole schema."""
 
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import get_type_hints
 
 import hydra
 import pytest
 import yaml
+from config.preset_sizes import CONFIGS
 from omegaconf import OmegaConf
 from pico import decoder_of
 
@@ -38,10 +39,11 @@ def test_the_plain_command_carves_the_embedded_model():
     settings = to_settings(compose())
     assert (settings.stage, settings.experts, settings.n, settings.active) == ("all", 16, 64, 0.5)
     assert (settings.top_k, settings.always_on, settings.seed, settings.fresh) == (None, None, 0, False)
+    assert settings.dense_layers == []
     assert settings.output_dir == str(CONF.parent / "outputs")
 
 
-@pytest.mark.parametrize("preset", ["qwen1_5_4b", "qwen2_5_0_5b", "qwen3_1_7b", "llama3_2_1b", "hub", "local"])
+@pytest.mark.parametrize("preset", [*sorted(CONFIGS), "hub", "local"])
 def test_the_shape_of_a_real_model_follows_from_its_width(preset):
     settings = to_settings(compose(f"model={preset}"))
     assert (settings.experts, settings.n, settings.top_k, settings.always_on) == (None, None, None, None)
@@ -50,16 +52,18 @@ def test_the_shape_of_a_real_model_follows_from_its_width(preset):
     assert (typed.experts, typed.n) == (100, 256)
 
 
-@pytest.mark.parametrize("preset", ["qwen1_5_4b", "qwen2_5_0_5b", "qwen3_1_7b", "llama3_2_1b"])
+@pytest.mark.parametrize("preset", sorted(CONFIGS))
 def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
     """The preset's first line names layers, F, E, N, K, S: E·N + S = F, with about a quarter always on."""
     line = (CONF / "model" / f"{preset}.yaml").read_text().splitlines()[0]
-    width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?= neurons| experts|, | per| always)", line))
-    shape = resolve_shape(request_shape(to_settings(compose(f"model={preset}")), decoder_of("qwen2")), width)
-    assert shape == MoEShape(experts, n, top_k, always_on)
+    layers, width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?=,| [a-z])", line))
+    settings = to_settings(compose(f"model={preset}"))
+    request = request_shape(settings, replace(decoder_of("qwen2"), depth=layers))
+    dense = tuple(sorted(layer % layers for layer in settings.model.dense_layers))
+    assert resolve_shape(request, width) == MoEShape(experts, n, top_k, always_on, dense_layers=dense)
     assert experts * n + always_on == width
     assert always_on % 64 == 0
-    assert 0.23 < always_on / width < 0.25
+    assert 0.23 < always_on / width <= 0.25
 
 
 @pytest.mark.parametrize("group", sorted(NODES))
