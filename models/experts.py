@@ -1,7 +1,8 @@
-"""Slice a layer's neurons into experts; one expert as a module; a layer of experts as a loop."""
+"""Slice a layer's neurons into experts; one expert as a module; a layer of experts, as a loop or without one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from transformers.activations import ACT2FN
 
 from models.checkpoint.shards import DenseReader
 from models.decoder import PROJECTIONS
+from models.device import is_launch_bound, send, tf32
 from models.ffn import DenseFFN
-from models.routing import GateKind, LinearRouter, relative_gates
+from models.routing import GateKind, LinearRouter, has_copies, relative_gates
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ExpertWeights:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "ExpertWeights":
         """The same weights, contiguous, on a device and in a number format."""
-        return ExpertWeights(**{name: tensor.to(device, dtype).contiguous() for name, tensor in vars(self).items()})
+        return ExpertWeights(**{name: send(tensor, device, dtype) for name, tensor in vars(self).items()})
 
 
 def slice_experts(
@@ -57,6 +59,9 @@ def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[Tens
 
 
 def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[Tensor, Tensor]:
+    if is_launch_bound(weight_DF.device):
+        columns_DEN = weight_DF.index_select(1, neurons_EN.flatten()).view(len(weight_DF), *neurons_EN.shape)
+        return columns_DEN.movedim(0, 1).contiguous(), weight_DF.index_select(1, always_S)
     columns_EDN = weight_DF.new_empty(len(neurons_EN), len(weight_DF), neurons_EN.shape[1])
     for expert_DN, neurons_N in zip(columns_EDN, neurons_EN, strict=True):
         expert_DN.copy_(weight_DF.index_select(1, neurons_N))
@@ -125,9 +130,16 @@ def group_by_expert(chosen_TK: Int[Tensor, "T K"], experts: int) -> Sequence[Int
     return torch.split(place_P, sizes.tolist())
 
 
+# Neurons of all experts per active neuron, from which the loop is faster on a GPU, too.
+LOOP_FROM = 8
+
+
 @dataclass(frozen=True)
 class ExpertLoop:
-    """One layer of experts, computed one by one: weights, indices of the dense neurons, and the router."""
+    """One layer of experts: weights, indices of the dense neurons, and the router.
+
+    The experts are computed one by one or, if `masked`, all for all tokens: two forms of one function.
+    """
 
     experts: ExpertWeights
     neurons_EN: Int[Tensor, "E N"]
@@ -141,10 +153,47 @@ class ExpertLoop:
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The layer's output."""
-        return self.run(x_TD)[1]
+        return self.masked_output(x_TD, self.gates(x_TD)) if self.masked else self.run(x_TD)[1]
+
+    @property
+    def masked(self) -> bool:
+        """Whether every expert computes all tokens, with gates of 0 for those that do not choose it.
+
+        The number of operators is then independent of E.
+        """
+        n = self.neurons_EN.shape[1]
+        routed, active = self.router.experts * n, len(self.always_S) + self.top_k * n
+        return is_launch_bound(self.router.rows_ED.device) and routed < LOOP_FROM * active
+
+    def gates(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
+        """Gates of the chosen experts, relative to those of equal logits; 0 for the others."""
+        chosen_TK, gates_TK = self._route(x_TD)
+        return x_TD.new_zeros(len(x_TD), self.router.experts).scatter_(1, chosen_TK, gates_TK)
+
+    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen experts (T, K), and their gates."""
+        with tf32(use=False):
+            chosen_TK = self.router.choose(x_TD, self.top_k)
+            return chosen_TK, relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
+
+    def masked_output(self, x_TD: Float[Tensor, "T D"], gates_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T D"]:
+        """The output at given gates, without a loop."""
+        output_TD = self._masked_hidden(x_TD, gates_TE) @ self.experts.down_EDN.mT.flatten(0, 1)
+        return output_TD + self.always_on_output(x_TD) if len(self.always_S) else output_TD
+
+    def _masked_hidden(self, x_TD: Tensor, gates_TE: Tensor) -> Tensor:
+        """Activations times gates of the neurons of all experts, (T, E·N)."""
+        return (self._all_hidden(x_TD) * gates_TE[:, self.held, None]).flatten(1)
+
+    def _all_hidden(self, x_TD: Tensor) -> Tensor:
+        """Activations of the neurons of all experts, (T, E, N)."""
+        gate_END, up_END = self.experts.gate_END, self.experts.up_END
+        return self.hidden(x_TD, gate_END.flatten(0, 1), up_END.flatten(0, 1)).view(len(x_TD), *gate_END.shape[:2])
 
     def differentiable(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The output for autograd, summed once: adding the parts one by one would copy the gradient for each."""
+        if self.masked:
+            return self.masked_output(x_TD, self.gates(x_TD))
         parts = [(block.tokens_t, block.hidden_tN @ down_DN.T) for block, down_DN in self._parts(x_TD)]
         if not parts:
             return 0 * x_TD
@@ -152,12 +201,36 @@ class ExpertLoop:
         return torch.zeros_like(x_TD).index_add(0, torch.cat(tokens), torch.cat(outputs))
 
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
-        """The blocks of the always-on neurons and of every expert, and the layer's output."""
+        """The blocks of the always-on neurons and of every expert, and the layer's output.
+
+        If `masked`, experts without copies of a neuron share a block.
+        """
+        if self.masked:
+            return self._run_masked(x_TD)
         blocks, output_TD = [], torch.zeros_like(x_TD)
         for block, down_DN in self._parts(x_TD):
             blocks.append(block)
             output_TD.index_add_(0, block.tokens_t, block.hidden_tN @ down_DN.T)
         return blocks, output_TD
+
+    def _run_masked(self, x_TD: Tensor) -> tuple[list[Block], Tensor]:
+        experts, neurons_EN = self.experts, self.neurons_EN.long()
+        everyone = torch.arange(len(x_TD), device=x_TD.device)
+        hidden_TP = self._masked_hidden(x_TD, self.gates(x_TD))
+        parts = [(neurons_EN.flatten(), hidden_TP)]
+        if self._copied:
+            parts = [*zip(neurons_EN, torch.split(hidden_TP, neurons_EN.shape[1], dim=1), strict=True)]
+        output_TD = hidden_TP @ experts.down_EDN.mT.flatten(0, 1)
+        if len(self.always_S):
+            shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
+            parts.insert(0, (self.always_S.long(), shared_TS))
+            output_TD += shared_TS @ experts.shared_down_DS.T
+        return [Block(everyone, *part) for part in parts], output_TD
+
+    @cached_property
+    def _copied(self) -> bool:
+        """Whether experts share neurons. Cached, because a GPU's host waits for it."""
+        return has_copies(self.neurons_EN)
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "ExpertLoop":
         """A copy with `change_DF` added to every neuron's down column, in all copies of the neuron."""
@@ -191,6 +264,8 @@ class ExpertLoop:
 
     def expert_outputs(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E D"]:
         """The outputs of all experts for every token, chosen or not; no gradient reaches the experts."""
+        if is_launch_bound(x_TD.device):
+            return torch.bmm(self._all_hidden(x_TD).transpose(0, 1), self.experts.down_EDN.mT).transpose(0, 1)
         output_TED = x_TD.new_empty(len(x_TD), len(self.neurons_EN), x_TD.shape[1])
         for index in range(len(self.neurons_EN)):
             output_TED[:, index] = self.expert(index)(x_TD)
@@ -203,8 +278,7 @@ class ExpertLoop:
             everyone = torch.arange(len(x_TD), device=x_TD.device)
             shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
             yield Block(everyone, self.always_S.long(), shared_TS), experts.shared_down_DS
-        chosen_TK = self.router.choose(x_TD, self.top_k)
-        gates_TK = relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
+        chosen_TK, gates_TK = self._route(x_TD)
         # `unbind`, because the gradient of each `gate_END[index]` would be as large as all experts.
         matrices = (self.neurons_EN.long(), experts.gate_END, experts.up_END, experts.down_EDN)
         parts = zip(*(matrix.unbind() for matrix in matrices), strict=True)

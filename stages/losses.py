@@ -15,6 +15,7 @@ from torch.nn.functional import kl_div, log_softmax
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from models.device import is_launch_bound
 from models.loading import input_device, is_offloaded
 from models.structure import decoder_layers
 from stages.artifacts.job import ALONE, Workers
@@ -125,7 +126,9 @@ class _Divergence(torch.autograd.Function):
         for rows in _chunks(student_NV):
             ours_nV, theirs_nV = (log_softmax(logits[rows].float(), -1) for logits in (student_NV, teacher_NV))
             distance_n = kl_div(ours_nV, theirs_nV, reduction="none", log_target=True).sum(-1)
-            total += distance_n[counts_N[rows]].sum()
+            # A GPU's host would wait for the number of tokens.
+            masked = is_launch_bound(distance_n.device)
+            total += (distance_n.where(counts_N[rows], 0) if masked else distance_n[counts_N[rows]]).sum()
         return total
 
     @staticmethod

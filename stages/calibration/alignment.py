@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.experts import Block, ExpertLoop
-from models.routing import has_copies, membership, relative_gates
+from models.routing import has_copies, membership
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import Share
 
@@ -116,16 +116,9 @@ def sum_features(
     return moments
 
 
-def gate_weights(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
-    """Gates of the chosen experts, relative to those of equal logits; 0 for the others."""
-    chosen_TK = loop.router.choose(x_TD, loop.top_k)
-    gates_TK = relative_gates(loop.gate, x_TD @ loop.router.rows_ED.T, chosen_TK)
-    return x_TD.new_zeros(len(x_TD), loop.router.experts).scatter_(1, chosen_TK, gates_TK)
-
-
 def gate_moments(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "2 E"]:
     """Σ_t g and Σ_t g² of every expert over the tokens that choose it, fp64."""
-    return sum_moments(inputs, lambda x_TD: gate_weights(loop, x_TD), loop.router.experts)
+    return sum_moments(inputs, loop.gates, loop.router.experts)
 
 
 def sum_moments(inputs: Sequence[Tensor], weigh: Callable[[Tensor], Tensor], columns: int) -> Float[Tensor, "2 A"]:
@@ -158,7 +151,7 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     if not has_copies(neurons_EN):
         return expert_E[:, None].expand(neurons_EN.shape)
     member_EF = membership(neurons_EN, loop.width) * expert_E[:, None]
-    moments_2F = sum_moments(inputs, lambda x_TD: gate_weights(loop, x_TD) @ member_EF, loop.width)
+    moments_2F = sum_moments(inputs, lambda x_TD: loop.gates(x_TD) @ member_EF, loop.width)
     return expert_E[:, None] * least_squares(moments_2F)[neurons_EN]
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from instruments.errors import NumericsError
+from models.device import tf32
 from models.experts import Block, sum_blocks
 from stages.artifacts.job import Workers
 
@@ -18,7 +19,8 @@ PANEL = 512  # rows of the second moment that are stored, and added, together
 class NormalEquations:
     """Moments of min_W Σ_t ‖y_t − W a_t‖² + λ‖W‖², with λ = penalty × the mean diagonal of Σ a aᵀ.
 
-    Products are fp32, sums fp64. The rows of Σ a aᵀ are in the order of `order_A`.
+    Products are fp32, on a GPU with factors in TF32 if the setting allows it; sums are fp64. The rows of Σ a aᵀ are in
+    the order of `order_A`.
     Memory: half an A × A matrix in fp64, and a whole one, of `solving_dtype`, while `solve` runs.
     """
 
@@ -32,11 +34,13 @@ class NormalEquations:
         self.cross_AY = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
         self.order_A = torch.arange(inputs, device=device)  # input of each row of the moments
         self.rows = 0
+        self._overlapping = False
 
     def add(self, a_TA: Float[Tensor, "T A"], y_TY: Float[Tensor, "T Y"]) -> None:
         """Add one batch of rows."""
-        self._add_rows(0, a_TA.T @ a_TA)
-        self.cross_AY += a_TA.T @ y_TY
+        with tf32():
+            self._add_rows(0, a_TA.T @ a_TA)
+            self.cross_AY += a_TA.T @ y_TY
         self.rows += len(a_TA)
 
     def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
@@ -44,26 +48,27 @@ class NormalEquations:
 
         If the blocks are disjoint, the cost is proportional to their share of non-zero elements.
         """
-        neurons_P = torch.cat([block.neurons_N for block in blocks])
-        if bool((torch.bincount(neurons_P) > 1).any()):
-            self._add_overlapping(blocks, y_TY)
-        else:
-            self._add_disjoint(blocks, neurons_P, y_TY)
+        if not self.rows:  # once, because a GPU's host waits for it
+            neurons_P = torch.cat([block.neurons_N for block in blocks])
+            self._overlapping = bool((torch.bincount(neurons_P) > 1).any())
+            if not self._overlapping:
+                others = torch.isin(self.order_A, neurons_P, invert=True)
+                self.order_A = torch.cat([neurons_P, self.order_A[others]])
+        with tf32():
+            (self._add_overlapping if self._overlapping else self._add_disjoint)(blocks, y_TY)
         self.rows += len(y_TY)
 
-    def _add_disjoint(self, blocks: Sequence[Block], neurons_P: Int[Tensor, "P"], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Multiply each block with itself and all later ones, on its own rows: one product per block, half of all."""
-        if not self.rows:
-            others = torch.isin(self.order_A, neurons_P, invert=True)
-            self.order_A = torch.cat([neurons_P, self.order_A[others]])
-        assert torch.equal(self.order_A[: len(neurons_P)], neurons_P), "blocks of other neurons than before"
+    def _add_disjoint(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Multiply each block with itself and all later ones, on its own rows: about half of all products."""
         ends = torch.tensor([len(block.neurons_N) for block in blocks]).cumsum(0).tolist()
-        a_TP = y_TY.new_zeros(len(y_TY), len(neurons_P))
+        a_TP = y_TY.new_zeros(len(y_TY), ends[-1])
         for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
             a_TP[:, end - len(neurons_N) : end].index_copy_(0, tokens_t, hidden_tN)
         for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
             start = end - len(neurons_N)
-            self._add_rows(start, hidden_tN.T @ _rows(a_TP[:, start:], tokens_t))
+            later_tP = _rows(a_TP[:, start:], tokens_t)
+            for first in range(0, len(neurons_N), PANEL):  # nothing below the diagonal of a wide block
+                self._add_rows(start + first, hidden_tN[:, first : first + PANEL].T @ later_tP[:, first:])
             self.cross_AY[start:end] += hidden_tN.T @ _rows(y_TY, tokens_t)
 
     def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:

@@ -176,7 +176,7 @@ class CarvedModel:
     def divergence(self, batches: Sequence[TaughtBatch]) -> float:
         """Mean KL(dense ‖ carved) of the next-token distributions, nats per token; equal at every worker."""
         with self._as_carved():
-            total = sum(float(self._distance(batch)) for batch in batches)
+            total = float(sum(self._distance(batch).double() for batch in batches))  # one wait for a GPU
         return float(self._workers.broadcast(total / count_tokens(batches)))
 
     def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str], *, clipped: bool = False) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from models.device import tf32
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter, rounded
 from models.stream import LayerStream
@@ -191,7 +192,8 @@ def train_experts(
         x, wanted_outputs = ([part[index] for index in fitted] for part in gathered)
         return descend_experts(loop, x, wanted_outputs, settings, seed)
 
-    experts = share.workers.lead(lambda: train().to("cpu", torch.float32))
+    place = share.like.device if share.workers.world == 1 else "cpu"
+    experts = share.workers.lead(lambda: train().to(place, torch.float32))
     return replace(loop, experts=experts.to(share.like.device, torch.float32))
 
 
@@ -204,24 +206,44 @@ def descend_experts(
     scale = (squares / size).float().clamp_min(1e-30)
     weights = {name: weight.clone() for name, weight in vars(loop.experts).items()}
     trained = [weight.requires_grad_() for weight in weights.values() if weight.numel()]
+    sizes = torch.stack([weight.detach().square().mean().sqrt() for weight in trained]).tolist()
     groups = [
-        {"params": [weight], "lr": settings.descent_rate * float(weight.detach().square().mean().sqrt())}
-        for weight in trained
+        {"params": [weight], "lr": settings.descent_rate * size} for weight, size in zip(trained, sizes, strict=True)
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98), fused=True)  # not fused, it takes four times as long
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.descent_steps)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(settings.descent_steps):
-        tokens_t = torch.randint(tokens, (min(settings.descent_tokens, tokens),), generator=generator)
-        x_tD, wanted_tD = take_rows(inputs, tokens_t), take_rows(wanted, tokens_t)
-        with torch.enable_grad():
-            output_tD = replace(loop, experts=ExpertWeights(**weights)).differentiable(x_tD)
+    drawn = torch.randint(tokens, (settings.descent_steps, min(settings.descent_tokens, tokens)), generator=generator)
+    forward = _gathered_step(loop, inputs, wanted) if loop.masked else _step(loop, inputs, wanted)
+    for tokens_t in (drawn.to(inputs[0].device) if loop.masked else drawn).unbind():
+        with torch.enable_grad(), tf32():
+            output_tD, wanted_tD = forward(ExpertWeights(**weights), tokens_t)
             loss = (output_tD - wanted_tD).square().mean() / scale
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
     return ExpertWeights(**{name: weight.detach() for name, weight in weights.items()})
+
+
+Step = Callable[[ExpertWeights, Tensor], tuple[Tensor, Tensor]]  # weights, tokens → output, wanted output
+
+
+def _step(loop: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Step:
+    return lambda experts, tokens_t: (
+        replace(loop, experts=experts).differentiable(take_rows(inputs, tokens_t)),
+        take_rows(wanted, tokens_t),
+    )
+
+
+def _gathered_step(loop: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Step:
+    """As `_step`, with the gates of all tokens, which are fixed, computed once; the batches are copied into one."""
+    gates_TE = torch.cat([loop.gates(x_TD) for x_TD in inputs])
+    x_TD, wanted_TD = torch.cat([*inputs]), torch.cat([*wanted])
+    return lambda experts, tokens_t: (
+        replace(loop, experts=experts).masked_output(x_TD[tokens_t], gates_TE[tokens_t]),
+        wanted_TD[tokens_t],
+    )
 
 
 @dataclass(frozen=True)

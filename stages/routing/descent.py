@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.device import is_launch_bound, tf32
 from models.routing import GateKind, LinearRouter, chosen_mask, masked_gates
 from stages.calibration.normal_equations import ridge_cholesky
 
@@ -32,7 +33,7 @@ def load_variance(mask_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
     return variance
 
 
-GATHERED = 2**20  # overlaps copied at a time: 4 MiB
+GATHERED, GATHERED_ON_GPU = 2**20, 2**28  # overlaps copied at a time: 4 MiB, which fit into a CPU's cache; 1 GiB
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,13 @@ def weigh_choice(
 class _Change(torch.autograd.Function):
     """mᵀ·O·m − 2·g·m of every token, O symmetric; its gradient 2·(O·m − g) comes from the same pass over O.
 
-    O is gathered a few tokens at a time, because a copy of all of it would not fit into the cache.
+    On a CPU, O is gathered a few tokens at a time, because a copy of all of it would not fit into the cache.
     """
 
     @staticmethod
     def forward(ctx: Any, mask_tE: Tensor, tokens_t: Tensor, overlaps_TEE: Tensor, gains_tE: Tensor) -> Tensor:  # noqa: ANN401 - autograd's context
-        few = max(1, GATHERED // overlaps_TEE[0].numel())
+        gathered = GATHERED_ON_GPU if is_launch_bound(mask_tE.device) else GATHERED
+        few = max(1, gathered // overlaps_TEE[0].numel())
         parts = zip(torch.split(tokens_t, few), torch.split(mask_tE, few), strict=True)
         together_tE = torch.cat(
             [torch.bmm(overlaps_TEE[some], mask_sE[:, :, None])[:, :, 0] for some, mask_sE in parts]
@@ -152,13 +154,13 @@ def descend(
     best, lowest = start, validation.cost(start, top_k, settings.balance)
     white_ED = (start.rows_ED @ factor_DD).requires_grad_()
     bias_E = start.bias_E.clone().requires_grad_(settings.biased)
-    optimizer = torch.optim.Adam([white_ED, bias_E] if settings.biased else [white_ED], lr=settings.rate)
+    trained, fused = [white_ED, bias_E] if settings.biased else [white_ED], is_launch_bound(white_ED.device) or None
+    optimizer = torch.optim.Adam(trained, lr=settings.rate, fused=fused)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.steps)
     generator = torch.Generator().manual_seed(settings.seed)
-    for step in range(1, settings.steps + 1):
-        tokens_t = torch.randint(len(inputs_TD), (min(BATCH, len(inputs_TD)),), generator=generator)
-        tokens_t = tokens_t.to(inputs_TD.device)
-        with torch.enable_grad():
+    drawn = torch.randint(len(inputs_TD), (settings.steps, min(BATCH, len(inputs_TD))), generator=generator)
+    for step, tokens_t in enumerate(drawn.to(inputs_TD.device).unbind(), 1):
+        with torch.enable_grad(), tf32():
             logits_tE = torch.addmm(bias_E, inputs_TD[tokens_t], white_ED.T)
             temperature = WARM * (COLD / WARM) ** (step / settings.steps)
             loss = train.objective.loss(tokens_t, logits_tE, top_k, temperature)

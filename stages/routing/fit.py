@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.device import is_launch_bound, tf32
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
 from stages.calibration.normal_equations import NormalEquations
@@ -78,6 +79,10 @@ class DistinctNeurons:
 
         A matrix product is avoided: for some sizes its last bits, and so the routers, differ between processes.
         """
+        if is_launch_bound(hidden_tR.device):
+            hidden_tEN = hidden_tR[:, self.row_EN.flatten()].view(len(hidden_tR), *self.row_EN.shape)
+            norms_tE: Tensor = (hidden_tEN * self.weight_EN).norm(dim=2)
+            return norms_tE
         experts = zip(self.row_EN, self.weight_EN, strict=True)
         return torch.stack([(hidden_tR[:, row_N] * weight_N).norm(dim=1) for row_N, weight_N in experts], dim=1)
 
@@ -171,7 +176,10 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
 def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
     """Train the start of lowest validation cost."""
     share = min(1.0, settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs)))
-    train, validation = (error_sample(task, batches, share, settings.logit_std) for batches in split(task, settings))
+    fitted, held_out = split(task, settings)
+    with tf32():
+        train = error_sample(task, fitted, share, settings.logit_std)
+    validation = error_sample(task, held_out, share, settings.logit_std)
     best = min(starts, key=lambda router: validation.cost(router, task.top_k, settings.balance))
     if not settings.steps or task.top_k == task.experts:  # if all are chosen, there is nothing to learn
         return best

@@ -143,7 +143,7 @@ def load_balance(
     """Each expert's load on the numbered batches, or on all, relative to an even share (1 = even)."""
 
     def count(place: int) -> Tensor:
-        return torch.bincount(router.choose(inputs[place], top_k).flatten(), minlength=router.experts)
+        return chosen_mask(router.choose(inputs[place], top_k), router.experts).sum(0)  # `bincount` waits for a GPU
 
     counts_E = Share.of(inputs).total((router.experts,), count, batches).float()
     return counts_E / counts_E.mean()
@@ -154,13 +154,13 @@ def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
 
     In a pool, contributions are error drops, and the oracle is the error oracle.
     """
-    agreed, total = 0, 0
+    agreed, total = [], 0
     for x_TD, contributions_TE in zip(task.inputs, task.contributions, strict=True):
         chosen_TE = chosen_mask(router.choose(x_TD, task.top_k), router.experts)
         best_TK = choose_experts(contributions_TE, task.top_k)
-        agreed += int(chosen_TE.gather(1, best_TK).sum())
+        agreed.append(chosen_TE.gather(1, best_TK).double().sum())
         total += best_TK.numel()
-    return agreed / total
+    return float(torch.stack(agreed).sum()) / total
 
 
 def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = EVAL_TOKENS) -> float:

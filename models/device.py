@@ -1,0 +1,54 @@
+"""What a GPU changes: how experts are batched, how weights reach it, and which products may be rounded to TF32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+# Types of devices that start an operator at once. On others it takes the host 5 to 25 µs, whatever the operator's size,
+# so that a few large products are faster than many small ones. Tests remove the CPU.
+HOSTS = {"cpu"}
+
+
+def is_launch_bound(device: torch.device) -> bool:
+    """Whether starting an operator on the device usually takes longer than the operator."""
+    return device.type not in HOSTS
+
+
+def send(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """The tensor, contiguous, on a device and in a number format.
+
+    What goes to a GPU is copied from pinned memory and cast there; torch would cast it on the CPU, and send the wider
+    numbers from pageable memory.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype).contiguous()
+
+
+_allowed = {"tf32": True}  # a dict, since it is set for the life of a process
+
+
+def allow_tf32(*, allowed: bool) -> None:
+    """Whether `tf32` has an effect from now on: the setting `model.tf32`."""
+    _allowed["tf32"] = allowed
+
+
+@contextmanager
+def tf32(*, use: bool = True) -> Iterator[None]:
+    """Let a GPU round the factors of fp32 matrix products to 10 bits of mantissa, for up to eight times the speed.
+
+    For moments, router fits and layer-wise descent, whose results it does not change. Products on which a choice
+    depends (routing, validation errors) and those that are reported stay outside, or inside of `use=False`.
+    """
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 and later warn of the older name.
+    newer = hasattr(matmul, "fp32_precision")
+    name, values = ("fp32_precision", ("ieee", "tf32")) if newer else ("allow_tf32", (False, True))
+    before = getattr(matmul, name)
+    setattr(matmul, name, values[use and _allowed["tf32"]])
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
