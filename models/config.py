@@ -25,6 +25,7 @@ class ModelConfig:
     gpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
     cpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
     hidden_memory: str | None = field(default=None, metadata={"fingerprint": False})
+    tf32: bool = True
     trust_remote_code: bool = False
     experts: int | None = field(default=None, metadata={"fingerprint": False})
     n: int | None = field(default=None, metadata={"fingerprint": False})

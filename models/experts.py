@@ -29,8 +29,14 @@ class ExpertWeights:
     shared_down_DS: Float[Tensor, "D S"]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "ExpertWeights":
-        """The same weights, contiguous, on a device and in a number format."""
-        return ExpertWeights(**{name: send(tensor, device, dtype) for name, tensor in vars(self).items()})
+        """The same weights, contiguous, on a device and in a number format.
+
+        On a GPU every down column is contiguous instead: without a loop, the columns of all experts are one matrix.
+        """
+        sent = ExpertWeights(**{name: send(tensor, device, dtype) for name, tensor in vars(self).items()})
+        if not is_launch_bound(sent.down_EDN.device):
+            return sent
+        return replace(sent, down_EDN=sent.down_EDN.mT.contiguous().mT)
 
 
 def slice_experts(
@@ -60,8 +66,8 @@ def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[Tens
 
 def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[Tensor, Tensor]:
     if is_launch_bound(weight_DF.device):
-        columns_DEN = weight_DF.index_select(1, neurons_EN.flatten()).view(len(weight_DF), *neurons_EN.shape)
-        return columns_DEN.movedim(0, 1).contiguous(), weight_DF.index_select(1, always_S)
+        columns_PD = weight_DF.T.index_select(0, neurons_EN.flatten())
+        return columns_PD.view(*neurons_EN.shape, len(weight_DF)).mT, weight_DF.index_select(1, always_S)
     columns_EDN = weight_DF.new_empty(len(neurons_EN), len(weight_DF), neurons_EN.shape[1])
     for expert_DN, neurons_N in zip(columns_EDN, neurons_EN, strict=True):
         expert_DN.copy_(weight_DF.index_select(1, neurons_N))
@@ -178,8 +184,11 @@ class ExpertLoop:
 
     def masked_output(self, x_TD: Float[Tensor, "T D"], gates_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T D"]:
         """The output at given gates, without a loop."""
-        output_TD = self._masked_hidden(x_TD, gates_TE) @ self.experts.down_EDN.mT.flatten(0, 1)
-        return output_TD + self.always_on_output(x_TD) if len(self.always_S) else output_TD
+        return self._masked_sum(self._masked_hidden(x_TD, gates_TE), self._shared_hidden(x_TD))
+
+    def _masked_sum(self, hidden_TP: Tensor, shared_TS: Tensor) -> Tensor:
+        output_TD = hidden_TP @ self.experts.down_EDN.mT.flatten(0, 1)
+        return torch.addmm(output_TD, shared_TS, self.experts.shared_down_DS.T) if len(self.always_S) else output_TD
 
     def _masked_hidden(self, x_TD: Tensor, gates_TE: Tensor) -> Tensor:
         """Activations times gates of the neurons of all experts, (T, E·N)."""
@@ -214,18 +223,15 @@ class ExpertLoop:
         return blocks, output_TD
 
     def _run_masked(self, x_TD: Tensor) -> tuple[list[Block], Tensor]:
-        experts, neurons_EN = self.experts, self.neurons_EN.long()
+        neurons_EN = self.neurons_EN.long()
         everyone = torch.arange(len(x_TD), device=x_TD.device)
         hidden_TP = self._masked_hidden(x_TD, self.gates(x_TD))
         parts = [(neurons_EN.flatten(), hidden_TP)]
         if self._copied:
             parts = [*zip(neurons_EN, torch.split(hidden_TP, neurons_EN.shape[1], dim=1), strict=True)]
-        output_TD = hidden_TP @ experts.down_EDN.mT.flatten(0, 1)
-        if len(self.always_S):
-            shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
-            parts.insert(0, (self.always_S.long(), shared_TS))
-            output_TD += shared_TS @ experts.shared_down_DS.T
-        return [Block(everyone, *part) for part in parts], output_TD
+        shared_TS = self._shared_hidden(x_TD)
+        parts = [(self.always_S.long(), shared_TS), *parts] if len(self.always_S) else parts
+        return [Block(everyone, *part) for part in parts], self._masked_sum(hidden_TP, shared_TS)
 
     @cached_property
     def _copied(self) -> bool:
@@ -253,8 +259,10 @@ class ExpertLoop:
 
     def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The output of the always-on neurons."""
-        experts = self.experts
-        return self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD) @ experts.shared_down_DS.T
+        return self._shared_hidden(x_TD) @ self.experts.shared_down_DS.T
+
+    def _shared_hidden(self, x_TD: Tensor) -> Tensor:
+        return self.hidden(x_TD, self.experts.shared_gate_SD, self.experts.shared_up_SD)
 
     def expert(self, index: int) -> TinyONNExpert:
         """One expert as a frozen module that holds these weights."""
@@ -276,8 +284,7 @@ class ExpertLoop:
         experts = self.experts
         if len(self.always_S):
             everyone = torch.arange(len(x_TD), device=x_TD.device)
-            shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
-            yield Block(everyone, self.always_S.long(), shared_TS), experts.shared_down_DS
+            yield Block(everyone, self.always_S.long(), self._shared_hidden(x_TD)), experts.shared_down_DS
         chosen_TK, gates_TK = self._route(x_TD)
         # `unbind`, because the gradient of each `gate_END[index]` would be as large as all experts.
         matrices = (self.neurons_EN.long(), experts.gate_END, experts.up_END, experts.down_EDN)

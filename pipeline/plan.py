@@ -183,7 +183,8 @@ def resolve_model(checked: Checked) -> ModelConfig:
     device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
     own = "float32" if on_host else source_dtype(checked.source.config_json) or "auto"
     dtype = own if model.dtype == "auto" else model.dtype
-    return replace(model, device=device, dtype=dtype, path=absolute(model.path))
+    tf32 = model.tf32 and not on_host  # without effect on a CPU
+    return replace(model, device=device, dtype=dtype, tf32=tf32, path=absolute(model.path))
 
 
 def absolute_paths(data: DataConfig) -> DataConfig:

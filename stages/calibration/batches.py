@@ -1,5 +1,6 @@
 """Data for fitting: the dense checkpoint, batches of calibration text and random tokens, and their layer passes."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import NumericsError
 from models.config import ModelConfig
+from models.device import allow_tf32
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, padding_id, resolve_device
 from models.source import resolve_folder
@@ -24,6 +26,8 @@ from stages.losses import MeanLoss, supervised_tokens, token_losses
 from stages.text.batches import IGNORED, TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import find_begin, load_text, missing_begin
+
+logger = logging.getLogger(__name__)
 
 OFFSET = 1000  # of the Zipf-Mandelbrot law, so that rare tokens are drawn too
 SEED = 0
@@ -102,8 +106,12 @@ class CalibrationContext:
         folder = resolve_folder(model)
         tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
-        memory = TokenMemory(job.scratch, memory_limit(model, workers.local_world))
-        return cls(model, folder, batches, resolve_device(model), seed, workers, memory)
+        memory, device = TokenMemory(job.scratch, memory_limit(model, workers.local_world)), resolve_device(model)
+        allow_tf32(allowed=model.tf32)
+        if device.type == "cuda":
+            products = "TF32 (model.tf32=false: float32)" if model.tf32 else "float32 (model.tf32)"
+            logger.info("matrix products of moments, router fits and descent: %s", products)
+        return cls(model, folder, batches, device, seed, workers, memory)
 
     @property
     def text(self) -> list[TokenBatch]:

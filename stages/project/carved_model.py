@@ -89,7 +89,7 @@ def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
     clipping they determine the direction of a mean over thousands of tokens.
     """
     norms_T1 = gradient_TD.norm(dim=1, keepdim=True)
-    median = norms_T1.where(norms_T1 > 0, torch.nan).nanmedian().nan_to_num()
+    median = norms_T1.masked_fill(norms_T1 == 0, torch.nan).nanmedian().nan_to_num()
     scale_T1: Tensor = (median / norms_T1.clamp_min(torch.finfo(norms_T1.dtype).tiny)).clamp_max(1)
     return gradient_TD * scale_T1
 

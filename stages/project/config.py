@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 19
+VERSION = 20
 
 
 @dataclass

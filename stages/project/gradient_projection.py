@@ -28,17 +28,23 @@ FIELDS = {
 
 
 def project_neurons(
-    weight: Float[Tensor, "*E P Q"], gradient: Float[Tensor, "*E P Q"], *, length: float, epsilon: float, dim: int
-) -> Float[Tensor, "*E P Q"]:
-    """Move every neuron along its own normalised gradient.
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    lengths: Sequence[float],
+    dims: Sequence[int],
+    *,
+    epsilon: float,
+) -> list[Tensor]:
+    """Move every neuron of these matrices, (…, P, Q) each, along its own normalised gradient.
 
     The norm is per neuron, so that neurons with few tokens move as far as others; with one norm per expert the loss
-    fell less (conf/experiment/gradient_projection.yaml). `length` is sign·β·α·λ, the L2 norm of each step, negative
-    down the gradient. `epsilon` prevents large steps from vanishing gradients. `dim` is -1 if a neuron is a row (gate,
-    up), -2 if it is a column (down).
+    fell less (conf/experiment/gradient_projection.yaml). `lengths` are sign·β·α·λ, the L2 norm of each step, negative
+    down the gradient. `epsilon` prevents large steps from vanishing gradients. `dims` are -1 if a neuron is a row
+    (gate, up), -2 if it is a column (down).
     """
-    norms = gradient.norm(dim=dim, keepdim=True)
-    return torch.addcdiv(weight, gradient, norms + epsilon, value=length)
+    norms = [gradient.norm(dim=dim, keepdim=True) for gradient, dim in zip(gradients, dims, strict=True)]
+    # One call for all matrices: a GPU's host takes longer to start an operator than most of them take.
+    return list(torch._foreach_addcdiv([*weights], [*gradients], torch._foreach_add(norms, epsilon), [*lengths]))
 
 
 def projected_fields(matrices: list[str]) -> list[str]:
@@ -139,12 +145,11 @@ class GradientRounds:
         for number, batch in zip(section, taught, strict=True):
             self._model.put(self._names, weights)
             gradients = self._model.gradients([batch], self._names, clipped=True)
-            velocity = [MOMENTUM * old + new for old, new in zip(velocity, gradients, strict=True)]
+            velocity = list(torch._foreach_mul(velocity, MOMENTUM))
+            torch._foreach_add_(velocity, gradients)
             strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))
-            weights = [
-                project_neurons(weight, direction, length=strength * scale, epsilon=settings.epsilon, dim=dim)
-                for weight, direction, scale, dim in zip(weights, velocity, self._scales, self._dims, strict=True)
-            ]
+            lengths = [strength * scale for scale in self._scales]
+            weights = project_neurons(weights, velocity, lengths, self._dims, epsilon=settings.epsilon)
         self._model.put(self._names, weights)
         return _State(weights, velocity, self._model.divergence(self._validation))
 

@@ -1,0 +1,106 @@
+"""TF32 is used where it is allowed, and only there; experts are the same with and without a loop."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from models import device
+from models.device import allow_tf32, tf32
+from models.experts import ExpertLoop, slice_ffn, sum_blocks
+from models.ffn import DenseFFN
+from models.routing import GateKind, LinearRouter
+from stages.routing.fit import distinct_neurons
+
+T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# Neurons 3 and 8 are in two experts.
+PLAIN, COPIED = torch.arange(12).view(E, N), torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]])
+
+
+def draw(*sizes, seed):
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def make_loop(neurons_EN=PLAIN, always=S, gate=GateKind.SOFTMAX_OF_CHOSEN):
+    ffn = DenseFFN(draw(F, D, seed=1), draw(F, D, seed=2), draw(D, F, seed=3), torch.nn.functional.silu)
+    always_S = torch.arange(F - always, F)
+    router = LinearRouter(draw(E, D, seed=4), draw(E, seed=5))
+    return ExpertLoop(slice_ffn(ffn, neurons_EN, always_S), neurons_EN, always_S, router, K, F, ffn.act, gate)
+
+
+def compute(loop, x_TD, form):
+    """Output and gradients of weights and input."""
+    weights = {name: tensor.clone().requires_grad_() for name, tensor in vars(loop.experts).items() if tensor.numel()}
+    x_TD = x_TD.clone().requires_grad_()
+    output_TD = getattr(replace(loop, experts=replace(loop.experts, **weights)), form)(x_TD)
+    output_TD.square().sum().backward()
+    return [output_TD.detach(), x_TD.grad, *(tensor.grad for tensor in weights.values())]
+
+
+@pytest.mark.parametrize("form", ["__call__", "differentiable"])
+@pytest.mark.parametrize("gate", GateKind)
+@pytest.mark.parametrize("always", [0, S])
+def test_all_neurons_times_gates_are_the_loop_with_the_same_gradients(form, gate, always, monkeypatch):
+    loops = [make_loop(neurons_EN, always, gate) for neurons_EN in (PLAIN, COPIED)]
+    loops += [loops[0].part(1, 2)]  # of one of two workers
+    expected = [compute(loop, draw(T, D, seed=6), "differentiable") for loop in loops]
+    assert not any(loop.masked for loop in loops)
+    monkeypatch.setattr(device, "HOSTS", set())
+    assert all(loop.masked for loop in loops)
+    for loop, results in zip(loops, expected, strict=True):
+        for found, wanted in zip(compute(loop, draw(T, D, seed=6), form), results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("neurons_EN", [PLAIN, COPIED])
+def test_blocks_slices_and_outputs_of_experts_are_those_of_the_loop(neurons_EN, monkeypatch):
+    x_TD, found = draw(T, D, seed=6), {}
+    for name, hosts in {"loop": {"cpu"}, "masked": set()}.items():
+        monkeypatch.setattr(device, "HOSTS", hosts)
+        loop = make_loop(neurons_EN)
+        blocks, output_TD = loop.run(x_TD)
+        norms_TE = distinct_neurons(loop).expert_norms(loop.hidden(x_TD, *distinct_rows(loop)))
+        found[name] = [sum_blocks(blocks, T, F), output_TD, loop.expert_outputs(x_TD), norms_TE]
+        for spec in fields(loop.experts):
+            tensor = getattr(loop.experts.to("cpu", torch.float32), spec.name)
+            assert torch.equal(tensor, getattr(loop.experts, spec.name)), spec.name
+            found[name].append(tensor)
+    assert len(blocks) == (E + 1 if neurons_EN is COPIED else 2)
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def distinct_rows(loop):
+    routed = distinct_neurons(loop)
+    return routed.gate_RD, routed.up_RD
+
+
+def test_a_wide_layer_keeps_the_loop(monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", set())
+    loop = replace(make_loop(always=0), top_k=1)
+    assert loop.masked
+    wide = LinearRouter.without_bias(draw(8, D, seed=4))
+    assert not replace(loop, router=wide, neurons_EN=torch.zeros(8, N, dtype=torch.int64)).masked
+
+
+def products():
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+
+
+def test_tf32_holds_inside_of_its_block_where_the_setting_allows_it():
+    before = products()
+    with tf32():
+        assert products() in {"tf32", True}
+        with tf32(use=False):
+            assert products() in {"ieee", False}
+        assert products() in {"tf32", True}
+    assert products() == before
+    allow_tf32(allowed=False)
+    try:
+        with tf32():
+            assert products() in {"ieee", False}
+    finally:
+        allow_tf32(allowed=True)
+    assert products() == before
