@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
