@@ -9,6 +9,7 @@ from torch import Tensor
 from instruments.errors import NumericsError
 from models.device import tf32
 from models.experts import Block, sum_blocks
+from models.routing import has_copies
 from stages.artifacts.job import Workers
 
 FP32_MIN_INPUTS = 2048  # least number of inputs for fp32
@@ -50,7 +51,7 @@ class NormalEquations:
         """
         if not self.rows:  # once, because a GPU's host waits for it
             neurons_P = torch.cat([block.neurons_N for block in blocks])
-            self._overlapping = bool((torch.bincount(neurons_P) > 1).any())
+            self._overlapping = has_copies(neurons_P)
             if not self._overlapping:
                 others = torch.isin(self.order_A, neurons_P, invert=True)
                 self.order_A = torch.cat([neurons_P, self.order_A[others]])
@@ -119,13 +120,15 @@ class NormalEquations:
             NumericsError: the moments are not finite, or not positive definite even with the penalty.
         """
         # The sum is finite only if all values are; isfinite() of the moments would allocate a tensor of their size.
-        if not torch.stack([part.sum() for part in (*self.panels, self.cross_AY)]).isfinite().all():
+        sums = torch.stack([part.sum() for part in (*self.panels, self.cross_AY)])
+        diagonal_A = torch.cat([panel_PA.diagonal() for panel_PA in self.panels])
+        scale = diagonal_A.mean()
+        finite, zero = torch.stack([sums.isfinite().all(), scale == 0]).tolist()  # one wait for a GPU
+        if not finite:
             raise NumericsError(
                 "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"
             )
-        diagonal_A = torch.cat([panel_PA.diagonal() for panel_PA in self.panels])
-        scale = diagonal_A.mean()
-        if scale == 0:
+        if zero:
             # All inputs are zero (a pruned layer).
             return torch.zeros_like(self.cross_AY.T).float()
         # Inputs that are always zero (neurons of no active expert) get zero weights and are left out of the system.
