@@ -191,6 +191,7 @@ def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_s
     inputs, parts = [], []
     for index in batches:
         rows_t = evenly_spaced(len(task.inputs[index]), round(len(task.inputs[index]) * share))
+        rows_t = rows_t.to(task.inputs[index].device)
         inputs.append(task.inputs[index][rows_t])
         part = output_error(task.loop, inputs[-1], task.wanted[index][rows_t])
         parts.append((part.gains_TE, part.overlaps_TEE, part.wanted_T))
