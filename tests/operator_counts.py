@@ -18,7 +18,7 @@ WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "maske
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators started in this block, and of the waits."""
+    """Names of the operators started in this block, and of the waits, without copies to the host (`tolist`, `cpu`)."""
 
     def __init__(self) -> None:
         super().__init__()
