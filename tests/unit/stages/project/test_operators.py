@@ -103,7 +103,7 @@ def test_a_batch_has_at_most_40_operators_a_pass_and_no_wait():
     assert not any(waits for _, waits in found[4].values())
 
 
-def test_a_step_of_router_descent_has_at_most_110_operators_and_no_wait():
+def test_a_step_of_router_descent_has_at_most_120_operators_and_no_wait():
     found = {}
     for experts in (4, 7):
         loop, ffn, inputs, _wanted = make_layer(experts)
@@ -112,7 +112,7 @@ def test_a_step_of_router_descent_has_at_most_110_operators_and_no_wait():
         runs = (count_operators(fit_router, task, replace(REFIT, steps=steps)) for steps in (17, 18))
         found[experts] = more(*runs)
     assert found[4] == found[7]
-    assert found[4][0] <= 110
+    assert found[4][0] <= 120
     assert not found[4][1]
 
 
