@@ -10,7 +10,7 @@ from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
 from models.config import MEMORY, ModelConfig, setting_word
 from models.decoder import Decoder, check_tensors, source_decoder
-from models.quantization import missing_bitsandbytes, stored_quantization
+from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, read_source_config
 
 _LARGEST = 2**31 - 1  # upper bound for sizes, counts and token ids
@@ -29,6 +29,8 @@ def check_source(model: ModelConfig) -> list[UserError]:
     wrong_weights = check_hub_weights(model) if model.kind == "hub" else []
     if model.kind != "hub":
         entries, wrong_weights = checkpoint.check_shards(config_folder(model))
+    if stored_quantization(config) not in DECODED:  # its tensors are odd, and that is the reason
+        wrong_weights = []
     errors = [*check_placement(model), *_check_config(model, config, len(entries)), *wrong_weights]
     if not errors:
         try:
@@ -170,15 +172,15 @@ def check_kind(model: ModelConfig) -> Iterator[ConfigError]:
 def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[UserError]:
     """Yield an error for quantisation that the installation or the checkpoint does not support."""
     stored, asked = stored_quantization(config), model.quantization
-    if stored not in {None, "nf4", "fp4", "int8"}:
+    if stored not in DECODED:
         what, where = f"weights quantised by {stored} cannot be sliced", "quantization_config in config.json"
-        yield CheckpointError(what, where=where, do="give the unquantised checkpoint, or one stored by bitsandbytes")
+        yield CheckpointError(what, where=where, do="give the unquantised model, or one in FP8 or of bitsandbytes")
         return
     if stored and asked not in {"none", stored}:
         what = f"model.quantization={asked}, but the checkpoint is stored in {stored}"
         do = "model.quantization=none, which takes it as it is, or give the unquantised checkpoint"
         yield ConfigError(what, where="model.quantization", do=do)
-    if (stored or asked != "none") and not find_spec("bitsandbytes"):
+    if (stored not in {None, "fp8"} or asked != "none") and not find_spec("bitsandbytes"):
         yield missing_bitsandbytes(f"a checkpoint stored in {stored}" if stored else f"model.quantization={asked}")
 
 

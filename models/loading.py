@@ -3,11 +3,13 @@
 import ctypes
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,6 +29,7 @@ from transformers import (
 
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint.folder import read_checkpoint
+from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig
 from models.ffn import separate_ffns
 from models.quantization import import_bitsandbytes, stored_quantization
@@ -188,15 +192,48 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         _check_size(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
         remote = bool(arguments.get("trust_remote_code"))
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
-        loaded, found = _class_of(config, remote=remote).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **arguments
-        )
+        kind = _class_of(config, remote=remote)
+        if stored_quantization(read_config(folder)) == "fp8":
+            loaded, found = _load_decoded(kind, folder, config, arguments)
+        else:
+            loaded, found = kind.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **arguments
+            )
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
     if drawn:
         what = f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape"
         raise CheckpointError(what, where=f"{folder}: {some(drawn, 3, ', ')}", do=_BELONGS)
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """A tensor that transformers takes by `[...]`, as it takes those of a safetensors file, when it needs it."""
+
+    reader: ShardReader
+    name: str
+    lock: Lock  # transformers reads in several threads
+
+    def __getitem__(self, _whole: object) -> torch.Tensor:
+        with self.lock:
+            return self.reader.tensor(self.name)
+
+
+def _load_decoded(kind: Any, folder: Path, config: PreTrainedConfig, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Load FP8 weights as this project decodes them; transformers on a CPU reads only some forms of their scales."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    lock = Lock()
+    with ShardReader(folder) as reader:
+        tensors = {name: _Decoded(reader, name, lock) for name in reader.names}
+        dtype = source_dtype(read_config(folder)) or "bfloat16"
+        given = {**arguments, "dtype": dtype if arguments.get("dtype", "auto") == "auto" else arguments["dtype"]}
+        loaded, found = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **given)
+    if (folder / "generation_config.json").is_file():
+        loaded.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return loaded, found
 
 
 def _class_of(config: PreTrainedConfig, *, remote: bool) -> Any:  # noqa: ANN401 - a class with from_pretrained
@@ -233,7 +270,7 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
     """
     device, config = resolve_device(model), read_config(folder)
     dtype, stored = resolve_dtype(model, device), stored_quantization(config)
-    quantization = stored or model.quantization
+    quantization = "none" if stored == "fp8" else stored or model.quantization
     arguments = placement(model, device) | {"dtype": dtype or "auto"}
     if quantization == "none":
         dense = load_whole(folder, **arguments)

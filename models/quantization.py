@@ -10,12 +10,17 @@ from typing import Any
 
 from instruments.errors import ConfigError
 
+# Storage formats that are read; None: unquantised.
+DECODED = {None, "nf4", "fp4", "int8", "fp8"}
+
 
 def stored_quantization(config: Mapping[str, Any]) -> str | None:
-    """The storage format in config.json: nf4, fp4, int8, another method's name, or None for unquantised weights."""
-    stored = config.get("quantization_config")
-    if not stored:
-        return None
+    """The storage format in config.json: nf4, fp4, int8, fp8, another method's name; None: unquantised weights."""
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, Mapping) else {})
+    stored = next((found for part in places if (found := part.get("quantization_config"))), None)
+    if not isinstance(stored, Mapping):
+        return "unknown" if stored else None
     if stored.get("load_in_8bit"):
         return "int8"
     if stored.get("load_in_4bit"):

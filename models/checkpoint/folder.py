@@ -149,18 +149,22 @@ def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """One weight that bitsandbytes stored in 4 or 8 bits: its shape and number format, and its stored tensors.
+    """One weight that is stored in 4 or 8 bits: its shape and number format, and its stored tensors.
 
     4 bits: `X.weight` packs two weights per byte, row by row. `.absmax` holds a scale per block (quantised if there is
     `.nested_absmax`), and `.quant_map` the decoded values. The JSON bytes of `.quant_state.bitsandbytes__nf4` (or fp4)
     give shape, number format and block size. 8 bits: `X.weight` is int8, `X.SCB` holds each row's largest magnitude.
-    Source: bitsandbytes.functional.QuantState.as_dict and bitsandbytes.nn.Linear8bitLt.
+    FP8: `X.weight` times its scale, one for the tensor, for each row or for each block, in `X.weight_scale_inv` (which
+    is no inverse) or `X.weight_scale`.
+    Source: bitsandbytes.functional.QuantState.as_dict and bitsandbytes.nn.Linear8bitLt;
+    transformers.integrations.finegrained_fp8.
     """
 
-    kind: str  # nf4, fp4 or int8
+    kind: str  # nf4, fp4, int8 or fp8
     dtype: str  # after dequantisation, in safetensors' spelling
     shape: tuple[int, ...]  # unpacked: (out_features, in_features)
-    parts: Mapping[str, TensorEntry]  # "weight", "absmax", "quant_map" ... or "weight", "SCB"
+    parts: Mapping[str, TensorEntry]  # "weight", "absmax", "quant_map" ... or "weight", "SCB", or "weight", "scale"
+    block: tuple[int, int] = (0, 0)  # FP8: rows and columns that share a scale
 
 
 Entry = TensorEntry | PackedEntry
@@ -215,11 +219,14 @@ def _check_dtypes(entries: Mapping[str, Entry], folder: Path) -> Iterator[Checkp
         if isinstance(entry, TensorEntry) and SAFETENSORS[entry.dtype][0] not in FLOATING
     ]
     if wrong:
-        what = f"{len(wrong)} tensors are not stored in a format of weights (F64, F32, BF16, F16)"
+        what = f"{len(wrong)} tensors are not stored in a format of weights (F64, F32, BF16, F16, or FP8 with scales)"
         do = f"{RESTORE}, or convert it to bfloat16 with transformers and save it"
         yield CheckpointError(what, where=f"{folder}: {some(wrong, 3)}", do=do)
 
 
+_FP8, _FP8_SCALES = {"F8_E4M3", "F8_E5M2"}, ("_scale_inv", "_scale")
+# Tensors that belong to a packed weight, and that no decoding needs: FP8 scales of a layer's input.
+_BESIDE = ("SCB", "weight_format", "activation_scale", "input_scale")
 _STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
 
 
@@ -227,6 +234,7 @@ def _join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict
     joined: dict[str, Entry] = dict(entries)
     errors = []
     dtype = _named_dtype(folder) if any(name.endswith(".SCB") for name in entries) else ""
+    blocks = _fp8_blocks(folder) if any(entry.dtype in _FP8 for entry in entries.values()) else None
     for name in entries:
         try:
             if state := _STATE.fullmatch(name):
@@ -235,13 +243,16 @@ def _join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict
             elif name.endswith(".SCB"):
                 weight = name.removesuffix("SCB") + "weight"
                 packed = _eight_bits(entries, weight, name, dtype)
+            elif entries[name].dtype in _FP8:
+                weight, packed = name, _fp8(entries, name, blocks)
             else:
                 continue
         except CheckpointError as error:
             errors.append(error)
             continue
         stem = weight.removesuffix("weight")
-        for part in (*(f"{weight}.{key}" for key in packed.parts), f"{stem}SCB", f"{stem}weight_format"):
+        others = (*(f"{weight}{end}" for end in _FP8_SCALES), *(f"{stem}{part}" for part in _BESIDE))
+        for part in (*(f"{weight}.{key}" for key in packed.parts), *others):
             joined.pop(part, None)
         joined[weight] = packed
     return joined, errors
@@ -273,6 +284,22 @@ def _eight_bits(entries: Mapping[str, TensorEntry], weight: str, scales: str, dt
     return PackedEntry("int8", dtype, entry.shape, {"weight": entry, "SCB": _part(entries, scales, weight, "F32")})
 
 
+def _fp8(entries: Mapping[str, TensorEntry], weight: str, blocks: tuple[int, int] | None) -> PackedEntry:
+    entry = entries[weight]
+    scales = next((entries[weight + end] for end in _FP8_SCALES if weight + end in entries), None)
+    where, do = f"{entry.path}, {weight}", "give the unquantised checkpoint"
+    if scales is None:
+        raise CheckpointError("FP8 weight without a scale (weight_scale_inv or weight_scale)", where=where, do=do)
+    block = _shared_block(entry.shape, scales.shape, blocks)
+    if block is None or SAFETENSORS[scales.dtype][0] not in COMPUTED:
+        size = f"{blocks[0]} x {blocks[1]}" if blocks else "a size that config.json does not say"
+        what = (
+            f"FP8 weight of {list(entry.shape)} with scales of {list(scales.shape)} in {scales.dtype}, blocks of {size}"
+        )
+        raise CheckpointError(what, where=where, do=do)
+    return PackedEntry("fp8", "BF16", entry.shape, {"weight": entry, "scale": scales}, block)
+
+
 def _part(entries: Mapping[str, TensorEntry], name: str, weight: str, dtype: str = "") -> TensorEntry:
     if name not in entries:
         raise CheckpointError(f"quantised weight {weight} lacks {name}", do=RESTORE)
@@ -302,6 +329,30 @@ def _read(entry: TensorEntry, weight: str) -> bytes:
     if len(data) != entry.nbytes:
         raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {weight}")
     return data
+
+
+def _shared_block(
+    shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Rows and columns of an FP8 weight that share a scale: all, a row, or `blocks`; None: scales of another shape."""
+    rows, columns = prod(shape[:-1]), prod(shape[-1:])
+    if not shape or not rows * columns:
+        return None
+    if prod(scales) == 1:
+        return rows, columns
+    if scales in {(rows,), (rows, 1)}:
+        return 1, columns
+    fits = blocks and len(shape) == 2 and scales == (ceil(rows / blocks[0]), ceil(columns / blocks[1]))
+    return blocks if fits else None
+
+
+def _fp8_blocks(folder: Path) -> tuple[int, int] | None:
+    """Rows and columns of a block of FP8 weights that share a scale; None: config.json does not say."""
+    try:
+        rows, columns = read_json(folder / "config.json")["quantization_config"]["weight_block_size"]
+    except (OSError, ValueError, KeyError, TypeError):  # `read_config` reports what is no configuration at all
+        return None
+    return (rows, columns) if all(type(size) is int and size > 0 for size in (rows, columns)) else None
 
 
 def _named_dtype(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Read and write a checkpoint's tensors one at a time, and dequantise 4- and 8-bit weights."""
+"""Read and write a checkpoint's tensors one at a time, and decode 4- and 8-bit weights."""
 
 import json
 from collections.abc import KeysView, Mapping
@@ -98,8 +98,10 @@ def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
     """Decode the stored tensors of one weight.
 
     Numerics: 4 bits exactly as bitsandbytes decodes them, to the format before quantisation; int8 in fp32, then
-        rounded once.
+        rounded once; FP8 as transformers decodes it, in fp32, then rounded once.
     """
+    if entry.kind == "fp8":
+        return _scaled(parts["weight"], parts["scale"], entry.block).to(torch_dtype(entry.dtype))
     functional = import_bitsandbytes(f"a checkpoint stored in {entry.kind}").functional
     plain: Tensor
     if entry.kind == "int8":
@@ -110,6 +112,17 @@ def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
         # Distributed training may store packed bytes under another dtype.
         plain = functional.dequantize_4bit(parts["weight"].view(torch.uint8).view(-1, 1), state)
     return plain.to(torch_dtype(entry.dtype))
+
+
+def _scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """FP8 weights times the scale of their block, in fp32; the last blocks may be smaller."""
+    rows_RC = weight.float().view(-1, weight.shape[-1])
+    rows, columns = rows_RC.shape
+    grid = scales.float().view(-(-rows // block[0]), -(-columns // block[1]))
+    for first, row_scales in enumerate(grid.unbind()):
+        part = rows_RC[first * block[0] : (first + 1) * block[0]]
+        part *= row_scales.repeat_interleave(block[1])[:columns]
+    return rows_RC.view(weight.shape)
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):

@@ -62,6 +62,7 @@ CONFIGS = {
         "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16",
         "image_token_index": 10, "spatial_merge_size": 2, "tie_word_embeddings": False,
         "text_config": {"model_type": "ministral3", **_attention(4096, 14_336, 34, 32, 8, 131_072, head_dim=128)},
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64,
                           "num_hidden_layers": 24, "num_attention_heads": 16, "patch_size": 14, "image_size": 1540},
     },

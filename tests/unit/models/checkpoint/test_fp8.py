@@ -1,0 +1,181 @@
+"""FP8 checkpoints: weights are decoded while they are read, for the stream and for transformers' model alike."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from pico import write_pico
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from instruments.errors import CheckpointError
+from models.check import check_source
+from models.checkpoint.folder import check_shards
+from models.checkpoint.shards import DenseReader
+from models.config import ModelConfig
+from models.loading import load_dense
+
+E4M3 = torch.float8_e4m3fn
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return write_pico(tmp_path_factory.mktemp("plain"), "llama", dtype=torch.bfloat16)
+
+
+def block_scales(weight, block):
+    """The largest magnitude of each block, as a scale to 448."""
+    rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape, block, strict=True))
+    grid = torch.zeros(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            part = weight[row * block[0] : (row + 1) * block[0], column * block[1] : (column + 1) * block[1]]
+            grid[row, column] = part.abs().max() / 448
+    return grid
+
+
+def expanded(scales, shape, block):
+    return scales.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def store_fp8(plain, folder, form, block=(16, 8)):
+    """Write the Linear layers of a plain checkpoint in FP8; return the decoded weights by the formula."""
+    shutil.copytree(plain, folder)
+    tensors, decoded = load_file(plain / "model.safetensors"), {}
+    for name, weight in [*tensors.items()]:
+        if not name.endswith("_proj.weight"):
+            continue
+        wide = weight.float()
+        if form == "blocks":
+            scales = block_scales(wide, block)
+            every, stored = expanded(scales, wide.shape, block), {"weight_scale_inv": scales}
+        elif form == "rows":
+            every = wide.abs().amax(1, keepdim=True) / 448
+            stored = {"weight_scale": every.to(torch.bfloat16)}
+            every = stored["weight_scale"].float()
+        else:
+            every = wide.abs().max() / 448
+            stored = {"weight_scale" if form == "tensor" else "weight_scale_inv": every}
+            stored["input_scale" if form == "tensor" else "activation_scale"] = torch.tensor(3.0)
+        tensors[name] = (wide / every).to(E4M3)
+        decoded[name] = (tensors[name].float() * every).to(torch.bfloat16)
+        tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"weight_block_size": list(block) if form == "blocks" else None}
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return decoded
+
+
+@pytest.mark.parametrize(
+    ("form", "block"), [("blocks", (16, 8)), ("blocks", (7, 9)), ("rows", None), ("tensor", None), ("static", None)]
+)
+def test_weights_are_decoded_by_the_formula_for_stream_and_model(plain, tmp_path, form, block):
+    decoded = store_fp8(plain, tmp_path / "fp8", form, block)
+    settings = ModelConfig(kind="local", path=str(tmp_path / "fp8"))
+    assert check_source(settings) == []
+    model = load_dense(settings, tmp_path / "fp8").state_dict()
+    with DenseReader(tmp_path / "fp8") as reader:
+        assert {*reader.names} == {*load_file(plain / "model.safetensors")}
+        for name, weight in decoded.items():
+            assert reader.dtype(name) == torch.bfloat16
+            assert torch.equal(reader.tensor(name), weight)
+            assert torch.equal(model[name], weight.float())
+        assert torch.equal(reader.projection(1, "gate"), decoded[GATE])
+
+
+@pytest.mark.parametrize(("form", "block"), [("blocks", (8, 8)), ("static", None)])
+def test_transformers_decodes_the_same(plain, tmp_path, form, block):
+    """Where it can: blocks that divide the weights, and scales of the name that it knows."""
+    decoded = store_fp8(plain, tmp_path / "fp8", form, block)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
+    ).state_dict()
+    assert all(torch.equal(theirs[name], weight) for name, weight in decoded.items())
+
+
+def test_the_settings_of_generation_are_kept(plain, tmp_path):
+    store_fp8(plain, tmp_path / "fp8", "blocks")
+    (tmp_path / "fp8/generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    model = load_dense(ModelConfig(device="cpu"), tmp_path / "fp8")
+    assert model.generation_config.eos_token_id == [3, 5]
+
+
+def lose_scale(tensors, _config):
+    del tensors[f"{GATE}_scale_inv"]
+
+
+def cut_scale(tensors, _config):
+    tensors[f"{GATE}_scale_inv"] = tensors[f"{GATE}_scale_inv"][:1].clone()
+
+
+def turn_scale(tensors, _config):
+    tensors[f"{GATE}_scale_inv"] = torch.ones(9, 1)
+
+
+def number(tensors, _config):
+    tensors[GATE] = torch.tensor(1.0).to(E4M3)
+
+
+def scale_of_integers(tensors, _config):
+    tensors[f"{GATE}_scale_inv"] = tensors[f"{GATE}_scale_inv"].to(torch.int32)
+
+
+def forget_block(_tensors, config):
+    del config["quantization_config"]["weight_block_size"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lose_scale, "FP8 weight without a scale (weight_scale_inv or weight_scale)"),
+        (cut_scale, "FP8 weight of [40, 24] with scales of [1, 3] in F32, blocks of 16 x 8"),
+        (turn_scale, "FP8 weight of [40, 24] with scales of [9, 1] in F32, blocks of 16 x 8"),
+        (number, "FP8 weight of [] with scales of [3, 3] in F32, blocks of 16 x 8"),
+        (scale_of_integers, "FP8 weight of [40, 24] with scales of [3, 3] in I32, blocks of 16 x 8"),
+        (
+            forget_block,
+            "FP8 weight of [16, 24] with scales of [1, 3] in F32, blocks of a size that config.json",
+        ),
+    ],
+)
+def test_scales_that_are_missing_or_odd(plain, tmp_path, damage, what):
+    store_fp8(plain, tmp_path / "fp8", "blocks")
+    tensors, config = (
+        load_file(tmp_path / "fp8/model.safetensors"),
+        json.loads((tmp_path / "fp8/config.json").read_text()),
+    )
+    damage(tensors, config)
+    save_file(tensors, tmp_path / "fp8/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
+    _entries, errors = check_shards(tmp_path / "fp8")
+    found = {error.what: error for error in errors}
+    error = next(error for said, error in found.items() if said.startswith(what))
+    assert isinstance(error, CheckpointError)
+    assert error.do == "give the unquantised checkpoint"
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "awq", "gptq", "mxfp4", "modelopt", "torchao"])
+@pytest.mark.parametrize("place", ["top", "text_config"])
+def test_other_formats_are_refused_by_name(tmp_path, plain, method, place):
+    folder = shutil.copytree(plain, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[GATE.replace("weight", "qweight")] = tensors.pop(GATE).view(torch.int32)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    stored = {"quantization_config": {"quant_method": method, "bits": 4}}
+    config |= stored if place == "top" else {"text_config": stored}
+    (folder / "config.json").write_text(json.dumps(config))
+    (error,) = check_source(ModelConfig(kind="local", path=str(folder)))
+    assert error.what == f"weights quantised by {method} cannot be sliced"
+    assert error.do == "give the unquantised model, or one in FP8 or of bitsandbytes"
+
+
+def test_fp8_is_not_quantised_again(plain, tmp_path):
+    store_fp8(plain, tmp_path / "fp8", "blocks")
+    (error,) = check_source(ModelConfig(kind="local", path=str(tmp_path / "fp8"), quantization="nf4"))
+    assert error.what == "model.quantization=nf4, but the checkpoint is stored in fp8"
