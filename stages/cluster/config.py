@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from models.config import MoEShape
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass

@@ -73,14 +73,14 @@ def regroup(
     Returns:
         ``(U,)`` the labels of highest routed energy, the initial ones included.
     """
-    best_U, most = labels_U, -1.0
+    best_U, most, prices_E = labels_U, -1.0, torch.zeros(len(sizes_E), dtype=torch.float64)
     for _ in range(iterations + 1):
-        held_TE = energy.held(members(labels_U, len(sizes_E), energy.energy_TU))
-        mask_TE = energy.route(held_TE)
-        routed = float((mask_TE * held_TE).sum())
+        mask_TE = energy.route(energy.held(members(labels_U, len(sizes_E), energy.energy_TU)))
+        affinity_UE = (energy.energy_TU.T @ mask_TE).cpu()  # the only time that the host waits for the device
+        routed = float(affinity_UE.gather(1, labels_U[:, None]).sum(dtype=torch.float64))
         if routed > most:
             best_U, most = labels_U, routed
-        next_U = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E)
+        next_U = assign_balanced(affinity_UE, sizes_E, prices_E)
         if torch.equal(next_U, labels_U):
             break
         labels_U = next_U

@@ -1,5 +1,6 @@
 """Dependencies flow one way, and light modules stay light."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,15 @@ def test_light_modules_load_nothing_heavy():
     code = f"import sys, {', '.join(LIGHT)}; print(sorted(set({HEAVY}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_pot_is_not_needed():
+    """The balanced assignment has a solver of its own."""
+    sources = [path for folder in ("pipeline", "stages", "models", "instruments", "tests", "tiny_onn")
+               for path in (REPOSITORY / folder).rglob("*.py")]  # fmt: skip
+    imported = [path for path in sources if re.search(r"^\s*(import|from) ot\b", path.read_text(), re.MULTILINE)]
+    assert (len(sources) > 100, imported) == (True, [])
+    assert "POT" not in (REPOSITORY / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("package", ["pipeline", "stages", "models", "instruments"])

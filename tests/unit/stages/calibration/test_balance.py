@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from instruments.errors import NumericsError
+from stages.calibration import transport
 from stages.calibration.balanced import assign_balanced
 
 
@@ -63,3 +66,59 @@ def test_many_neurons_without_preference():
     labels_U = assign_balanced(affinity_UE, torch.full((4,), 760))
     assert labels_U.bincount().tolist() == [760] * 4
     assert torch.equal(labels_U[:40], torch.arange(4).repeat(10))
+
+
+def draw_problem(kind, rng):
+    """Affinities of few neurons to few experts, and sizes, some of which are zero."""
+    neurons, experts = int(rng.integers(1, 120)), int(rng.integers(1, 12))
+    affinity_UE = torch.from_numpy(rng.standard_normal((neurons, experts))).float()
+    match kind:
+        case "ties":
+            affinity_UE = affinity_UE.round()
+        case "dead neurons":
+            affinity_UE[rng.random(neurons) < 0.5] = 0
+        case "equal neurons":
+            affinity_UE = affinity_UE[rng.integers(neurons, size=neurons)]
+        case "energies":  # of many magnitudes, most are zero
+            affinity_UE = (4 * affinity_UE).exp() * torch.from_numpy(rng.random(affinity_UE.shape) < 0.3)
+        case "forced":  # neurons that have to be in one expert
+            affinity_UE[torch.arange(neurons), torch.from_numpy(rng.integers(experts, size=neurons))] = 1e6
+    ends = np.sort(rng.integers(0, neurons + 1, experts - 1))
+    return affinity_UE, torch.from_numpy(np.diff(ends, prepend=0, append=neurons))
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "dead neurons", "equal neurons", "energies", "forced"])
+def test_the_total_is_the_optimum_from_any_prices(kind):
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        affinity_UE, sizes_E = draw_problem(kind, rng)
+        optimum = pytest.approx(best_total(affinity_UE, sizes_E), abs=1e-12 * float(affinity_UE.abs().sum()))
+        for prices_E in (None, 3 * torch.from_numpy(rng.standard_normal(len(sizes_E)))):
+            labels_U = assign_balanced(affinity_UE, sizes_E, prices_E)
+            assert torch.equal(labels_U.bincount(minlength=len(sizes_E)), sizes_E)
+            assert total_of(affinity_UE, labels_U) == optimum
+
+
+def test_final_prices_prove_the_optimum():
+    """Duality of linear programming: no assignment exceeds Σ max(affinity − price) + Σ size·price."""
+    affinity_UE, sizes_E = cosines(300, 6, clustered=True, seed=7), torch.full((6,), 50)
+    prices_E = torch.zeros(6, dtype=torch.float64)
+    total = total_of(affinity_UE, assign_balanced(affinity_UE, sizes_E, prices_E))
+    bound = float((affinity_UE.double() - prices_E).amax(1).sum() + (sizes_E * prices_E).sum())
+    assert total == pytest.approx(bound, rel=1e-12)
+
+
+def test_equal_problems_have_equal_solutions():
+    affinity_UE, sizes_E = cosines(200, 10, clustered=False, seed=3).round(decimals=1), torch.full((10,), 20)
+    assert torch.equal(assign_balanced(affinity_UE, sizes_E), assign_balanced(affinity_UE.clone(), sizes_E))
+
+
+def test_affinities_that_are_not_finite_are_refused():
+    with pytest.raises(NumericsError, match="affinities"):
+        assign_balanced(torch.tensor([[1.0, torch.nan]]), torch.tensor([1, 0]))
+
+
+def test_the_solver_works_where_its_code_cannot_be_cached():
+    scope = {}
+    exec("def double(x): return 2 * x", scope)  # no file, and so no place for a cache
+    assert transport._compiled(scope["double"])(4) == 8
