@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from instruments.errors import ConfigError
@@ -15,12 +15,12 @@ from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN
 from models.source import resolve_folder
 from stages.artifacts.carve import NeuronStatistics, Partition, Scores
-from stages.calibration.batches import DealtLayer
-from stages.calibration.share import sample_rows
 from stages.cluster import methods
 from stages.cluster.config import ClusterConfig
 
 FEATURES, GROUPING, LAYOUT = range(3)  # purposes of a layer's random number streams
+
+Activity = tuple[DenseFFN, Tensor]  # a layer's FFN and some of its inputs, (T, D)
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,18 @@ class LayerEvidence:
     statistics: NeuronStatistics  # of all layers, like the scores
     scores: Scores | None  # None: nothing is ranked by score
     seed: int
-    activity: DealtLayer | None = None  # on the calibration text; None: no pass was made
+    device: torch.device  # computes with the activation bits and the sample
+    activity: Activity | None = None  # on the calibration text; None: no pass was made
 
-    def sample(self, tokens: int) -> tuple[DenseFFN, Float[Tensor, "T D"]]:
-        """The FFN and at most `tokens` of its inputs, evenly spaced over the text; needs a pass."""
+    def sample(self) -> Activity:
+        """The activity, which needs a pass."""
         assert self.activity is not None, "no pass was made, see needs_pass in config.py"
-        return self.activity.ffn, sample_rows(self.activity.inputs, tokens)
+        return self.activity
+
+    @property
+    def active_bits_Fr(self) -> UInt8[Tensor, "F r"]:
+        """The neurons' activation bits over the scan's reservoir, packed, on the device."""
+        return self.statistics.active_bits[self.layer].to(self.device)
 
     @property
     def score_F(self) -> Float[Tensor, "F"]:
@@ -56,7 +62,7 @@ class LayerEvidence:
 
 
 def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tensor, "F C"]:
-    """Features of a layer's neurons, of the kind that `cluster.features` names.
+    """Features of a layer's neurons, of the kind that `cluster.features` names, computed on the device.
 
     Raises:
         ConfigError: the scan did not keep them.
@@ -65,15 +71,16 @@ def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tenso
     if cluster.features == "gate_rows":
         folder = resolve_folder(evidence.model)
         with DenseReader(folder) as reader:
-            gate_FD = reader.projection(evidence.layer, "gate")
-        return methods.gate_row_features(gate_FD, dims=methods.FEATURE_DIMS, rng=rng)
+            gate_FD = reader.projection(evidence.layer, "gate").to(evidence.device).float()
+        return methods.project_on_top_directions(gate_FD, methods.FEATURE_DIMS, rng).cpu()
     statistics = evidence.statistics
     if not statistics.reservoir_tokens:
         what = "the scan kept no activation bitmaps to compare neurons by"
         do = "scan.reservoir_tokens=4096, or cluster.features=gate_rows"
         raise ConfigError(what, where="stage=cluster, setting cluster.features", do=do)
-    bits_Fr = statistics.active_bits[evidence.layer]
-    return methods.coactivation_features(bits_Fr, statistics.reservoir_tokens, dims=methods.FEATURE_DIMS, rng=rng)
+    bits_FR = methods.unpack_bits(evidence.active_bits_Fr, statistics.reservoir_tokens)
+    # Up to the projection, the cosine of two rows is |i∩j| / √(|i|·|j|) of the tokens on which the neurons fire.
+    return methods.project_on_top_directions(bits_FR, methods.FEATURE_DIMS, rng).cpu()
 
 
 def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoEShape]:

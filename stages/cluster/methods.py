@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import embedding_bag, normalize
 
 from models.ffn import DenseFFN
 from models.routing import choose_experts, chosen_mask
@@ -24,7 +24,6 @@ from stages.calibration.normal_equations import NormalEquations, ridge_cholesky
 ROUTER_PENALTY = 0.1
 PREDICT_PENALTY = 1e-2
 SWEEPS = 2  # over the experts in `place_copies`
-CHUNK = 1024  # neurons unpacked at a time: 32 MiB at 8192 tokens
 FEATURE_SWEEPS = 3
 FEATURE_DIMS = 64  # singular directions kept
 
@@ -33,36 +32,38 @@ FEATURE_DIMS = 64  # singular directions kept
 class TokenEnergy:
     """Energy of every routed neuron on every token, and the inputs by which tokens are routed."""
 
-    energy_TU: Tensor
+    energy_UT: Tensor
     x_TD: Tensor
     factor_DD: Tensor  # Cholesky factor of the inputs' second moment with the ridge
     top_k: int
 
-    def held(self, member_EU: Float[Tensor, "E U"]) -> Float[Tensor, "T E"]:
-        """Each token's energy per expert."""
-        return self.energy_TU @ member_EU.T
+    def held(self, labels_U: Int[Tensor, "U"], experts: int) -> Float[Tensor, "E T"]:
+        """Each expert's energy on every token, of neurons with one home each: a sum in a fixed order on any device."""
+        order_U, sizes_E = labels_U.argsort(stable=True), labels_U.bincount(minlength=experts)
+        joined = torch.cat([order_U, sizes_E.cumsum(0) - sizes_E]).to(self.energy_UT.device)  # one copy, not two
+        return embedding_bag(joined[: len(order_U)], self.energy_UT, joined[len(order_U) :], mode="sum")
 
-    def route(self, held_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
+    def route(self, held_ET: Float[Tensor, "E T"]) -> Float[Tensor, "T E"]:
         """1 for the experts chosen by a linear router that is fitted to the log of the experts' energy."""
-        wanted_TE = held_TE.clamp_min(1e-20).log_()
-        wanted_TE -= wanted_TE.mean(1, keepdim=True)
-        rows_DE = torch.cholesky_solve(self.x_TD.T @ wanted_TE, self.factor_DD)
-        return chosen_mask(choose_experts(self.x_TD @ rows_DE, self.top_k), held_TE.shape[1])
+        wanted_ET = held_ET.clamp_min(1e-20).log_()
+        wanted_ET -= wanted_ET.mean(0)
+        rows_DE = torch.cholesky_solve((wanted_ET @ self.x_TD).T, self.factor_DD)
+        return chosen_mask(choose_experts(self.x_TD @ rows_DE, self.top_k), len(held_ET))
 
 
 def measure_energy(
     ffn: DenseFFN, x_TD: Float[Tensor, "T D"], routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int
 ) -> TokenEnergy:
     """Energy of the routed neurons on these tokens. Memory: T × U."""
-    hidden_TF = ffn.hidden(x_TD)
+    routed_U, always_on_S, hidden_TF = routed_U.to(x_TD.device), always_on_S.to(x_TD.device), ffn.hidden(x_TD)
     kept_TS, hidden_TU = hidden_TF[:, always_on_S], hidden_TF[:, routed_U]
     del hidden_TF
     if len(always_on_S):
         moments = NormalEquations(len(always_on_S), len(routed_U), device=x_TD.device)
         moments.add(kept_TS, hidden_TU)
         hidden_TU.addmm_(kept_TS, moments.solve(PREDICT_PENALTY).T, alpha=-1)
-    energy_TU = hidden_TU.mul_(ffn.down_DF.norm(dim=0)[routed_U]).square_()
-    return TokenEnergy(energy_TU, x_TD, ridge_cholesky(x_TD.T @ x_TD, ROUTER_PENALTY).float(), top_k)
+    energy_UT = hidden_TU.mul_(ffn.down_DF.norm(dim=0)[routed_U]).square_().T.contiguous()
+    return TokenEnergy(energy_UT, x_TD, ridge_cholesky(x_TD.T @ x_TD, ROUTER_PENALTY).float(), top_k)
 
 
 def regroup(
@@ -75,8 +76,8 @@ def regroup(
     """
     best_U, most, prices_E = labels_U, -1.0, torch.zeros(len(sizes_E), dtype=torch.float64)
     for _ in range(iterations + 1):
-        mask_TE = energy.route(energy.held(members(labels_U, len(sizes_E), energy.energy_TU)))
-        affinity_UE = (energy.energy_TU.T @ mask_TE).cpu()  # the only time that the host waits for the device
+        mask_TE = energy.route(energy.held(labels_U, len(sizes_E)))
+        affinity_UE = (energy.energy_UT @ mask_TE).cpu()  # the only time that the host waits for the device
         routed = float(affinity_UE.gather(1, labels_U[:, None]).sum(dtype=torch.float64))
         if routed > most:
             best_U, most = labels_U, routed
@@ -102,19 +103,19 @@ def place_copies(energy: TokenEnergy, labels_U: Int[Tensor, "U"], experts: int, 
     Returns:
         ``(E, U)`` 1 if the expert holds the neuron; every row sums to `size`.
     """
-    home_EU = members(labels_U, experts, energy.energy_TU)
+    home_EU = members(labels_U, experts, energy.energy_UT)
     member_EU = home_EU.clone()
     for _ in range(SWEEPS):
-        mask_TE = energy.route(energy.held(member_EU))
-        for expert in range(experts):
-            tokens_t = mask_TE[:, expert].nonzero()[:, 0]
+        mask_TE = energy.route(member_EU @ energy.energy_UT)
+        of_experts, tokens = mask_TE.T.nonzero().unbind(1)  # all at once, since the host waits for the device here
+        counts = of_experts.bincount(minlength=experts).tolist()
+        for expert, tokens_t in enumerate(torch.split(tokens, counts)):
             others_tE = mask_TE[tokens_t]
             others_tE[:, expert] = 0
-            missing_tU = (others_tE @ member_EU) == 0
-            worth_U = (energy.energy_TU[tokens_t] * missing_tU).sum(0)
-            worth_U[home_EU[expert] > 0] = torch.inf
-            member_EU[expert] = 0
-            member_EU[expert, worth_U.topk(size).indices] = 1
+            missing_Ut = (member_EU.T @ others_tE.T) == 0
+            worth_U = (energy.energy_UT[:, tokens_t] * missing_Ut).sum(1)
+            worth_U.masked_fill_(home_EU[expert] > 0, torch.inf)
+            member_EU[expert].zero_().index_fill_(0, worth_U.topk(size).indices, 1.0)
     return member_EU
 
 
@@ -138,51 +139,26 @@ def fill_experts(affinity_UE: Float[Tensor, "U E"], labels_U: Int[Tensor, "U"], 
     return best_EU[:, :size].sort(dim=1).values
 
 
-def coactivation_features(
-    active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, *, dims: int, rng: np.random.Generator
-) -> Float[Tensor, "F C"]:
-    """Each neuron's activation bits over R reservoir tokens, projected onto their leading singular directions.
-
-    Up to this projection, the cosine of two rows is |i∩j| / √(|i|·|j|), where |i∩j| counts the tokens on which both
-    neurons fire. Bits are packed, most significant first.
-
-    Returns:
-        ``(F, min(dims, R))`` fp32; the zero row for a neuron that never fires.
-    """
-    return _project_on_top_directions(
-        lambda start, stop: unpack_bits(active_bits_Fr[start:stop], tokens), len(active_bits_Fr), tokens, dims, rng
-    )
-
-
-def gate_row_features(gate_FD: Float[Tensor, "F D"], *, dims: int, rng: np.random.Generator) -> Float[Tensor, "F C"]:
-    """Each neuron's gate row, projected onto the leading singular directions; C = min(dims, D)."""
-    return _project_on_top_directions(
-        lambda start, stop: gate_FD[start:stop].float(), len(gate_FD), gate_FD.shape[1], dims, rng
-    )
-
-
 def unpack_bits(packed_Ur: UInt8[Tensor, "U r"], tokens: int) -> Float[Tensor, "U R"]:
-    """Unpack bits to fp32 zeros and ones."""
-    return torch.from_numpy(np.unpackbits(packed_Ur.numpy(), axis=1, count=tokens)).float()
+    """Unpack bits, most significant first, to fp32 zeros and ones."""
+    masks_8 = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=packed_Ur.device)
+    return (packed_Ur[:, :, None] & masks_8).ne(0).flatten(1)[:, :tokens].float()
 
 
-def _project_on_top_directions(
-    rows: Callable[[int, int], Tensor], count: int, width: int, dims: int, rng: np.random.Generator
-) -> Float[Tensor, "F C"]:
-    """Coordinates of all rows in the span of their leading right singular vectors, a chunk of rows in memory at a time.
+def project_on_top_directions(
+    rows_UM: Float[Tensor, "U M"], dims: int, rng: np.random.Generator
+) -> Float[Tensor, "U C"]:
+    """Coordinates of all rows in the span of their leading right singular vectors; C = min(dims, M).
 
     Clustering needs only cosines within the span, so the singular vectors themselves are not computed.
     Source: randomised subspace iteration, arXiv:0909.4061 algorithm 4.4.
     """
-    starts = range(0, count, CHUNK)
-    directions_MC = torch.from_numpy(rng.standard_normal((width, min(dims, width)), dtype=np.float32))
+    width = rows_UM.shape[1]
+    start_MC = torch.from_numpy(rng.standard_normal((width, min(dims, width)), dtype=np.float32))
+    directions_MC = start_MC.to(rows_UM.device)
     for _ in range(FEATURE_SWEEPS):
-        pulled_MC = torch.zeros_like(directions_MC)
-        for start in starts:
-            chunk_UM = rows(start, start + CHUNK)
-            pulled_MC += chunk_UM.T @ (chunk_UM @ directions_MC)
-        directions_MC = torch.linalg.qr(pulled_MC).Q
-    return torch.cat([rows(start, start + CHUNK) @ directions_MC for start in starts])
+        directions_MC = torch.linalg.qr(rows_UM.T @ (rows_UM @ directions_MC)).Q
+    return rows_UM @ directions_MC
 
 
 Method = Literal["router_aware", "balanced_kmeans", "rank", "random", "contiguous"]
@@ -229,5 +205,5 @@ def group_router_aware(
     """Improve partition and router alternately; copy neurons where tokens would miss them."""
     labels_U = regroup(energy, start_U, group_sizes(len(start_U), experts), iterations=ITERATIONS)
     if experts * size <= len(labels_U):
-        return labels_U, members(labels_U, experts, energy.energy_TU).T.cpu()
+        return labels_U, members(labels_U, experts, energy.energy_UT).T.cpu()
     return labels_U, place_copies(energy, labels_U, experts, size).T.cpu()

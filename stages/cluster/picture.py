@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from threading import Lock
 from typing import Literal
 
 import numpy as np
@@ -176,6 +177,7 @@ def place_by_tsne(points_UP: Points, start_U2: Points, neighbors: int, *, seed: 
     return placed_U2
 
 
+DRAWING = Lock()  # neither matplotlib nor numba's parallel code, which UMAP runs, may be used by two threads at once
 MAP_NEURONS = 8192  # drawn at most, evenly spaced over the layer
 MAP_NEIGHBORS = 15  # neighbours in UMAP, perplexity in t-SNE
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}

@@ -12,7 +12,7 @@ from stages.artifacts.job import Table
 from stages.artifacts.rendering import show
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
 from stages.cluster.layer import LayerEvidence, LayerPartition
-from stages.cluster.methods import CHUNK, unpack_bits
+from stages.cluster.methods import unpack_bits
 
 
 def measure_coactivation(
@@ -25,21 +25,16 @@ def measure_coactivation(
     `active_bits_Fr` is ``(F, ceil(R/8))``, packed bits of R = `tokens`.
     """
     experts, size = neurons_EN.shape
-    member_EF = membership(neurons_EN, len(active_bits_Fr))
+    member_EF = membership(neurons_EN.to(active_bits_Fr.device), len(active_bits_Fr))
     copies_F = member_EF.sum(0).long()
-    firing_RE = torch.zeros(tokens, experts)
-    same_neuron = 0
-    for start in range(0, len(active_bits_Fr), CHUNK):
-        bits_UR = unpack_bits(active_bits_Fr[start : start + CHUNK], tokens)
-        copies_U = copies_F[start : start + CHUNK]
-        firing_RE += bits_UR.T @ member_EF[:, start : start + CHUNK].T
-        same_neuron += int((bits_UR.sum(1).long() * copies_U * (copies_U - 1)).sum())
-    firing_RE = firing_RE.long()
-    squares = int(firing_RE.square().sum())
-    within = squares - int(firing_RE.sum())
-    between = int(firing_RE.sum(1).square().sum()) - squares - same_neuron
+    bits_FR, twice_F = unpack_bits(active_bits_Fr, tokens), copies_F * (copies_F - 1)
+    firing_RE = (bits_FR.T @ member_EF.T).long()
+    counts = [firing_RE.sum(), firing_RE.square().sum(), firing_RE.sum(1).square().sum()]
+    counts += [(bits_FR.sum(1).long() * twice_F).sum(), twice_F.sum()]
+    firing, squares, all_squares, same_neuron, same_pairs = torch.stack(counts).tolist()
+    within, between = squares - firing, all_squares - squares - same_neuron
     pairs_within = experts * size * (size - 1)
-    pairs_between = (experts * size) ** 2 - experts * size**2 - int((copies_F * (copies_F - 1)).sum())
+    pairs_between = (experts * size) ** 2 - experts * size**2 - same_pairs
     return _mean(within, pairs_within * tokens), _mean(between, pairs_between * tokens)
 
 
@@ -56,9 +51,7 @@ def _mean(total: int, count: int) -> float | None:
 def measure_layer(partition: LayerPartition, evidence: LayerEvidence) -> list[object]:
     """The layer's row of the table; the ratio is about 1 for a random partition."""
     statistics, layer, contribution_F = evidence.statistics, evidence.layer, evidence.contribution_F
-    within, between = measure_coactivation(
-        statistics.active_bits[layer], statistics.reservoir_tokens, partition.neurons_EN
-    )
+    within, between = measure_coactivation(evidence.active_bits_Fr, statistics.reservoir_tokens, partition.neurons_EN)
     return [
         layer,
         show(within, ".3%"),

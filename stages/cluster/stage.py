@@ -1,9 +1,13 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -11,17 +15,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
-from models.loading import release_freed_memory
+from models.loading import release_freed_memory, resolve_device
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
-from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers
+from stages.calibration.batches import CalibrationContext, deal_layers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
+from stages.calibration.share import sample_rows
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import (
     GROUPING,
+    Activity,
     LayerEvidence,
     LayerPartition,
     layer_shapes,
@@ -29,9 +35,11 @@ from stages.cluster.layer import (
     save_partition,
     view_neurons,
 )
-from stages.cluster.picture import layers_to_draw, plot_layer
+from stages.cluster.picture import DRAWING, layers_to_draw, plot_layer
 from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.text.config import DataConfig
+
+Result = TypeVar("Result")
 
 
 def run(
@@ -53,16 +61,23 @@ def run(
     shapes = layer_shapes(shape, scores.chosen) if scores and shape.pooled else [shape] * layers
     turns = -(-layers // workers.world)
     done = workers.lead(lambda: find_done(job, shape, layers))
-    activities: Iterable[DealtLayer | None] = repeat(None, turns)
+    device = resolve_device(replace(model, device=workers.pick_device(model.device)))
+    activities: Iterable[Activity | None] = repeat(None, turns)
     if cluster.needs_pass(shape, width) and None in done.values():
-        activities = open_activities(CalibrationContext.of(model, data, vocabulary, cluster.batch_tokens, seed, job))
+        context = CalibrationContext.of(model, data, vocabulary, cluster.batch_tokens, seed, job)
+        activities = open_activities(context, cluster.sample_tokens)
+
+    def group(layer: int, activity: Activity | None) -> GroupedLayer | None:
+        evidence = LayerEvidence(layer, model, statistics, scores, seed, device, activity)
+        draw = layer in drawn
+        return group_layer(cluster, evidence, shapes[layer], done[layer], draw=draw) if layer in done else None
+
+    mine = range(workers.rank, turns * workers.world, workers.world)
+    dealt = zip(mine, tqdm(activities, total=turns, desc="cluster", unit="layer"), strict=True)
+    threads = min(workers.gather(count_threads(device, width, cluster.sample_tokens)))
     found: dict[int, GroupedLayer] = {}
-    for turn, activity in enumerate(tqdm(activities, total=turns, desc="cluster", unit="layer")):
-        layer, mine = turn * workers.world + workers.rank, None
-        if layer in done:
-            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
-            mine = group_layer(cluster, evidence, shapes[layer], done[layer], draw=layer in drawn)
-        for grouped in filter(None, workers.gather(mine)):
+    for result in run_ahead((partial(group, layer, activity) for layer, activity in dealt), threads):
+        for grouped in filter(None, workers.gather(result)):
             if workers.leads:
                 if done[grouped.layer] is None:
                     save_layer_checkpoint(job.scratch, grouped.layer, grouped.partition)
@@ -78,10 +93,46 @@ def run(
     return tabulate_layers(rows, description, pictures, shapes if shape.pooled else ())
 
 
-def open_activities(context: CalibrationContext) -> Iterator[DealtLayer | None]:
-    """`deal_layers` of the dense model on the calibration text."""
+def open_activities(context: CalibrationContext, tokens: int) -> Iterator[Activity | None]:
+    """The FFN of each dealt layer, and at most `tokens` of its inputs, evenly spaced over the calibration text."""
     with LayerStream(context.folder, device=context.device) as stream:
-        yield from deal_layers(stream, context.batches, context.workers, context.memory)
+        for dealt in deal_layers(stream, context.batches, context.workers, context.memory):
+            yield (dealt.ffn, sample_rows(dealt.inputs, tokens)) if dealt else None
+
+
+LAYERS_AT_ONCE = 8  # at most
+
+
+def count_threads(device: torch.device, width: int, tokens: int) -> int:
+    """How many layers are grouped at once: 1 on a CPU, whose cores share the work of a layer; else what memory allows.
+
+    The host's part of a layer, the assignments, leaves a GPU idle.
+    """
+    if device.type != "cuda":
+        return 1
+    free, _total = torch.cuda.mem_get_info(device)
+    layer = 4 * width * (5 * tokens + 3 * width)  # energies of all tokens and their intermediates; weights, for D ≤ F
+    return max(1, min(LAYERS_AT_ONCE, os.cpu_count() or 1, free // 2 // layer))
+
+
+def run_ahead(calls: Iterable[Callable[[], Result]], threads: int) -> Iterator[Result]:
+    """Results of the calls in their order; up to `threads` calls run at once, while the next one is prepared."""
+    if threads == 1:
+        yield from (call() for call in calls)
+        return
+    within_operators = torch.get_num_threads()
+    torch.set_num_threads(1)  # else each call would use all cores for its operators
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            running: deque[Future[Result]] = deque()
+            for call in calls:
+                running.append(pool.submit(call))
+                if len(running) == threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+    finally:
+        torch.set_num_threads(within_operators)
 
 
 def find_done(job: Job, shape: MoEShape, layers: int) -> Mapping[int, LayerPartition | None]:
@@ -111,9 +162,12 @@ def group_layer(
             shape,
             method=cluster.method,  # type: ignore[arg-type] # checked against the field's choices
             rng=evidence.draw(GROUPING),
-            sample=partial(evidence.sample, cluster.sample_tokens),
+            sample=evidence.sample,
         )
-    pictures = plot_layer(partition, features(), evidence, cluster) if draw and shape.experts else {}
+    pictures = {}
+    if draw and shape.experts:
+        with DRAWING:
+            pictures = plot_layer(partition, features(), evidence, cluster)
     return GroupedLayer(evidence.layer, partition, measure_layer(partition, evidence), pictures)
 
 
@@ -132,7 +186,7 @@ def rank_neurons(
     if cluster.aligns(shape, width):
         # Without always-on neurons, the ranking separates routed from dropped neurons, and orders them for method rank.
         keep = shape.always_on or min(shape.experts * shape.n, width - 1)
-        ffn, sample_TD = evidence.sample(cluster.sample_tokens)
+        ffn, sample_TD = evidence.sample()
         measure_F = rank_by_alignment(ffn, [sample_TD], keep)
     else:
         measure_F = evidence.score_F

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-HEAVY = ("torch", "transformers", "sklearn", "umap", "matplotlib", "datasets")
+HEAVY = ("torch", "transformers", "sklearn", "umap", "numba", "matplotlib", "datasets")
 LIGHT = [
     "pipeline.cli",
     "instruments.parameter_scan.command",

@@ -28,7 +28,7 @@ from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import sample_rows
 from stages.calibration.token_memory import as_it_is
 from stages.cluster.layer import partition_layer
-from stages.cluster.methods import FEATURE_DIMS, coactivation_features
+from stages.cluster.methods import FEATURE_DIMS, project_on_top_directions, unpack_bits
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import project_layer
 from stages.routing.descent import RouterSettings
@@ -84,7 +84,7 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
         rng = np.random.default_rng(0)
 
         def features() -> Tensor:
-            return coactivation_features(bits_Fr, TOKENS, dims=FEATURE_DIMS, rng=rng)
+            return project_on_top_directions(unpack_bits(bits_Fr, TOKENS), FEATURE_DIMS, rng)
 
         found.partition = partition_layer(
             scores_F,

@@ -61,9 +61,10 @@ def test_the_pass_reads_the_calibration_text(tmp_path):
     data = DataConfig(tokens=96, max_length=32)
     model, job = ModelConfig(kind="local", path=str(folder), device="cpu"), Job({}, tmp_path, tmp_path)
 
-    def read(**vocabulary):
-        context = CalibrationContext.of(model, data, VocabularyConfig(**vocabulary), 64, 0, job)
-        return [(sum(map(len, layer.inputs)), layer.ffn.width) for layer in open_activities(context)]
+    def read(vocabulary, layers=None, tokens=200):
+        context = CalibrationContext.of(model, data, VocabularyConfig(vocabulary, layers), 64, 0, job)
+        return [(len(x_TD), ffn.width) for ffn, x_TD in open_activities(context, tokens)]
 
-    assert read(tokens=0) == [(96, F)] * L
-    assert read(tokens=40, layers=2) == [(96 + 40, F), (96 + 40, F), (96, F)]
+    assert read(0) == [(96, F)] * L
+    assert read(40, 2) == [(96 + 40, F), (96 + 40, F), (96, F)]
+    assert read(0, tokens=50) == [(50, F)] * L

@@ -3,8 +3,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from stages.cluster import methods as features
-from stages.cluster.methods import coactivation_features, gate_row_features, unpack_bits
+from stages.cluster.methods import project_on_top_directions, unpack_bits
 
 F, R, D = 37, 21, 9
 
@@ -34,7 +33,7 @@ def test_bits_come_back(bits_FR):
 
 
 def test_with_all_directions_the_cosine_is_the_share_of_tokens_where_both_fire(bits_FR):
-    features_FC = coactivation_features(packed(bits_FR), R, dims=64, rng=rng())
+    features_FC = project_on_top_directions(torch.from_numpy(bits_FR).float(), 64, rng())
     assert features_FC.shape == (F, R)
     bits = bits_FR.astype(float)
     fires = bits.sum(1)
@@ -43,7 +42,7 @@ def test_with_all_directions_the_cosine_is_the_share_of_tokens_where_both_fire(b
 
 
 def test_a_neuron_that_never_fires_is_zero(bits_FR):
-    features_FC = coactivation_features(packed(bits_FR), R, dims=5, rng=rng())
+    features_FC = project_on_top_directions(torch.from_numpy(bits_FR).float(), 5, rng())
     assert features_FC.isfinite().all()
     assert not features_FC[4].any()
 
@@ -53,15 +52,7 @@ def test_few_directions_keep_what_the_best_ones_keep():
         3, D, generator=torch.Generator().manual_seed(1)
     )
     noisy_FD = gate_FD + 0.01 * torch.randn(F, D, generator=torch.Generator().manual_seed(2))
-    features_FC = gate_row_features(noisy_FD.bfloat16(), dims=3, rng=rng())
+    features_FC = project_on_top_directions(noisy_FD, 3, rng())
     assert features_FC.shape == (F, 3)
     assert features_FC.dtype == torch.float32
     torch.testing.assert_close(cosines(features_FC), cosines(gate_FD), atol=0.05, rtol=0)
-
-
-def test_chunks_change_nothing(bits_FR, monkeypatch):
-    whole = coactivation_features(packed(bits_FR), R, dims=64, rng=rng())
-    monkeypatch.setattr(features, "CHUNK", 8)
-    torch.testing.assert_close(
-        cosines(coactivation_features(packed(bits_FR), R, dims=64, rng=rng())), cosines(whole), atol=1e-5, rtol=0
-    )

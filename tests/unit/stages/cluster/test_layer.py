@@ -4,7 +4,7 @@ import torch
 
 from models.config import MoEShape
 from stages.cluster.layer import ALWAYS_ON, DROPPED, partition_layer
-from stages.cluster.methods import coactivation_features
+from stages.cluster.methods import project_on_top_directions, unpack_bits
 
 F, R = 27, 90
 
@@ -15,7 +15,7 @@ def partition(shape, planted, *, method="balanced_kmeans", seed=0):
     return partition_layer(
         measure_F,
         scores_F,
-        lambda: coactivation_features(statistics.active_bits[0], R, dims=8, rng=np.random.default_rng(seed)),
+        lambda: project_on_top_directions(unpack_bits(statistics.active_bits[0], R), 8, np.random.default_rng(seed)),
         shape,
         method=method,
         rng=np.random.default_rng(seed),

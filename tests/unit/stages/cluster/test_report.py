@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from models.config import MoEShape
-from stages.cluster import report as summary
 from stages.cluster.config import ClusterConfig
 from stages.cluster.report import describe, measure_coactivation, share_of
 
@@ -35,8 +34,7 @@ def pair_by_pair(bits_FR, experts):
     [[[0, 1, 2], [5, 7, 9], [3, 4, 11]], [[0, 1, 2, 3], [2, 3, 4, 5], [0, 2, 8, 10], [1, 2, 6, 11]]],
     ids=["disjoint", "with copies"],
 )
-def test_both_chances_against_the_loop_over_pairs(bits_FR, experts, monkeypatch):
-    monkeypatch.setattr(summary, "CHUNK", 5)
+def test_both_chances_against_the_loop_over_pairs(bits_FR, experts):
     found = measure_coactivation(packed(bits_FR), R, torch.tensor(experts))
     within, between = pair_by_pair(bits_FR, experts)
     assert found == pytest.approx((within, between))

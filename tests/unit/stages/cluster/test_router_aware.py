@@ -1,10 +1,14 @@
 """Router-aware clustering: alternate between partition and router."""
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.config import MoEShape
 from models.ffn import DenseFFN
 from stages.calibration.share import sample_rows
+from stages.cluster.layer import partition_layer
 from stages.cluster.methods import measure_energy, members, place_copies, regroup
 
 D, F, E, K, T = 6, 27, 4, 1, 600
@@ -36,8 +40,9 @@ def test_a_bad_start_ends_at_the_groups_that_belong_together(activity):
     assert labels_U.bincount().tolist() == [6] * E
 
     def routed_energy(labels_U):
-        held_TE = energy.held(members(labels_U, E, energy.energy_TU))
-        return float((energy.route(held_TE) * held_TE).sum())
+        held_ET = members(labels_U, E, energy.energy_UT) @ energy.energy_UT
+        torch.testing.assert_close(energy.held(labels_U, E), held_ET)
+        return float((energy.route(held_ET).T * held_ET).sum())
 
     assert routed_energy(start_U) < routed_energy(labels_U)
     assert routed_energy(labels_U) > 0.98 * routed_energy(HOME_U)
@@ -50,12 +55,12 @@ def test_energy_leaves_out_what_always_on_neurons_predict(activity):
     copied[24] = copied[0]
     twin = DenseFFN(copied, copied.clone(), ffn.down_DF, ffn.act)
     plain, predicted = energy_of(activity), energy_of((twin, inputs))
-    assert float(predicted.energy_TU[:, 0].sum()) < 0.1 * float(plain.energy_TU[:, 0].sum())
+    assert float(predicted.energy_UT[0].sum()) < 0.1 * float(plain.energy_UT[0].sum())
 
 
 def test_tokens_are_spread_over_the_text(activity):
     energy = energy_of(activity, tokens=100)
-    assert energy.energy_TU.shape == (100, 24)
+    assert energy.energy_UT.shape == (24, 100)
     assert torch.equal(energy.x_TD[-1], activity[1][1][-1])
 
 
@@ -67,9 +72,52 @@ def test_copies_go_where_they_are_missed(activity):
     assert (member_EU >= members(labels_U, E, member_EU)).all()
     assert member_EU[0, 0] == member_EU[1, 1] == 1
     before_EU = members(labels_U, E, member_EU)
-    mask_TE = energy.route(energy.held(before_EU))
+    mask_TE = energy.route(before_EU @ energy.energy_UT)
 
     def routed_energy(member_EU):
-        return float(((mask_TE @ member_EU).clamp_max(1) * energy.energy_TU).sum())
+        return float(((mask_TE @ member_EU).clamp_max(1) * energy.energy_UT.T).sum())
 
     assert routed_energy(member_EU) > 1.02 * routed_energy(before_EU)
+
+
+@pytest.mark.parametrize(("experts", "size"), [(1, 24), (1, 20), (4, 6), (5, 4), (7, 4), (4, 9), (24, 1), (30, 3)])
+def test_every_shape_is_grouped(activity, experts, size):
+    """One expert, fewer and more places than neurons, experts of unequal homes, more experts than neurons."""
+    (ffn, inputs), rank_F = activity, torch.arange(float(F))
+    found = partition_layer(
+        rank_F,
+        rank_F,
+        lambda: ffn.gate_FD,
+        MoEShape(experts=experts, n=size, top_k=1, always_on=len(ALWAYS_S)),
+        method="router_aware",
+        rng=np.random.default_rng(0),
+        sample=lambda: (ffn, torch.cat(inputs)),
+    )
+    assert found.neurons_EN.shape == (experts, size)
+    assert (found.neurons_EN.diff(dim=1) > 0).all()
+    assert torch.equal(found.neurons_EN.unique(), found.routed_U)
+    assert len(found.routed_U) == min(24, experts * size)
+    homes_E = found.labels_U.bincount(minlength=experts)
+    assert homes_E.max() - homes_E.min() <= 1
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that are no views, as a GPU's host would launch them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_round_launches_few_operators_whatever_the_number_of_experts_and_waits_once(activity, monkeypatch):
+    energy, counts, waits = energy_of(activity), set(), []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: waits.append(tensor) or tensor)
+    for experts in (4, 12):
+        with Operators() as operators:
+            regroup(energy, ROUTED_U % experts, torch.full((experts,), 24 // experts), iterations=0)
+        counts.add(operators.count)
+    assert len(counts) == 1
+    assert counts.pop() <= 32
+    assert len(waits) == 2

@@ -1,3 +1,4 @@
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from stages.artifacts.carve import Partition, Scores
 from stages.artifacts.job import Job
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
-from stages.cluster.stage import run
+from stages.cluster.stage import run, run_ahead
 from stages.text.config import DataConfig
 
 L, F = 2, 24
@@ -250,3 +251,29 @@ def dense(tmp_path):
     return ModelConfig(
         kind="local", path=str(write_pico(tmp_path / "dense", "llama", layers=L, intermediate=F, tokenizer=True))
     )
+
+
+def test_layers_grouped_at_once_are_those_grouped_in_turn(job, planted, dense, monkeypatch):
+    data, results, config = DataConfig(tokens=96, max_length=32), [], grouped(method="router_aware", map="tsne")
+    for threads in (1, 2, 5):
+        monkeypatch.setattr("stages.cluster.stage.count_threads", lambda *_facts, threads=threads: threads)
+        table, partition = cluster(job, config, model=dense, data=data, shape=MoEShape(3, 8, 2, 5))
+        pictures = {path.name: path.read_bytes() for path in job.out.glob("*.png")}
+        results.append((table.rows, partition.neurons.tolist(), pictures))
+    assert results[0] == results[1] == results[2]
+
+
+def test_calls_run_at_once_give_their_results_in_order():
+    both = threading.Barrier(2, timeout=30)  # the first call waits for the second
+
+    def first():
+        both.wait()
+        return "first"
+
+    def second():
+        both.wait()
+        return "second"
+
+    assert list(run_ahead([first, second, lambda: "third"], 2)) == ["first", "second", "third"]
+    with pytest.raises(ZeroDivisionError):
+        list(run_ahead([lambda: 1 // 0, lambda: 1], 2))
