@@ -22,7 +22,7 @@ def test_tensors_on_the_host_keep_values_shapes_and_formats():
 @pytest.mark.gpu
 def test_one_transfer_per_device():
     tensors = [torch.randn(3, device="cuda"), torch.arange(5, device="cuda")]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         found = to_host(tensors)
     assert [tensor.device.type for tensor in found] == ["cpu", "cpu"]
     assert sum(event.count for event in profile.key_averages() if "DtoH" in event.key) == 1
