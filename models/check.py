@@ -1,6 +1,7 @@
 """Whether the dense source model can be carved, found without reading a weight: all faults at once."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeGuard
@@ -14,7 +15,8 @@ from models.quantization import DECODED, missing_bitsandbytes, stored_quantizati
 from models.source import check_hub_weights, config_folder, read_source_config
 
 _LARGEST = 2**31 - 1  # upper bound for sizes, counts and token ids
-_MOST_LAYERS = 10_000  # without weights to compare with
+_MOST_LAYERS = 1000  # of a part of a model, whatever its key is called; published models have up to 130
+_LAYERS = re.compile(r"(\w+_)?(layers?|depth|blocks)")
 
 
 def check_source(model: ModelConfig) -> list[UserError]:
@@ -68,9 +70,12 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _is_tokens(value: object) -> bool:
-    tokens = value if isinstance(value, list) else [value]
-    return all(type(token) is int and abs(token) <= _LARGEST for token in tokens)
+    return all(type(token) is int and abs(token) <= _LARGEST for token in _listed(value))
 
 
 def _is_rope(value: object) -> bool:
@@ -96,10 +101,12 @@ def _is_count(value: object) -> bool:
 # Checks of the values in config.json that are present and not null, at the top and in text_config.
 _KINDS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(
-        ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "head_dim",
+        ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim",
          "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings"),
         lambda value: _is_count(value) and value != 0,
     ),
+    # Gemma 3n has one width per layer.
+    "intermediate_size": lambda value: all(_is_count(size) and size for size in _listed(value)) and value != [],
     **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_dropout"),
                     lambda value: _is_number(value) and value >= 0),
     **dict.fromkeys(("rope_theta", "query_pre_attn_scalar", "rope_local_base_freq"),
@@ -126,19 +133,29 @@ def check_values(config: Mapping[str, Any], tensors: int = 0) -> list[Checkpoint
     `tensors`: number of tensors on disk, which bounds the layers; 0: unknown.
     """
     text = config.get("text_config")
-    wrong = [
-        f"{key}={repr(value)[:60]}"
-        for part in (config, text if isinstance(text, Mapping) else {})
+    named = (config, text if isinstance(text, Mapping) else {})
+    pairs = [(key, value) for part in named for key, value in part.items() if value is not None]
+    wrong = {key: value for key, value in pairs if key in _KINDS and not _KINDS[key](value)}
+    # A model of that many layers would be built before its tensors are compared.
+    most = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), tensors or _MOST_LAYERS)
+    wrong |= {
+        key: value
+        for part in _parts(config)
         for key, value in part.items()
-        if value is not None
-        and (
-            (key in _KINDS and not _KINDS[key](value))
-            # A model of that many layers would be built before its tensors are compared.
-            or (key in {"num_hidden_layers", "num_layers", "n_layer"} and value > (tensors or _MOST_LAYERS))
-        )
-    ]
+        if type(value) is int and _LAYERS.fullmatch(key) and value > min(most.get(key, _MOST_LAYERS), _MOST_LAYERS)
+    }
+    where = ", ".join(f"{key}={repr(value)[:60]}" for key, value in wrong.items())
     what, do = "config.json holds values that no model has", "download or copy it again"
-    return [CheckpointError(what, where=", ".join(wrong), do=do)] if wrong else []
+    return [CheckpointError(what, where=where, do=do)] if wrong else []
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The configuration and those of its parts (text, images, sound), at any depth."""
+    waiting: list[Any] = [config]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += [value for key, value in part.items() if isinstance(value, Mapping) and key.endswith("config")]
 
 
 def check_features(config: Mapping[str, Any]) -> Iterator[CheckpointError]:

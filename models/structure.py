@@ -19,7 +19,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
@@ -29,6 +36,9 @@ from models.checkpoint.folder import read_checkpoint
 from models.decoder import Decoder, FFNPlan, Rows
 from models.source import read_config
 
+# Where config.json has the sizes of the text part: in its own object, or (as in Qwen2-VL) at the top.
+_TEXT_SIZES = ("text_config", "decoder", "generator", "hidden_size")
+_NO_DECODER = "an encoder-decoder is no model of the next token alone"
 _OTHER = "choose a dense decoder whose FFN is down(act(gate(x)) * up(x))"
 # Activations that models call as functions, by their names in transformers.
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
@@ -40,16 +50,25 @@ class _Refused(Exception):  # noqa: N818 - a finding
 
 def describe(folder: Path, *, weights: bool) -> Decoder:
     """The dense decoder in a checkpoint folder. Raises CheckpointError: it has none, with the reason."""
+    where, said = str(folder / "config.json"), read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Without an answer to `trust_remote_code`, transformers asks for one on the terminal.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if getattr(config, "is_encoder_decoder", False):
+            raise _error(_NO_DECODER, where)
         model = build_empty(config)
+    except CheckpointError:
+        raise
     except Exception as error:  # the file is untrusted, and transformers' classes raise errors of any type
+        if said.get("auto_map") and said.get("model_type") not in CONFIG_MAPPING:
+            what = "the model exists only as Python code in the checkpoint (auto_map), which is not run"
+            raise CheckpointError(what, where=where, do="choose a model that transformers has a class for") from error
         first = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         what = f"transformers {transformers.__version__} cannot make a model of config.json: {first}"
         do = f"{_OTHER}, or pip install -U transformers if the model is newer"
-        raise CheckpointError(what, where=str(folder / "config.json"), do=do) from error
+        raise CheckpointError(what, where=where, do=do) from error
     names = {name: tuple(entry.shape) for name, entry in read_checkpoint(folder).items()} if weights else {}
-    return describe_model(model, read_config(folder), names)
+    return describe_model(model, said, names)
 
 
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
@@ -60,9 +79,9 @@ def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that wrote the checkpoint, by `architectures`; else transformers' class for causal language models.
+    """The class that wrote the checkpoint, by `architectures`; else transformers' class for text, or images and text.
 
-    AutoModelForCausalLM alone would leave out the vision tower of some wrappers. Raises KeyError: there is none.
+    AutoModelForCausalLM alone would leave out the vision tower of some wrappers. Raises CheckpointError: there is none.
     """
     for name in config.architectures or ():
         found: Any = getattr(transformers, str(name), None)
@@ -70,8 +89,12 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         if getattr(found, "config_class", None) is type(config) and found.can_generate():
             chosen: type[PreTrainedModel] = found
             return chosen
-    known: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return known
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            known: type[PreTrainedModel] = mapping[type(config)]
+            return known
+    what = f"a model of type {config.model_type} has no text decoder that predicts the next token"
+    raise _error(what, "architectures and model_type in config.json")
 
 
 def describe_model(model: PreTrainedModel, config: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> Decoder:
@@ -81,7 +104,9 @@ def describe_model(model: PreTrainedModel, config: Mapping[str, Any], stored: Ma
     """
     text = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _error("an encoder-decoder is no model of the next token alone", type(model).__name__)
+        raise _error(_NO_DECODER, type(model).__name__)
+    if text is not model.config and config and not any(config.get(key) for key in _TEXT_SIZES):
+        raise _error("config.json of a model with several parts does not describe its text part", "text_config")
     layers, modules = decoder_layers(model)
     width = int(getattr(text, "hidden_size", 0) or 0)
     plan = _common_plan(modules, width)
@@ -224,7 +249,11 @@ def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int]:
     if len(plans) > 1:
         raise _Refused(f"several FFNs in one layer: {', '.join(plan.path for plan, _ in plans)}")
     if not plans:
-        raise _Refused("no gated FFN is found" + (f": {'; '.join(reasons[:2])}" if reasons else ""))
+        own = {(part.in_features, part.out_features) for part in layer.children() if isinstance(part, nn.Linear)}
+        if any((hidden, wide) in own and (wide, hidden) in own for _, wide in own if wide > hidden):
+            raise _Refused("the FFN is written in the layer's own code, not in a module of its own")
+        likely = [why for why in reasons if "no function of one tensor" not in why] or reasons
+        raise _Refused("no gated FFN is found" + (f": {'; '.join(likely[:2])}" if likely else ""))
     return plans[0]
 
 
@@ -316,6 +345,8 @@ def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan,
     if sorted(call.name for call in order) != sorted(linears):
         raise _Refused(f"{path} does not use each of its matrices once")
     *first, down = order
+    if not down.read.any():  # random weights give each neuron about the same
+        raise _Refused(f"{path}: its neurons depend on each other")
     if not all(call.read.numel() == x_TD.numel() and torch.equal(call.read.view_as(x_TD), x_TD) for call in first):
         raise _Refused(f"{path}: gate and up do not read the FFN's input unchanged")
     if (out_scale := _ratio(out.view_as(x_TD), down.written.reshape(x_TD.shape))) is None:

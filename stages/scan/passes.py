@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from instruments.errors import CheckpointError, NumericsError, some
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
+from models.loading import input_device
 from stages.accumulators.sums import LocalStore, ScanSums, SumStore
 from stages.artifacts.job import Workers
 from stages.losses import forward_losses, supervised_tokens
@@ -19,6 +21,9 @@ from stages.scan.batch_sums import BatchSums, HostBatch
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import ParameterRecorder
 from stages.text.batches import TokenBatch
+
+# Largest difference of equal logits, in standard deviations: rounding in few bits makes some.
+SAME_LOGITS = 0.05
 
 
 def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module) -> None:
@@ -38,6 +43,21 @@ def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Modu
         do = "download or copy the checkpoint again, or model.dtype=float32 if its numbers are too large for float16"
         raise CheckpointError(what, where=some(broken, 3, ", "), do=do)
     _refuse(bad_B, batch, "the loss is not finite", "scan in another format: model.dtype=float32")
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Refuse a model whose earlier tokens depend on a later one: two sequences that differ in the last token show it.
+
+    Raises CheckpointError.
+    """
+    ids_BT = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]], device=input_device(model))
+    logits_BTV = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False).logits[:, :-1].float()
+    if bool((logits_BTV[0] - logits_BTV[1]).abs().max() > SAME_LOGITS * logits_BTV.std()):
+        what, do = "earlier tokens see later ones: this is no model of the next token", "choose a causal language model"
+        raise CheckpointError(
+            what, where=f"{type(model).__name__}, by two sequences that differ in the last token", do=do
+        )
 
 
 def check_gradients(totals_B: Float[Tensor, "B"], losses_B: Float[Tensor, "B"], batch: TokenBatch) -> None:

@@ -112,6 +112,7 @@ def load_inputs(
     kept = workers.lead(lambda: load_generated(job.scratch)) if generated else load_text(data, tokenizer, "calibration")
     text = kept or load_prompts(data, tokenizer)
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
+    passes.check_causal(dense)
     if kept is None:
         at_once = scan.written_batch()
         text = continue_prompts(dense, tokenizer, text, data, seed=seed, batch_tokens=at_once, workers=workers)

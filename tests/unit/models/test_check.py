@@ -198,6 +198,8 @@ def test_a_config_that_no_decoder_has_and_damage_are_reported_together(folder):
                 ("layer_types", ["full_attention", 7]),
                 ("num_hidden_layers", 10**7),
                 ("text_config", 7),
+                ("text_config", [{"model_type": "qwen2"}]),
+                ("intermediate_size", [40, 0]),
             )
         ),
     ],
@@ -210,13 +212,21 @@ def test_configurations_that_cannot_be_carved(folder, changes, what, where):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model_type": "qwen9"}, {"layer_types": ["full_attention"]}, {"model_type": "t5"}],
+    [{"model_type": "qwen9"}, {"layer_types": ["full_attention"]}, {"intermediate_size": [40, 40]}],
 )
 def test_configurations_of_which_transformers_makes_no_model(folder, changes):
     edit_config(folder, **changes)
     (error,) = faults(folder)
     assert error.what.startswith("transformers 5")
     assert error.where == str(folder / "config.json")
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "lfm2", "gemma2"])
+def test_config_and_weights_of_different_families(folder, model_type):
+    edit_config(folder, model_type=model_type, architectures=None, layer_types=None)
+    errors = faults(folder)
+    assert all(error.do == "check that config.json belongs to these weights" for error in errors)
+    assert any("tensors are missing" in error.what for error in errors)
 
 
 def test_settings_and_source_are_checked_together(folder):

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
+from models.check import check_values
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import DenseReader
 from models.decoder import Rows, check_tensors, find_decoder, from_json
@@ -70,14 +71,51 @@ def test_a_fused_projection_of_another_shape(tmp_path):
         ("bert", "no gated FFN is found"),
         ("starcoder2", "no gate: its FFN is two matrices"),
         ("qwen2_moe", "a Mixture-of-Experts already"),
-        ("t5", "cannot make a model of config.json"),
+        ("t5", "an encoder-decoder is no model of the next token alone"),
+        ("bart", "an encoder-decoder is no model of the next token alone"),
+        ("clip", "a model of type clip has no text decoder that predicts the next token"),
+        ("mistral3", "a model with several parts does not describe its text part"),
+        ("biogpt", "the FFN is written in the layer's own code"),
         ("not_a_model", "cannot make a model of config.json"),
         (None, "cannot make a model of config.json"),
     ],
 )
 def test_what_has_no_gated_ffn_is_refused(model_type, why):
-    with pytest.raises(CheckpointError, match=why):
+    with pytest.raises(CheckpointError, match=why) as refused:
         bare_decoder({"model_type": model_type, "num_hidden_layers": 2})
+    assert refused.value.where
+    assert refused.value.do
+
+
+@pytest.mark.parametrize(("width", "why"), [(40, "is not act"), (48, "mlp: its neurons depend on each other")])
+def test_neurons_that_depend_on_each_other_are_refused(width, why):
+    """Gemma 3n keeps only the largest gates in its first layers."""
+    sizes = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61}
+    kinds = {"layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": [0.95, 0.0]}
+    with pytest.raises(CheckpointError, match=why) as refused:
+        decoder_of("gemma3n_text", intermediate_size=width, **kinds, **sizes)
+    assert refused.value.where == "layer 0 of 2"
+
+
+@pytest.mark.parametrize(("step", "where"), [(1, "layers 0, 1, 2, 3 of 4"), (2, "layers 1, 3 of 4")])
+def test_a_mixture_of_experts_is_refused_with_its_layers(step, where):
+    with pytest.raises(CheckpointError, match="the layer is a Mixture-of-Experts already") as refused:
+        decoder_of("qwen2_moe", num_hidden_layers=4, decoder_sparse_step=step, num_experts=4, moe_intermediate_size=8)
+    assert refused.value.where == where
+
+
+@pytest.mark.parametrize("model_type", [None, "new_one"])
+def test_code_of_the_checkpoint_is_neither_run_nor_asked_for(tmp_path, model_type, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _question: pytest.fail("a question on the terminal"))
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit('run')")
+    auto_map = {"AutoConfig": "modeling_x.Config", "AutoModelForCausalLM": "modeling_x.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": auto_map}))
+    with pytest.raises(CheckpointError, match="exists only as Python code in the checkpoint") as refused:
+        find_decoder(tmp_path)
+    assert refused.value.do == "choose a model that transformers has a class for"
+    known = {"model_type": "llama", "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**known, "auto_map": auto_map}))
+    assert find_decoder(tmp_path).model_class == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "granite"])
@@ -106,6 +144,24 @@ class Odd(nn.Module):
             case "twice":
                 return self.down_proj(gate * self.up_proj(self.down_proj(gate)))
         return self.down_proj(gate * self.up_proj(x)) * (3 if self.kind == "scaled" else 1)
+
+
+class InTheLayer(nn.Module):
+    """A layer whose own code calls the matrices of its FFN."""
+
+    def __init__(self, hidden=24, width=40):
+        super().__init__()
+        self.self_attn = nn.Linear(hidden, hidden)
+        self.gate, self.up = (nn.Linear(hidden, width, bias=False) for _ in range(2))
+        self.down = nn.Linear(width, hidden, bias=False)
+
+
+def test_an_ffn_in_the_layers_own_code():
+    model = build_empty(AutoConfig.for_model(**decoder_of("llama").config_json))
+    with torch.device("meta"):
+        model.model.layers = nn.ModuleList([InTheLayer(), InTheLayer()])
+    with pytest.raises(CheckpointError, match="written in the layer's own code, not in a module"):
+        describe_model(model, {}, {})
 
 
 def describe_with(ffns):
@@ -150,11 +206,23 @@ def test_a_factor_is_folded_into_the_weights(tmp_path):
         torch.testing.assert_close(reader.projection(0, "down"), down / 4)
 
 
-def test_layers_beyond_the_tensors_are_refused_before_they_are_built(tmp_path):
-    from models.check import check_values
-
-    assert check_values({"num_hidden_layers": 12}, tensors=27) == []
+def test_layers_beyond_the_tensors_are_refused_before_they_are_built():
+    assert check_values({"num_hidden_layers": 12, "max_window_layers": 28}, tensors=27) == []
     (error,) = check_values({"num_hidden_layers": 10**7}, tensors=27)
     assert error.where == "num_hidden_layers=10000000"
-    (error,) = check_values({"text_config": {"num_hidden_layers": 10**7}})
-    assert "num_hidden_layers" in error.where
+    (error,) = check_values({"text_config": {"num_hidden_layers": 28}}, tensors=27)
+    assert error.where == "num_hidden_layers=28"
+
+
+@pytest.mark.parametrize("part", [None, "text_config", "vision_config", "audio_config"])
+@pytest.mark.parametrize(
+    "key",
+    ["num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+     "depth", "layers", "num_blocks", "mtp_num_hidden_layers"],
+)  # fmt: skip
+def test_a_million_layers_in_any_spelling(part, key):
+    """They would be built, in minutes, before anything is compared."""
+    (error,) = check_values({key: 10**6} if part is None else {part: {key: 10**6}}, tensors=10**7)
+    assert error.where == f"{key}=1000000"
+    plain = {"hidden_size_per_layer_input": 2048, "vocab_size_per_layer_input": 262_144, "num_hidden_layers": 999}
+    assert check_values(plain if part is None else {part: plain}, tensors=10**7) == []

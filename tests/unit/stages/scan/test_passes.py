@@ -1,7 +1,23 @@
 import numpy as np
+import pytest
 import torch
+from pico import write_pico
 
-from stages.scan.passes import draw_reservoir, slots_of_batch, token_to_neuron_major
+from instruments.errors import CheckpointError
+from models.config import ModelConfig
+from models.loading import load_dense
+from stages.scan.passes import check_causal, draw_reservoir, slots_of_batch, token_to_neuron_major
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_model_that_sees_later_tokens(tmp_path, model_type, dtype):
+    model = load_dense(ModelConfig(device="cpu", dtype=dtype), write_pico(tmp_path, model_type, layers=1))
+    check_causal(model)
+    model.model.layers[0].register_forward_hook(lambda _module, _args, out: out + 0.2 * out.mean(1, keepdim=True))
+    with pytest.raises(CheckpointError, match="earlier tokens see later ones") as refused:
+        check_causal(model)
+    assert refused.value.do == "choose a causal language model"
 
 
 def test_the_draw_is_uniform_size_and_seeded():
