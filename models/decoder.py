@@ -128,7 +128,7 @@ class Decoder:
         down = self.weight(int(layer), "down")
         own = f"{self.layers}.{layer}."
         if own_names:
-            return own + rest.replace("mlp.", f"{self.ffn.path}.", 1)
+            return own + (self.ffn.path + rest.removeprefix("mlp") if rest.startswith("mlp.") else rest)
         (stored, *_others), end = self.stored.get(down, (down,)), down.removeprefix(own)
         return (stored.removesuffix(end) if stored.endswith(end) else own) + rest
 

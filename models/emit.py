@@ -127,6 +127,7 @@ def emit_checkpoint(
             if layer not in shape.dense_layers:
                 emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
                 emission.add_experts(layer, experts(layer))
+                emission.add_constants(layer)
         emission.finish()
         decoder, tied = reader.decoder, reader.tied
     copy_tokenizer_files(source_folder, out_folder)
@@ -238,6 +239,22 @@ class _Emission:
             tiny = 2.0**-24 if self.main_dtype == torch.float16 else 2.0**-40
             row_1D = torch.full((1, experts.gate_END.shape[2]), tiny, dtype=self.main_dtype)
             self.writer.add(self._place(target.shared_router, layer), row_1D)
+
+    def add_constants(self, layer: int) -> None:
+        """Write the tensors of a carved layer that the dense one does not have."""
+        for name, constant in self.target.more(self.reader.decoder, self.shape).items():
+            place = self._place(name, layer)
+            if constant.of is None:
+                tensor = torch.full(constant.shape, constant.value)
+            else:
+                own_name = self.reader.decoder.place(constant.of.format(layer=layer), own_names=True)
+                copied = self.reader.tensor(own_name)
+                tensor = (copied.float() * constant.value).to(copied.dtype)
+            as_loaded = tensor.to(self.main_dtype)
+            if not as_loaded.isfinite().all() or (as_loaded == 0).logical_and(tensor != 0).any():
+                what = f"{constant.value:g} is beyond {str(self.main_dtype).removeprefix('torch.')}"
+                raise NumericsError(what, where=place, do="assemble.dtype=bfloat16, or assemble.dtype=float32")
+            self._add(place, tensor)
 
     def _add_pool(self) -> None:
         assert self.target.packed_pool is not None, "checked by check_target"

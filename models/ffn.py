@@ -170,14 +170,14 @@ def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
     handles: list[RemovableHandle] = []
 
     def watch(layer: int, parts: list[nn.Module]) -> None:
-        outputs: list[Tensor] = []
+        calls: list[tuple[Tensor, Tensor]] = []  # inputs and outputs
 
         def note(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            outputs.append(output[0] if isinstance(output, tuple) else output)
-            if len(outputs) == len(parts):
-                total = sum(outputs[1:], outputs[0])
-                outputs.clear()
-                on_ffn(layer, args[0], total)
+            calls.append((args[0], output[0] if isinstance(output, tuple) else output))
+            if len(calls) == len(parts):
+                read, total = calls[0][0], sum((output for _, output in calls[1:]), calls[0][1])
+                calls.clear()
+                on_ffn(layer, read, total)
 
         handles.extend(part.register_forward_hook(note) for part in parts)
 
@@ -191,7 +191,10 @@ def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
 
 
 def ffn_parts(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
-    """The modules of a decoder layer, of a carve or a dense model, whose outputs sum to its FFN's."""
+    """The modules of a decoder layer, of a carve or a dense model, whose outputs sum to its FFN's.
+
+    The first that runs reads what the FFN reads.
+    """
     config, modules = model.config, dict(layer.named_children())
     if config.model_type == "tiny_onn":
         return [layer.get_submodule(config.ffn["module"])]

@@ -27,7 +27,8 @@ class Part(StrEnum):
 
 
 # Names of modules in any of the targets, also around adapters of PEFT.
-_ROUTER = re.compile(rf".*\.(?:{'|'.join({target.router_module for target in MOE_TARGETS.values()})})(?=\.)")
+_MODULES = sorted({target.router_module for target in MOE_TARGETS.values()}, key=len, reverse=True)
+_ROUTER = re.compile(rf".*\.(?:{'|'.join(map(re.escape, _MODULES))})(?=\.)")
 _EXPERTS = re.compile(
     rf"(?:^|\.)(?:{'|'.join({name for target in MOE_TARGETS.values() for name in target.expert_modules})})\."
 )
@@ -118,6 +119,7 @@ class RouterWatch:
     def __init__(self, model: nn.Module) -> None:
         """Attach to every router of `model`."""
         self.routers = find_routers(model)
+        self._top_k = getattr(model.config.get_text_config(decoder=True), "top_k_experts", None)
         self._seen: list[Routing] | None = None
         self._hooks = [router.register_forward_hook(self._note) for router in self.routers]
 
@@ -135,10 +137,14 @@ class RouterWatch:
         for hook in self._hooks:
             hook.remove()
 
-    def _note(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ANN401
-        if self._seen is not None:
-            logits_TE, _, chosen_TK = output
-            self._seen.append(Routing(logits_TE, chosen_TK))
+    def _note(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, ...] | Tensor) -> None:  # noqa: ANN401
+        if self._seen is None:
+            return
+        if isinstance(output, Tensor):  # of a Linear layer, as in Gemma 4: the choice is made around it
+            assert self._top_k is not None, "the model says how many experts it chooses"
+            self._seen.append(Routing(output, output.topk(self._top_k).indices))
+        else:
+            self._seen.append(Routing(output[0], output[2]))
 
 
 @contextmanager

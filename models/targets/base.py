@@ -52,6 +52,15 @@ class ConfigInput:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A further tensor of a carved layer: full of `value`, or `value` times a tensor that is copied."""
+
+    shape: tuple[int, ...]
+    value: float
+    of: str | None = None  # name of the copied tensor, as a target names tensors
+
+
 def copied(dense: Decoder, name: str, tensor: "Tensor") -> dict[str, "Tensor"]:
     """The tensor under its own name; q, k and v apart where the dense model has one matrix for them."""
     if not name.endswith("self_attn.qkv_proj.weight"):
@@ -80,6 +89,7 @@ class MoETarget:
     wrappers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     runtimes: tuple[str, ...] = ()  # serving runtimes that know the architecture by name
     runtime_note: str = ""  # one more line of the model card
+    activation: str = "silu"  # of the experts in serving runtimes
     # llama.cpp assumes as many key heads as query heads, and ignores their number in config.json.
     llama_cpp_equal_heads: bool = False
     # Position encodings that llama.cpp has for it, by their names in transformers; it silently ignores others. Dynamic
@@ -96,7 +106,11 @@ class MoETarget:
     packed_shared: tuple[str, str] | None = None  # the same as (2S, D) and (D, S)
     shared_router: str | None = None  # row g of its gate σ(g·x)
     selection_bias: str | None = None
+    # Further tensors of a carved layer, which the dense one does not have.
+    more: Callable[[Decoder, MoEShape], Mapping[str, Constant]] = field(default=lambda _dense, _shape: {})
 
+    # Why it cannot hold a decoder of its `sources`; for those whose keys it carries, in place of the checks below.
+    refuses: Callable[[Decoder], str] = field(default=lambda _dense: "")
     # What becomes of a tensor outside of the FFNs: names in the MoE → tensors.
     copies: Callable[[Decoder, str, "Tensor"], Mapping[str, "Tensor"]] = field(default=copied)
     dense: str = LAYER + "mlp.{part}_proj.weight"  # gate, up and down of a layer that stays dense
@@ -104,12 +118,14 @@ class MoETarget:
     # Modules in transformers' model, for training and for comparing FFNs with the dense ones.
     router_module: str = "gate"
     expert_modules: tuple[str, ...] = ("experts",)  # with shared experts and their gate
-    ffn_modules: tuple[str, ...] = ("mlp",)  # of a layer; their outputs sum to its FFN's
+    ffn_modules: tuple[str, ...] = ("mlp",)  # of a layer; their outputs sum to its FFN's, the first reads its input
 
     scoring: str = "softmax"  # of router logits: softmax or sigmoid
     normalised: Callable[[MoEShape], bool] = field(default=lambda _shape: True)  # the K chosen gates sum to 1
     norm_key: bool = True  # config.json has norm_topk_prob
     factor_key: bool = False  # config.json has routed_scaling_factor, which takes the scale
+    factor_tensor: bool = False  # a tensor of `more` takes the scale
+    shared_scale: float = 1.0  # factor on the always-on neurons' down
     selection_bias_scale: float = 1.0  # converts a bias on the logits to one where the architecture adds it
     least_experts: int = 1
 
@@ -150,8 +166,10 @@ class MoETarget:
         """
         if shape.pooled:
             return dict.fromkeys(self.runtimes, "runs no pool of experts that layers share")
-        if (activation := activation_of(source)) != "silu":  # vLLM 0.32 computes some with SiLU and refuses others
-            return dict.fromkeys(self.runtimes, f"has only SiLU for these experts, not {activation}")
+        if (activation := activation_of(source)) != self.activation:
+            # vLLM 0.32 computes some with SiLU and refuses others.
+            known = "SiLU" if self.activation == "silu" else self.activation
+            return dict.fromkeys(self.runtimes, f"has only {known} for these experts, not {activation}")
         fault = self._llama_cpp_fault(shape, source) if "llama.cpp" in self.runtimes else ""
         return {"llama.cpp": fault} if fault else {}
 
@@ -176,7 +194,7 @@ class MoETarget:
 
 def activation_of(config: Mapping[str, Any]) -> str:
     """The FFN's activation function, by its name in transformers; of `Decoder.config`, or a carve's config.json."""
-    return str(config.get("hidden_act") or "silu")
+    return str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
 
 
 def rope_type_of(config: Mapping[str, Any]) -> str:
@@ -200,8 +218,8 @@ def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
     unscaled = shape.experts if target.scoring == "softmax" else 2  # 1/E, or σ(0) = ½
     inverse = float(shape.top_k if normalised else unscaled)
     return GateScale(
-        down_scale=1.0 if target.factor_key else inverse,
-        shared_down_scale=2.0 if target.shared_router else 1.0,  # σ(0) = ½
+        down_scale=1.0 if target.factor_key or target.factor_tensor else inverse,
+        shared_down_scale=target.shared_scale * (2.0 if target.shared_router else 1.0),  # σ(0) = ½
         norm_topk_prob=normalised if target.norm_key else None,
         routed_scaling_factor=inverse if target.factor_key else None,
     )

@@ -62,7 +62,9 @@ def check_target(dense: Decoder, target: MoETarget, shape: MoEShape) -> list[Con
 
 def _attention_problems(dense: Decoder, target: MoETarget) -> Iterator[tuple[str, str]]:
     """Yield each missing feature of the dense attention and the key that needs it."""
-    if target.is_tiny_onn:
+    if reason := target.refuses(dense):
+        yield reason, "config.json"
+    if target.is_tiny_onn or target.carries:
         return
     config, name = dense.config, target.model_type
     head_dim = config.get("head_dim")

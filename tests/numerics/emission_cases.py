@@ -56,6 +56,17 @@ GEMMA3 = GEMMA | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     }
 }
+GEMMA4 = WINDOWS | {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 3e3},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+    "final_logit_softcapping": 2.0,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_SMALL = GEMMA4 | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61}
+GEMMA4_NO_VALUES = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 NO_ROTATION = {"no_rope_layers": [1, 0]}
 
 
@@ -122,6 +133,11 @@ CASES = {
     "gemma2-untied": Case("gemma2", "tiny_onn", pico=GEMMA),
     "gemma3_text": Case("gemma3_text", "tiny_onn", always_on=5, pico=GEMMA3 | {"tie": True}),
     "gemma3_text-untied": Case("gemma3_text", "tiny_onn", pico=GEMMA3),
+    "gemma4": Case("gemma4_text", "gemma4_text", always_on=5, pico=GEMMA4 | {"tie": True}),
+    "gemma4-none-always-on": Case("gemma4_text", "gemma4_text", pico=GEMMA4_NO_VALUES),
+    "gemma4-layer-inputs": Case("gemma4_text", "gemma4_text", always_on=5, pico=GEMMA4_SMALL),
+    "gemma4-copies": Case("gemma4_text", "gemma4_text", always_on=5, copies=True, pico=GEMMA4),
+    "gemma4-bfloat16": Case("gemma4_text", "gemma4_text", always_on=5, dtype=torch.bfloat16, pico=GEMMA4),
     "smollm3": Case("smollm3", "tiny_onn", always_on=5, pico=NO_ROTATION | {"tie": True}),
     "smollm3-biased": Case("smollm3", "tiny_onn", pico=NO_ROTATION | {"attention_bias": True}),
     "qwen3-tiny_onn": Case("qwen3", "tiny_onn", always_on=5, pico=WINDOWS | {"use_sliding_window": True}),
