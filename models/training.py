@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from instruments.errors import CheckpointError, ConfigError
@@ -58,18 +59,27 @@ def parameter_groups(
     find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}
     groups: dict[tuple[Part, float], dict[str, Any]] = {}
+    fixed = _fixed(model)
     adapted = any(hasattr(module, "peft_config") for module in model.modules())  # also below DistributedDataParallel
     for name, parameter in model.named_parameters():
         part = part_of(name)
         kept = vars(parameter).get("frozen_by_rate", False)  # by an earlier call, not by PEFT
         trainable = parameter.is_floating_point() and (parameter.requires_grad or kept or not adapted)
-        parameter.requires_grad_(rates[part] > 0 and trainable)
+        parameter.requires_grad_(rates[part] > 0 and trainable and not name.endswith(fixed))
         vars(parameter)["frozen_by_rate"] = trainable and not parameter.requires_grad
         decay = weight_decay if part is not Part.ROUTER and parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
             group = {"params": [], "lr": rates[part], "weight_decay": decay, "name": str(part)}
             groups.setdefault((part, decay), group)["params"].append(parameter)
     return list(groups.values())
+
+
+def _fixed(model: nn.Module) -> tuple[str, ...]:
+    """Ends of names of the parameters that must keep their values."""
+    configs = (getattr(module, "config", None) for module in model.modules())  # the model may be wrapped
+    config = next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
+    target = config and MOE_TARGETS.get(config.get_text_config(decoder=True).model_type)
+    return target.fixed if target else ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ def router_names(model: nn.Module) -> list[str]:
     """Names of the router modules, in layer order. Raises CheckpointError: there are none."""
     found = [_ROUTER.match(name) for name, _ in model.named_parameters()]
     names = list(dict.fromkeys(match[0] for match in found if match))  # once, also with adapters
+    names = [name for name in names if f"{name}.proj" not in names]  # a Linear layer within the router
     if not names:
         what = "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture"
         do = "load the checkpoint of stage=assemble or stage=project"

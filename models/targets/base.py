@@ -119,6 +119,7 @@ class MoETarget:
     router_module: str = "gate"
     expert_modules: tuple[str, ...] = ("experts",)  # with shared experts and their gate
     ffn_modules: tuple[str, ...] = ("mlp",)  # of a layer; their outputs sum to its FFN's, the first reads its input
+    fixed: tuple[str, ...] = ()  # ends of parameters' names that training must not change
 
     scoring: str = "softmax"  # of router logits: softmax or sigmoid
     normalised: Callable[[MoEShape], bool] = field(default=lambda _shape: True)  # the K chosen gates sum to 1

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from pico import write_pico
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.shards import ShardReader
@@ -15,6 +15,7 @@ from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertWeights
 from models.targets.config import MOE_TARGETS
+from models.training import RouterWatch, parameter_groups
 
 SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 
@@ -227,3 +228,32 @@ def test_a_pool_is_what_the_layers_give(dense, tmp_path, given, message):
     with pytest.raises(ContractError, match=message):
         emit(dense, tmp_path, "tiny_onn", experts=experts, shape=replace(SHAPE, topology="global_pool"))
     assert not (tmp_path / "config.json").exists()
+
+
+def gemma4(folder, **more):
+    sizes = {"hidden_size_per_layer_input": 0, "global_head_dim": 8, "sliding_window": 4, **more}
+    return write_pico(folder, "gemma4_text", layer_types=["sliding_attention", "full_attention"], **sizes)
+
+
+def test_the_router_of_gemma4_reads_what_its_ffn_reads(tmp_path):
+    rows_ED = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    out = emit(gemma4(tmp_path / "dense"), tmp_path / "moe", "gemma4_text", router=rows_ED)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    layer, found = model.model.layers[1], {}
+    layer.mlp.register_forward_pre_hook(lambda _module, args: found.update(x=args[0][0]))
+    layer.router.proj.register_forward_hook(lambda _module, _args, logits: found.update(logits=logits))
+    watch = RouterWatch(model)
+    with torch.no_grad(), watch.collect() as routings:
+        model(torch.arange(7)[None])
+    torch.testing.assert_close(found["logits"], found["x"] @ rows_ED.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(routings[1].logits_TE, found["logits"])
+    assert torch.equal(routings[1].chosen_TK, found["logits"].topk(2).indices)
+    assert {str(group["name"]) for group in parameter_groups(model, rest_rate=1e-5)} == {"router", "experts", "rest"}
+    fixed = {name.split(".", 3)[3] for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert fixed == {"mlp.down_proj.weight", "router.scale", "router.per_expert_scale"}
+
+
+def test_gemma4_is_refused_where_its_numbers_vanish(tmp_path):
+    with pytest.raises(NumericsError, match=r"beyond float16") as caught:
+        emit(gemma4(tmp_path / "dense"), tmp_path / "moe", "gemma4_text", dtype="float16")
+    assert caught.value.do == "assemble.dtype=bfloat16, or assemble.dtype=float32"
