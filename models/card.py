@@ -111,7 +111,7 @@ def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None, de
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     served = target.served_by(shape, dense)
-    lines = [_OWN_CLASS if target.is_tiny_onn else _KNOWN_CLASS, *_kept_keys(target, dense)]
+    lines = [_loading(target), *_kept_keys(target, dense)]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
             "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
@@ -142,6 +142,17 @@ _KNOWN_CLASS = (
     "transformers 4.57 and 5: loads without remote code; with 5, train with `experts_implementation="
     '"grouped_mm"`, an argument that 4.57 does not have.'
 )
+
+_NEW_CLASS = (
+    'transformers 5: loads without remote code; train with `experts_implementation="grouped_mm"`. Not tested with 4.57.'
+)
+
+
+def _loading(target: MoETarget) -> str:
+    """How transformers loads this target."""
+    if target.is_tiny_onn:
+        return _OWN_CLASS
+    return _KNOWN_CLASS if target.transformers_4 else _NEW_CLASS
 
 
 def _kept_keys(target: MoETarget, dense: Mapping[str, Any]) -> list[str]:

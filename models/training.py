@@ -76,10 +76,11 @@ def parameter_groups(
 
 def _fixed(model: nn.Module) -> tuple[str, ...]:
     """Ends of names of the parameters that must keep their values."""
-    configs = (getattr(module, "config", None) for module in model.modules())  # the model may be wrapped
-    config = next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
-    target = config and MOE_TARGETS.get(config.get_text_config(decoder=True).model_type)
-    return target.fixed if target else ()
+    for module in model.modules():  # the model may be wrapped
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            target = MOE_TARGETS.get(config.get_text_config(decoder=True).model_type)
+            return target.fixed if target else ()
+    return ()
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class MoETarget:
     carries: bool = False
     # Model type of a dense wrapper, whose text decoder is carved → architecture and model type of the MoE's wrapper.
     wrappers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    transformers_4: bool = True  # transformers 4.57 loads it, too
     runtimes: tuple[str, ...] = ()  # serving runtimes that know the architecture by name
     runtime_note: str = ""  # one more line of the model card
     activation: str = "silu"  # of the experts in serving runtimes

@@ -42,7 +42,8 @@ TARGETS = (
             "intermediate_size": given.shared,
         },
         runtimes=("vLLM", "llama.cpp"),
-        runtime_note="float16 loses the always-on neurons, whose down projections are below 1e-9, and so do llama.cpp's "
+        transformers_4=False,
+        runtime_note="float16 loses the always-on neurons, whose down projections are below 1e-9. So do llama.cpp's "
         "F16 and Q8_0: use bfloat16 there, or carve with always_on=0.",
         activation="gelu_pytorch_tanh",
         router=LAYER + "router.proj.weight",
