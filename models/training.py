@@ -77,7 +77,7 @@ def parameter_groups(
 def _fixed(model: nn.Module) -> tuple[str, ...]:
     """Ends of names of the parameters that must keep their values."""
     for module in model.modules():  # the model may be wrapped
-        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
             target = MOE_TARGETS.get(config.get_text_config(decoder=True).model_type)
             return target.fixed if target else ()
     return ()
