@@ -194,8 +194,8 @@ class _Emission:
             for name in dict.fromkeys(decoder.weight(layer, part) for part in PROJECTIONS):
                 self.copy(name)
             return
-        for part in PROJECTIONS:
-            self._add(self._place(self.target.dense, layer, part=part), self.reader.projection(layer, part))
+        for part, name in zip(PROJECTIONS, self.target.parts, strict=True):
+            self._add(self._place(self.target.dense, layer, part=name), self.reader.projection(layer, part))
 
     def finish(self) -> None:
         """Write the experts of all layers as one pool, and the output embedding."""

@@ -76,11 +76,15 @@ def parameter_groups(
 
 def _fixed(model: nn.Module) -> tuple[str, ...]:
     """Ends of names of the parameters that must keep their values."""
-    for module in model.modules():  # the model may be wrapped
-        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
-            target = MOE_TARGETS.get(config.get_text_config(decoder=True).model_type)
-            return target.fixed if target else ()
-    return ()
+    target = MOE_TARGETS.get(getattr(_text_config(model), "model_type", ""))
+    return target.fixed if target else ()
+
+
+def _text_config(model: nn.Module) -> PreTrainedConfig | None:
+    """The configuration of the text part of a model, which may be wrapped."""
+    configs = (vars(module).get("config") for module in model.modules())
+    config = next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
+    return config.get_text_config(decoder=True) if config else None
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class RouterWatch:
     def __init__(self, model: nn.Module) -> None:
         """Attach to every router of `model`."""
         self.routers = find_routers(model)
-        self._top_k = getattr(model.config.get_text_config(decoder=True), "top_k_experts", None)
+        self._top_k = getattr(_text_config(model), "top_k_experts", None)
         self._seen: list[Routing] | None = None
         self._hooks = [router.register_forward_hook(self._note) for router in self.routers]
 

@@ -114,7 +114,7 @@ class MoETarget:
     refuses: Callable[[Decoder], str] = field(default=lambda _dense: "")
     # What becomes of a tensor outside of the FFNs: names in the MoE → tensors.
     copies: Callable[[Decoder, str, "Tensor"], Mapping[str, "Tensor"]] = field(default=copied)
-    dense: str = LAYER + "mlp.{part}_proj.weight"  # gate, up and down of a layer that stays dense
+    dense: str = LAYER + "mlp.{part}.weight"  # gate, up and down of a layer that stays dense, by `parts`
 
     # Modules in transformers' model, for training and for comparing FFNs with the dense ones.
     router_module: str = "gate"

@@ -67,6 +67,7 @@ GEMMA4 = WINDOWS | {
 }
 GEMMA4_SMALL = GEMMA4 | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61}
 GEMMA4_NO_VALUES = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+LFM2 = {"layer_types": ["conv", "full_attention"], "conv_bias": True, "block_auto_adjust_ff_dim": False}
 NO_ROTATION = {"no_rope_layers": [1, 0]}
 
 
@@ -138,6 +139,9 @@ CASES = {
     "gemma4-layer-inputs": Case("gemma4_text", "gemma4_text", always_on=5, pico=GEMMA4_SMALL),
     "gemma4-copies": Case("gemma4_text", "gemma4_text", always_on=5, copies=True, pico=GEMMA4),
     "gemma4-bfloat16": Case("gemma4_text", "gemma4_text", always_on=5, dtype=torch.bfloat16, pico=GEMMA4),
+    "lfm2": Case("lfm2", "lfm2_moe", pico=LFM2 | {"tie": True}),
+    "lfm2-dense-first": Case("lfm2", "lfm2_moe", dense_layers=(0,), pico=LFM2),
+    "lfm2-bfloat16": Case("lfm2", "lfm2_moe", experts=4, n=8, dtype=torch.bfloat16, pico=LFM2),
     "smollm3": Case("smollm3", "tiny_onn", always_on=5, pico=NO_ROTATION | {"tie": True}),
     "smollm3-biased": Case("smollm3", "tiny_onn", pico=NO_ROTATION | {"attention_bias": True}),
     "qwen3-tiny_onn": Case("qwen3", "tiny_onn", always_on=5, pico=WINDOWS | {"use_sliding_window": True}),

@@ -26,7 +26,10 @@ SIZES = {
 }
 SHAPE = MoEShape(experts=6, n=14, top_k=2, always_on=20)
 # Families with a target of their own, and what their configuration needs to be small.
-OWN_TARGETS = {"gemma4_text": {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61}}
+OWN_TARGETS = {
+    "gemma4_text": {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+}
 PAIRS = [
     (source, name)
     for name in MOE_TARGETS
