@@ -19,6 +19,7 @@ TOOLS = {
     "mscan": "instruments.parameter_scan.command",
     "serve_check": "pipeline.serve_check",
     "static_check": "instruments.static_check.check",
+    "store": "pipeline.store",
     "watch_log": "instruments.training_watch.step_log",
 }
 _PREFIX = (__package__ or "").removesuffix("pipeline")  # in an installed package, all our names begin with its own

@@ -32,6 +32,7 @@ from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.text.check import check_data, check_length
+from stages.text.config import DataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -333,6 +334,11 @@ def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, r
     for unread in unread_settings(settings):
         if unread.value != unread.default:
             yield f"{unread.name}={unread.value} is ignored: {unread.disabled_by}"
+    data, reading = settings.data, [stage for stage in settings.stages if "data" in stage.nodes]
+    sample = data.sample_tokens or data.tokens
+    if sample < data.tokens != DataConfig.tokens and all(stage.samples for stage in reading):
+        what = f"stage={settings.stage} reads the first data.sample_tokens={sample} of data.tokens={data.tokens}"
+        yield f"{what}; data.sample_tokens=null reads all"
     for stage in (TRAINED, *LOOKING):
         groups = {stage, "check"} if stage == "diagnose" else {stage}
         typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]

@@ -62,6 +62,7 @@ Settings inside a group: group.setting=value, such as data.tokens=16384. The fil
   python -m pipeline --hydra-help         Hydra's own flags
   python -m pipeline mscan FILE           show the results of a parameter-level scan
   python -m pipeline dump --help          show, plot or compare tensor dumps
+  python -m pipeline store --help         copy the sums of a scan between Redis and files
 """
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from instruments.errors import ConfigError, ContractError, UserError
 from stages.accumulators.config import START_OVER, StoreConfig, find_password
@@ -44,6 +45,8 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
         server = client.connection_pool.connection_kwargs
         named = server.get("path") or f"{server.get('host', 'localhost')}:{server.get('port', 6379)}"
         place = f"Redis at {named}, database {server.get('db', 0)}"
+        if "path" not in server and not ("0" + urlsplit(url).path.strip("/")).isdecimal():
+            raise ValueError("the client would take another word than a number for database 0")
         with in_words(place), client:
             _check_server(client.info(), place)
         return _client(url, RUNNING_TRIES), place

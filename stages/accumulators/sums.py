@@ -167,18 +167,23 @@ class LocalStore(SumStore):
         return total
 
     def _load(self, path: Path) -> ScanSums:
-        try:
-            tensors, facts = load_tensors(path)
-            held = str(facts["identity"])
-            sums = ScanSums(tensors, {name: float(n) for name, n in facts["counters"].items()}, {*facts["done"]})
-        except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
-            what = f"unfinished sums cannot be read: {error}"
-        else:
-            shapes = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
-            if held == self.identity and shapes == dict(self.shapes):
-                return sums
-            what = f"unfinished sums are of a scan with {list_differences(held, self.identity) or 'other tensors'}"
-        raise ContractError(what, where=str(path), do=f"{START_OVER}; or the code that began this scan")
+        do = f"{START_OVER}; or the code that began this scan"
+        sums, facts = load_sums(path, do=do)
+        shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
+        if facts["identity"] == self.identity and shapes == dict(self.shapes):
+            return sums
+        differences = list_differences(facts["identity"], self.identity) or "other tensors"
+        raise ContractError(f"unfinished sums are of a scan with {differences}", where=str(path), do=do)
+
+
+def load_sums(path: Path, *, do: str) -> tuple[ScanSums, dict[str, Any]]:
+    """The sums and facts of a file of `LocalStore`. Raises ContractError, with the remedy `do`: missing or damaged."""
+    try:
+        tensors, facts = load_tensors(path)
+        facts["identity"] = str(facts["identity"])
+        return ScanSums(tensors, {name: float(n) for name, n in facts["counters"].items()}, {*facts["done"]}), facts
+    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=do) from error
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def test_a_local_store_asks_no_server(monkeypatch):
 
 @pytest.mark.parametrize(
     "url", ["localhost:6379", "http://me:s3same@host/0", "redis://me:s3same@host:many/0", "redis://[::1",
-            "redis://127.0.0.1?socket_timeout=soon", None]
+            "redis://127.0.0.1?socket_timeout=soon", "redis://127.0.0.1/one", "redis://127.0.0.1/1/2", None]
 )  # fmt: skip
 def test_no_address(url, monkeypatch):
     monkeypatch.delenv("TINY_ONN_REDIS_URL", raising=False)

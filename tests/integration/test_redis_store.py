@@ -222,6 +222,7 @@ def test_due_waits_for_the_time_and_for_the_server(server):
 STRANGE = {
     "a row of another type": lambda client: client.set(DOWN, "mine"),
     "a field that is no number": lambda client: client.hset(UP, "sum_grad_norm", "high"),
+    "a maximum that is not finite": lambda client: client.hset(ROW, "max_abs", "inf"),
     **{
         f"{key} of another type": lambda client, key=f"t:scan:{key}": (client.delete(key), client.xadd(key, {"a": 1}))
         for key in ("done", "totals", "pending")
