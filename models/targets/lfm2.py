@@ -13,6 +13,9 @@ TARGETS = (
             "moe_intermediate_size": given.width,
             # Of the dense layers; the dense model may compute it from other keys.
             "intermediate_size": given.decoder.width,
+            # The dense family has other spellings of these.
+            "layer_types": given.dense["layer_types"],
+            "tie_embedding": False,
             "num_dense_layers": len(given.shape.dense_layers),
             "use_expert_bias": True,
             # llama.cpp ignores it, so the scale goes into the down projections.

@@ -67,7 +67,7 @@ GEMMA4 = WINDOWS | {
 }
 GEMMA4_SMALL = GEMMA4 | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61}
 GEMMA4_NO_VALUES = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-LFM2 = {"layer_types": ["conv", "full_attention"], "conv_bias": True, "block_auto_adjust_ff_dim": False}
+LFM2 = {"full_attn_idxs": [1], "conv_bias": True, "block_auto_adjust_ff_dim": False}
 NO_ROTATION = {"no_rope_layers": [1, 0]}
 
 
