@@ -27,7 +27,9 @@ TARGETS = (
         experts=LAYER + "feed_forward.experts.{expert}.{part}.weight",
         parts=("w1", "w3", "w2"),
         dense=LAYER + "feed_forward.{part}.weight",
-        more=lambda _dense, shape: {LAYER + "feed_forward.expert_bias": Constant((shape.experts,), 0.0)},
+        more=lambda _dense, shape: {
+            LAYER + "feed_forward.expert_bias": Constant((shape.experts,), 0.0, is_buffer=True),
+        },
         ffn_modules=("feed_forward",),
         scoring="sigmoid",
         normalised=several_chosen,
