@@ -10,7 +10,8 @@ from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
 from models.config import MEMORY, ModelConfig, setting_word
-from models.decoder import Decoder, check_tensors, source_decoder
+from models.decoder import Decoder
+from models.finding import source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, read_source_config
 
@@ -171,6 +172,30 @@ def check_features(config: Mapping[str, Any]) -> Iterator[CheckpointError]:
     if str(text.get("dtype") or text.get("torch_dtype")).removeprefix("torch.") == "float64":
         do = "load it in float32 with transformers, write it by save_pretrained, and carve that"
         yield CheckpointError("transformers' kernels for experts have no float64", where="dtype in config.json", do=do)
+
+
+def check_tensors(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]]) -> list[CheckpointError]:
+    """Errors for tensors on disk that are missing, unknown, or not of the shape that config.json says."""
+    problems: dict[str, list[str]] = {
+        "tensors are missing": [
+            name for name in decoder.shapes if not (decoder.stored.get(name) or (name == decoder.head and decoder.tied))
+        ],
+        "tensors are unknown to this architecture": list(decoder.unknown),
+        "tensors do not have the shape that config.json says": [],
+    }
+    for name, parts in decoder.stored.items():
+        found = [shapes[part] for part in parts]
+        joined = (sum(shape[0] for shape in found), *found[0][1:]) if len(found) > 1 else found[0]
+        if joined != decoder.shapes[name]:
+            problems["tensors do not have the shape that config.json says"].append(
+                f"{parts[0]} is {joined}, not {decoder.shapes[name]}"
+            )
+    errors = []
+    for what, names in problems.items():
+        where = ", ".join(name[:200] for name in names[:3]) + (" ..." if len(names) > 3 else "")
+        do = "check that config.json belongs to these weights"
+        errors += [CheckpointError(f"{len(names)} {what}", where=where, do=do)] if names else []
+    return errors
 
 
 def check_kind(model: ModelConfig) -> Iterator[ConfigError]:

@@ -1,31 +1,18 @@
-"""What a dense decoder is made of: its layers, their FFN, its tensors. Found by structure once, then kept; no torch.
+"""What a dense decoder is made of: its layers, their FFN, its tensors. Imports no torch.
 
-`models/structure.py` finds it in transformers' own class; nothing here or there knows a family by name.
+`structure.py` finds it in transformers' own class, `finding.py` keeps it; nothing here or there knows a family by name.
 """
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
-from importlib.metadata import version
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
-
-from instruments.errors import CheckpointError
-from instruments.files import write_json
-from models.checkpoint.folder import has_weights, read_checkpoint
-from models.config import ModelConfig
-from models.source import config_folder, read_config
 
 PROJECTIONS = ("gate", "up", "down")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_FORMAT = 1  # of the kept descriptions
 
 
 @dataclass(frozen=True)
@@ -152,71 +139,3 @@ class Decoder:
     def count(self, names: Iterable[str]) -> int:
         """Numbers in these tensors."""
         return sum(prod(self.shapes[name]) for name in names)
-
-
-def source_decoder(model: ModelConfig) -> Decoder:
-    """The dense decoder of a source; of a hub model from config.json alone. Raises UserError."""
-    return find_decoder(config_folder(model), weights=model.kind != "hub")
-
-
-def find_decoder(folder: Path, *, weights: bool = True) -> Decoder:
-    """The dense decoder in a checkpoint folder, also before its weights are there. Raises CheckpointError: none."""
-    config = read_config(folder)
-    entries = read_checkpoint(folder) if weights and has_weights(folder) else {}
-    shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    facts = json.dumps([_FORMAT, version("transformers"), _code(), config, sorted(shapes.items())])
-    return _kept(folder, weights and has_weights(folder), hashlib.sha256(facts.encode()).hexdigest())
-
-
-@lru_cache(maxsize=32)
-def _kept(folder: Path, weights: bool, key: str) -> Decoder:
-    place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        return from_json(json.loads(place.read_text(encoding="utf-8")))
-    # Importing torch and transformers takes seconds; a plan of a known model does without them.
-    from models.structure import describe  # noqa: PLC0415
-
-    decoder = describe(folder, weights=weights)
-    with suppress(OSError):  # a home that cannot be written costs these seconds again
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, asdict(decoder))
-    return decoder
-
-
-def from_json(content: Mapping[str, Any]) -> Decoder:
-    """The decoder that `asdict` wrote as JSON."""
-    ffn = content["ffn"]
-    plan = FFNPlan(**ffn | {name: Rows(**ffn[name]) for name in ("gate", "up")})
-    shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
-    stored = {name: tuple(parts) for name, parts in content["stored"].items()}
-    return Decoder(**{**content, "ffn": plan, "shapes": shapes, "stored": stored, "unknown": tuple(content["unknown"])})
-
-
-@lru_cache(maxsize=1)
-def _code() -> str:
-    """Hash of the code that finds decoders."""
-    return hashlib.sha256((Path(__file__).with_name("structure.py")).read_bytes()).hexdigest()
-
-
-def check_tensors(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]]) -> list[CheckpointError]:
-    """Errors for tensors on disk that are missing, unknown, or not of the shape that config.json says."""
-    problems: dict[str, list[str]] = {
-        "tensors are missing": [
-            name for name in decoder.shapes if not (decoder.stored.get(name) or (name == decoder.head and decoder.tied))
-        ],
-        "tensors are unknown to this architecture": list(decoder.unknown),
-        "tensors do not have the shape that config.json says": [],
-    }
-    for name, parts in decoder.stored.items():
-        found = [shapes[part] for part in parts]
-        joined = (sum(shape[0] for shape in found), *found[0][1:]) if len(found) > 1 else found[0]
-        if joined != decoder.shapes[name]:
-            problems["tensors do not have the shape that config.json says"].append(
-                f"{parts[0]} is {joined}, not {decoder.shapes[name]}"
-            )
-    errors = []
-    for what, names in problems.items():
-        where = ", ".join(name[:200] for name in names[:3]) + (" ..." if len(names) > 3 else "")
-        do = "check that config.json belongs to these weights"
-        errors += [CheckpointError(f"{len(names)} {what}", where=where, do=do)] if names else []
-    return errors

@@ -19,7 +19,8 @@ from instruments.errors import ConfigError, UserError
 from models.check import check_source
 from models.checkpoint.folder import expand_user
 from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
-from models.decoder import Decoder, source_decoder
+from models.decoder import Decoder
+from models.finding import source_decoder
 from models.targets.base import ALIGNMENT, MoETarget, expert_width
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing

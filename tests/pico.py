@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.decoder import Decoder, find_decoder
+from models.decoder import Decoder
+from models.finding import find_decoder
 from models.source import EMBEDDED
 
 # Families with head_dim = hidden / heads in transformers 4, in transformers 5 or in their MoE architecture.

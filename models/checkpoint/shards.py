@@ -17,7 +17,8 @@ from instruments.errors import CheckpointError
 from instruments.files import sync
 from instruments.safetensors_files import EntryReader, read_header
 from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
-from models.decoder import Decoder, find_decoder
+from models.decoder import Decoder
+from models.finding import find_decoder
 from models.quantization import import_bitsandbytes
 
 

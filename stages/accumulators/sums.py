@@ -3,10 +3,8 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from torch import Tensor
 
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_files import load_tensors, save_tensors
-from stages.accumulators.config import START_OVER, StoreConfig
-from stages.artifacts.job import Job
+from stages.accumulators.config import START_OVER
 
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -184,37 +181,3 @@ def load_sums(path: Path, *, do: str) -> tuple[ScanSums, dict[str, Any]]:
         return ScanSums(tensors, {name: float(n) for name, n in facts["counters"].items()}, {*facts["done"]}), facts
     except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=do) from error
-
-
-@contextmanager
-def open_store(
-    store: StoreConfig,
-    shapes: Shapes,
-    job: Job,
-    *,
-    label: str,
-    identity: Mapping[str, str],
-    weights: Sequence[Mapping[str, str]],
-) -> Iterator[SumStore]:
-    """Open this worker's store of a scan, and close it at the end.
-
-    Only sums of equal `identity` are added up; its entry `scan` is the fingerprint. `weights` maps gate, up and down of
-    every layer to the name of the weight. Raises UserError: the store cannot be reached, or holds sums of another scan.
-    """
-    workers, every = job.workers, store.checkpoint_every
-    keeper: SumStore | None = None
-    if store.kind == "local":
-        rank, world = workers.rank, workers.world
-        keeper = LocalStore(
-            job.scratch, shapes, identity=identity, every=every, worker=rank, workers=world, fresh=job.fresh
-        )
-    else:
-        from stages.accumulators.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra
-
-        claim = partial(open_redis_store, store, shapes, label=label, identity=identity, weights=weights)
-        # The leading worker claims the namespace before the others open it.
-        keeper = claim(fresh=job.fresh) if workers.leads else None
-        workers.broadcast(None)
-        keeper = keeper or claim()
-    with closing(keeper):
-        yield keeper

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from models.card import render_card
 from models.config import ModelConfig, MoEShape
-from models.decoder import find_decoder
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
+from models.finding import find_decoder
 from models.routing import GateKind, LinearRouter
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target

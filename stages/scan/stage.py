@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from models.ffn import dense_weight, ffn_modules, ffn_weight_names
 from models.loading import input_device, load_dense, load_tokenizer, padding_id
 from models.source import resolve_folder
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.sums import ScanSums, open_store
+from stages.accumulators.sums import LocalStore, ScanSums, Shapes, SumStore
 from stages.artifacts.carve import NeuronStatistics
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.losses import save_memory
@@ -121,6 +123,40 @@ def load_inputs(
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), padding_id(tokenizer))
     return dense, text, batches
+
+
+@contextmanager
+def open_store(
+    store: StoreConfig,
+    shapes: Shapes,
+    job: Job,
+    *,
+    label: str,
+    identity: Mapping[str, str],
+    weights: Sequence[Mapping[str, str]],
+) -> Iterator[SumStore]:
+    """Open this worker's store of a scan, and close it at the end.
+
+    Only sums of equal `identity` are added up; its entry `scan` is the fingerprint. `weights` maps gate, up and down of
+    every layer to the name of the weight. Raises UserError: the store cannot be reached, or holds sums of another scan.
+    """
+    workers, every = job.workers, store.checkpoint_every
+    keeper: SumStore | None = None
+    if store.kind == "local":
+        rank, world = workers.rank, workers.world
+        keeper = LocalStore(
+            job.scratch, shapes, identity=identity, every=every, worker=rank, workers=world, fresh=job.fresh
+        )
+    else:
+        from stages.accumulators.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra
+
+        claim = partial(open_redis_store, store, shapes, label=label, identity=identity, weights=weights)
+        # The leading worker claims the namespace before the others open it.
+        keeper = claim(fresh=job.fresh) if workers.leads else None
+        workers.broadcast(None)
+        keeper = keeper or claim()
+    with closing(keeper):
+        yield keeper
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:

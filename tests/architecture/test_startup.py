@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.config import DRIVERS
-from models.decoder import find_decoder
+from models.finding import find_decoder
 from models.source import EMBEDDED
 from pipeline.__main__ import TOOLS
 

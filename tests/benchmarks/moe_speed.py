@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.decoder import find_decoder
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
+from models.finding import find_decoder
 from models.source import EMBEDDED
 from models.targets.config import select_target
 from pipeline.shape import ShapeRequest, resolve_shape

@@ -7,7 +7,7 @@ import time
 import pytest
 from config.preset_sizes import CONFIGS
 
-from models.decoder import find_decoder
+from models.finding import find_decoder
 from pipeline.cli import run_command
 from pipeline.help import CONF
 

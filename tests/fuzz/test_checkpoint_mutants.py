@@ -12,8 +12,8 @@ from pico import write_pico
 from models.check import check_source
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
-from models.decoder import find_decoder
 from models.emit import copy_tokenizer_files
+from models.finding import find_decoder
 from models.loading import load_dense, load_tokenizer
 from models.source import source_cache_key
 from models.stream import LayerStream

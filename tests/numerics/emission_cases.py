@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.decoder import find_decoder
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
+from models.finding import find_decoder
 from models.targets.config import MOE_TARGETS, check_target
 
 TOLERANCE = 1e-5

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.config import MoEShape
-from models.decoder import find_decoder
+from models.finding import find_decoder
 from models.targets.config import MOE_TARGETS
 from models.targets.config_json import emit_config
 from models.targets.tiny_onn import copy_code

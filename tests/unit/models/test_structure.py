@@ -10,10 +10,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
-from models.check import check_values
+from models.check import check_tensors, check_values
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import DenseReader
-from models.decoder import Rows, check_tensors, find_decoder, from_json
+from models.decoder import Rows
+from models.finding import find_decoder, from_json
 from models.structure import build_empty, describe_model
 
 

@@ -8,7 +8,7 @@ import pytest
 from pico import decoder_of, write_pico
 
 from models.config import MoEShape
-from models.decoder import find_decoder
+from models.finding import find_decoder
 from models.source import EMBEDDED
 from models.targets.config_json import count_carved, count_dense
 from pipeline.check import InvalidSettingsError, validate, width_errors

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import MoEShape
-from models.decoder import find_decoder
+from models.finding import find_decoder
 from models.source import EMBEDDED
 from models.targets.config import MOE_TARGETS, select_target
 from models.targets.config_json import count_carved, count_dense, emit_config

@@ -1,0 +1,64 @@
+"""Find the dense decoder in a folder once, and keep its description on disk: later plans need no torch."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from instruments.files import write_json
+from models.checkpoint.folder import has_weights, read_checkpoint
+from models.config import ModelConfig
+from models.decoder import Decoder, FFNPlan, Rows
+from models.source import config_folder, read_config
+
+_FORMAT = 1  # of the kept descriptions
+
+
+def source_decoder(model: ModelConfig) -> Decoder:
+    """The dense decoder of a source; of a hub model from config.json alone. Raises UserError."""
+    return find_decoder(config_folder(model), weights=model.kind != "hub")
+
+
+def find_decoder(folder: Path, *, weights: bool = True) -> Decoder:
+    """The dense decoder in a checkpoint folder, also before its weights are there. Raises CheckpointError: none."""
+    config = read_config(folder)
+    entries = read_checkpoint(folder) if weights and has_weights(folder) else {}
+    shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
+    facts = json.dumps([_FORMAT, version("transformers"), _code(), config, sorted(shapes.items())])
+    return _kept(folder, weights and has_weights(folder), hashlib.sha256(facts.encode()).hexdigest())
+
+
+@lru_cache(maxsize=32)
+def _kept(folder: Path, weights: bool, key: str) -> Decoder:
+    place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return from_json(json.loads(place.read_text(encoding="utf-8")))
+    # Importing torch and transformers takes seconds; a plan of a known model does without them.
+    from models.structure import describe  # noqa: PLC0415
+
+    decoder = describe(folder, weights=weights)
+    with suppress(OSError):  # a home that cannot be written costs these seconds again
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, asdict(decoder))
+    return decoder
+
+
+def from_json(content: Mapping[str, Any]) -> Decoder:
+    """The decoder that `asdict` wrote as JSON."""
+    ffn = content["ffn"]
+    plan = FFNPlan(**ffn | {name: Rows(**ffn[name]) for name in ("gate", "up")})
+    shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
+    stored = {name: tuple(parts) for name, parts in content["stored"].items()}
+    return Decoder(**{**content, "ffn": plan, "shapes": shapes, "stored": stored, "unknown": tuple(content["unknown"])})
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """Hash of the code that finds decoders."""
+    return hashlib.sha256((Path(__file__).with_name("structure.py")).read_bytes()).hexdigest()
