@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scipy.stats import spearmanr
 from tabulate import tabulate
 from torch import Tensor
 
 from instruments.errors import ContractError, UserError
 from stages.artifacts.carve import NeuronStatistics
 from stages.score.config import ScoreConfig
-from stages.score.stage import rank_correlation, score_neurons
+from stages.score.stage import score_neurons
 
 SHARES = (0.1, 0.25, 0.5)  # of a layer's neurons, which a carve may keep
 
@@ -33,6 +34,16 @@ def compare_scans(reference: NeuronStatistics, quantised: NeuronStatistics) -> l
     scores = [score_neurons(scan, ScoreConfig(), seed=0).chosen for scan in (reference, quantised)]
     columns = [rank_correlation(*scores), *(top_overlap(*scores, share) for share in SHARES)]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def rank_correlation(first_LF: Tensor, second_LF: Tensor) -> list[float | None]:
+    """Spearman's correlation by layer; None if one of the two is constant."""
+    return [
+        None
+        if min(len(first_F.unique()), len(second_F.unique())) == 1
+        else float(spearmanr(first_F, second_F).statistic)
+        for first_F, second_F in zip(first_LF, second_LF, strict=True)
+    ]
 
 
 def top_overlap(first_LF: Tensor, second_LF: Tensor, share: float) -> list[float]:

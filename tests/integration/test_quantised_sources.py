@@ -159,8 +159,8 @@ def test_a_model_scanned_in_4_bits_is_held_against_its_stored_weights(plain, tex
 def test_a_stored_checkpoint_runs_layer_by_layer(stored, twin):
     ids = torch.arange(1, 12)[None]
     with LayerStream(stored, device=torch.device("cpu")) as stream, torch.no_grad():
-        (hidden_BTD,) = stream.embed([ids])
+        (passage,) = stream.embed([ids])
         for layer in stream.layers():
-            residual_BTD, x_BTD = layer.attend(hidden_BTD)
-            hidden_BTD = residual_BTD + layer.ffn(x_BTD[0])
-        torch.testing.assert_close(stream.head()(hidden_BTD), twin(ids).logits, rtol=1e-5, atol=1e-5)
+            x_BTD = layer.attend(passage)
+            layer.add(passage, torch.arange(ids.shape[1]), layer.ffn(x_BTD[0]))
+        torch.testing.assert_close(stream.head()(passage), twin(ids).logits, rtol=1e-5, atol=1e-5)

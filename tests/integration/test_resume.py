@@ -203,7 +203,7 @@ def test_two_runs_of_one_result_at_once(outputs, words, capsys):
 def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words, capsys):
     before = hashes(outputs, "scan")
     forget(outputs, "scan")
-    run_killed(outputs, words, "stage=scan", at="stages.accumulators.store:LocalStore.flush", calls=4)
+    run_killed(outputs, words, "stage=scan", at="stages.accumulators.sums:LocalStore.flush", calls=4)
     assert len(hidden(outputs, "scan")) == 2  # the staging folder with its scratch, and a lock nobody holds
     assert in_process(outputs, words, "stage=scan") == 0
     assert hashes(outputs, "scan") == before

@@ -69,7 +69,7 @@ def test_the_loop_equals_the_carve_in_neuron_space(ffn):
     def features(x_TD):
         return ffn.hidden(x_TD) * active_copies(loop.router.choose(x_TD, K), member_EF, always_S)
 
-    carved = CarvedFFN(features, ffn.down_DF, lambda _x_TD, hidden_TF: hidden_TF)
+    carved = CarvedFFN(features, ffn.down_DF)
     (blocks, output_TD), (expected, expected_TD) = loop.run(draw_x()), carved.run(draw_x())
     features_TF, expected_TF = (sum_blocks(found, len(output_TD), F) for found in (blocks, expected))
     torch.testing.assert_close(features_TF, expected_TF, rtol=1e-5, atol=1e-6)

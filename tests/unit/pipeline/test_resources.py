@@ -96,7 +96,7 @@ def test_hidden_states_above_the_limit_are_on_disk(checked):
     words = ("data.tokens=131072", "vocabulary=none")
     inside, outside = (checked(*words, f"model.hidden_memory={room}GB") for room in (100, 0))
     for stage, tokens in (("scan", 0), ("cluster", 16384), ("project", 131072)):
-        kept = 3 * 4 * 256 * tokens
+        kept = 4 * 4 * 256 * tokens
         assert hidden_bytes(stage, inside) == (kept, 0)
         assert hidden_bytes(stage, outside) == (0, kept)
 
@@ -106,7 +106,7 @@ def test_the_processes_of_a_machine_share_its_memory(checked, monkeypatch):
     run = checked("vocabulary=none", "data.sample_tokens=1000")
     for name, value in places.items():
         monkeypatch.setenv(name, value)
-    each = 4 * 256 * (3 * 1000 // 8 + 2 * 1000)
+    each = 4 * 256 * (4 * 1000 // 8 + 2 * 1000)
     for room, expected in ((4 * each, (each, 0)), (4 * each - 4, (0, 8 * each))):
         monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda room=room: room)
         assert hidden_bytes("cluster", run) == expected
