@@ -21,6 +21,8 @@ from models.targets.base import (
 
 # owner/name on the hub; any other source is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+# Classes that load a carve and its input: of text, and of text with images.
+_READING, _SEEING = ("AutoModelForCausalLM", "AutoTokenizer"), ("AutoModelForImageTextToText", "AutoProcessor")
 NO_TRAINING = "none: stage=train has not run"
 _TRAINING = "| training | {} |"
 
@@ -57,9 +59,12 @@ def render_card(
     if shape.dense_layers:
         share += f"; on average over all layers {shape.active_share(width, layers):.0%}"
     remote_code = ", trust_remote_code=True" if target.is_tiny_onn else ""
+    seeing = dense.is_wrapper and not target.is_tiny_onn
+    model_class, reader_class = _SEEING if seeing else _READING
+    architecture = target.wrappers[str(dense.config_json["model_type"])][0] if seeing else target.architecture
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(target, shape, pad_to, dense.config))
     facts = {
-        "architecture": f"`{target.architecture}`",
+        "architecture": f"`{architecture}`",
         "experts": _experts(shape, layers),
         "always-on neurons": shape.always_on,
         "active FFN width": f"{shape.active_width} of the dense model's {width} ({share})",
@@ -68,7 +73,7 @@ def render_card(
     table = "\n".join(f"| {what} | {value} |" for what, value in facts.items())
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {"image-text-to-text" if seeing else "text-generation"}
 tags: [moe, tiny-onn]
 base_model: {json.dumps(name)}
 ---
@@ -82,10 +87,10 @@ A Mixture-of-Experts cut out of the dense model `{name}` with Tiny-ONN.
 {_TRAINING.format(NO_TRAINING)}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {model_class}, {reader_class}
 
-model = AutoModelForCausalLM.from_pretrained("path/of/this/folder"{remote_code})
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder"{remote_code})
+model = {model_class}.from_pretrained("path/of/this/folder"{remote_code})
+{reader_class.removeprefix("Auto").lower()} = {reader_class}.from_pretrained("path/of/this/folder"{remote_code})
 ```
 
 ## Where this shape runs

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import TokenizersBackend
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
-from models.checkpoint.folder import LICENCES, TOKENIZER_PATTERNS, read_json
+from models.checkpoint.folder import LICENCES, PROCESSORS, TOKENIZER_PATTERNS, read_json
 from models.checkpoint.shards import DenseReader, ShardWriter
 from models.config import MoEShape
 from models.decoder import PROJECTIONS
@@ -36,7 +36,7 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
 
     tokenizer_config.json is rewritten so that transformers 4.57 and 5 both read it. Raises CheckpointError.
     """
-    for pattern in ("generation_config.json", *TOKENIZER_PATTERNS, *LICENCES):
+    for pattern in ("generation_config.json", *PROCESSORS, *TOKENIZER_PATTERNS, *LICENCES):
         for path in source_folder.glob(pattern):
             if path.is_file() and path.suffix.lower() not in _CODE:
                 copy = out_folder / path.relative_to(source_folder)
@@ -182,6 +182,11 @@ class _Emission:
         for name in decoder.frame_names:
             if name != decoder.head and name in decoder.stored:
                 self.copy(name)
+        kept = {part for parts in decoder.stored.values() for part in parts}
+        if left_out := [name for name in self.reader.names if name not in kept and "rotary_emb" not in name]:
+            # Such as layers that predict the second next token.
+            what = "tensors that transformers does not read are left out"
+            logger.warning("%d %s: %s ...", len(left_out), what, ", ".join(left_out[:3]))
 
     def copy_layer(self, layer: int) -> None:
         """Copy attention and norms, and the FFN of a layer that stays dense."""

@@ -35,9 +35,11 @@ TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
     "chat_template*", "*.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# Settings for images, sounds and videos.
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # The other JSON files that transformers reads of a language model. A folder may hold more, such as trainer_state.json.
 _CONFIGURATIONS = {
-    "config.json", "generation_config.json", INDEX, ADAPTER, "processor_config.json", "preprocessor_config.json",
+    "config.json", "generation_config.json", INDEX, ADAPTER, *PROCESSORS,
 }  # fmt: skip
 LICENCES = ("LICENSE*", "NOTICE*")
 

@@ -72,6 +72,10 @@ def _wrapped(decoder: Decoder, target: MoETarget, text: Mapping[str, Any]) -> di
     architecture, model_type = target.wrappers[str(decoder.config_json["model_type"])]
     of_text = {key: value for key, value in text.items() if key not in {"architectures", "transformers_version"}}
     rest = {key: value for key, value in decoder.config_json.items() if key not in _OF_FILES}
+    dense_type = str(decoder.config_json["model_type"])
+    for key, part in rest.items():  # such as the vision tower's, by the wrapper's name
+        if isinstance(part, Mapping) and str(part.get("model_type")).startswith(dense_type):
+            rest[key] = {**part, "model_type": model_type + part["model_type"].removeprefix(dense_type)}
     same = {key: text[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype")}
     return {"architectures": [architecture], "model_type": model_type, **rest, **same, "text_config": of_text}
 

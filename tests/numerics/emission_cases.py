@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from pico import write_pico
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from zoo.checkpoints import IMAGE, write_checkpoint
+from zoo.images import image_inputs
 
 from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
@@ -68,11 +70,21 @@ GEMMA4 = WINDOWS | {
 GEMMA4_SMALL = GEMMA4 | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61}
 GEMMA4_NO_VALUES = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 LFM2 = {"full_attn_idxs": [1], "conv_bias": True, "block_auto_adjust_ff_dim": False}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+}
 NO_ROTATION = {"no_rope_layers": [1, 0]}
 
 
 @dataclass(frozen=True)
 class Case:
+    """A carve; a source of the zoo, which ends in _image, is a wrapper that is compared on a text with an image."""
+
     source: str
     target: str
     always_on: int = 0
@@ -83,6 +95,7 @@ class Case:
     pad_to: int = 8
     dense_layers: tuple[int, ...] = ()
     warned: int = 0  # warnings of transformers 5, which the dense checkpoint also causes
+    tolerance: float = TOLERANCE  # more for models whose own noise is larger
     pico: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -93,6 +106,12 @@ class Case:
     def width(self) -> int:
         """F; with copies, the last expert has no neurons of its own."""
         return (self.experts - self.copies) * self.n + self.always_on
+
+    @property
+    def architecture(self) -> str:
+        """The class that the carve loads as."""
+        target, wrapper = MOE_TARGETS[self.target], self.source.removesuffix(IMAGE)
+        return target.architecture if wrapper == self.source else target.wrappers[wrapper][0]
 
 
 CASES = {
@@ -178,22 +197,31 @@ CASES = {
     "glm4-padded": Case("qwen3", "glm4_moe", always_on=5, pad_to=128),
     "granite-padded": Case("granite", "granitemoeshared", always_on=5, pad_to=128),
     "smollm3-padded": Case("smollm3", "tiny_onn", always_on=5, pad_to=128),
+    "qwen3_5": Case("qwen3_5_text", "qwen3_5_moe_text", always_on=5, tolerance=3e-5, pico=HYBRID),
+    "qwen3_5-none-always-on": Case("qwen3_5_text", "qwen3_5_moe_text", tolerance=3e-5, pico=HYBRID | {"tie": True}),
+    "qwen3_5-bfloat16": Case("qwen3_5_text", "qwen3_5_moe_text", 5, 4, 8, dtype=torch.bfloat16, pico=HYBRID),
+    "qwen3_5-image": Case("qwen3_5_image", "qwen3_5_moe_text", 32, 4, 24, tolerance=3e-5),
 }
 
 
 def write_case(folder: Path, case: Case) -> None:
     """Write a dense checkpoint, its logits, and the MoE emitted from it."""
-    pico = {"rope_parameters": PLAIN_ROPE} | case.pico
-    dense = write_pico(
-        folder / "dense", case.source, layers=LAYERS, hidden=HIDDEN, intermediate=case.width, dtype=case.dtype, **pico
-    )
-    ids = torch.arange(33).view(3, 11)
+    if case.source.endswith(IMAGE):
+        dense = write_checkpoint(case.source, folder / "dense")
+        whole = AutoModelForImageTextToText.from_pretrained(dense, dtype=torch.float32)
+        batch = image_inputs(whole)
+    else:
+        pico = {"rope_parameters": PLAIN_ROPE, "layers": LAYERS, "hidden": HIDDEN} | case.pico
+        dense = write_pico(folder / "dense", case.source, intermediate=case.width, dtype=case.dtype, **pico)
+        whole = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        batch = {"input_ids": torch.arange(33).view(3, 11)}
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)(ids).logits
+        logits = whole(**batch).logits
     assert logits.std() > 0.5
-    save_file({"ids": ids, "logits": logits}, folder / "dense_logits.safetensors")
-    target = MOE_TARGETS[case.target]
-    assert not check_target(find_decoder(dense), target, case.shape)
+    save_file({**batch, "logits": logits}, folder / "dense_logits.safetensors")
+    target, decoder = MOE_TARGETS[case.target], find_decoder(dense)
+    assert decoder.width == case.width
+    assert not check_target(decoder, target, case.shape)
     with DenseReader(dense) as reader:
 
         def experts(layer: int):
@@ -207,7 +235,7 @@ def write_case(folder: Path, case: Case) -> None:
             folder / "moe",
             target=target,
             shape=case.shape,
-            routers=lambda _layer: torch.zeros(case.experts, HIDDEN),
+            routers=lambda _layer: torch.zeros(case.experts, decoder.hidden),
             experts=experts,
             pad_to=case.pad_to,
         )

@@ -23,7 +23,7 @@ from pipeline.cli import start
 
 NATIVE, OWN, REFUSED, FAILED, MISSING = "carved natively", "carved as TinyONN", "refused", "failed", "cannot be built"
 OUTCOMES = (NATIVE, OWN, REFUSED, FAILED, MISSING)
-TOLERANCE = 1e-5  # standard deviations of the dense model's logits
+TOLERANCE = 1e-5  # standard deviations of the dense model's logits, where its own noise is not larger
 PATIENCE = 120  # seconds to build and carve a type
 
 # 4 experts of 24 neurons, all of them on, and 32 that are always on; constant gates, and weights as they were cut.

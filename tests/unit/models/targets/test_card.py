@@ -82,6 +82,8 @@ def test_the_active_width_and_the_pool_of_a_card():
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
         ("flex_olmo", SHAPE, "\nSGLang, llama.cpp: do not know this architecture."),
         ("tiny_onn", SHAPE, "needs `trust_remote_code=True`"),
+        ("qwen3_moe", SHAPE, "transformers 4.57 and 5: loads without remote code"),
+        ("qwen3_5_moe_text", SHAPE, "transformers 5: loads without remote code; train with"),
         ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM: runs no pool of experts that layers share.\n"),
         ("qwen2_moe", MoEShape(64, 256, 8, 0, dense_layers=(0,)), "\nllama.cpp: runs dense layers only in"),
         ("qwen3_moe", SHAPE, "with 5, train with `experts_implementation="),
