@@ -182,6 +182,13 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         Raises CheckpointError: the model computes between its layers.
         """
         self.device, self.reader = device, DenseReader(folder)
+        try:
+            self._open(folder)
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def _open(self, folder: Path) -> None:
         decoder = self.reader.decoder
         with explained_loading(folder), init_empty_weights(include_buffers=False):
             self.config = AutoConfig.from_pretrained(folder, local_files_only=True)

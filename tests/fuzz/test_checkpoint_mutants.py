@@ -65,7 +65,8 @@ def carve_plan(folder):
     assert count_carved(source, target, SHAPE).total > 0
     with ShardReader(folder) as reader:
         found = {name: reader.tensor(name) for name in reader.names}
-    LayerStream(folder, device=torch.device("cpu"))
+    with LayerStream(folder, device=torch.device("cpu")):
+        pass
     return found
 
 

@@ -81,7 +81,7 @@ def test_giant_tensors_of_which_config_says_less(source):
     code, text, seconds = refusal(source)
     assert code != 0
     assert "1 tensors do not have the shape that config.json says" in text
-    assert seconds < SECONDS
+    assert seconds < 2 * SECONDS  # what the model is made of is described first
 
 
 def test_lack_of_memory(source):
