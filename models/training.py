@@ -59,13 +59,13 @@ def parameter_groups(
     find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}
     groups: dict[tuple[Part, float], dict[str, Any]] = {}
-    fixed = _fixed(model)
+    fixed = _fixed_names(model)
     adapted = any(hasattr(module, "peft_config") for module in model.modules())  # also below DistributedDataParallel
     for name, parameter in model.named_parameters():
         part = part_of(name)
         kept = vars(parameter).get("frozen_by_rate", False)  # by an earlier call, not by PEFT
         trainable = parameter.is_floating_point() and (parameter.requires_grad or kept or not adapted)
-        parameter.requires_grad_(rates[part] > 0 and trainable and not name.endswith(fixed))
+        parameter.requires_grad_(rates[part] > 0 and trainable and name not in fixed)
         vars(parameter)["frozen_by_rate"] = trainable and not parameter.requires_grad
         decay = weight_decay if part is not Part.ROUTER and parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
@@ -74,10 +74,13 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _fixed(model: nn.Module) -> tuple[str, ...]:
-    """Ends of names of the parameters that must keep their values."""
+def _fixed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that must keep their values; a vision tower may have layers of the same names."""
     target = MOE_TARGETS.get(getattr(_text_config(model), "model_type", ""))
-    return target.fixed if target else ()
+    if target is None:
+        return set()
+    layers = {name.removesuffix(target.router_module) for name in router_names(model)}
+    return {layer + name for layer in layers for name in target.fixed}
 
 
 def _text_config(model: nn.Module) -> PreTrainedConfig | None:
@@ -158,7 +161,8 @@ class RouterWatch:
             return
         if isinstance(output, Tensor):  # of a Linear layer, as in Gemma 4: the choice is made around it
             assert self._top_k is not None, "the model says how many experts it chooses"
-            self._seen.append(Routing(output, output.topk(self._top_k).indices))
+            # Detached: a hook that saves tensors for the backward pass would save none when a layer is recomputed.
+            self._seen.append(Routing(output, output.detach().topk(self._top_k).indices))
         else:
             self._seen.append(Routing(output[0], output[2]))
 
@@ -287,8 +291,9 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
     """
     handles = []
     for name in router_names(model):
-        layer, _, router = name.rpartition(".")
-        ffn = model.get_submodule(layer)
+        # Gemma 4's router is a layer within a module, beside which its experts are.
+        place = name.removesuffix(".proj").rpartition(".")[0]
+        ffn, router = model.get_submodule(place), name.removeprefix(f"{place}.")
         if not hasattr(ffn, "experts"):
             what = "straight-through routers compute all experts for every token, in a pool those of all layers"
             do = "load it with grouped_mm and without show_scores, or carve with topology=per_layer"
@@ -302,11 +307,12 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
 
 def _connect(router: str, ffn: nn.Module, _inputs: Any = ()) -> None:  # noqa: ANN401
     # Not as an attribute, which would make the experts a part of the router.
-    vars(getattr(ffn, router))["shown_to"] = without_adapters(ffn.experts)  # type: ignore[arg-type]
+    vars(ffn.get_submodule(router))["shown_to"] = without_adapters(ffn.experts)  # type: ignore[arg-type]
 
 
-def _show(router: nn.Module, _inputs: Any, output: Sequence[Tensor]) -> None:  # noqa: ANN401
-    experts, logits_TE, bias_E = vars(router)["shown_to"], output[0], selection_bias(router)
+def _show(router: nn.Module, _inputs: Any, output: Sequence[Tensor] | Tensor) -> None:  # noqa: ANN401
+    logits_TE = output if isinstance(output, Tensor) else output[0]
+    experts, bias_E = vars(router)["shown_to"], selection_bias(router)
     if bias_E is None:
         experts.router_scores = logits_TE
     else:  # TinyONN adds the bias to the logits, other architectures to their sigmoid

@@ -19,7 +19,14 @@ MOES = {
     "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 16},
 }  # fmt: skip
 
+# Its router is a layer within a module, and some of its parameters never learn.
+GEMMA4 = {
+    "num_experts": 5, "top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
 
 def make_moe(model_type):
     """Random weights: 2 layers of 5 experts with 8 neurons each, top-2, hidden size 24."""
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **MOES[model_type]))
+    keys = GEMMA4 if model_type == "gemma4_text" else MOES[model_type]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **keys))

@@ -55,7 +55,7 @@ TARGETS = (
         # The FFN's own output is added, which is too small to count.
         ffn_modules=("mlp", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
         # An optimizer's step is larger than these numbers.
-        fixed=(".mlp.down_proj.weight", ".router.scale", ".router.per_expert_scale"),
+        fixed=("mlp.down_proj.weight", "router.scale", "router.per_expert_scale"),
         always_has_shared=True,
         norm_key=False,
         factor_tensor=True,

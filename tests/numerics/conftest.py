@@ -5,7 +5,7 @@ from pico_moes import MOES, make_moe
 from models.training import find_routers
 
 
-@pytest.fixture(params=MOES)
+@pytest.fixture(params=[*MOES, "gemma4_text"])
 def moe(request):
     """A tiny MoE of every architecture in training mode, its routers far from even."""
     torch.manual_seed(1)

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from pico_moes import MOES, SIZES, make_moe
@@ -91,3 +93,13 @@ def test_a_dense_model_is_refused():
     with pytest.raises(CheckpointError, match="the model has no routers") as caught:
         parameter_groups(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES)))
     assert caught.value.do == "load the checkpoint of stage=assemble or stage=project"
+
+
+def test_what_a_target_fixes_is_fixed_in_its_carved_layers_alone():
+    moe = make_moe("gemma4_text")
+    moe.vision_tower = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": moe.model.layers[0].mlp})])})
+    moe.vision_tower["layers"][0] = copy.deepcopy(moe.vision_tower["layers"][0])
+    parameter_groups(moe, rest_rate=1e-5)
+    frozen = {name for name, parameter in moe.named_parameters() if not parameter.requires_grad}
+    fixed = ("mlp.down_proj.weight", "router.scale", "router.per_expert_scale")
+    assert frozen == {f"model.layers.{layer}.{name}" for layer in range(2) for name in fixed}
