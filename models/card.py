@@ -15,7 +15,7 @@ from models.targets.base import (
     expert_width,
     gate_kind,
     is_power_of_two,
-    rope_type_of,
+    long_texts,
     shared_width,
 )
 
@@ -116,7 +116,7 @@ def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None, de
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     served = target.served_by(shape, dense)
-    lines = [_loading(target), *_kept_keys(target, dense)]
+    lines = [_loading(target), *filter(None, [long_texts(target, dense)])]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
             "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
@@ -158,19 +158,6 @@ def _loading(target: MoETarget) -> str:
     if target.is_tiny_onn:
         return _OWN_CLASS
     return _KNOWN_CLASS if target.transformers_4 else _NEW_CLASS
-
-
-def _kept_keys(target: MoETarget, dense: Mapping[str, Any]) -> list[str]:
-    """Phi-3's class computes its cache again where texts become long and keys are rotated otherwise; others do not."""
-    if target.is_tiny_onn or dense.get("model_type") != "phi3" or rope_type_of(dense) != "longrope":
-        return []
-    rope = dense.get("rope_scaling") or dense.get("rope_parameters") or {}
-    short = dense.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or 4096
-    return [
-        f"transformers: generation that begins within {short:,} tokens and goes beyond is wrong from there on, unless "
-        "`use_cache=False`: the cache keeps keys in the position encoding of short texts. "
-        "`assemble.target=tiny_onn` computes them again, as the dense model does."
-    ]
 
 
 def _blocks(width: int) -> str:

@@ -279,10 +279,13 @@ class _Emission:
         gate, up, down = weights
         rows = (gate, up) if len(names) == 3 else (torch.cat([gate, up], dim=-2),)
         *row_names, down_name = (self._place(name, layer) for name in names)
+        dtype = gate.dtype if self.keeps_dtypes else self.main_dtype
+        down = self._scaled(down_name, down, down_scale, dtype)
+        if names == self.target.packed and self.target.transposed:
+            rows, down = (rows[0].transpose(1, 2),), down.transpose(1, 2)
         for name, tensor in zip(row_names, rows, strict=True):
             self._add(name, tensor)
-        dtype = gate.dtype if self.keeps_dtypes else self.main_dtype
-        self.writer.add(down_name, self._scaled(down_name, down, down_scale, dtype))
+        self.writer.add(down_name, down)
 
     def _scaled(self, name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         if scale == 1.0:

@@ -21,7 +21,7 @@ from models.checkpoint.folder import expand_user
 from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
-from models.targets.base import ALIGNMENT, MoETarget, expert_width
+from models.targets.base import ALIGNMENT, MoETarget, expert_width, long_texts
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
@@ -197,6 +197,7 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
     errors += width_errors(shape, request.assemble.pad_to)
     try:
         target = request.target(shape)
+        errors += square_errors(request, shape, target)
         errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
     except UserError as error:
         errors.append(error)
@@ -220,6 +221,17 @@ def width_errors(shape: MoEShape, pad_to: int | None) -> Iterator[ConfigError]:
             f"experts of {stored} neurons on disk: grouped_mm, by which transformers runs them, needs a multiple of 8"
         )
         yield ConfigError(what, where=f"n={shape.n}, assemble.pad_to={pad_to}", do="assemble.pad_to=8")
+
+
+def square_errors(request: ShapeRequest, shape: MoEShape, target: MoETarget) -> Iterator[ConfigError]:
+    """An error if nothing shows that the experts' matrices are transposed on disk: they would load, and wrongly."""
+    stored, hidden = expert_width(shape, request.assemble.pad_to), request.source.hidden
+    if target.transposed and hidden in {stored, 2 * stored}:
+        what = (
+            f"{target.model_type} stores experts transposed, and of {stored} neurons at hidden_size={hidden} nothing "
+        )
+        what += "shows it: programs would read rows as columns"
+        yield ConfigError(what, where=f"n={shape.n}", do="another n, or assemble.target=tiny_onn")
 
 
 def request_shape(settings: Settings, source: Decoder) -> ShapeRequest:
@@ -349,10 +361,10 @@ def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, r
     if settings.stage == "diagnose" and (typed := [word for word in words if word.startswith(others)]):
         yield f"{' '.join(typed)} is ignored: check={settings.check}"
     if shape is not None:
-        yield from _carve_warnings(settings, shape, request.target(shape))
+        yield from _carve_warnings(settings, shape, request.target(shape), request.source)
 
 
-def _carve_warnings(settings: Settings, shape: MoEShape, target: MoETarget) -> Iterator[str]:
+def _carve_warnings(settings: Settings, shape: MoEShape, target: MoETarget, source: Decoder) -> Iterator[str]:
     filled = ["top_k"] if shape.pooled else ["experts", "n", "top_k", "always_on"]
     if settings.active != Settings.active and all(getattr(settings, name) is not None for name in filled):
         yield f"active={settings.active:g} is ignored: it fills what is null of {', '.join(filled)}"
@@ -360,6 +372,8 @@ def _carve_warnings(settings: Settings, shape: MoEShape, target: MoETarget) -> I
     left_out = [name for name in baselines if name not in POOL_BASELINES]
     if shape.pooled and left_out and baselines != EvaluateConfig().baselines and settings.involves("evaluate"):
         yield f"evaluate.baselines=[{','.join(left_out)}] is ignored: topology=global_pool"
+    if settings.involves("assemble") and (difference := long_texts(target, source.config)):
+        yield difference
     if not settings.involves("train") or settings.train.straight_through:
         return
     if shape.top_k == 1 < shape.experts and target.normalised(shape):

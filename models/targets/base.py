@@ -103,6 +103,7 @@ class MoETarget:
     experts: str = LAYER + "mlp.experts.{expert}.{part}.weight"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     packed: tuple[str, str] | None = None  # all experts of a layer: (E, 2N, D) with gate above up, and (E, D, N)
+    transposed: bool = False  # on disk they are (E, D, 2N) and (E, N, D), which transformers sees by their shape alone
     packed_pool: tuple[str, str] | None = None  # the same for one pool of experts that all layers share
     shared: str | None = None  # the FFN of the always-on neurons
     packed_shared: tuple[str, str] | None = None  # the same as (2S, D) and (D, S)
@@ -121,7 +122,7 @@ class MoETarget:
     router_module: str = "gate"
     expert_modules: tuple[str, ...] = ("experts",)  # with shared experts and their gate
     ffn_modules: tuple[str, ...] = ("mlp",)  # of a layer; their outputs sum to its FFN's, the first reads its input
-    fixed: tuple[str, ...] = ()  # ends of parameters' names that training must not change
+    fixed: tuple[str, ...] = ()  # parameters of a carved layer that training must not change
 
     scoring: str = "softmax"  # of router logits: softmax or sigmoid
     normalised: Callable[[MoEShape], bool] = field(default=lambda _shape: True)  # the K chosen gates sum to 1
@@ -173,6 +174,9 @@ class MoETarget:
             # vLLM 0.32 computes some with SiLU and refuses others.
             known = "SiLU" if self.activation == "silu" else self.activation
             return dict.fromkeys(self.runtimes, f"has only {known} for these experts, not {activation}")
+        rope = rope_of(source)
+        if rope_type_of(source) == "yarn" and (rope.get("mscale_all_dim") or rope.get("attention_factor")):
+            return dict.fromkeys(self.runtimes, "ignores the mscale and attention_factor of yarn")
         fault = self._llama_cpp_fault(shape, source) if "llama.cpp" in self.runtimes else ""
         return {"llama.cpp": fault} if fault else {}
 
@@ -200,11 +204,37 @@ def activation_of(config: Mapping[str, Any]) -> str:
     return str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
 
 
+def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The position encoding; as in transformers 5, the older key comes first where both are given."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    return rope if isinstance(rope, Mapping) else {}
+
+
 def rope_type_of(config: Mapping[str, Any]) -> str:
     """The kind of position encoding, by its name in transformers."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    kind = str((rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default")
+    kind = str(rope_of(config).get("rope_type") or rope_of(config).get("type") or "default")
     return "longrope" if kind == "su" else kind  # the name in early Phi-3 checkpoints
+
+
+def long_texts(target: MoETarget, config: Mapping[str, Any]) -> str:
+    """What a carve computes otherwise than the dense model of this `Decoder.config` in long texts; empty: nothing."""
+    rope = rope_of(config)
+    if target.is_tiny_onn or target.carries:
+        return ""
+    first = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or 4096
+    if rope.get("llama_4_scaling_beta"):
+        return (
+            f"The dense model's attention is sharper after each {first:,} tokens, which {target.model_type} does not "
+            "have: longer texts are computed otherwise. `assemble.target=tiny_onn` computes them as the dense model."
+        )
+    if config.get("model_type") == "phi3" and rope_type_of(config) == "longrope":
+        # Phi-3's class computes its cache again where texts become long and keys are rotated otherwise.
+        return (
+            f"transformers: generation that begins within {first:,} tokens and goes beyond is wrong from there on, "
+            "unless `use_cache=False`: the cache keeps keys in the position encoding of short texts. "
+            "`assemble.target=tiny_onn` computes them again, as the dense model does."
+        )
+    return ""
 
 
 def several_chosen(shape: MoEShape) -> bool:

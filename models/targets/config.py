@@ -1,20 +1,45 @@
 """The MoE targets of this folder: which one a dense decoder and a shape can have."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from instruments.errors import ConfigError
 from models import targets
 from models.config import MoEShape
 from models.decoder import Decoder
-from models.targets.base import MoETarget
+from models.targets.base import MoETarget, rope_of
 
 # The `TARGETS` of every module in this folder.
 MOE_TARGETS: dict[str, MoETarget] = {}
 for _module in iter_modules(targets.__path__, f"{targets.__name__}."):
     if _module.name != __name__:
         MOE_TARGETS |= {target.model_type: target for target in getattr(import_module(_module.name), "TARGETS", ())}
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the text decoder: all of it, if the model is no wrapper."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def carved_target(config: Mapping[str, Any]) -> tuple[MoETarget, str] | None:
+    """The target and the class that the config.json of a carve names, of a wrapper by both parts; None: no carve."""
+    model_type, text_type = config.get("model_type"), text_of(config).get("model_type")
+    target = MOE_TARGETS.get(text_type) if isinstance(text_type, str) else None
+    if target is None:
+        return None
+    classes = {name: wrapper for wrapper, name in target.wrappers.values()} | {target.model_type: target.architecture}
+    architecture = classes.get(model_type) if isinstance(model_type, str) else None
+    return (target, architecture) if architecture else None
+
+
+def target_of(config: Mapping[str, Any]) -> tuple[MoETarget, str]:
+    """As `carved_target`, of the config.json of a carve."""
+    carved = carved_target(config)
+    assert carved is not None, "checked by check_carve"
+    return carved
 
 
 def targets_of(dense: Decoder, always_on: int) -> list[MoETarget]:
@@ -68,7 +93,7 @@ def _attention_problems(dense: Decoder, target: MoETarget) -> Iterator[tuple[str
         return
     config, name = dense.config, target.model_type
     head_dim = config.get("head_dim")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as in transformers 5
+    rope = rope_of(config)
     share = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
     if any(isinstance(value, dict) for value in rope.values()):
         yield f"{name} has one position encoding for all layers", "rope_parameters in config.json"

@@ -8,7 +8,7 @@ from typing import Any
 from instruments.dtypes import dtype_name
 from models.config import MoEShape
 from models.decoder import Decoder
-from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
+from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, rope_of, shared_width
 
 _DEFAULT_THETA = 10000.0
 
@@ -111,11 +111,12 @@ def source_dtype(source: Mapping[str, Any]) -> str | None:
 
 def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     """The position encoding in the spellings of transformers 4 and 5."""
-    # As in transformers 5, which ignores the other where both are given.
-    stored = dict(dense.get("rope_scaling") or dense.get("rope_parameters") or {})
+    stored = dict(rope_of(dense))
     theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or _DEFAULT_THETA
-    # Sources that rotate part of each head are refused, so the factor is 1.
-    stored.pop("partial_rotary_factor", None)
+    # Sources that rotate part of each head are refused, so the factor is 1. The others are Ministral 3's: its scale of
+    # the queries, which no target has (see `long_texts`), and a length that is also outside.
+    for key in ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings"):
+        stored.pop(key, None)
     kind = stored.pop("type", "default")
     # "su" is the name in early Phi-3 checkpoints.
     scaling = {"rope_type": "longrope" if kind == "su" else kind, **stored}

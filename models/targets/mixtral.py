@@ -1,4 +1,4 @@
-"""Mixtral: Llama's attention, one sliding window for all layers or none, no always-on neurons."""
+"""Mixtral: Llama's attention, one sliding window for all layers or none, no always-on neurons; Mistral 3's images."""
 
 from models.targets.base import LAYER, MoETarget
 
@@ -6,7 +6,8 @@ TARGETS = (
     MoETarget(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        sources={"llama": 1, "mistral": 1, "phi3": 1},
+        sources={"llama": 1, "ministral3": 1, "mistral": 1, "phi3": 1},
+        wrappers={"mistral3": ("Mistral3ForConditionalGeneration", "mistral3")},
         config_keys=lambda given: {
             "intermediate_size": given.width,
             "num_local_experts": given.shape.experts,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -18,7 +18,7 @@ import models.tiny_onn.register  # noqa: F401 - transformers then knows the proj
 from instruments.errors import NumericsError
 from models.checkpoint.shards import ShardReader
 from models.loading import explained_loading, release_freed_memory
-from models.structure import decoder_layers
+from models.structure import decoder_layers, model_class
 from stages.calibration.batches import text_sources
 from stages.calibration.share import split_validation
 from stages.losses import measure_loss
@@ -65,7 +65,7 @@ def open_by_layers(checkpoint: Path, dtype: torch.dtype, device: torch.device) -
     with ShardReader(checkpoint) as reader, _no_progress_bars():
         with explained_loading(checkpoint), init_empty_weights(include_buffers=False):
             config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = model_class(config)._from_config(config, dtype=dtype)
         model.set_experts_implementation("grouped_mm")
         mapping = get_model_conversion_mapping(model)
         settings = LoadStateDictConfig(device_map={"": device}, dtype=dtype, weight_mapping=mapping)

@@ -16,6 +16,7 @@ CARVED = {
 # Types that must become the Mixture-of-Experts of their own family.
 NATIVELY = {
     *("gemma4_text", "gemma4_text_no_values", "gemma4_image"),
+    *("ministral3", "mistral3_image", "mistral3_ministral3_image", "qwen3_vl_image"),
 }
 
 

@@ -33,6 +33,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 128}
+MINISTRAL_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 # No architecture has this base as its default, so code that does not read it fails.
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 3e3}
 LONG = [1.0, 1.5, 2.5]
@@ -200,6 +201,10 @@ CASES = {
     "qwen3_5": Case("qwen3_5_text", "qwen3_5_moe_text", always_on=5, tolerance=3e-5, pico=HYBRID),
     "qwen3_5-none-always-on": Case("qwen3_5_text", "qwen3_5_moe_text", tolerance=3e-5, pico=HYBRID | {"tie": True}),
     "qwen3_5-bfloat16": Case("qwen3_5_text", "qwen3_5_moe_text", 5, 4, 8, dtype=torch.bfloat16, pico=HYBRID),
+    "ministral3": Case("ministral3", "mixtral", pico={"rope_parameters": MINISTRAL_ROPE}),
+    "mistral3-image": Case("mistral3_image", "mixtral", 0, 4, 32),
+    "qwen3_vl-image": Case("qwen3_vl_image", "qwen3_vl_moe_text", 0, 4, 32, pad_to=40),
+    "qwen3_vl-dense-last-image": Case("qwen3_vl_image", "qwen3_vl_moe_text", 0, 4, 32, pad_to=40, dense_layers=(3,)),
     "qwen3_5-image": Case("qwen3_5_image", "qwen3_5_moe_text", 32, 4, 24, tolerance=3e-5),
 }
 

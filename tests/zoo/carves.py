@@ -19,6 +19,8 @@ import transformers
 from zoo.checkpoints import UNBUILT, write_checkpoint
 
 from instruments.errors import UserError
+from models.finding import find_decoder
+from models.targets.config import select_target
 from pipeline.cli import start
 
 NATIVE, OWN, REFUSED, FAILED, MISSING = "carved natively", "carved as TinyONN", "refused", "failed", "cannot be built"
@@ -26,9 +28,9 @@ OUTCOMES = (NATIVE, OWN, REFUSED, FAILED, MISSING)
 TOLERANCE = 1e-5  # standard deviations of the dense model's logits, where its own noise is not larger
 PATIENCE = 120  # seconds to build and carve a type
 
-# 4 experts of 24 neurons, all of them on, and 32 that are always on; constant gates, and weights as they were cut.
+# 4 experts, all of them on; constant gates, and weights as they were cut.
 ALL_ON = (
-    *("stage=project", "project=align", "experts=4", "n=24", "top_k=4", "always_on=32"),
+    *("stage=project", "project=align", "experts=4", "top_k=4"),
     *("assemble.mode=parity", "assemble.parity_logit_std=0"),
 )
 # What does not depend on the source, at its cheapest.
@@ -86,7 +88,7 @@ class Zoo:
         place = f"output_dir={self.folder / 'outputs'}"
         try:
             with _quiet(self.folder / "log.txt"):
-                steps = start(["model=local", *words, place, *QUICK, *ALL_ON, *self.settings])
+                steps = start(["model=local", *words, place, *QUICK, *ALL_ON, *_widths(folder), *self.settings])
         except UserError as error:
             reasons = [line for line in str(error).splitlines() if line and not line.startswith("  ")]
             late = [path.parts[-2] for path in (self.folder / "outputs/artifacts" / folder.name).glob("*/*")]
@@ -138,6 +140,13 @@ def problems(measured: dict[str, Any]) -> list[str]:
         "the experts have no effect": not measured["without_experts"] > 1000 * TOLERANCE,
     }
     return [what for what, wrong in checks.items() if wrong]
+
+
+def _widths(folder: Path) -> tuple[str, ...]:
+    """32 neurons are always on, or none where only then a target other than our own class can hold the model."""
+    decoder = find_decoder(folder)
+    routed_only = select_target(decoder, "auto", 32).is_tiny_onn and not select_target(decoder, "auto", 0).is_tiny_onn
+    return ("n=32", "always_on=0", "assemble.pad_to=40") if routed_only else ("n=24", "always_on=32")
 
 
 def _described(error: BaseException) -> str:

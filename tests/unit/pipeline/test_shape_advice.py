@@ -10,8 +10,9 @@ from pico import decoder_of, write_pico
 from models.config import MoEShape
 from models.finding import find_decoder
 from models.source import EMBEDDED
+from models.targets.config import MOE_TARGETS
 from models.targets.config_json import count_carved, count_dense
-from pipeline.check import InvalidSettingsError, validate, width_errors
+from pipeline.check import InvalidSettingsError, square_errors, validate, width_errors
 from pipeline.settings import compose, register_schema
 from pipeline.shape import ShapeRequest, describe_shape, find_remedy, log_shape, shape_warnings
 from stages.assemble.config import AssembleConfig
@@ -182,3 +183,19 @@ def test_experts_that_grouped_mm_cannot_run_are_refused():
     )
     for n, pad_to in ((12, 8), (12, None), (64, 1)):
         assert [*width_errors(replace(shape, n=n), pad_to)] == []
+
+
+@pytest.mark.parametrize(
+    ("n", "pad_to", "target", "refused"),
+    [
+        *((32, None, "qwen3_vl_moe_text", True), (64, None, "qwen3_vl_moe_text", True)),
+        *((24, 32, "qwen3_vl_moe_text", True), (24, 8, "qwen3_vl_moe_text", False)),
+        *((40, None, "qwen3_vl_moe_text", False), (32, None, "qwen2_moe", False)),
+    ],
+)
+def test_transposed_experts_whose_matrices_are_square_are_refused(n, pad_to, target, refused):
+    """transformers and llama.cpp transpose by shape: a square matrix loads without an error, and wrongly."""
+    source = decoder_of("llama", hidden_size=64)
+    request = ShapeRequest(4, n, None, None, 0.5, assemble=AssembleConfig(pad_to=pad_to), source=source)
+    errors = [*square_errors(request, MoEShape(4, n, 2, 0), MOE_TARGETS[target])]
+    assert [error.where for error in errors] == [f"n={n}"] * refused

@@ -7,6 +7,9 @@ from models.config import GLOBAL_POOL, MoEShape
 from models.targets.config import MOE_TARGETS
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+MINISTRAL = {
+    "rope_type": "yarn", "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 2048,
+}  # fmt: skip
 PLAIN = {"model_type": "llama"}
 SHAPE = MoEShape(64, 256, 8, 0)
 
@@ -138,6 +141,7 @@ def test_no_runtime_is_named_for_experts_with_another_activation(target):
         ("qwen2_moe", {"hidden_act": "gelu"}, "has only SiLU for these experts, not gelu"),
         ("qwen3_moe", {"attention_bias": True}, "has no bias on o_proj for this architecture"),
         ("granitemoe", {"attention_bias": True}, ""),
+        ("mixtral", {"rope_parameters": MINISTRAL}, "ignores the mscale and attention_factor of yarn"),
     ],
 )
 def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
@@ -159,3 +163,13 @@ def test_keys_that_stay_rotated_for_short_texts_are_said():
     assert "within 4,096 tokens" in line
     assert said("tiny_onn", long) == said("mixtral", {"model_type": "phi3"}) == []
     assert said("mixtral", long | {"model_type": "llama"}) == []  # whose class keeps them, too
+
+
+def test_attention_that_is_not_sharpened_in_long_texts_is_said():
+    def said(target, rope):
+        return [line for line in runtimes(target, rope_parameters=rope) if "is sharper" in line]
+
+    (line,) = said("mixtral", MINISTRAL)
+    assert "after each 2,048 tokens" in line
+    assert "assemble.target=tiny_onn" in line
+    assert said("tiny_onn", MINISTRAL) == said("mixtral", MINISTRAL | {"llama_4_scaling_beta": 0.0}) == []
