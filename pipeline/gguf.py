@@ -86,7 +86,8 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
         raise ConfigError(fault, where=f"architecture {target.architecture}", do=OTHERS)
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 0)
     limits = {}
-    if (target.sliding_window or target.layer_windows) and window and window < longest:
+    windows = (target.sliding_window or target.layer_windows) and not target.llama_cpp_windows
+    if windows and window and window < longest:
         limits["sliding window"] = window
     if rope_type_of(config) == "dynamic":
         limits["dynamic position encoding"] = longest

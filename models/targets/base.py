@@ -98,6 +98,9 @@ class MoETarget:
     # ones differ from the default only in texts longer than max_position_embeddings.
     llama_cpp_ropes: tuple[str, ...] = ("default", "linear", "yarn", "dynamic")
     llama_cpp_output_bias: bool = False  # llama.cpp has a bias on o_proj
+    llama_cpp_windows: bool = False  # llama.cpp has its sliding windows
+    # What else llama.cpp would silently leave out of a model with this config.json.
+    llama_cpp_lacks: Callable[[Mapping[str, Any]], str] = field(default=lambda _config: "")
 
     router: str = LAYER + "mlp.gate.weight"
     experts: str = LAYER + "mlp.experts.{expert}.{part}.weight"
@@ -187,7 +190,7 @@ class MoETarget:
             return f"has no {rope} position encoding for this architecture"
         if self.output_bias and source.get("attention_bias") and not self.llama_cpp_output_bias:
             return "has no bias on o_proj for this architecture"
-        return ""
+        return self.llama_cpp_lacks(source)
 
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of one expert's gate, up and down."""

@@ -52,6 +52,16 @@ MULTIPLIERS = {
 }
 # A window shorter than the test's text, in one of two layers.
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+GRANITE_SWA = MULTIPLIERS | WINDOWS | {"layer_rope_theta": [0, 50.0]}
+GRANITE_HYBRID = MULTIPLIERS | {
+    "layer_types": ["mamba", "attention"],
+    "shared_intermediate_size": 40,  # F
+    "head_dim": 6,  # transformers 4 has no other
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+}
 GEMMA = WINDOWS | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}
 GEMMA3 = GEMMA | {
     "rope_parameters": {
@@ -150,6 +160,23 @@ CASES = {
     "granite-shared-none-always-on": Case("granite", "granitemoeshared"),
     "granite-copies": Case("granite", "granitemoeshared", always_on=5, copies=True),
     "granite-bfloat16": Case("granite", "granitemoe", experts=4, n=8, dtype=torch.bfloat16),
+    "granite_swa": Case("granite_swa", "granitemoe_swa", always_on=5, pico=GRANITE_SWA | {"tie": True}),
+    "granite_swa-none-always-on": Case("granite_swa", "granitemoe_swa", pico=GRANITE_SWA | {"attention_bias": True}),
+    "granite_swa-bfloat16": Case("granite_swa", "granitemoe_swa", 5, 4, 8, dtype=torch.bfloat16, pico=GRANITE_SWA),
+    "smollm3-granite": Case("smollm3", "granitemoe_swa", always_on=5, pico=NO_ROTATION | {"tie": True}),
+    "smollm3-granite-windows": Case(
+        "smollm3", "granitemoe_swa", pico=NO_ROTATION | WINDOWS | {"use_sliding_window": True, "attention_bias": True}
+    ),
+    "smollm3-granite-bfloat16": Case("smollm3", "granitemoe_swa", 5, 4, 8, dtype=torch.bfloat16, pico=NO_ROTATION),
+    "granite-hybrid": Case("granitemoehybrid", "granitemoehybrid", always_on=5, pico=GRANITE_HYBRID | {"tie": True}),
+    "granite-hybrid-none-always-on": Case(
+        "granitemoehybrid", "granitemoehybrid", n=8, pico=GRANITE_HYBRID | {"attention_bias": True}
+    ),
+    "granite-hybrid-bfloat16": Case(
+        "granitemoehybrid", "granitemoehybrid", 8, 4, 8, dtype=torch.bfloat16, pico=GRANITE_HYBRID
+    ),
+    "cwm": Case("cwm", "granitemoe_swa", always_on=5, pico=WINDOWS | {"rope_parameters": LLAMA3_ROPE}),
+    "ministral": Case("ministral", "granitemoe_swa", always_on=5, pico=WINDOWS),
     "gemma2": Case("gemma2", "tiny_onn", always_on=5, pico=GEMMA | {"tie": True}),
     "gemma2-untied": Case("gemma2", "tiny_onn", pico=GEMMA),
     "gemma3_text": Case("gemma3_text", "tiny_onn", always_on=5, pico=GEMMA3 | {"tie": True}),

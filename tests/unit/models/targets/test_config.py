@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 4}
         ("mistral", 5, "tiny_onn"),  # its window is 4,096 tokens if config.json names none
         *(("phi3", 0, "mixtral"), ("phi3", 5, "glm4_moe"), ("olmo2", 0, "flex_olmo"), ("olmo2", 5, "tiny_onn")),
         *(("granite", 0, "granitemoe"), ("granite", 5, "granitemoeshared"), ("gemma2", 0, "tiny_onn")),
-        *(("gemma3_text", 5, "tiny_onn"), ("smollm3", 5, "tiny_onn")),
+        *(("gemma3_text", 5, "tiny_onn"), ("smollm3", 0, "granitemoe_swa"), ("smollm3", 5, "granitemoe_swa")),
         ({"model_type": "mistral", "sliding_window": None}, 5, "glm4_moe"),
         ({"model_type": "phi3", "sliding_window": 2047}, 0, "mixtral"),
         ({"model_type": "phi3", "sliding_window": 2047}, 5, "tiny_onn"),
@@ -85,7 +85,7 @@ MIXED = ["full_attention", "sliding_attention"]
             {"model_type": "mistral", "layer_types": MIXED, "rope_parameters": ROPE, "head_dim": 6},
             "mixtral",
             "layer_types",
-            "tiny_onn",
+            "granitemoe_swa",
         ),
         ({"model_type": "phi3", "rope_parameters": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
         ({"model_type": "phi3", "rope_scaling": PARTIAL}, "mixtral", "partial_rotary_factor", "tiny_onn"),
