@@ -1,19 +1,10 @@
-"""What a GPU changes: how experts are batched, how weights reach it, and which products may be rounded to TF32."""
+"""How weights reach a GPU, and which of its products may be rounded to TF32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-
-# Types of devices that start an operator at once. On others it takes the host 5 to 25 µs, whatever the operator's size,
-# so that a few large products are faster than many small ones. Tests remove the CPU.
-HOSTS = {"cpu"}
-
-
-def is_launch_bound(device: torch.device) -> bool:
-    """Whether starting an operator on the device usually takes longer than the operator."""
-    return device.type not in HOSTS
 
 
 def send(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:

@@ -10,9 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from instruments.device import is_launch_bound
 from models.checkpoint.shards import DenseReader
 from models.decoder import PROJECTIONS
-from models.device import is_launch_bound, send, tf32
+from models.device import send, tf32
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, has_copies, relative_gates
 

@@ -103,11 +103,10 @@ def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
     settings, due = checked.settings, [stage for stage in due if "model" in STAGES[stage].nodes]
     free, memory = free_memory(), "memory"
     if due and not is_on_host(settings.model):
-        import torch  # noqa: PLC0415 - slow to import
-
+        from instruments.device import free_device_memory  # noqa: PLC0415 - loads torch
         from models.loading import resolve_device  # noqa: PLC0415
 
-        free, memory = torch.cuda.mem_get_info(resolve_device(settings.model))[0], "GPU memory"
+        free, memory = free_device_memory(resolve_device(settings.model)), "GPU memory"
     less = {
         "scan": f"scan.batch_tokens={settings.data.max_length} scan.gradient_checkpointing=true",
         "project": "project.gradient_projection=false",

@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div, log_softmax
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from models.device import is_launch_bound
+from instruments.device import is_launch_bound
 from models.loading import input_device, is_offloaded
 from models.structure import decoder_layers
 from stages.artifacts.job import ALONE, Workers

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from instruments.device import free_device_memory
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory, resolve_device
 from models.stream import LayerStream
@@ -108,9 +109,8 @@ def count_threads(device: torch.device, width: int, tokens: int) -> int:
 
     The host's part of a layer, the assignments, leaves a GPU idle.
     """
-    if device.type != "cuda":
+    if (free := free_device_memory(device)) is None:
         return 1
-    free, _total = torch.cuda.mem_get_info(device)
     layer = 4 * width * (5 * tokens + 3 * width)  # energies of all tokens and their intermediates; weights, for D ≤ F
     return max(1, min(LAYERS_AT_ONCE, os.cpu_count() or 1, free // 2 // layer))
 

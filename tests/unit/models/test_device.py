@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from models import device
+from instruments import device
 from models.device import allow_tf32, tf32
 from models.experts import ExpertLoop, slice_ffn, sum_blocks
 from models.ffn import DenseFFN

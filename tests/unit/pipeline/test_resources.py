@@ -83,6 +83,8 @@ def test_the_memory_of_a_gpu_holds_the_tensors_alone(checked, monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (peak_bytes("project", gpu) - 1, 2**40))
     (said,) = memory_warnings(gpu, ["project"])
     assert "of GPU memory, " in said
+    monkeypatch.delattr("torch.cuda.mem_get_info")  # a device that does not tell
+    assert not list(memory_warnings(gpu, ["project"]))
 
 
 def test_a_quantised_model_is_scanned_and_not_compared_with(checked):

@@ -9,7 +9,7 @@ from operator_counts import Operators, count_operators
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models import device
+from instruments import device
 from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
