@@ -12,7 +12,7 @@ from instruments.files import hash_file
 from stages.text.config import DataConfig, Source, calibration_only, list_sources
 from stages.text.hub import find_commit
 from stages.text.python_stdlib import list_modules
-from stages.text.sources import list_files, read_documents
+from stages.text.sources import find_template_file, list_files, read_documents
 
 # Incremented when a change of the readers gives other tokens for the same text.
 READER_VERSION = 6
@@ -32,8 +32,9 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
 
 
 def _source_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:
+    template = [hash_of(file)] if (file := find_template_file(source)) else []
     if source.kind == "text":  # the suffix decides how a file is read
-        return [hash_of(file) + file.suffix.lower() for file in list_files(source)]
+        return template + [hash_of(file) + file.suffix.lower() for file in list_files(source)]
     if source.kind == "hub":
         folder = Path(str(source.name))
         files = sorted(file for file in folder.rglob("*") if file.is_file())

@@ -6,7 +6,7 @@ from typing import Any
 
 from instruments.errors import ConfigError, DataError, UserError
 from stages.text.config import KINDS, DataConfig, Split, list_sources
-from stages.text.sources import describe_emptiness, read_documents
+from stages.text.sources import describe_emptiness, find_template_file, read_documents
 
 # Kind of text → the setting that it needs, and an example.
 NEEDED = {
@@ -78,6 +78,7 @@ def _check_first_documents(data: DataConfig, *, heldout: bool) -> Iterator[DataE
             what, do = "reading a dataset needs the package datasets", "pip install -e '.[hub]'"
             yield DataError(what, where=f"{source.place}.name={source.name}", do=do)
         try:
+            find_template_file(source)
             if source.kind != "hub" and next(read_documents(source), None) is None:
                 yield describe_emptiness(source)
         except DataError as error:

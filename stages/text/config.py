@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 KINDS = ("python_stdlib", "text", "hub", "mixture")
+# Value of `chat_template`: roles and contents in plain text.
+PLAIN_TEMPLATE = "plain"
 # Settings that the sources of a mixture do not take from `data`.
 NOT_SHARED = ("path", "name", "subset", "revision", "heldout_split")
 
@@ -28,6 +30,8 @@ class SourceConfig:
     heldout_split: str | None = field(default=None, metadata={"needs": {"name": True}})
     text_column: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
     messages_column: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
+    chat_template: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
+    ignored_fields: list[str] | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
     packing: str | None = field(default=None, metadata={"choices": ("packed", "single")})
     labels: str | None = field(default=None, metadata={"choices": ("full_sequence", "completion")})
     separator: str | None = field(default=None, metadata={"choices": ("eos", "blank_line")})
@@ -54,6 +58,8 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list, metadata={"needs": {"kind": "mixture"}})
     text_column: str = field(default="text", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     messages_column: str = field(default="messages", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
+    chat_template: str | None = field(default=None, metadata={"needs": {"kind": ("text", "hub", "mixture")}})
+    ignored_fields: list[str] = field(default_factory=list, metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
     labels: str = field(default="full_sequence", metadata={"choices": ("full_sequence", "completion", "generated")})
     max_new_tokens: int = field(default=64, metadata={"needs": {"labels": "generated"}, "minimum": 1})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from instruments.errors import DataError
 from stages.text.config import Source, Split
@@ -19,10 +19,13 @@ logger = logging.getLogger(__name__)
 MAX_CHARACTERS = 2**18
 MAX_MESSAGES = 512
 
-# Fields of messages that some templates write, in addition to the content.
-UNREAD_FIELDS = ("tool_calls", "reasoning_content", "thinking")
+# Fields of a message that hold text, in the order in which templates write them.
+TEXT_FIELDS = ("reasoning_content", "thinking", "content")
+# Fields that templates read to connect calls and results of tools.
+NAMES = ("name", "tool_call_id")
 
-Message = dict[str, str]
+# role, content; maybe further fields of text, tool_calls, names; and "train": False, if the loss leaves it out.
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,13 @@ class Document:
     name: str
     text: str = ""
     messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # their JSON schemas
 
     @property
     def digest(self) -> bytes:
         """8-byte hash of the content; copies of a document have the same."""
-        return digest_of(json.dumps(self.messages, sort_keys=True) if self.messages else self.text)
+        content = [self.messages, self.tools] if self.tools else self.messages
+        return digest_of(json.dumps(content, sort_keys=True) if self.messages else self.text)
 
 
 def digest_of(text: str) -> bytes:
@@ -47,38 +52,131 @@ def digest_of(text: str) -> bytes:
 def read_record(record: object, where: str, source: Source) -> Document | None:
     """Read the conversation or the text of one record; None if it is empty or null. `where` is the record's place.
 
+    A record without the source's columns may have those of Alpaca (instruction, input, output), of ShareGPT
+    (conversations) or a prompt and its completion.
+
     Raises:
-        DataError: neither column exists, or its value is no text and no conversation.
+        DataError: there are no such columns, a value is no text and no conversation, or a message has a field that is
+            not read.
     """
     columns = source.messages_column, source.text_column
-    if not isinstance(record, Mapping) or not record.keys() & {*columns}:
+    fields = record if isinstance(record, Mapping) else {}
+    found = fields if fields.keys() & {*columns} else {columns[0]: _known_conversation(fields)}
+    conversation, text = (found.get(column) for column in columns)
+    if conversation:
+        place = f"{where}, column {columns[0]}" if columns[0] in fields else where
+        tools = _read_tools(fields, f"{where}, column tools")
+        return Document(where, messages=_read_messages(conversation, place, source), tools=tools)
+    if found is not fields:
         what = f"a record has neither column {columns[0]!r} nor column {columns[1]!r}"
-        where += f"; its columns: {', '.join(record) or 'none'}" if isinstance(record, Mapping) else ""
+        where += f"; its columns: {', '.join(map(str, fields)) or 'none'}" if isinstance(record, Mapping) else ""
         do = f"name a column of it: {source.place}.text_column= or {source.place}.messages_column="
         raise DataError(what, where=where, do=do)
-    conversation, text = (record.get(column) for column in columns)
-    if conversation:
-        return Document(where, messages=_read_messages(conversation, f"{where}, column {columns[0]}"))
     if not isinstance(text, str | None):
         what = f"column {columns[1]!r} holds {type(text).__name__}, not text"
         raise DataError(what, where=where, do=f"name a column of text: {source.place}.text_column=")
     return Document(where, _replace_surrogates(text)) if text and text.strip() else None
 
 
-def _read_messages(conversation: object, where: str) -> tuple[Message, ...]:
-    messages = []
-    for number, message in enumerate(conversation if isinstance(conversation, list) else [conversation], start=1):
-        fields = message if isinstance(message, Mapping) else {}
-        role, content, place = fields.get("role"), fields.get("content"), f"{where}, message {number}"
-        if unread := [name for name in UNREAD_FIELDS if fields.get(name)]:
-            what = f"a message has {', '.join(unread)}, and only its role and content are read"
-            do = "write it into the content, as the model should write it; or remove the field"
+def _known_conversation(record: Mapping[str, Any]) -> object:
+    """The messages of a record with the columns of a well-known dataset; None: of none."""
+    if record.get("conversations"):
+        return record["conversations"]
+    answer = next((record[name] for name in ("output", "completion", "response") if record.get(name)), None)
+    prompt = next((record[name] for name in ("instruction", "prompt") if record.get(name)), None)
+    if isinstance(prompt, list) and isinstance(answer, list):
+        return prompt + answer
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        return None
+    if isinstance(more := record.get("input"), str) and more.strip():
+        prompt = f"{prompt}\n\n{more}"
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _read_messages(conversation: object, where: str, source: Source) -> tuple[Message, ...]:
+    messages = conversation if isinstance(conversation, list) else [conversation]
+    places = (f"{where}, message {number}" for number in range(1, len(messages) + 1))
+    return tuple(_read_message(message, place, source) for message, place in zip(messages, places, strict=True))
+
+
+# Roles of ShareGPT → those that chat templates know.
+_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def _read_message(message: object, place: str, source: Source) -> Message:
+    given = message if isinstance(message, Mapping) else {}
+    # Tables fill fields that a message lacks with null.
+    fields = {key: value for key, value in given.items() if value not in (None, "", [], {})}
+    for name in source.ignored_fields:
+        fields.pop(name, None)
+    role = fields.pop("role", None) or _ROLES.get(str(given.get("from")), fields.get("from"))
+    content = fields.pop("content", None) or fields.pop("value", "" if "content" in given or "value" in given else None)
+    fields.pop("from", None)
+    read: Message = {"role": role, "content": content}
+    if calls := _read_calls(fields, place):
+        read |= {"content": content or "", "tool_calls": calls}
+    if not isinstance(role, str) or not isinstance(read["content"], str):
+        what = "a conversation is a list of messages with a role and a content"
+        raise DataError(what, where=place, do='[{"role": "user", "content": "..."}]')
+    if not _counts(fields, role, place, source):
+        read["train"] = False
+    read |= {name: fields.pop(name) for name in (*TEXT_FIELDS, *NAMES) if isinstance(fields.get(name), str)}
+    if fields:
+        what = f"a message has {', '.join(map(str, fields))}, which is not read"
+        do = f"remove it, or leave it out: '{source.place}.ignored_fields=[{','.join(map(str, fields))}]'"
+        raise DataError(what, where=place, do=do)
+    return {key: _replace_surrogates(value) if isinstance(value, str) else value for key, value in read.items()}
+
+
+def _read_calls(fields: dict[str, Any], place: str) -> list[Message]:
+    """Calls of tools, with their arguments as values; takes them out of `fields`."""
+    calls = fields.pop("tool_calls", [])
+    calls = [*(calls if isinstance(calls, list) else [calls]), *filter(None, [fields.pop("function_call", None)])]
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        arguments = function.get("arguments") or {}
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
+            what, do = "a tool call has a name, and arguments that are an object or JSON of one", "correct the record"
             raise DataError(what, where=place, do=do)
-        if not isinstance(role, str) or not isinstance(content, str):
-            what = "a conversation is a list of messages with a role and a content"
-            raise DataError(what, where=place, do='[{"role": "user", "content": "..."}]')
-        messages.append({"role": role, "content": _replace_surrogates(content)})
-    return tuple(messages)
+        named = {"id": call["id"]} if call.get("id") else {}
+        read.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return read
+
+
+def _counts(fields: dict[str, Any], role: str, place: str, source: Source) -> bool:
+    """Whether the loss may count a message, by its own words `weight` and `train`; takes them out of `fields`.
+
+    Raises DataError: with the source's labels, the loss cannot do what they say.
+    """
+    said = {name: fields.pop(name) for name in ("weight", "train") if name in fields}
+    answers = role == "assistant"
+    for name, value in said.items():
+        full = source.labels == "full_sequence"
+        if value not in (0, 1) or (full and not value) or (not full and value and not answers):
+            what = f"a message of role {role} has {name} {value}, which {source.place}.labels={source.labels} cannot do"
+            do = f"{source.place}.labels={'completion' if full else 'full_sequence'}"
+            do += f", or without it: '{source.place}.ignored_fields=[{name}]'"
+            raise DataError(what, where=place, do=do)
+    return all(said.values()) or not answers
+
+
+def _read_tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    """The tools that a record offers: a list of JSON schemas, or JSON of one."""
+    tools: Any = record.get("tools") or [
+        {"type": "function", "function": function} for function in record.get("functions") or ()
+    ]
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except (ValueError, RecursionError):
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError("the tools are no list of JSON schemas", where=where, do="correct or remove the record")
+    return tuple(tools)
 
 
 def _replace_surrogates(text: str) -> str:
@@ -111,7 +209,7 @@ def cut_text(text: str, longest: int) -> Iterator[str]:
 
 
 def _shorten(document: Document) -> Document:
-    ends = accumulate(len(message["content"]) + len(message["role"]) for message in document.messages)
+    ends = accumulate(sum(len(str(value)) for value in message.values()) for message in document.messages)
     kept = max(1, sum(1 for end in islice(ends, MAX_MESSAGES) if end <= MAX_CHARACTERS))
     if kept < len(document.messages):
         logger.warning("%s: only the first %d of %d messages are read", document.name, kept, len(document.messages))

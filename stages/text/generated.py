@@ -20,7 +20,7 @@ from models.loading import input_device, padding_id
 from stages.artifacts.job import ALONE, Workers
 from stages.text.batches import IGNORED, TokenSequence, group_lengths
 from stages.text.chat import encode_prompt
-from stages.text.config import DataConfig, list_sources
+from stages.text.config import DataConfig, Source, list_sources
 from stages.text.documents import Document
 from stages.text.sequences import (
     NO_PROMPT,
@@ -60,7 +60,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     room = data.tokens
     ((source, documents),) = read_sources(data, "calibration")
     for document in documents:
-        ids = _encode(document, tokenizer, data)
+        ids = _encode(document, tokenizer, source)
         if not ids:
             skipped[NO_PROMPT].append(document.name)
         elif len(ids) + data.max_new_tokens > data.max_length:
@@ -78,9 +78,9 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     return text
 
 
-def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:
+def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: Source) -> list[int]:
     if document.messages:
-        ids, longest = encode_prompt(document, tokenizer), None
+        ids, longest = encode_prompt(document, tokenizer, data), None
     else:
         ids, longest = encode_text(document.text, tokenizer, data.separator), data.prompt_tokens
         # Without the end-of-text token, so that the model continues a short text.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from instruments.errors import DataError
 from models.checkpoint.folder import expand_user
-from stages.text.config import DataConfig, Source, Split, list_sources
+from stages.text.config import PLAIN_TEMPLATE, DataConfig, Source, Split, list_sources
 from stages.text.documents import Document, bound_documents, cut_passages, interleave, read_record, take_share
 from stages.text.hub import read_hub
 from stages.text.python_stdlib import read_stdlib
@@ -80,6 +80,29 @@ def list_files(source: Source) -> list[Path]:
         do = f"{source.path_setting}=FILE_OR_FOLDER; other formats: data=hub data.name=FOLDER"
         raise DataError(f"{path} is no .jsonl or .txt file, and no folder that holds one", where=where, do=do)
     return files
+
+
+def find_template_file(source: Source) -> Path | None:
+    """The file that `chat_template` names; None: it names none. Raises DataError: a path without a file."""
+    name = source.chat_template
+    if name is None or name == PLAIN_TEMPLATE:
+        return None
+    if (path := expand_user(name)).is_file():
+        return path
+    if path.name == name and not path.suffix:
+        return None
+    setting = f"{source.place}.chat_template"
+    do = f"{setting}=FILE, {setting}={PLAIN_TEMPLATE}, or the name of one of the tokenizer's templates"
+    raise DataError(f"there is no file {path}", where=f"setting {setting}, from working folder {Path.cwd()}", do=do)
+
+
+def read_template(file: Path, source: Source) -> str:
+    """The chat template in a file. Raises DataError: it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        where, do = f"setting {source.place}.chat_template", "a file of UTF-8 text that may be read"
+        raise DataError(f"cannot read the chat template {file}: {error}", where=where, do=do) from error
 
 
 def read_files(source: Source) -> Iterator[Document]:

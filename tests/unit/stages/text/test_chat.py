@@ -7,6 +7,7 @@ from instruments.errors import DataError
 from stages.text.chat import encode_conversation, encode_prompt
 from stages.text.config import Source
 from stages.text.documents import Document
+from stages.text.template import RenderingError
 
 # The embedded tokenizer's format with a newline after each turn and without generation marks.
 UNMARKED = (
@@ -30,6 +31,8 @@ KNOWN_ROLES = (
     "{{ 'You are helpful.' }}{% for m in messages %}{% if m['role'] in ['user', 'assistant'] %}"
     "{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+# No answers.
+FORGETFUL = UNMARKED.replace("for m in messages", "for m in messages if m['role'] == 'user'")
 # Like Llama 3.2: a date in the text.
 DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + UNMARKED
 REFUSING = "{{ raise_exception('conversation roles must alternate') }}"
@@ -39,12 +42,12 @@ ENDING = UNMARKED + "{% if messages[-1]['role'] == 'user' %}{{ raise_exception('
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
 
 
-def encode(messages, tokenizer, labels="completion"):
+def encode(messages, tokenizer, labels="completion", tools=(), **settings):
     """Token ids, and whether they count; `labels=None`: the ids of the prompt."""
-    document = Document("f:1", messages=tuple(messages))
+    document = Document("f:1", messages=tuple(messages), tools=tuple(tools))
     if labels is None:
-        return encode_prompt(document, tokenizer)
-    return encode_conversation(document, tokenizer, Source(labels=labels))
+        return encode_prompt(document, tokenizer, Source(**settings))
+    return encode_conversation(document, tokenizer, Source(labels=labels, **settings))
 
 
 def supervise(messages, tokenizer):
@@ -106,14 +109,87 @@ def test_a_template_that_is_missing_or_refuses(tokenizer, conversation, labels, 
         encode(conversation, tokenizer, labels)
 
 
-@pytest.mark.parametrize(
-    ("template", "answer"), [(THINKING, "<think>Hm.</think>A crustacean."), (THINKING, ""), (COUNTING, "A crustacean.")]
-)
+@pytest.mark.parametrize(("template", "answer"), [(THINKING, ""), (COUNTING, "A crustacean.")])
 def test_a_rendering_that_hides_the_answers(tokenizer, conversation, template, answer):
     tokenizer.chat_template, conversation[1]["content"] = template, answer
     with pytest.raises(DataError) as caught:
         supervise(conversation, tokenizer)
     assert "data.labels=full_sequence" in caught.value.do
+
+
+CALL = {"type": "function", "function": {"name": "weigh", "arguments": {"what": "a lobster", "unit": None}}}
+TOOL = {"type": "function", "function": {"name": "weigh", "description": "Weighs.", "parameters": {"type": "object"}}}
+# Like Qwen2.5: tools, and calls of them as JSON.
+CALLING = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("labels", ["completion", "full_sequence", None])
+@pytest.mark.parametrize(
+    ("template", "change", "missing"),
+    [
+        (THINKING, {"content": "<think>Hm.</think>A crustacean."}, "the content of message 2"),
+        (UNMARKED, {"reasoning_content": "Hm."}, "the reasoning_content of message 2"),
+        (UNMARKED, {"tool_calls": [CALL]}, "a tool call of message 2"),
+        (UNMARKED.replace("m['content']", "m['content'][:9]"), {}, "the content of message 1"),
+        # The content is also a part of the template, and of another message.
+        (FORGETFUL, {"content": "user"}, "all of message 2"),
+        (FORGETFUL, {"content": "What"}, "all of message 2"),
+        ("{{ '' }}", {}, "all of message 1"),
+    ],
+)
+def test_a_template_that_leaves_something_out(tokenizer, conversation, labels, template, change, missing):
+    tokenizer.chat_template = template
+    conversation[1] |= change
+    with pytest.raises(RenderingError, match=f"leaves out {missing}"):
+        encode(conversation, tokenizer, labels)
+    ids, counts = encode(conversation, tokenizer, "completion", chat_template="plain")
+    text = "".join(tokenizer.decode(ids).split())
+    assert all("".join(str(value).split()) in text for value in conversation[1].values() if isinstance(value, str))
+    assert any(counts)
+    assert not all(counts)
+
+
+@pytest.mark.parametrize("template", [CALLING, None])
+def test_tools_and_calls_of_them_are_written(tokenizer, conversation, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    conversation[1] |= {"content": "", "tool_calls": [CALL]}
+    if template is None:
+        with pytest.raises(RenderingError, match="a tool call of message 2"):
+            encode(conversation, tokenizer, tools=[TOOL])
+        conversation[1] = {"role": "assistant", "content": "No."}
+        with pytest.raises(RenderingError, match="the tools"):
+            encode(conversation, tokenizer, tools=[TOOL])
+    else:
+        text = tokenizer.decode(encode(conversation, tokenizer, "full_sequence", tools=[TOOL])[0])
+        assert text.startswith('{"type": "function", "function": {"name": "weigh", "description"')
+        assert '<|assistant|>\n{"name": "weigh", "arguments": {"what": "a lobster", "unit": null}}' in text
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED])
+def test_an_answer_that_the_record_takes_out_is_not_supervised(tokenizer, conversation, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    conversation[1]["train"] = False
+    if template is None:
+        tokenizer.chat_template = UNMARKED + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    assert supervise(conversation, tokenizer)[0] == "龙虾 🦞<|endoftext|>"
+
+
+def test_a_template_is_one_of_several_names_or_a_file(tokenizer, conversation, tmp_path):
+    tokenizer.chat_template = {"rag": PLAIN, "tool_use": CALLING}
+    with pytest.raises(DataError) as caught:
+        encode(conversation, tokenizer)
+    assert "data.chat_template= of: rag, tool_use" in caught.value.do
+    plain = encode(conversation, tokenizer, chat_template="rag")
+    (tmp_path / "mine.jinja").write_text(PLAIN)
+    assert encode(conversation, tokenizer, chat_template=str(tmp_path / "mine.jinja")) == plain
+    assert encode(conversation, tokenizer, "full_sequence", tools=[TOOL])[1]
+    for wrong in ("no_such_name", str(tmp_path / "none.jinja"), str(tmp_path)):
+        with pytest.raises(DataError):
+            encode(conversation, tokenizer, chat_template=wrong)
 
 
 def test_a_template_that_refuses_the_beginning_of_a_conversation(tokenizer, conversation):
@@ -137,7 +213,7 @@ def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
 def test_roles_that_the_template_leaves_out(tokenizer, conversation, labels, marks):
     tokenizer.chat_template = KNOWN_ROLES + marks
     messages = [*conversation[:2], {"role": "human", "content": "Why  so?"}, {"role": "gpt", "content": ""}]
-    with pytest.raises(DataError, match="leaves out the messages of role 'human'"):
+    with pytest.raises(DataError, match="role 'human'"):
         encode(messages, tokenizer, labels)
     tokenizer.chat_template = UNMARKED  # writes messages of any role
     assert "<|human|>\nWhy  so?" in supervise(messages, tokenizer)[1]

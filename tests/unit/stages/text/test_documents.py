@@ -27,9 +27,60 @@ def test_reads_text():
 
 def test_prefers_the_conversation_to_the_text():
     record = {"text": "a", "messages": [*MESSAGES, {"role": "user", "content": "c", "id": 3, "tool_calls": None}]}
-    assert read(record) == Document("f:1", messages=(*MESSAGES, {"role": "user", "content": "c"}))
+    assert read(record, ignored_fields=["id"]) == Document(
+        "f:1", messages=(*MESSAGES, {"role": "user", "content": "c"})
+    )
     for nothing in (None, []):
         assert read({"text": "a", "messages": nothing}) == Document("f:1", "a")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"instruction": "a", "input": "", "output": "b"},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+        {"id": 3, "instruction": "a", "response": "b"},
+    ],
+)
+def test_the_columns_of_well_known_datasets_are_a_conversation(record):
+    assert read(record) == Document("f:1", messages=tuple(MESSAGES))
+    assert read(record | {"text": "c"}) == Document("f:1", "c")
+
+
+def test_an_instruction_has_its_input_below():
+    assert read({"instruction": "a", "input": "x", "output": "b"}).messages[0]["content"] == "a\n\nx"
+
+
+def test_calls_of_tools_are_read_with_values_as_arguments():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    expected = {"role": "assistant", "content": "", "tool_calls": [call]}
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    for fields in ({"tool_calls": [{"function": function}]}, {"tool_calls": function}, {"function_call": function}):
+        record = {"messages": [{"role": "assistant", "content": None, **fields}], "functions": [tool["function"]]}
+        assert read(record) == Document("f:1", messages=(expected,), tools=(tool,))
+        assert read(record).digest != read({"messages": record["messages"]}).digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels", "trained"),
+    [
+        ({"weight": 0}, "completion", False),
+        ({"train": False}, "generated", False),
+        ({"weight": 1, "train": True}, "completion", True),
+        ({"train": True}, "full_sequence", True),
+        ({"train": False}, "full_sequence", None),
+    ],
+)
+def test_a_message_says_whether_the_loss_counts_it(fields, labels, trained):
+    record = {"messages": [MESSAGES[0], MESSAGES[1] | fields]}
+    if trained is None:
+        with pytest.raises(DataError, match=r"data\.labels=completion"):
+            read(record, labels=labels)
+    else:
+        assert read(record, labels=labels).messages[1].get("train", True) is trained
 
 
 @pytest.mark.parametrize("record", [{"text": ""}, {"text": " \n\t"}, {"text": None}, {"messages": []}])
@@ -53,7 +104,16 @@ def test_half_a_surrogate_pair_becomes_a_question_mark():
         ({"messages": [MESSAGES[0], {"from": "gpt"}]}, "f:1, column messages, message 2"),
         ({"messages": [MESSAGES[0] | {"content": [{"type": "text"}]}]}, "f:1, column messages, message 1"),
         ({"messages": [MESSAGES[0] | {"tool_calls": ["f"]}]}, "f:1, column messages, message 1"),
-        ({"messages": [MESSAGES[0] | {"reasoning_content": "b"}]}, "f:1, column messages, message 1"),
+        (
+            {"messages": [MESSAGES[0] | {"function_call": {"name": "f", "arguments": "{"}}]},
+            "f:1, column messages, message 1",
+        ),
+        ({"messages": [MESSAGES[0] | {"loss_mask": 0}]}, "f:1, column messages, message 1"),
+        ({"messages": [MESSAGES[0] | {"id": 3}]}, "f:1, column messages, message 1"),
+        ({"messages": [MESSAGES[1] | {"weight": 0.5}]}, "f:1, column messages, message 1"),
+        ({"messages": MESSAGES, "tools": "{"}, "f:1, column tools"),
+        ({"conversations": [{"from": "human"}]}, "f:1, message 1"),
+        ({"instruction": "a", "output": ""}, "f:1; its columns: instruction, output"),
     ],
 )
 def test_a_record_that_cannot_be_read_is_named(record, where):
