@@ -62,7 +62,8 @@ def render_card(
     seeing = dense.is_wrapper and not target.is_tiny_onn
     model_class, reader_class = _SEEING if seeing else _READING
     architecture = target.wrappers[str(dense.config_json["model_type"])][0] if seeing else target.architecture
-    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(target, shape, pad_to, dense.config))
+    lines = suitable_runtimes(target, shape, pad_to, dense.config, seeing=seeing)
+    runtimes = "\n".join(f"- {line}" for line in lines)
     facts = {
         "architecture": f"`{architecture}`",
         "experts": _experts(shape, layers),
@@ -112,11 +113,13 @@ def _experts(shape: MoEShape, layers: int) -> str:
     )
 
 
-def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None, dense: Mapping[str, Any]) -> list[str]:
+def suitable_runtimes(
+    target: MoETarget, shape: MoEShape, pad_to: int | None, dense: Mapping[str, Any], *, seeing: bool = False
+) -> list[str]:
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     served = target.served_by(shape, dense)
-    lines = [_loading(target), *filter(None, [long_texts(target, dense)])]
+    lines = [_loading(target, seeing=seeing), *filter(None, [long_texts(target, dense)])]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
             "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
@@ -144,20 +147,20 @@ _OWN_CLASS = (
     "`import models.tiny_onn.register`."
 )
 _KNOWN_CLASS = (
-    "transformers 4.57 and 5: loads without remote code; with 5, train with `experts_implementation="
-    '"grouped_mm"`, an argument that 4.57 does not have.'
+    "transformers 4.57 and 5: loads without remote code; with 5, train with `experts_implementation={}`, an argument "
+    "that 4.57 does not have."
 )
 
-_NEW_CLASS = (
-    'transformers 5: loads without remote code; train with `experts_implementation="grouped_mm"`. Not tested with 4.57.'
-)
+_NEW_CLASS = "transformers 5: loads without remote code; train with `experts_implementation={}`. Not tested with 4.57."
 
 
-def _loading(target: MoETarget) -> str:
+def _loading(target: MoETarget, *, seeing: bool) -> str:
     """How transformers loads this target."""
     if target.is_tiny_onn:
         return _OWN_CLASS
-    return _KNOWN_CLASS if target.transformers_4 else _NEW_CLASS
+    kernels = '{"text_config": "grouped_mm"}' if seeing else '"grouped_mm"'
+    # 4.57 is tested without images.
+    return (_KNOWN_CLASS if target.transformers_4 and not seeing else _NEW_CLASS).format(kernels)
 
 
 def _blocks(width: int) -> str:

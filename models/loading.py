@@ -193,6 +193,8 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         remote = bool(arguments.get("trust_remote_code"))
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
         kind = _class_of(config, remote=remote)
+        if kernels := arguments.get("experts_implementation"):
+            arguments["experts_implementation"] = experts_argument(config, kernels)
         if stored_quantization(read_config(folder)) == "fp8":
             loaded, found = _load_decoded(kind, folder, config, arguments)
         else:
@@ -205,6 +207,11 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         raise CheckpointError(what, where=f"{folder}: {some(drawn, 3, ', ')}", do=_BELONGS)
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
+
+
+def experts_argument(config: PreTrainedConfig, kernels: str) -> str | dict[str, str]:
+    """`experts_implementation` for transformers 5; a wrapper's class may refuse what its text part takes."""
+    return {"text_config": kernels} if "text_config" in config.sub_configs else kernels
 
 
 @dataclass(frozen=True)

@@ -74,19 +74,21 @@ def quantise(source: str, out: str, outtype: str, threads: int) -> dict[str, str
 
 
 def measure_transformers(
-    model: str, ids: Sequence[int], text: str, threads: int, experts: str | None, remote: bool
+    model: str, ids: Sequence[int], text: str, threads: int, experts: str | dict[str, str] | None, architecture: str
 ) -> dict[str, Any]:
     """Log-probabilities in fp32, and the tokens of the text."""
     import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     more = {"experts_implementation": experts} if experts else {}
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=remote, **more)
+    remote = architecture.startswith("Auto")  # a class of the checkpoint's own
+    kind = getattr(transformers, architecture)
+    loaded = kind.from_pretrained(model, dtype=torch.float32, trust_remote_code=remote, **more)
     found = _answers(loaded(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1).numpy(), ids)
     if text:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
         found["tokens"] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return found
 

@@ -14,13 +14,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, UserError
-from models.checkpoint.folder import INDEX, SINGLE, list_shards, read_json
+from models.checkpoint.folder import INDEX, PROCESSORS, SINGLE, list_shards, read_json
 from models.source import read_config
-from models.targets.config import MOE_TARGETS
+from models.targets.config import target_of
 from models.targets.tiny_onn import AUTO_CLASSES, copy_code
 
 # Files that clients read in addition to config.json and the weights; none of them is code.
-SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+SETTINGS = (
+    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", *PROCESSORS,
+)  # fmt: skip
 OTHERS = (
     "tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "*.model", "chat_template.jinja", "README.md",
 )  # fmt: skip
@@ -89,8 +91,12 @@ def _copy_settings(checkpoint: Path, folder: Path, *, respell: bool) -> None:
     stored = read_config(checkpoint)
     found = {name: read_settings(checkpoint / name) for name in SETTINGS if (checkpoint / name).is_file()}
     found["config.json"] = read_settings(checkpoint / "config.json")
-    found["config.json"]["architectures"] = [MOE_TARGETS[stored["model_type"]].architecture]
-    if stored["model_type"] == "tiny_onn":
+    target, architecture = target_of(stored)
+    found["config.json"]["architectures"] = [architecture]
+    for part in ("text_config", "vision_config", "audio_config"):  # by which converters choose their code, too
+        if isinstance(inner := found["config.json"].get(part), dict):
+            inner.pop("architectures", None)
+    if target.is_tiny_onn:
         copy_code(folder)
         named = stored.get("auto_map")
         kept = named if isinstance(named, dict) else {}

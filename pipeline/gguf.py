@@ -12,7 +12,7 @@ from models.checkpoint.folder import read_checkpoint
 from models.config import MoEShape, setting_word
 from models.source import read_config
 from models.targets.base import rope_type_of
-from models.targets.config import MOE_TARGETS
+from models.targets.config import carved_target, target_of, text_of
 from pipeline.clients import Clients, readable_copy, run_client
 from pipeline.disk import explain_os_error
 from stages.artifacts.rendering import in_mib
@@ -61,13 +61,14 @@ def check_carve(folder: Path) -> None:
         do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
         raise CheckpointError("no config.json, so no checkpoint", where=str(folder), do=do)
     config = read_config(folder)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MOE_TARGETS:
+    model_type, carved = config.get("model_type"), carved_target(config)
+    if carved is None:
         do = f"python -m pipeline model=local {setting_word('model.path', str(folder))}"
-        raise CheckpointError(f"{model_type} is no architecture that a carve becomes", where=str(folder), do=do)
-    wanted = [MOE_TARGETS[model_type].architecture]
-    if (named := config.get("architectures", wanted)) != wanted:  # converters choose their code by it
-        do = f'"architectures": ["{wanted[0]}"] in config.json, as in the carve'
+        inside = f" with a text part of type {text_of(config).get('model_type')}" * ("text_config" in config)
+        raise CheckpointError(f"{model_type}{inside} is no architecture that a carve becomes", where=str(folder), do=do)
+    _target, architecture = carved
+    if (named := config.get("architectures", [architecture])) != [architecture]:  # converters choose their code by it
+        do = f'"architectures": ["{architecture}"] in config.json, as in the carve'
         raise CheckpointError(f"{model_type} with architectures {named}", where=str(folder), do=do)
     read_checkpoint(folder)
 
@@ -81,32 +82,36 @@ def check_tokenizer(folder: Path) -> None:
 
 def check_convertible(config: Mapping[str, Any]) -> list[str]:
     """Notes on differences between llama.cpp and the carve. Raises ConfigError: llama.cpp cannot run the carve."""
-    target = MOE_TARGETS[config["model_type"]]
+    target, architecture = target_of(config)
     if fault := llama_cpp_fault(config):
-        raise ConfigError(fault, where=f"architecture {target.architecture}", do=OTHERS)
-    window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+        raise ConfigError(fault, where=f"architecture {architecture}", do=OTHERS)
+    text = text_of(config)
+    window, longest = text.get("sliding_window"), text.get("max_position_embeddings", 0)
     limits = {}
     windows = (target.sliding_window or target.layer_windows) and not target.llama_cpp_windows
     if windows and window and window < longest:
         limits["sliding window"] = window
-    if rope_type_of(config) == "dynamic":
+    if rope_type_of(text) == "dynamic":
         limits["dynamic position encoding"] = longest
     name = target.architecture.removesuffix("ForCausalLM")
-    return [
+    notes = [
         f"llama.cpp gives {name} no {feature}: texts of up to {tokens:,} tokens are right (-c {tokens})"
         for feature, tokens in limits.items()
     ]
+    images = "the GGUF file holds the text part, without the images': convert_hf_to_gguf.py --mmproj writes that"
+    return [*notes, *([] if text is config else [images])]
 
 
 def llama_cpp_fault(config: Mapping[str, Any]) -> str:
     """Why llama.cpp cannot run a carve with this config.json; empty if it can."""
-    target = MOE_TARGETS[config["model_type"]]
+    target, architecture = target_of(config)
+    config = text_of(config)
     if "llama.cpp" not in target.runtimes:
-        return f"llama.cpp knows no {target.architecture}"
+        return f"llama.cpp knows no {architecture}"
     if target.llama_cpp_equal_heads and config["num_key_value_heads"] != config["num_attention_heads"]:
-        return f"llama.cpp gives {target.architecture} as many key heads as query heads, this model has fewer"
+        return f"llama.cpp gives {architecture} as many key heads as query heads, this model has fewer"
     if dense := config.get("mlp_only_layers"):
-        return f"llama.cpp wants experts in every layer of {target.architecture}, and layers {dense} have none"
+        return f"llama.cpp wants experts in every layer of {architecture}, and layers {dense} have none"
     fault = target.faults(MoEShape(2, 1, 1, 0), config).get("llama.cpp")
     return f"llama.cpp {fault}" if fault else ""
 

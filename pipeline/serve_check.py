@@ -16,7 +16,8 @@ from tabulate import tabulate
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.config import PER_LAYER, MoEShape
 from models.source import read_config
-from models.targets.config import MOE_TARGETS
+from models.targets.base import MoETarget
+from models.targets.config import target_of, text_of
 from pipeline.clients import Clients, readable_copy, run_client
 from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, check_carve, llama_cpp_fault, write_gguf
 from stages.artifacts.rendering import show
@@ -106,7 +107,7 @@ def first_tokens(checkpoint: Path) -> tuple[str, list[int]]:
     """The beginning of this file and its tokens, at most TOKENS; without a tokenizer no text, and any tokens."""
     if not (checkpoint / "tokenizer.json").exists():
         config = read_config(checkpoint)
-        size = int((config.get("dense") or config)["vocab_size"])
+        size = int(text_of(config.get("dense") or config)["vocab_size"])
         return "", [7 * place % size for place in range(TOKENS)]
     from models.loading import load_tokenizer  # noqa: PLC0415 - slow, and the help page does not need it
 
@@ -129,7 +130,12 @@ class Check:
     @property
     def own(self) -> bool:
         """Whether the carve uses the project's own model class."""
-        return MOE_TARGETS[self.config["model_type"]].is_tiny_onn
+        return self.target.is_tiny_onn
+
+    @property
+    def target(self) -> MoETarget:
+        """Its architecture."""
+        return target_of(self.config)[0]
 
     def rows(self, types: Sequence[str]) -> list[Row]:
         """A row for each runtime and format, the reference first."""
@@ -145,7 +151,9 @@ class Check:
         steps += [
             (f"transformers {versions['transformers']}", "f32", partial(self._transformers, python, None))
             for python, versions in others
-            if "transformers" in versions and "vllm" not in versions
+            if "transformers" in versions
+            and "vllm" not in versions
+            and (self.target.transformers_4 or not versions["transformers"].startswith("4."))
         ]
         if (llama := self.clients.holding("llama_cpp")) and not self._lacks_converter():
             runtime = self._name("llama.cpp", llama, "llama_cpp")
@@ -157,7 +165,8 @@ class Check:
     def missing(self) -> dict[str, str]:
         """Missing runtimes → how to install them."""
         absent = {}
-        if not any(versions.get("transformers", "").startswith("4.") for versions in self.clients.found.values()):
+        four = any(versions.get("transformers", "").startswith("4.") for versions in self.clients.found.values())
+        if self.target.transformers_4 and not four:
             absent["transformers 4.57"] = WANTED["transformers 4"]
         for module, name in (("llama_cpp", "llama.cpp"), ("vllm", "vLLM")):
             if not self.clients.holding(module):
@@ -177,7 +186,9 @@ class Check:
         return {"model": str(self.checkpoint), "ids": self.ids, "text": self.text}
 
     def _transformers(self, python: Path, experts: str | None) -> dict[str, Any]:
-        request = {**self._request, "threads": THREADS, "experts": experts, "remote": self.own}
+        architecture = "AutoModelForCausalLM" if self.own else target_of(self.config)[1]
+        kernels = {"text_config": experts} if experts and "text_config" in self.config else experts
+        request = {**self._request, "threads": THREADS, "experts": kernels, "architecture": architecture}
         return run_client(python, "transformers", request, OMP_NUM_THREADS=str(THREADS))
 
     def _llama(self, python: Path, outtype: str) -> dict[str, Any]:
@@ -189,7 +200,7 @@ class Check:
             return run_client(python, "llama.cpp", {**self._request, "model": str(file), "threads": THREADS})
 
     def _vllm(self, python: Path) -> dict[str, Any]:
-        target, dense = MOE_TARGETS[self.config["model_type"]], self.config.get("dense") or self.config
+        target, dense = self.target, text_of(self.config.get("dense") or self.config)
         shape = MoEShape(1, 1, 1, 0, topology=self.config.get("topology", PER_LAYER))
         if fault := target.faults(shape, dense).get("vLLM"):
             raise UserError(f"vLLM {fault}")

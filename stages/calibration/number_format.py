@@ -17,7 +17,7 @@ from transformers.utils import logging
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.errors import NumericsError
 from models.checkpoint.shards import ShardReader
-from models.loading import explained_loading, release_freed_memory
+from models.loading import experts_argument, explained_loading, release_freed_memory
 from models.structure import decoder_layers, model_class
 from stages.calibration.batches import text_sources
 from stages.calibration.share import split_validation
@@ -66,7 +66,7 @@ def open_by_layers(checkpoint: Path, dtype: torch.dtype, device: torch.device) -
         with explained_loading(checkpoint), init_empty_weights(include_buffers=False):
             config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
             model: PreTrainedModel = model_class(config)._from_config(config, dtype=dtype)
-        model.set_experts_implementation("grouped_mm")
+        model.set_experts_implementation(experts_argument(config, "grouped_mm"))
         mapping = get_model_conversion_mapping(model)
         settings = LoadStateDictConfig(device_map={"": device}, dtype=dtype, weight_mapping=mapping)
 

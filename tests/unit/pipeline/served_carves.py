@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from pico import write_pico
+from zoo.checkpoints import write_checkpoint
 
 from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
@@ -20,17 +21,33 @@ def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: 
     dense = write_pico(
         folder / "dense", source, hidden=hidden, intermediate=5 * 32 + always_on, tokenizer=True, **width
     )
-    order = torch.randperm(5 * 32 + always_on, generator=torch.Generator().manual_seed(0)).int()
+    return carve(dense, folder / "moe", target, MoEShape(5, 32, 2, always_on))
+
+
+def write_wrapped_carve(folder: Path, target: str, source: str, always_on: int) -> Path:
+    """Carve a model of the zoo that sees images. Returns the MoE's folder."""
+    dense = write_checkpoint(source, folder / "dense")
+    return carve(dense, folder / "moe", target, MoEShape(4, 24, 2, always_on))
+
+
+def carve(dense: Path, moe: Path, target: str, shape: MoEShape) -> Path:
+    """Write a carve with random routers."""
+    always_on = shape.always_on
     with DenseReader(dense) as reader:
+        hidden = reader.decoder.hidden
+        order = torch.randperm(reader.decoder.width, generator=torch.Generator().manual_seed(0)).int()
+        routed = order[always_on : always_on + shape.experts * shape.n].view(shape.experts, shape.n)
         emit_checkpoint(
             dense,
-            folder / "moe",
+            moe,
             target=MOE_TARGETS[target],
-            shape=MoEShape(5, 32, 2, always_on),
-            routers=lambda layer: 0.3 * torch.randn(5, hidden, generator=torch.Generator().manual_seed(layer)),
-            experts=lambda layer: slice_experts(reader, layer, order[always_on:].view(5, 32), order[:always_on]),
+            shape=shape,
+            routers=lambda layer: (
+                0.3 * torch.randn(shape.experts, hidden, generator=torch.Generator().manual_seed(layer))
+            ),
+            experts=lambda layer: slice_experts(reader, layer, routed, order[:always_on]),
         )
-    return folder / "moe"
+    return moe
 
 
 def make_hostile(checkpoint: Path, folder: Path, marker: Path) -> Path:

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from unit.pipeline.served_carves import change_settings, make_hostile, write_carve
+from unit.pipeline.served_carves import change_settings, make_hostile, write_carve, write_wrapped_carve
 
 from instruments.errors import CheckpointError, UserError
+from models.source import read_config
 from models.targets.tiny_onn import AUTO_CLASSES, CODE_FILES
 from pipeline import clients, gguf, serve_check
 
@@ -70,6 +71,32 @@ def test_the_converter_runs_no_python_of_a_checkpoint(tmp_path, carve, llama_cpp
     (log,) = (tmp_path / "llama.cpp" / "converted").read_text().splitlines()
     assert log.startswith("Qwen2MoeForCausalLM")
     assert ".py" not in log
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_5_moe_text", "gemma4_text"])
+def wrapped(request, tmp_path_factory):
+    sources = {"mixtral": ("mistral3_image", 0), "qwen3_5_moe_text": ("qwen3_5_image", 32)}
+    source = sources.get(request.param, ("gemma4_image", 32))
+    return write_wrapped_carve(tmp_path_factory.mktemp("wrapped"), request.param, *source)
+
+
+def test_a_carve_that_sees_images_is_converted_as_its_own_class(tmp_path, wrapped, llama_cpp, marker, capsys):
+    hostile = make_hostile(wrapped, tmp_path / "moe", marker)
+    config = read_config(hostile)
+    change_settings(hostile, "config.json", text_config=config["text_config"] | {"architectures": ["EvilForCausalLM"]})
+    assert gguf.main([str(hostile), str(tmp_path / "x.gguf"), "--type", "f16", *llama_cpp]) == 0
+    assert not marker.exists()
+    seen = json.loads((tmp_path / "x.gguf").read_text())["config.json"]
+    assert seen["architectures"] == config["architectures"]
+    assert seen["text_config"] == config["text_config"]
+    assert "without the images" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_carve_that_sees_images_is_checked_as_its_own_class(wrapped, tmp_path):
+    found = tmp_path / "found.json"
+    assert serve_check.main([str(wrapped), "--json", str(found)]) == 0
+    assert all(row["largest"] < 1e-4 for row in json.loads(found.read_text())["rows"])
 
 
 def test_serve_check_runs_no_python_of_the_carve(tmp_path, carve, llama_cpp, marker, monkeypatch):

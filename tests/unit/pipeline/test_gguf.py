@@ -95,6 +95,16 @@ def test_texts_that_are_too_long_for_llama_cpp_are_said(config, what):
         ("nothing", "", "no config.json, so no checkpoint"),
         ("config.json", '{"model_type": ["qwen3_moe"]}', "['qwen3_moe'] is no architecture that a carve becomes"),
         ("config.json", '{"model_type": "qwen2"}', "qwen2 is no architecture that a carve becomes"),
+        (
+            "config.json",
+            '{"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}',
+            "qwen3_5 with a text part of type qwen3_5_text is no architecture that a carve becomes",
+        ),
+        (
+            "config.json",
+            '{"model_type": "llava", "text_config": {"model_type": "mixtral"}}',
+            "llava with a text part of type mixtral is no architecture that a carve becomes",
+        ),
         ("config.json", '{"model_type": "qwen3_moe"}', "no model.safetensors or model.safetensors.index.json"),
     ],
 )

@@ -178,3 +178,8 @@ def test_attention_that_is_not_sharpened_in_long_texts_is_said():
     assert "after each 2,048 tokens" in line
     assert "assemble.target=tiny_onn" in line
     assert said("tiny_onn", MINISTRAL) == said("mixtral", MINISTRAL | {"llama_4_scaling_beta": 0.0}) == []
+
+
+def test_kernels_for_the_experts_of_a_model_that_sees_images_are_those_of_its_text_part():
+    lines = suitable_runtimes(MOE_TARGETS["mixtral"], SHAPE, None, PLAIN, seeing=True)
+    assert 'train with `experts_implementation={"text_config": "grouped_mm"}`' in lines[0]
