@@ -10,9 +10,10 @@ from pathlib import Path
 from instruments.errors import DataError
 from instruments.files import hash_file
 from stages.text.config import DataConfig, Source, calibration_only, list_sources
+from stages.text.files import find_kind, list_files
 from stages.text.hub import find_commit
 from stages.text.python_stdlib import list_modules
-from stages.text.sources import find_template_file, list_files, read_documents
+from stages.text.sources import find_template_file, read_documents
 
 # Incremented when a change of the readers gives other tokens for the same text.
 READER_VERSION = 6
@@ -33,8 +34,8 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
 
 def _source_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:
     template = [hash_of(file)] if (file := find_template_file(source)) else []
-    if source.kind == "text":  # the suffix decides how a file is read
-        return template + [hash_of(file) + file.suffix.lower() for file in list_files(source)]
+    if source.kind == "text":  # the kind decides how a file is read
+        return template + [hash_of(file) + find_kind(file) for file in list_files(source)]
     if source.kind == "hub":
         folder = Path(str(source.name))
         files = sorted(file for file in folder.rglob("*") if file.is_file())

@@ -48,7 +48,7 @@ def list_modules() -> dict[str, Path]:
                 modules[".".join(parts)] = file
     if not modules:
         what = "this interpreter has no source of its standard library"
-        do = "data=text data.path=a .jsonl or .txt file"
+        do = "data=text data.path=FILE_OR_FOLDER"
         raise DataError(what, where=f"Python {sys.version.split()[0]}, {root}", do=do)
     return modules
 

@@ -1,11 +1,14 @@
+import gzip
 import json
 import os
 
+import pyarrow.parquet
 import pytest
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig, Source, list_sources
-from stages.text.sources import MAX_LINE, read_file, read_sources
+from stages.text.files import MAX_LINE, describe_files, list_files, read_file
+from stages.text.sources import read_sources
 
 
 def read(role="calibration", **settings):
@@ -83,15 +86,92 @@ def test_the_files_of_a_folder_take_turns(tmp_path, write_jsonl, monkeypatch):
     write_jsonl("deeper/b.JSONL", [{"text": f"b{number}"} for number in range(2)])
     write_jsonl("a.jsonl", [{"text": f"a{number}"} for number in range(3)])
     (tmp_path / "c.txt").write_text("c0", encoding="utf-8")
-    (tmp_path / "d.csv").write_text("d0", encoding="utf-8")
+    (tmp_path / "d.log").write_text("d0", encoding="utf-8")
     assert texts(tmp_path) == ["a0", "c0", "b0", "a1", "b1", "a2"]
-    monkeypatch.setattr("stages.text.sources.FILES_AT_ONCE", 2)
+    monkeypatch.setattr("stages.text.files.FILES_AT_ONCE", 2)
     assert texts(tmp_path) == ["a0", "c0", "a1", "a2", "b0", "b1"]
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "a.parquet", "README", ""])
+ROWS = [{"text": "one, two"}, {"text": "three\nfour"}]
+
+
+def write_rows(path):
+    """The rows in the format of the file's name."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    match "".join(path.suffixes):
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        case ".jsonl.gz":
+            path.write_bytes(gzip.compress(lines))
+        case ".jsonl.zst":
+            path.write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
+        case ".json":
+            path.write_text(json.dumps(ROWS))
+        case ".csv":
+            path.write_text('id,text\r\n1,"one, two"\r\n2,"three\nfour"\r\n')
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.csv"])
+def test_every_format_gives_the_same_documents_or_says_that_it_is_damaged(tmp_path, name):
+    write_rows(tmp_path / name)
+    assert texts(tmp_path / name) == ["one, two", "three\nfour"]
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) * 2 // 3])
+    assert str(tmp_path / name) in refusal(tmp_path / name).where
+
+
+def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(b"plain")
+    assert refusal(tmp_path / "a.txt.gz").where == str(tmp_path / "a.txt.gz")
+
+
+def test_a_row_of_another_length_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,a,b\n")
+    assert refusal(tmp_path / "a.csv").where == f"{tmp_path / 'a.csv'}, row 1"
+
+
+def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.text.files.MAX_RECORD", 100)
+    monkeypatch.setattr("stages.text.files.MAX_JSON", 100)
+    for name in ("a.jsonl", "a.json", "a.csv"):
+        (tmp_path / name).write_text('{"text": "' + "a" * 200 + '"}\n' if name != "a.csv" else "text\n" + "a" * 200)
+        assert str(tmp_path / name) in refusal(tmp_path / name).where
+
+
+def test_hidden_files_and_files_about_the_data_are_left_out(tmp_path, write_jsonl):
+    write_jsonl("train.jsonl", [{"text": "one"}])
+    for name in (".ipynb_checkpoints/train.jsonl", "__MACOSX/._train.jsonl", "README.md", "LICENSE.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"\xff not text")
+    assert texts(tmp_path) == ["one"]
+    assert describe_files(list_files(Source(path=str(tmp_path)))) == "1 .jsonl"
+
+
+def test_a_readme_alone_is_text(tmp_path):
+    (tmp_path / "README.md").write_text("words")
+    assert texts(tmp_path) == ["words"]
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "deeper/part.tsv", "archive.tar.gz"])
+def test_data_that_is_not_read_beside_text_is_an_error(tmp_path, write_jsonl, name):
+    write_jsonl("train.jsonl", [{"text": "one"}])
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    assert name in refusal(tmp_path).what
+
+
+def test_several_paths_are_read_one_after_another(write_jsonl):
+    first, second = (str(write_jsonl(f"{name}.jsonl", [{"text": name}])) for name in "ab")
+    found = read(path=None, paths=[second, first], heldout_share=1e-9)
+    assert {document.text for document in found} == {"a", "b"}
+    with pytest.raises(DataError) as caught:
+        read(path=None, paths=[first, "nowhere"])
+    assert caught.value.where.startswith("data.paths=nowhere")
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "a.tsv", "README", ""])
 def test_a_path_without_text_names_its_setting(tmp_path, name):
-    for unread in ("a.parquet", "README"):
+    for unread in ("a.tsv", "README"):
         (tmp_path / unread).touch()
     assert refusal(tmp_path / name).where.startswith(f"data.path={tmp_path / name}")
     with pytest.raises(DataError) as caught:

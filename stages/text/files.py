@@ -1,0 +1,240 @@
+"""Documents of local files: plain text, and tables of records."""
+
+import csv
+import gzip
+import importlib.util
+import io
+import json
+import logging
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from instruments.errors import DataError, some
+from models.checkpoint.folder import expand_user
+from stages.text.config import Source
+from stages.text.documents import Document, cut_passages, interleave, read_record
+
+logger = logging.getLogger(__name__)
+
+TEXT = (".txt", ".md")
+RECORDS = (".jsonl", ".json", ".csv", ".parquet")
+COMPRESSED = (".gz", ".zst")
+# Data that is not read; beside files that are, it is an error.
+UNREAD = frozenset(
+    {".tsv", ".arrow", ".feather", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".bz2", ".xz", *COMPRESSED}
+)
+# Files about the data, left out of a folder that has others.
+ABOUT = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|contributing|dataset_infos?)\b", re.IGNORECASE)
+# A text document ends at the first blank line after this many characters ...
+SHORTEST_PASSAGE = 2_000
+# ... or at the first line end after this many.
+LONGEST_PASSAGE = 8_000
+# Files of a folder that are interleaved; limits the number of open files.
+FILES_AT_ONCE = 64
+# Maximum bytes of a line of text; longer lines are cut.
+MAX_LINE = 2**16
+# Maximum bytes of a record, and of a .json file; more is an error.
+MAX_RECORD, MAX_JSON = 2**26, 2**29
+
+
+def list_files(source: Source) -> list[Path]:
+    """The files that the source names, or the sorted files of its folders and subfolders that can be read.
+
+    Hidden files and those whose name begins with `__` are left out, and files about the data (README, LICENSE ...).
+
+    Raises:
+        DataError: a path may not be read, there is no file that can be read, or other data beside those.
+    """
+    names = source.paths or [str(source.path)]
+    return [file for name in names for file in _list_files(expand_user(name), f"{source.path_setting}={name}", source)]
+
+
+def _list_files(path: Path, said: str, source: Source) -> list[Path]:
+    where = f"{said}, from working folder {Path.cwd()}"
+    try:
+        found = sorted(_visible_files(path)) if path.is_dir() else [path] if path.is_file() else []
+    except OSError as error:
+        what = f"cannot read {error.filename}: {error.strerror}"
+        raise DataError(what, where=where, do="check its permissions") from error
+    files = [file for file in found if find_kind(file)]
+    if path.is_dir():
+        files = [file for file in files if not ABOUT.match(file.name)] or files
+        others = [file.relative_to(path).as_posix() for file in found if file.suffix.lower() in UNREAD]
+        if files and (others := [name for name in others if not find_kind(path / name)]):
+            what, do = (
+                f"the folder also holds data that is not read: {some(others)}",
+                "move these files, or convert them",
+            )
+            raise DataError(what, where=where, do=do)
+    if not files:
+        do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, *COMPRESSED))}"
+        raise DataError(f"{path} is no file that can be read as text, and no folder that holds one", where=where, do=do)
+    return files
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    for file in folder.rglob("*"):
+        if not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts) and file.is_file():
+            yield file
+
+
+def find_kind(file: Path) -> str:
+    """The suffix by which a file is read, without that of its compression; empty if it is not read."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in (*TEXT, *RECORDS) else ""
+
+
+def describe_files(files: Iterable[Path]) -> str:
+    """Numbers of files by kind."""
+    kinds = Counter(find_kind(file) for file in files)
+    return ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+
+
+def read_files(source: Source) -> Iterator[Document]:
+    """The documents of a file, or of a folder's files in turn. Raises DataError."""
+    files = list_files(source)
+    groups = (files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE))
+    return (document for group in groups for document in interleave(read_file(file, source) for file in group))
+
+
+def read_file(file: Path, source: Source) -> Iterator[Document]:
+    """The documents of one file, lazily. Raises DataError."""
+    kind = find_kind(file)
+    try:
+        if kind == ".parquet":
+            yield from _documents(_read_parquet(file), source)
+            return
+        with _open(file) as stream:
+            if kind in TEXT:
+                passages = cut_passages(_read_lines(file, stream), SHORTEST_PASSAGE, LONGEST_PASSAGE)
+                yield from (Document(f"{file}:{number}", text) for number, text in passages)
+            else:
+                read = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind]
+                yield from _documents(read(file, stream), source)
+    except (OSError, EOFError, zlib.error) as error:
+        what = f"cannot read the file: {getattr(error, 'strerror', None) or error}"
+        raise DataError(what, where=str(file), do="check its permissions, and that it is whole") from error
+
+
+def _documents(records: Iterable[tuple[str, Any]], source: Source) -> Iterator[Document]:
+    """The documents of records with their places."""
+    return (document for where, record in records if (document := read_record(record, where, source)))
+
+
+def _open(file: Path) -> io.BufferedIOBase:
+    if file.suffix.lower() == ".gz":
+        return gzip.open(file)
+    if file.suffix.lower() == ".zst":
+        _require("pyarrow", file)
+        import pyarrow  # noqa: PLC0415 - optional
+
+        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+    return file.open("rb")
+
+
+def _require(package: str, file: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        do = f"pip install {package}, or convert the file to .jsonl"
+        raise DataError(f"reading this file needs the package {package}", where=str(file), do=do)
+
+
+def _read_jsonl(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
+    for number in count(1):
+        line, where = stream.readline(MAX_RECORD + 1), f"{file}:{number}"
+        if not line:
+            return
+        if len(line) > MAX_RECORD:
+            raise DataError(
+                f"a record has more than {MAX_RECORD >> 20} MiB", where=where, do="correct or remove the line"
+            )
+        if text := _decode(line, where).strip():
+            yield where, _parse(text, where, "correct or remove the line")
+
+
+def _read_json(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
+    content = stream.read(MAX_JSON + 1)
+    if len(content) > MAX_JSON:
+        what, do = f"the file has more than {MAX_JSON >> 20} MiB", "convert it to .jsonl, which is read by the line"
+        raise DataError(what, where=str(file), do=do)
+    found = _parse(_decode(content, str(file)), str(file), "correct the file: a list of records")
+    for number, record in enumerate(found if isinstance(found, list) else [found], start=1):
+        yield f"{file}, record {number}", record
+
+
+def _parse(text: str, where: str, do: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not a JSON record: {error}", where=where, do=do) from error
+
+
+def _read_csv(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(MAX_RECORD)
+    lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(iter(stream.readline, b""), start=1))
+    rows = csv.DictReader(lines, strict=True)
+    try:
+        for number, row in enumerate(rows, start=1):
+            where = f"{file}, row {number}"
+            if None in row or None in row.values():
+                what = f"the row has {'more' if None in row else 'fewer'} values than there are columns"
+                raise DataError(what, where=where, do="correct or remove the row")
+            yield where, row
+    except csv.Error as error:
+        raise DataError(f"not a CSV file: {error}", where=f"{file}:{rows.line_num}", do="correct the file") from error
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    _require("pyarrow", file)
+    from pyarrow import ArrowException  # noqa: PLC0415 - optional
+    from pyarrow.parquet import ParquetFile  # noqa: PLC0415
+
+    try:
+        with ParquetFile(file) as table:
+            rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
+            yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, start=1))
+    except ArrowException as error:
+        what = f"cannot read the file: {error}"
+        raise DataError(what, where=str(file), do="check that it is whole") from error
+
+
+def _read_lines(file: Path, stream: io.BufferedIOBase) -> Iterator[str]:
+    """The lines of a text file; a line of more than MAX_LINE bytes is cut."""
+    rest = b""
+    for number in count(1):
+        line = rest + stream.readline(MAX_LINE - len(rest))
+        if not line:
+            return
+        rest = b""
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            line, rest = _cut_line(line)
+        yield _decode(line, f"{file}:{number}").replace("\r\n", "\n")
+
+
+def _cut_line(line: bytes) -> tuple[bytes, bytes]:
+    """Split a line into a part and the rest: after a space near the end, else between two characters."""
+    last = line.rfind(b" ", len(line) - 1024) + 1
+    if not last:
+        last = len(line)
+        while last > len(line) - 4 and line[last - 1] & 0xC0 == 0x80:  # within a character
+            last -= 1
+        last -= line[last - 1] >= 0xC0
+    return line[:last], line[last:]
+
+
+def _decode(line: bytes, where: str) -> str:
+    """The text of a line. Raises DataError: it is not UTF-8; English in UTF-16 is valid UTF-8 with many zeros."""
+    try:
+        if line.count(0) <= len(line) // 3:
+            return line.decode("utf-8-sig")
+        fault = "many bytes are zero"
+    except UnicodeDecodeError as error:
+        fault = str(error)
+    do = "convert the file to UTF-8, e.g. iconv -f latin1 -t utf-8; files of Windows: iconv -f utf-16 -t utf-8"
+    raise DataError(f"not UTF-8: {fault}", where=where, do=do)
