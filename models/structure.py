@@ -121,11 +121,18 @@ def describe_model(model: PreTrainedModel, config: Mapping[str, Any], stored: Ma
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     resolved = json.loads(text.to_json_string(use_diff=False))
     given = config.get("text_config")
+    given = given if isinstance(given, Mapping) else config
+    for key, value in given.items():
+        # What transformers makes of a null, or of an encoding without all its numbers, holds.
+        if isinstance(value, Mapping) and isinstance(resolved.get(key), Mapping):
+            resolved[key] |= {name: number for name, number in value.items() if name not in resolved[key]}
+        elif value is not None:
+            resolved[key] = value
     names, unknown = _stored_names(model, stored)
     return Decoder(
         model_class=type(model).__name__,
         model_type=str(text.model_type),
-        config={**resolved, **(given if isinstance(given, Mapping) else config), "hidden_act": plan[0].activation},
+        config={**resolved, "hidden_act": plan[0].activation},
         config_json=dict(config),
         layers=layers,
         depth=len(modules),

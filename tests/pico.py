@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,7 +74,8 @@ def write_pico(
         sizes["head_dim"] = 8
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | config))
+        # A copy: configurations complete the dicts that they are given.
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | deepcopy(config)))
         for parameter in model.parameters():
             _spread(parameter)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)

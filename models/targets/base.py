@@ -219,6 +219,11 @@ def rope_type_of(config: Mapping[str, Any]) -> str:
     return "longrope" if kind == "su" else kind  # the name in early Phi-3 checkpoints
 
 
+def rotated_share(config: Mapping[str, Any]) -> float:
+    """The share of each head that the position encoding rotates."""
+    return float(rope_of(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
+
+
 def long_texts(target: MoETarget, config: Mapping[str, Any]) -> str:
     """What a carve computes otherwise than the dense model of this `Decoder.config` in long texts; empty: nothing."""
     rope = rope_of(config)

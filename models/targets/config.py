@@ -9,7 +9,7 @@ from instruments.errors import ConfigError
 from models import targets
 from models.config import MoEShape
 from models.decoder import Decoder
-from models.targets.base import MoETarget, rope_of
+from models.targets.base import MoETarget, rope_of, rotated_share
 
 # The `TARGETS` of every module in this folder.
 MOE_TARGETS: dict[str, MoETarget] = {}
@@ -93,9 +93,7 @@ def _attention_problems(dense: Decoder, target: MoETarget) -> Iterator[tuple[str
         return
     config, name = dense.config, target.model_type
     head_dim = config.get("head_dim")
-    rope = rope_of(config)
-    share = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
-    if any(isinstance(value, dict) for value in rope.values()):
+    if any(isinstance(value, dict) for value in rope_of(config).values()):
         yield f"{name} has one position encoding for all layers", "rope_parameters in config.json"
     if not target.output_bias and any(tensor.endswith("o_proj.bias") for tensor in dense.shapes):
         yield f"{name} has no bias on o_proj", "attention_bias in config.json"
@@ -105,7 +103,7 @@ def _attention_problems(dense: Decoder, target: MoETarget) -> Iterator[tuple[str
         yield f"{name} has one window for all layers or none", "layer_types in config.json"
     if not target.head_dim and head_dim and head_dim != config["hidden_size"] // config["num_attention_heads"]:
         yield f"{name} cannot have head_dim={head_dim}", "head_dim in config.json"
-    if not target.partial_rotation and share != 1:
+    if not target.partial_rotation and (share := rotated_share(config)) != 1:
         yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
 
 

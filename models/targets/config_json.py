@@ -113,8 +113,8 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     """The position encoding in the spellings of transformers 4 and 5."""
     stored = dict(rope_of(dense))
     theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or _DEFAULT_THETA
-    # Sources that rotate part of each head are refused, so the factor is 1. The others are Ministral 3's: its scale of
-    # the queries, which no target has (see `long_texts`), and a length that is also outside.
+    # A target that rotates part of each head writes the share itself. The others are Ministral 3's: its scale of the
+    # queries, which no target has (see `long_texts`), and a length that is also outside.
     for key in ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings"):
         stored.pop(key, None)
     kind = stored.pop("type", "default")

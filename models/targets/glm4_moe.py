@@ -1,9 +1,15 @@
 """GLM-4-MoE and dots.llm1: shared experts without a gate; dots.llm1 has Qwen3's biases and windows in some layers."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
+from models.decoder import Decoder
+from models.targets.base import LAYER, ConfigInput, MoETarget, copied, rotated_share, several_chosen
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _expert_keys(given: ConfigInput) -> dict[str, Any]:
@@ -16,6 +22,30 @@ def _expert_keys(given: ConfigInput) -> dict[str, Any]:
         "topk_group": 1,
         "first_k_dense_replace": len(given.shape.dense_layers),
     }
+
+
+def _glm4_keys(given: ConfigInput) -> dict[str, Any]:
+    ends = {name.split(".self_attn.")[-1] for name in given.decoder.shapes}
+    rotated = {"partial_rotary_factor": rotated_share(given.decoder.config)}
+    return {
+        **_expert_keys(given),
+        "num_nextn_predict_layers": 0,
+        "attention_bias": "q_proj.bias" in ends,
+        "use_qk_norm": "q_norm.weight" in ends,
+        # The architecture rotates half of each head if this key is missing, so it is at both levels.
+        **rotated,
+        "rope_parameters": given.dense["rope_parameters"] | rotated,
+    }
+
+
+def _in_halves(dense: Decoder, name: str, tensor: "Tensor") -> Mapping[str, "Tensor"]:
+    """GLM rotates neighbours of a head, (0, 1), (2, 3) ...; the Mixture-of-Experts a half with the other half."""
+    if dense.model_type == "glm" and re.search(r"self_attn\.[qk]_proj\.", name):
+        width = int(dense.config["head_dim"])
+        turned = int(width * rotated_share(dense.config))
+        order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]
+        tensor = tensor.reshape(-1, width, *tensor.shape[1:])[:, order].reshape(tensor.shape)
+    return copied(dense, name, tensor)
 
 
 def _dots1_keys(given: ConfigInput) -> dict[str, Any]:
@@ -41,16 +71,9 @@ def _dots1_keys(given: ConfigInput) -> dict[str, Any]:
 _GLM4_MOE = MoETarget(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    sources={"qwen3": 2, "qwen2": 2, "llama": 2, "mistral": 2, "phi3": 2},
-    config_keys=lambda given: {
-        **_expert_keys(given),
-        "num_nextn_predict_layers": 0,
-        "attention_bias": given.dense["model_type"] == "qwen2",
-        "use_qk_norm": given.dense["model_type"] == "qwen3",
-        # The architecture rotates half of each head if this key is missing, so it is at both levels.
-        "partial_rotary_factor": 1.0,
-        "rope_parameters": given.dense["rope_parameters"] | {"partial_rotary_factor": 1.0},
-    },
+    sources={"glm": 1, "seed_oss": 1, "qwen3": 2, "qwen2": 2, "llama": 2, "mistral": 2, "phi3": 2},
+    config_keys=_glm4_keys,
+    copies=_in_halves,
     runtimes=("vLLM", "SGLang", "llama.cpp"),
     runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; "
     "`python -m pipeline gguf` runs it with the vocabulary as it is.",
@@ -65,6 +88,7 @@ _GLM4_MOE = MoETarget(
     normalised=several_chosen,
     factor_key=True,
     least_experts=2,
+    partial_rotation=True,
 )
 TARGETS = (
     _GLM4_MOE,
@@ -79,6 +103,7 @@ TARGETS = (
         llama_cpp_equal_heads=True,
         factor_key=False,
         output_bias=True,
+        partial_rotation=False,
         layer_windows=True,
     ),
 )

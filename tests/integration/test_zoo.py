@@ -17,7 +17,7 @@ CARVED = {
 NATIVELY = {
     *("gemma4_text", "gemma4_text_no_values", "gemma4_image"),
     *("ministral3", "mistral3_image", "mistral3_ministral3_image", "qwen3_vl_image"),
-    *("granite_swa", "smollm3", "cwm", "ministral", "granitemoehybrid_dense"),
+    *("granite_swa", "smollm3", "cwm", "ministral", "granitemoehybrid_dense", "seed_oss", "glm"),
 }
 
 

@@ -44,6 +44,11 @@ LONGROPE = {
     "original_max_position_embeddings": 8,  # fewer than the test's tokens
 }  # fmt: skip
 PARTIAL_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.67}
+PHI4_MINI = LONGROPE | {
+    "rope_parameters": LONGROPE["rope_parameters"]
+    | {"short_factor": LONG[:2], "long_factor": LONG[1:], "partial_rotary_factor": 0.67}
+}
+QUARTER_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.25}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 0.5,
@@ -141,6 +146,15 @@ CASES = {
     "llama-glm4": Case("llama", "glm4_moe", always_on=5),
     "llama-glm4-llama3-rope": Case("llama", "glm4_moe", always_on=5, pico={"rope_parameters": LLAMA3_ROPE}),
     "glm4-none-always-on": Case("qwen3", "glm4_moe"),
+    "seed_oss": Case("seed_oss", "glm4_moe", always_on=5, pico={"tie": True}),
+    "seed_oss-dense-first": Case("seed_oss", "glm4_moe", dense_layers=(0,), pico={"attention_bias": False}),
+    "glm": Case("glm", "glm4_moe", always_on=5, pico={"tie": True}),
+    "glm-dense-first": Case(
+        "glm", "glm4_moe", dense_layers=(0,), pico={"rope_parameters": QUARTER_ROPE, "attention_bias": False}
+    ),
+    "glm-bfloat16": Case("glm", "glm4_moe", always_on=5, experts=4, n=8, dtype=torch.bfloat16),
+    "phi3-glm4-partial": Case("phi3", "glm4_moe", always_on=5, pico={"rope_parameters": PARTIAL_ROPE}),
+    "phi3-glm4-longrope-partial": Case("phi3", "glm4_moe", always_on=5, pico=PHI4_MINI),
     "qwen3-copies": Case("qwen3", "qwen3_moe", copies=True),
     "qwen2-copies": Case("qwen2", "qwen2_moe", always_on=5, copies=True),
     "llama-copies": Case("llama", "mixtral", copies=True),
