@@ -15,7 +15,9 @@ from stages.artifacts.job import find_workers
 TOOLS = {
     "auto_diff": "instruments.precision.command",
     "dump": "instruments.tensor_dump.command",
+    "generate": "pipeline.generate",
     "gguf": "pipeline.gguf",
+    "mbpp": "pipeline.mbpp",
     "mscan": "instruments.parameter_scan.command",
     "serve_check": "pipeline.serve_check",
     "static_check": "instruments.static_check.check",

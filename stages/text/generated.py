@@ -60,7 +60,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     room = data.tokens
     ((source, documents),) = read_sources(data, "calibration")
     for document in documents:
-        ids = _encode(document, tokenizer, source)
+        ids = encode_start(document, tokenizer, source)
         if not ids:
             skipped[NO_PROMPT].append(document.name)
         elif len(ids) + data.max_new_tokens > data.max_length:
@@ -78,7 +78,8 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     return text
 
 
-def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: Source) -> list[int]:
+def encode_start(document: Document, tokenizer: PreTrainedTokenizerBase, data: Source) -> list[int]:
+    """Token ids up to where the model goes on: at the assistant's turn, or after `data.prompt_tokens` of plain text."""
     if document.messages:
         ids, longest = encode_prompt(document, tokenizer, data), None
     else:

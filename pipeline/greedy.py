@@ -1,0 +1,82 @@
+"""A checkpoint that writes: dense or carved, loaded from its folder, and continued greedily in batches."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.errors import CheckpointError, ConfigError
+from models.config import ModelConfig
+from models.loading import (
+    explained_memory,
+    load_tokenizer,
+    load_whole,
+    padding_id,
+    placement,
+    resolve_device,
+    resolve_dtype,
+)
+from stages.text.config import DataConfig, Source
+from stages.text.documents import Document
+from stages.text.generated import encode_start, find_ends, write_continuations
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What the model wrote after a prompt."""
+
+    text: str  # without special tokens
+    tokens: int  # including the end token
+    ended: bool  # by its end token, not by the limit
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, prompt: str, *, chat: bool) -> list[int]:
+        """Token ids of plain text, or of a user's message in the chat template, up to where the answer begins.
+
+        Raises ConfigError: the prompt is empty; CheckpointError: the tokenizer has no chat template.
+        """
+        if not prompt.strip():
+            raise ConfigError("the prompt is empty", where="command line", do='a prompt such as "def carve("')
+        if chat and not self.tokenizer.chat_template:
+            do = "an instruction-tuned model, or generate without --chat"
+            raise CheckpointError("the tokenizer has no chat template", where=self.tokenizer.name_or_path, do=do)
+        document = Document("prompt", messages=({"role": "user", "content": prompt},)) if chat else Document("", prompt)
+        return encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize))
+
+    def write(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Continuation]:
+        """Continue a batch of prompts greedily, without the checkpoint's penalties, by at most `tokens` each."""
+        ends, data = find_ends(self.model, self.tokenizer), DataConfig(max_new_tokens=tokens)
+        with explained_memory("generation", "smaller batches, fewer tokens, or --device cpu"):
+            rows = write_continuations(self.model, prompts, data, ends, padding_id(self.tokenizer), seed=0)
+        return [
+            Continuation(self.tokenizer.decode(row, skip_special_tokens=True), len(row), not row or row[-1] in ends)
+            for row in rows
+        ]
+
+
+@contextmanager
+def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
+    """Load a checkpoint with transformers. Raises UserError.
+
+    auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU, else as stored.
+    """
+    model = ModelConfig(kind="local", path=str(folder), device=device)
+    place = resolve_device(model)
+    if device == "auto" and place.type != "cpu":
+        model.device_map = "sequential"
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    with TemporaryDirectory() as offloaded, explained_memory(f"loading {folder}", "--device cpu, or more memory"):
+        where = placement(model, place) | {"offload_folder": offloaded}
+        yield Writer(load_whole(folder, dtype=resolve_dtype(model, place) or "auto", **where), tokenizer)

@@ -1,0 +1,254 @@
+"""`python -m pipeline mbpp CHECKPOINT ... --tasks mbpp.jsonl`: programming tasks that a checkpoint solves (MBPP).
+
+Tasks 11 to 510, its test part; greedy pass@1, one answer each. The prompt is a user's message in the model's chat
+template, worded as in lm-evaluation-harness's `mbpp_instruct`, without examples and without an opened code block.
+
+Source: arXiv:2108.07732.
+"""
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from math import sqrt
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from instruments.errors import ConfigError, DataError, check_output, exit_code, say
+from instruments.files import Kind, check_fields, kinds_of, write_text
+from models.config import ModelConfig
+from models.source import source_cache_key
+from pipeline.clients import require_config
+from pipeline.sandbox import SOLVED, judge, require_jail
+from stages.artifacts.rendering import in_time
+from stages.text.config import Source
+
+TEST_PART = range(11, 511)
+PROMPT = (
+    "You are an expert Python programmer, and here is your task:\n{text}\nYour code should pass these tests:\n{tests}"
+)
+PHRASE = 8  # words
+NO_CODE = "no code"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task; the names are those of the published file."""
+
+    task_id: int
+    text: str
+    code: str  # the authors' solution
+    test_setup_code: str  # run after the answer, before the asserts
+    test_list: list[str]
+
+    @property
+    def prompt(self) -> str:
+        """The task and its asserts, as the model reads them."""
+        return PROMPT.format(text=self.text, tests="\n".join(self.test_list))
+
+    @property
+    def tests(self) -> str:
+        """The code that runs after an answer."""
+        return "\n".join([self.test_setup_code, *self.test_list])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A line of the file of answers."""
+
+    key: str  # hash of checkpoint, limit and prompt
+    model: str
+    task_id: int
+    answer: str
+    tokens: int
+    ended: bool  # by the model, before the limit
+    seconds: float  # of its batch, per answer
+    verdict: str = ""  # see `sandbox.judge`
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 a checkpoint or a file cannot be read, 2 wrong command line or no jail."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline mbpp",
+        description="Let checkpoints, dense or carved, solve the Python tasks of MBPP: greedy pass@1.",
+    )
+    parser.add_argument(
+        "checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help="folders; none: judge the answers in --out"
+    )
+    parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="mbpp.jsonl as published")
+    parser.add_argument("--out", type=Path, default=Path("mbpp_answers.jsonl"), metavar="FILE", help="answers; kept")
+    parser.add_argument("--run-code", action="store_true", help="run the answers, shut in, and count the solved tasks")
+    parser.add_argument("--limit", type=int, default=len(TEST_PART), help="only the first tasks")
+    parser.add_argument("--tokens", type=int, default=320, help="most new tokens of an answer (default 320)")
+    parser.add_argument("--batch", type=int, default=16, help="answers at a time (default 16)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default auto)")
+    parser.add_argument("--text", type=Path, metavar="PATH", help="calibration text: count the phrases it shares")
+    wanted = parser.parse_args(words)
+    return exit_code(lambda: _work(wanted))
+
+
+def _work(wanted: argparse.Namespace) -> None:
+    if wrong := [name for name in ("limit", "tokens", "batch") if getattr(wanted, name) < 1]:
+        raise ConfigError(f"--{wrong[0]} must be at least 1", where="command line", do=f"--{wrong[0]} 16")
+    check_output(wanted.out)
+    tasks = read_tasks(wanted.tasks)[: wanted.limit]
+    keys = {folder: answer_keys(folder, wanted.tokens, tasks) for folder in wanted.checkpoints}
+    answers = read_answers(wanted.out)
+    if wanted.run_code:
+        require_jail()
+    known = {answer.key for answer in answers}
+    for folder, asked in keys.items():
+        if missing := {key: task for key, task in asked.items() if key not in known}:
+            answers += _generate(folder, missing, wanted)
+    if wanted.run_code:
+        answers = judge_answers(answers, tasks)
+        write_text(wanted.out, "".join(map(_as_line, answers)))
+    shown = {key for asked in keys.values() for key in asked}
+    say(render([answer for answer in answers if answer.key in shown or not keys]))
+    say(f"\nanswers in {wanted.out}{'' if wanted.run_code else '; --run-code judges them'}\n")
+    for file, shared in shared_phrases(wanted.text, tasks).items() if wanted.text else ():
+        example = f", such as: {min(shared)}" if shared else ""
+        say(f"{file}: {len(shared)} phrases of {PHRASE} words in common with the tasks{example}\n")
+
+
+def read_tasks(file: Path) -> list[Task]:
+    """The tasks of the test part. Raises DataError."""
+    tasks = [Task(**record) for record in _read_lines(file, kinds_of(Task)) if record["task_id"] in TEST_PART]
+    if not tasks:
+        raise DataError("no task from 11 to 510", where=str(file), do="mbpp.jsonl of google-research/mbpp")
+    return tasks
+
+
+def read_answers(file: Path) -> list[Answer]:
+    """Answers of earlier runs; a last line that a killed run left without its end is removed. Raises DataError."""
+    if not file.exists():
+        return []
+    text = file.read_bytes()
+    if text and not text.endswith(b"\n"):
+        write_text(file, text[: text.rfind(b"\n") + 1].decode("utf-8", "replace"))
+    return [Answer(**record) for record in _read_lines(file, kinds_of(Answer))]
+
+
+def _read_lines(file: Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
+    number = 0
+    try:
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):  # noqa: B007
+            record = json.loads(line)
+            check_fields(record, kinds)
+            yield {name: record[name] for name in kinds}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"not a file of records: {error}", where=f"{file}:{number}", do="name another file") from error
+
+
+def _as_line(answer: Answer) -> str:
+    return json.dumps(asdict(answer)) + "\n"
+
+
+def answer_keys(folder: Path, tokens: int, tasks: Iterable[Task]) -> dict[str, Task]:
+    """Hash of a checkpoint's files, the limit and the prompt → task. Raises CheckpointError: no checkpoint."""
+    require_config(folder)
+    stated = json.dumps([source_cache_key(ModelConfig(kind="local", path=str(folder))), tokens], sort_keys=True)
+    return {sha256(f"{stated}{task.prompt}".encode()).hexdigest()[:16]: task for task in tasks}
+
+
+def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespace) -> list[Answer]:
+    """Let a checkpoint answer tasks, named by their keys; every batch is appended to the file at once."""
+    from pipeline.greedy import open_writer  # noqa: PLC0415 - slow, and the help page does not need it
+
+    answers: list[Answer] = []
+    with (
+        open_writer(folder, wanted.device) as writer,
+        wanted.out.open("a", encoding="utf-8") as out,
+        tqdm(total=len(asked), desc=folder.name, unit="task") as progress,
+    ):
+        prompts = {key: writer.encode(task.prompt, chat=True) for key, task in asked.items()}
+        ordered = sorted(prompts, key=lambda key: len(prompts[key]))  # so that batches need little padding
+        for first in range(0, len(ordered), wanted.batch):
+            batch, begin = ordered[first : first + wanted.batch], perf_counter()
+            found = writer.write([prompts[key] for key in batch], wanted.tokens)
+            seconds = (perf_counter() - begin) / len(batch)
+            new = [
+                Answer(key, str(folder), asked[key].task_id, said.text, said.tokens, said.ended, seconds)
+                for key, said in zip(batch, found, strict=True)
+            ]
+            out.write("".join(map(_as_line, new)))
+            out.flush()
+            answers += new
+            progress.update(len(batch))
+    return answers
+
+
+def extract_code(answer: str) -> str:
+    """The code of an answer: the first fenced block that defines something, also without its end.
+
+    Without a fence, what follows from the first line that begins like code. "" if there is none.
+    """
+    blocks = re.findall(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", answer, re.DOTALL | re.MULTILINE)
+    bare = re.search(r"^(?:@|(?:async )?def |class |import |from \w+ import ).*", answer, re.DOTALL | re.MULTILINE)
+    parts = blocks or ([bare[0]] if bare else [])
+    return next((part for part in parts if re.search(r"\b(?:def|class|lambda)\b", part)), "")
+
+
+def judge_answers(answers: Iterable[Answer], tasks: Iterable[Task]) -> list[Answer]:
+    """The answers with verdicts, where a task is among `tasks` and there was none."""
+    tests, judged = {task.task_id: task.tests for task in tasks}, []
+    for answer in tqdm(answers, desc="judge", unit="answer"):
+        verdict, code = answer.verdict, extract_code(answer.answer)
+        if not verdict and answer.task_id in tests:
+            verdict = judge(code, tests[answer.task_id]) if code else NO_CODE
+        judged.append(replace(answer, verdict=verdict))
+    return judged
+
+
+def render(answers: Iterable[Answer]) -> str:
+    """One row a model: solved tasks with the standard deviation of their share under a uniform prior."""
+    models: dict[str, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        models[answer.model].append(answer)
+    rows = []
+    for model, given in models.items():
+        solved, count = sum(answer.verdict == SOLVED for answer in given), len(given)
+        likely = (solved + 1) / (count + 2)
+        error = sqrt(likely * (1 - likely) / (count + 3))
+        judged = all(answer.verdict for answer in given)
+        rows.append([
+            model, f"{solved} of {count}" if judged else f"– of {count}",
+            f"{solved / count:.1%} ± {error:.1%}" if judged else "–",
+            sum(not answer.ended for answer in given), sum(not extract_code(answer.answer) for answer in given),
+            sum(answer.tokens for answer in given), in_time(sum(answer.seconds for answer in given)),
+        ])  # fmt: skip
+    columns = ["model", "solved", "share", "loops", "without code", "tokens", "time"]
+    return tabulate(rows, columns, tablefmt="github", disable_numparse=True) + "\n"
+
+
+def shared_phrases(text: Path, tasks: Iterable[Task]) -> dict[str, set[str]]:
+    """File of the text → phrases of 8 words that it shares with statements, asserts or solutions of the tasks.
+
+    Words are letters and digits in lower case; phrases of numbers alone do not count.
+    """
+    from stages.text.sources import list_files, read_file  # noqa: PLC0415
+
+    source = Source(kind="text", path=str(text))
+    asked = {phrase for task in tasks for part in (task.prompt, task.code) for phrase in _phrases(part)}
+    return {
+        str(file): {
+            phrase
+            for document in read_file(file, source)
+            for part in (document.text, *(message["content"] for message in document.messages))
+            for phrase in _phrases(part) & asked
+        }
+        for file in list_files(source)
+    }
+
+
+def _phrases(text: str) -> set[str]:
+    words = re.findall(r"\w+", text.lower())
+    phrases = (words[first : first + PHRASE] for first in range(len(words) - PHRASE + 1))
+    return {" ".join(phrase) for phrase in phrases if any(word.isalpha() and len(word) > 2 for word in phrase)}

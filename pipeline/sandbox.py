@@ -1,0 +1,102 @@
+"""A jail for code that a model wrote: it sees no network, no file and no process of this machine, and has limits.
+
+Linux namespaces through util-linux. The root of its file system is 16 MiB of memory with the system's libraries and
+this Python, read-only; `timeout` is its first process, so that the kernel ends all others with it.
+"""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+
+from instruments.errors import ConfigError
+
+SECONDS = 10
+LIMITS = {
+    "RLIMIT_AS": 512 * 2**20,
+    "RLIMIT_CPU": SECONDS,
+    "RLIMIT_FSIZE": 2**20,  # of each file, and of what it prints
+    "RLIMIT_NOFILE": 64,
+    "RLIMIT_CORE": 0,
+    "RLIMIT_NPROC": 0,  # no other process or thread
+}
+SOLVED, LATE, ENDED = "solved", "killed or too slow", "ended early"
+# $1: an empty folder; $2: Python's prefix; the rest: the command in the jail.
+_BUILD = """set -e
+root=$1; prefix=$2; shift 2
+mount -t tmpfs -o size=16m,nosuid,nodev,mode=755 jail "$root"
+mkdir -m 1777 "$root/tmp"
+for part in /usr /bin /sbin /lib /lib64 "$prefix"; do
+  if [ -L "$part" ]; then cp -P "$part" "$root$part"
+  elif [ -d "$part" ]; then mkdir -p "$root$part"; mount -o bind,ro,nosuid,nodev "$part" "$root$part"; fi
+done
+exec chroot "$root" "$@"
+"""
+# root becomes nobody; other users have no rights outside of their own namespace.
+_NAMESPACES = ["--net", "--ipc", "--uts", "--pid", "--mount", "--fork", "--kill-child"]
+_DROP = ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
+_NOBODY = ["--reuid=65534", "--regid=65534", "--clear-groups"]
+
+
+def judge(code: str, tests: str) -> str:
+    """Run `code`, then `tests`, in the jail.
+
+    Returns:
+        SOLVED: all asserts held, and our own code, which runs after them, printed a token that is random each time.
+        Otherwise LATE, ENDED (the process ended before), or the class of the error, such as AssertionError.
+
+    It trusts an answer that searches the interpreter's memory for the token, or whose objects equal everything.
+    """
+    return _run(code, tests)[0]
+
+
+def require_jail() -> None:
+    """Raise ConfigError: this machine has no jail, found by one right and one wrong answer."""
+    for tests, wanted in (("assert x == 1", SOLVED), ("assert x == 2", "AssertionError")):
+        found, said = _run("x = 1", tests)
+        if found != wanted:
+            what = f"code that a model wrote cannot be shut in on this machine: {said or found}"
+            do = (
+                "write the answers without --run-code, then judge them, with --tasks, --out and --run-code alone, on "
+                "Linux with util-linux, as root or where users may create namespaces"
+            )
+            raise ConfigError(what, where="--run-code", do=do)
+
+
+def _run(code: str, tests: str) -> tuple[str, str]:
+    """The verdict, and the first line on stderr."""
+    token, root = secrets.token_hex(16), os.geteuid() == 0
+    limits = ["setpriv", *_DROP, *(_NOBODY if root else []), "timeout", "-s", "KILL", str(SECONDS), "env", "-i"]
+    python = [str(Path(sys.executable).resolve()), "-I", "-c", _program()]
+    request = json.dumps({"token": token, "code": code, "tests": tests, "limits": LIMITS})
+    with TemporaryDirectory() as folder, TemporaryFile() as out, TemporaryFile() as errors:
+        build = ["sh", "-c", _BUILD, "sh", folder, sys.base_prefix]
+        command = ["unshare", *_NAMESPACES, *([] if root else ["--map-root-user"]), *build, *limits, *python]
+        try:
+            status = subprocess.run(
+                command, input=request.encode("utf-8", "replace"), stdout=out, stderr=errors, check=False,
+                env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, timeout=SECONDS + 5,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return LATE, ""
+        except OSError as error:
+            return ENDED, str(error)
+        for file in (out, errors):
+            file.seek(0)
+        said, complaint = out.read(100), errors.read(1000)
+    lines = complaint.decode("utf-8", "replace").strip().splitlines()
+    if said == token.encode():
+        verdict = SOLVED
+    elif re.fullmatch(rb"[A-Za-z_]\w{0,60}", said):
+        verdict = said.decode()
+    else:
+        verdict = LATE if status in {124, 137} else ENDED
+    return verdict, lines[0] if lines else ""
+
+
+def _program() -> str:
+    return Path(__file__).with_name("sandbox_process.py").read_text(encoding="utf-8")

@@ -1,0 +1,64 @@
+"""`generate`: what checkpoints write after a prompt, dense and carved."""
+
+import pytest
+from unit.pipeline.served_carves import write_carve
+
+from models.source import EMBEDDED
+from pipeline import generate
+from pipeline.greedy import open_writer
+
+
+@pytest.fixture(scope="module", params=["qwen2_moe", "tiny_onn"])
+def carve(tmp_path_factory, request):
+    source = {"qwen2_moe": "qwen2"}.get(request.param, "qwen3")
+    return write_carve(tmp_path_factory.mktemp("carve"), request.param, source, 64)
+
+
+def test_a_batch_with_padding_writes_what_single_prompts_write(carve):
+    with open_writer(carve, "cpu") as writer:
+        prompts = [writer.encode("def carve(", chat=False), writer.encode("What is an expert?", chat=True)]
+        single = [writer.write([prompt], 7)[0] for prompt in prompts]
+        assert writer.write(prompts, 7) == single
+        assert len(prompts[0]) != len(prompts[1])
+
+
+def test_the_text_follows_the_prompt_and_the_dense_model_comes_first(carve, capsys):
+    words = [str(carve), "import ", "--tokens", "5", "--device", "cpu"]
+    assert generate.main(words) == 0
+    alone = capsys.readouterr().out
+    assert alone.startswith("import ")
+    assert len(alone) > len("import \n")
+    assert generate.main([*words, "--dense", str(EMBEDDED)]) == 0
+    both = capsys.readouterr().out
+    assert both.startswith(f"{EMBEDDED}:\nimport ")
+    assert both.endswith(f"\n{carve}:\n{alone}")
+
+
+def test_a_message_is_answered_without_being_repeated(capsys):
+    assert generate.main([str(EMBEDDED), "Say something.", "--chat", "--tokens", "5", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out.strip()
+    assert said
+    assert "Say something." not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["{tmp_path}", "x"], 1),
+        (["{embedded}", "x", "--dense", "{tmp_path}"], 1),
+        (["{embedded}", " "], 2),
+        (["{embedded}", "x", "--tokens", "0"], 2),
+        (["{embedded}", "x", "--device", "tpu:"], 2),
+    ],
+)
+def test_wrong_command_lines(tmp_path, words, code, capsys):
+    given = [word.format(tmp_path=tmp_path, embedded=EMBEDDED) for word in words]
+    assert generate.main(given) == code
+    assert "  do:    " in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_chat_template(carve, tmp_path, capsys):
+    (carve / "chat_template.jinja").rename(tmp_path / "template")
+    assert generate.main([str(carve), "x", "--chat", "--device", "cpu"]) == 1
+    assert "--chat" in capsys.readouterr().err
+    (tmp_path / "template").rename(carve / "chat_template.jinja")

@@ -1,0 +1,177 @@
+"""MBPP as a command: code in answers, verdicts, resumed runs, shared phrases; three tasks on the embedded model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from instruments.errors import ConfigError, DataError
+from models.source import EMBEDDED
+from pipeline import mbpp, sandbox
+from pipeline.mbpp import Answer, Task, extract_code, judge_answers, read_answers, read_tasks, render, shared_phrases
+
+FENCED = "def f(x):\n    return x\n"
+TASKS = [
+    {"task_id": 2, "text": "Not of the test part.", "code": "", "test_setup_code": "", "test_list": []},
+    {
+        "task_id": 11, "text": "Write a function to double the given number in an integer way.",
+        "code": "def double(x):\r\n    return 2 * x", "test_setup_code": "",
+        "test_list": ["assert double(3) == 6", "assert double(0) == 0"], "challenge_test_list": [],
+    },
+    {
+        "task_id": 12, "text": "Write a class of nodes.", "code": "class Node: pass",
+        "test_setup_code": "node = Node()", "test_list": ["assert isinstance(node, Node)"],
+    },
+    {
+        "task_id": 510, "text": "Write add.", "code": "add = max", "test_setup_code": "",
+        "test_list": ["assert add(1, 2)"],
+    },
+]  # fmt: skip
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (f"Here is it:\n```python\n{FENCED}```\nIt works.", FENCED),
+        (f"```\n{FENCED}```", FENCED),
+        (f"```python\n{FENCED}", FENCED),
+        (f"  ```Python\n{FENCED}  ```", FENCED),
+        (f"```bash\npip install x\n```\n```python\n{FENCED}```\n```python\nprint(f(1))\n```", FENCED),
+        ("```python\nf = lambda x: x\n```", "f = lambda x: x\n"),
+        (f"Sure.\n\nimport math\n{FENCED}", f"import math\n{FENCED}"),
+        (f"from math import sqrt\n\n@cache\n{FENCED}", f"from math import sqrt\n\n@cache\n{FENCED}"),
+        ("```\nf(1)\n```", ""),
+        ("I define a function from the class.", ""),
+        ("", ""),
+    ],
+)
+def test_the_code_of_an_answer(answer, code):
+    assert extract_code(answer) == code
+
+
+def test_only_the_test_part_is_read(tasks):
+    assert [task.task_id for task in read_tasks(tasks)] == [11, 12, 510]
+    assert read_tasks(tasks)[0].prompt.endswith("pass these tests:\nassert double(3) == 6\nassert double(0) == 0")
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [("", ""), ("[]\n", ":1"), ('{"task_id": 11}\n', ":1"), (json.dumps(TASKS[1]) + "\n{\n", ":2"), ("\0\n", ":1")],
+)
+def test_files_that_are_not_mbpp(tmp_path, content, place):
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError) as caught:
+        read_tasks(path)
+    assert caught.value.where == f"{path}{place}"
+
+
+def answer(text, task_id, verdict="", **fields):
+    return Answer(**{"key": f"k{task_id}", "model": "m", "tokens": 5, "ended": True, "seconds": 1.0, **fields},
+                  answer=text, task_id=task_id, verdict=verdict)  # fmt: skip
+
+
+def test_right_answers_are_solved_and_no_others(tasks):
+    try:
+        sandbox.require_jail()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    given = [
+        answer("```python\ndef double(x):\n    return x + x\n```", 11),
+        answer("```python\ndef double(x):\n    return x ** 2\n```", 11),
+        answer("```python\nclass Node:\n    '''one'''\n```", 12),
+        answer("I do not know.", 12),
+        answer("def add(a, b):\n    return a + b", 510),
+        answer("def add(a, b):\n    return a + b", 510, "kept"),
+        answer("def add(a, b):\n    return a + b", 9),
+    ]
+    judged = judge_answers(given, read_tasks(tasks))
+    assert [answer.verdict for answer in judged] == [
+        "solved", "AssertionError", "solved", "no code", "solved", "kept", "",
+    ]  # fmt: skip
+
+
+def test_the_table_counts_what_was_solved():
+    rows = [answer("x", 11, "solved"), answer("def f(): pass", 12, "NameError", ended=False), answer("", 13, "no code")]
+    cells = [cell.strip() for cell in render([*rows, answer("", 11, model="n")]).splitlines()[2].split("|")[1:-1]]
+    assert cells == ["m", "1 of 3", "33.3% ± 20.0%", "1", "2", "15", "3.0 s"]
+
+
+def test_a_file_of_answers_that_a_kill_left_torn_is_whole_again(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    line = json.dumps(vars(answer("x\u2028y", 11))) + "\n"
+    path.write_text(line + line[:20])
+    assert read_answers(path) == [answer("x\u2028y", 11)]
+    assert path.read_text() == line
+
+
+def test_another_file_is_not_overwritten(tmp_path, tasks, capsys):
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"mine": 1}\n')
+    assert run(tasks, "--out", path) == 1
+    assert path.read_text() == '{"mine": 1}\n'
+    assert f"where: {path}:1" in capsys.readouterr().err
+
+
+def run(tasks, *words):
+    return mbpp.main([*map(str, words), "--tasks", str(tasks)])
+
+
+def test_three_tasks_on_the_embedded_model(tmp_path, tasks, capsys, monkeypatch):
+    out, shown = tmp_path / "answers.jsonl", []
+    words = [EMBEDDED, "--out", out, "--tokens", 12, "--batch", 2, "--device", "cpu"]
+    assert run(tasks, *words, "--limit", 2) == 0
+    shown.append(capsys.readouterr().out)
+    assert "| – of 2 " in shown[0]
+    assert "--run-code" in shown[0]
+    first = out.read_text()
+    monkeypatch.setattr(mbpp, "judge", lambda *_: pytest.fail("it ran code without --run-code"))
+    assert run(tasks, *words) == 0  # only the third task is left
+    assert out.read_text().startswith(first)
+    answers = read_answers(out)
+    assert [len(answers), {answer.task_id for answer in answers}] == [3, {11, 12, 510}]
+    assert all(0 < answer.tokens <= 12 for answer in answers)
+    monkeypatch.undo()
+    try:
+        sandbox.require_jail()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    capsys.readouterr()
+    monkeypatch.setattr("pipeline.greedy.open_writer", lambda *_: pytest.fail("nothing is left to write"))
+    assert run(tasks, "--out", out, "--run-code") == 0
+    assert "| 0 of 3 " in capsys.readouterr().out
+    assert all(answer.verdict for answer in read_answers(out))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--limit", "0"], 2),
+        (["/nowhere"], 1),
+        (["--out", "/nowhere/x"], 2),
+        ([str(EMBEDDED), "--device", "cuda:77"], 2),
+    ],
+)
+def test_wrong_command_lines(tasks, tmp_path, words, code, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(tasks, *words) == code
+    assert "  do:    " in capsys.readouterr().err
+
+
+def test_phrases_that_a_text_shares_with_the_tasks(tmp_path, tasks):
+    (tmp_path / "text").mkdir()
+    copied = "As they say: WRITE a function, to double the given number in an integer way. 1 2 3 4 5 6 7 8 9"
+    (tmp_path / "text/a.txt").write_text(f"{copied}\n\nwrite a function to do something else with a number")
+    (tmp_path / "text/b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": copied}]}) + "\n")
+    (tmp_path / "text/c.txt").write_text("nothing of them")
+    numbers = Task(13, "1 2 3 4 5 6 7 8 9", "", "", [])
+    shared = shared_phrases(tmp_path / "text", [*read_tasks(tasks), numbers])
+    assert {Path(file).name: len(phrases) for file, phrases in shared.items()} == {"a.txt": 5, "b.jsonl": 5, "c.txt": 0}
+    assert "write a function to double the given number" in shared[str(tmp_path / "text/a.txt")]

@@ -1,0 +1,156 @@
+"""The jail for code that a model wrote: right and wrong answers, and attacks."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from instruments.errors import ConfigError
+from pipeline import sandbox
+from pipeline.sandbox import ENDED, LATE, SOLVED, judge, require_jail
+
+REPOSITORY = Path(__file__).parents[3]
+TESTS = "assert double(3) == 6\nassert double(0) == 0"
+RIGHT = "def double(x):\n    return 2 * x\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jail():
+    try:
+        require_jail()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"),
+    [
+        (RIGHT, SOLVED),
+        (f"{RIGHT}print('it prints')", SOLVED),
+        ("import math, dataclasses, typing, heapq\ndouble = lambda x: math.prod([2, x])", SOLVED),
+        ("def double(x):\n    return x * x", "AssertionError"),
+        ("def triple(x):\n    return 3 * x", "NameError"),
+        ("def double(x)\n    return 2 * x", "SyntaxError"),
+        (f"{RIGHT}\0", "SyntaxError"),
+        (f"{RIGHT}input()", "EOFError"),
+        (f"def double(x):\n    return double(x)\n{RIGHT}double = double(double)", "TypeError"),
+    ],
+)
+def test_an_answer_is_solved_if_all_asserts_hold(code, verdict):
+    assert judge(code, TESTS) == verdict
+
+
+ENDING = {
+    "exit": ("raise SystemExit(0)", "SystemExit"),
+    "exit in the function": ("def double(x):\n    raise SystemExit", "SystemExit"),
+    "exit of the process": ("import os; os._exit(0)", ENDED),
+    "exit at exit": ("import atexit, os; atexit.register(os._exit, 0); double = print", "AssertionError"),
+    "own process": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", LATE),
+    "all processes": ("import os, signal; os.kill(-1, signal.SIGKILL)", "ProcessLookupError"),
+    "first process": ("import os, signal; os.kill(1, signal.SIGTERM)", ENDED),
+    "a crash": ("import ctypes; ctypes.string_at(0)", ENDED),
+    "other asserts": (
+        "import builtins, os\nbuiltins.exec = builtins.compile = lambda *_: None\nbuiltins.AssertionError = KeyError\n"
+        "os.write = os._exit = print\ndouble = abs",
+        "AssertionError",
+    ),
+    "a guessed token": ("import os; os.write(3, b'0' * 32); os._exit(0)", ENDED),
+    "an error of any name": ("raise type(chr(27) + '[2J', (Exception,), {})", ENDED),
+}
+
+
+@pytest.mark.parametrize("attack", ENDING)
+def test_an_answer_that_ends_before_its_asserts_is_not_solved(attack):
+    code, verdict = ENDING[attack]
+    assert judge(code, TESTS) == verdict
+
+
+LIMITED = {
+    "memory": ("x = bytearray(2**30)", "MemoryError"),
+    "forks": ("import os\nwhile True: os.fork()", "BlockingIOError"),
+    "threads": ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
+    "programs": ("import subprocess; subprocess.run(['ls'])", "BlockingIOError"),
+    "output": ("while True: print('x' * 10000)", "OSError"),
+    "one file": ("open('/tmp/x', 'wb').write(b'1' * 2**22)", "OSError"),
+    "all files": ("for i in range(99): open(f'/tmp/{i}', 'wb').write(b'1' * 2**19)", "OSError"),
+    "higher limits": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "ValueError"),
+    "network": ("import socket; socket.create_connection(('1.1.1.1', 53))", "OSError"),
+    "new namespaces": ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
+    "another root": ("import os; os.chroot('/tmp')", "PermissionError"),
+    "files of the system": (f"open({str(Path(sys.base_prefix) / 'evil')!r}, 'w')", "OSError"),
+    "processes": ("open('/proc/1/environ')", "FileNotFoundError"),
+    "open files": ("import os; [os.fstat(fd) for fd in range(4)]\nos.fstat(4)", "OSError"),
+    "environment": ("import os; assert set(os.environ) <= {'LC_CTYPE'}\n" + RIGHT, SOLVED),
+}
+
+
+@pytest.mark.parametrize("attack", LIMITED)
+def test_an_answer_reaches_its_limits(attack):
+    code, verdict = LIMITED[attack]
+    assert judge(code, TESTS) == verdict
+
+
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time; time.sleep(99)", "import os; os.kill(os.getpid(), 19)"]
+)
+def test_an_answer_that_never_ends_is_killed(code, monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 1)
+    begin = time.monotonic()
+    assert judge(code, TESTS) == LATE
+    assert time.monotonic() - begin < 5
+
+
+def test_files_of_this_machine_are_neither_read_nor_written(tmp_path, monkeypatch):
+    secret, written = tmp_path / "secret", tmp_path / "written"
+    secret.write_text("s")
+    monkeypatch.setenv("SECRET_FILE", str(secret))
+    for code in (
+        f"open({str(secret)!r})",
+        f"open({str(written)!r}, 'w')",
+        "import os; open(os.environ['SECRET_FILE'])",
+    ):
+        assert judge(code, TESTS) in {"FileNotFoundError", "KeyError"}
+    assert not written.exists()
+
+
+def test_an_interrupted_command_leaves_no_process():
+    """Killed, not interrupted: the jail's own clock ends the answer."""
+    mark = f"import time; mark = {time.time()}; time.sleep(99)"
+    code = f"from pipeline import sandbox; sandbox.SECONDS = 2; sandbox.judge({mark!r}, '')"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY) as process:
+        children = wait_for(lambda: jailed(process.pid))
+        process.kill()
+    assert children
+    wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
+
+
+def jailed(pid):
+    """Descendants of a process, once the answer runs among them."""
+    found, waiting = [], [pid]
+    while waiting:
+        task = waiting.pop()
+        try:
+            children = Path(f"/proc/{task}/task/{task}/children").read_text().split()
+        except OSError:
+            children = []
+        found += children
+        waiting += children
+    return found if len(found) >= 3 else []
+
+
+def wait_for(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def test_a_machine_without_a_jail_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox, "_NAMESPACES", ["--no-such-namespace"])
+    with pytest.raises(ConfigError) as caught:
+        require_jail()
+    assert caught.value.where == "--run-code"
+    assert "no-such-namespace" in caught.value.what
