@@ -62,6 +62,8 @@ Settings inside a group: group.setting=value, such as data.tokens=16384. The fil
   python -m pipeline --hydra-help         Hydra's own flags
   python -m pipeline mscan FILE           show the results of a parameter-level scan
   python -m pipeline dump --help          show, plot or compare tensor dumps
+  python -m pipeline generate --help      print what a checkpoint writes after a prompt
+  python -m pipeline mbpp --help          count the programming tasks that checkpoints solve
   python -m pipeline store --help         copy the sums of a scan between Redis and files
 """
 
