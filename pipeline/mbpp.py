@@ -233,7 +233,7 @@ def shared_phrases(text: Path, tasks: Iterable[Task]) -> dict[str, set[str]]:
 
     Words are letters and digits in lower case; phrases of numbers alone do not count.
     """
-    from stages.text.sources import list_files, read_file  # noqa: PLC0415
+    from stages.text.files import list_files, read_file  # noqa: PLC0415
 
     source = Source(kind="text", path=str(text))
     asked = {phrase for task in tasks for part in (task.prompt, task.code) for phrase in _phrases(part)}
