@@ -49,7 +49,7 @@ ENDING = {
     "exit at exit": ("import atexit, os; atexit.register(os._exit, 0); double = print", "AssertionError"),
     "own process": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", LATE),
     "all processes": ("import os, signal; os.kill(-1, signal.SIGKILL)", "ProcessLookupError"),
-    "first process": ("import os, signal; os.kill(1, signal.SIGTERM)", ENDED),
+    "first process": ("import os, time; os.kill(1, 15); time.sleep(9)", ENDED),
     "a crash": ("import ctypes; ctypes.string_at(0)", ENDED),
     "other asserts": (
         "import builtins, os\nbuiltins.exec = builtins.compile = lambda *_: None\nbuiltins.AssertionError = KeyError\n"
