@@ -136,8 +136,8 @@ class MoETarget:
     selection_bias_scale: float = 1.0  # converts a bias on the logits to one where the architecture adds it
     least_experts: int = 1
 
-    # Which layers may keep a dense FFN: none, the first ones, or any.
-    dense_layers: Literal["none", "first", "any"] = "none"
+    # Which layers may keep a dense FFN: none, the first ones, the first and last ones, or any.
+    dense_layers: Literal["none", "first", "ends", "any"] = "none"
     always_has_shared: bool = False  # at least one always-on neuron
     shared_as_experts: bool = False  # always-on neurons come in multiples of an expert's width
 
@@ -184,7 +184,7 @@ class MoETarget:
         return {"llama.cpp": fault} if fault else {}
 
     def _llama_cpp_fault(self, shape: MoEShape, source: Mapping[str, Any]) -> str:
-        if shape.dense_layers and self.dense_layers == "any":
+        if shape.dense_layers and self.dense_layers in {"ends", "any"}:
             return "runs dense layers only in architectures that put them before all others"
         if (rope := rope_type_of(source)) not in self.llama_cpp_ropes:
             return f"has no {rope} position encoding for this architecture"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from itertools import pairwise
 from pkgutil import iter_modules
 from typing import Any
 
@@ -113,11 +114,16 @@ def _problems(dense: Decoder, target: MoETarget, shape: MoEShape) -> Iterator[tu
     name = target.model_type
     if shape.pooled and target.packed_pool is None:
         yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
-    first = tuple(range(len(shape.dense_layers)))
-    if shape.dense_layers and not (
-        target.dense_layers == "any" or (target.dense_layers == "first" and shape.dense_layers == first)
-    ):
-        able = "no dense layers" if target.dense_layers == "none" else "dense layers only before all others"
-        yield f"{name} has {able}", f"dense_layers={[*shape.dense_layers]}"
+    carved = [layer for layer in range(dense.depth) if layer not in shape.dense_layers]
+    together = all(after == layer + 1 for layer, after in pairwise(carved))
+    able = {
+        "none": (not shape.dense_layers, "no dense layers"),
+        "first": (together and carved[-1:] == [dense.depth - 1], "dense layers only before all others"),
+        "ends": (together, "dense layers only before and after all others"),
+        "any": (True, ""),
+    }
+    fits, has = able[target.dense_layers]
+    if not fits:
+        yield f"{name} has {has}", f"dense_layers={[*shape.dense_layers]}"
     if shape.experts < target.least_experts:
         yield f"{name} needs at least {target.least_experts} experts", f"experts={shape.experts}"

@@ -24,7 +24,13 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 4}
         ({"model_type": "phi3", "sliding_window": 2047}, 0, "mixtral"),
         ({"model_type": "phi3", "sliding_window": 2047}, 5, "tiny_onn"),
         ({"model_type": "phi3", "partial_rotary_factor": 0.75}, 0, "glm4_moe"),
-        *(("glm", 5, "glm4_moe"), ("seed_oss", 0, "glm4_moe")),
+        *(
+            ("glm", 5, "glm4_moe"),
+            ("seed_oss", 0, "glm4_moe"),
+            ("ernie4_5", 5, "ernie4_5_moe"),
+            ("helium", 0, "ernie4_5_moe"),
+        ),
+        ({"model_type": "helium", "attention_bias": True}, 0, "tiny_onn"),
         ({"model_type": "llama", "attention_bias": True}, 0, "tiny_onn"),
         ({"model_type": "qwen3", "attention_bias": True}, 5, "dots1"),
         ({"model_type": "qwen2", "head_dim": 8}, 5, "glm4_moe"),
@@ -114,13 +120,29 @@ def test_shapes_that_a_target_cannot_hold():
     assert len(check_target(decoder_of(windowed, head_dim=8), MOE_TARGETS["qwen2_moe"], SHAPE)) == 2
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "held"),
+    [
+        ("llama", "mixtral", [()]),
+        ("llama", "glm4_moe", [(), (0,), (0, 1)]),
+        ("ernie4_5", "ernie4_5_moe", [(), (0,), (0, 1), (3,), (0, 3)]),
+        ("qwen3", "qwen3_moe", [(), (0,), (0, 1), (3,), (0, 3), (1,)]),
+    ],
+)
+def test_which_layers_may_stay_dense(source, target, held):
+    dense = decoder_of(source, **SIZES, num_hidden_layers=4)
+    for kept in [(), (0,), (0, 1), (3,), (0, 3), (1,)]:
+        errors = check_target(dense, MOE_TARGETS[target], replace(SHAPE, dense_layers=kept))
+        assert [error.where for error in errors] == ([] if kept in held else [f"dense_layers={[*kept]}"])
+
+
 @pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
 def test_only_the_own_class_says_a_pool(source):
     assert select_target(decoder_of(source), "auto", 0, pooled=True).model_type == "tiny_onn"
     assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
 
 
-OF_CHOSEN = ("qwen3_moe", "mixtral", "granitemoe", "granitemoeshared")
+OF_CHOSEN = ("qwen3_moe", "mixtral", "granitemoe", "granitemoeshared", "granitemoe_swa", "ernie4_5_moe")
 
 
 @pytest.mark.parametrize(
