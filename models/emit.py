@@ -31,12 +31,13 @@ logger = logging.getLogger(__name__)
 _CODE = {".py", ".pyc", ".so", ".pkl", ".pickle", ".pt", ".pth", ".bin"}  # files that can run code
 
 
-def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
+def copy_tokenizer_files(source_folder: Path, out_folder: Path, *, text_only: bool = False) -> None:
     """Copy tokenizer, chat template, generation defaults and licence, if present, but neither code nor `auto_map`.
 
     tokenizer_config.json is rewritten so that transformers 4.57 and 5 both read it. Raises CheckpointError.
     """
-    for pattern in ("generation_config.json", *PROCESSORS, *TOKENIZER_PATTERNS, *LICENCES):
+    processors = () if text_only else PROCESSORS
+    for pattern in ("generation_config.json", *processors, *TOKENIZER_PATTERNS, *LICENCES):
         for path in source_folder.glob(pattern):
             if path.is_file() and path.suffix.lower() not in _CODE:
                 copy = out_folder / path.relative_to(source_folder)
@@ -106,6 +107,7 @@ def emit_checkpoint(
     selection_bias: Callable[[int], Tensor] | None = None,
     dtype: str = "source",
     pad_to: int | None = None,
+    text_only: bool = False,
 ) -> None:
     """Write a Hugging Face folder that transformers loads, without remote code unless the target is TinyONN.
 
@@ -113,13 +115,13 @@ def emit_checkpoint(
     layer, `routers` gives ``(E, D)`` rows, written unchanged; `selection_bias` an ``(E,)`` bias of the choice only;
     `experts` unscaled experts, which are scaled here, and down rounded once to the number format of its gate. A pool
     holds them in layer order. With dtype=source every tensor keeps its number format, and routers take that of
-    config.json. `pad_to`: see `expert_width`.
+    config.json. `pad_to`: see `expert_width`; `text_only`: see `text_part`.
     Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
     if out_folder.resolve() == source_folder.resolve():
         raise CheckpointError("the MoE would overwrite its source", where=str(out_folder), do="choose another folder")
-    with DenseReader(source_folder) as reader, ShardWriter(out_folder) as writer:
+    with DenseReader(source_folder, text_only=text_only) as reader, ShardWriter(out_folder) as writer:
         emission = _Emission(reader, writer, target, shape, pad_to, _main_dtype(reader, dtype), dtype == "source")
         emission.copy_frame()
         for layer in tqdm(range(reader.decoder.depth), desc="write checkpoint", unit="layer"):
@@ -130,7 +132,7 @@ def emit_checkpoint(
                 emission.add_constants(layer)
         emission.finish()
         decoder, tied = reader.decoder, reader.tied
-    copy_tokenizer_files(source_folder, out_folder)
+    copy_tokenizer_files(source_folder, out_folder, text_only=text_only)
     if target.is_tiny_onn:
         copy_code(out_folder)
     dtype = str(emission.main_dtype).removeprefix("torch.")
@@ -185,7 +187,8 @@ class _Emission:
         kept = {part for parts in decoder.stored.values() for part in parts}
         if left_out := [name for name in self.reader.names if name not in kept and "rotary_emb" not in name]:
             # Such as layers that predict the second next token.
-            what = "tensors that transformers does not read are left out"
+            of_text = "outside of the text part" if self.reader.text_only else "that transformers does not read"
+            what = f"tensors {of_text} are left out"
             logger.warning("%d %s: %s ...", len(left_out), what, ", ".join(left_out[:3]))
 
     def copy_layer(self, layer: int) -> None:

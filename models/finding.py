@@ -20,29 +20,34 @@ from models.source import config_folder, read_config
 _FORMAT = 1  # of the kept descriptions
 
 
-def source_decoder(model: ModelConfig) -> Decoder:
+def source_decoder(model: ModelConfig, *, text_only: bool = False) -> Decoder:
     """The dense decoder of a source; of a hub model from config.json alone. Raises UserError."""
-    return find_decoder(config_folder(model), weights=model.kind != "hub")
+    return find_decoder(config_folder(model), weights=model.kind != "hub", text_only=text_only)
 
 
-def find_decoder(folder: Path, *, weights: bool = True) -> Decoder:
-    """The dense decoder in a checkpoint folder, also before its weights are there. Raises CheckpointError: none."""
+def find_decoder(folder: Path, *, weights: bool = True, text_only: bool = False) -> Decoder:
+    """The dense decoder in a checkpoint folder, also before its weights are there; `text_only`: see `text_part`.
+
+    Raises CheckpointError: there is none; ConfigError: it has no text part.
+    """
     config = read_config(folder)
     entries = read_checkpoint(folder) if weights and has_weights(folder) else {}
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    facts = json.dumps([_FORMAT, version("transformers"), _code(), config, sorted(shapes.items())])
-    return _kept(folder, weights and has_weights(folder), hashlib.sha256(facts.encode()).hexdigest())
+    facts = json.dumps([_FORMAT, version("transformers"), _code(), config, sorted(shapes.items()), text_only])
+    return _kept(folder, weights and has_weights(folder), text_only, hashlib.sha256(facts.encode()).hexdigest())
 
 
 @lru_cache(maxsize=32)
-def _kept(folder: Path, weights: bool, key: str) -> Decoder:
+def _kept(folder: Path, weights: bool, text_only: bool, key: str) -> Decoder:
     place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         return from_json(json.loads(place.read_text(encoding="utf-8")))
     # Importing torch and transformers takes seconds; a plan of a known model does without them.
     from models.structure import describe  # noqa: PLC0415
+    from models.text_part import text_part  # noqa: PLC0415
 
     decoder = describe(folder, weights=weights)
+    decoder = text_part(folder, decoder) if text_only else decoder
     with suppress(OSError):  # a home that cannot be written costs these seconds again
         place.parent.mkdir(parents=True, exist_ok=True)
         write_json(place, asdict(decoder))
@@ -61,4 +66,5 @@ def from_json(content: Mapping[str, Any]) -> Decoder:
 @lru_cache(maxsize=1)
 def _code() -> str:
     """Hash of the code that finds decoders."""
-    return hashlib.sha256((Path(__file__).with_name("structure.py")).read_bytes()).hexdigest()
+    code = (Path(__file__).with_name(name).read_bytes() for name in ("structure.py", "text_part.py"))
+    return hashlib.sha256(b"".join(code)).hexdigest()

@@ -143,7 +143,7 @@ def validate(settings: Settings, words: Sequence[str] = ()) -> Checked:
     """
     if errors := find_errors(settings, words):
         raise InvalidSettingsError(errors)
-    source = source_decoder(settings.model)
+    source = source_decoder(settings.model, text_only=settings.assemble.text_only)
     request = request_shape(settings, source)
     shape = resolve_shape(request, request.width) if carves(settings) else None
     for warning in warnings(settings, words, shape, request):
@@ -176,7 +176,10 @@ def find_errors(
     source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
     if "model" in unreadable_groups or source_faults:
         return errors + source_faults
-    source = source_decoder(settings.model)
+    try:
+        source = source_decoder(settings.model, text_only=settings.assemble.text_only)
+    except ConfigError as error:  # there is no text part
+        return [*errors, error]
     if "data" not in unreadable_groups:
         errors += check_length(settings.data, source.config)
     errors += map_errors(settings, source)

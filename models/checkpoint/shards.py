@@ -65,10 +65,15 @@ class ShardReader(EntryReader):
 class DenseReader(ShardReader):
     """An open checkpoint of a dense decoder; tensors have the names of transformers' class."""
 
+    def __init__(self, source: Path, *, text_only: bool = False) -> None:
+        """As `ShardReader`; `text_only`: of a wrapper, only the text part, by the names of its own class."""
+        super().__init__(source)
+        self.text_only = text_only
+
     @cached_property
     def decoder(self) -> Decoder:
         """The dense decoder. Raises CheckpointError: it cannot be carved."""
-        return find_decoder(self._source)
+        return find_decoder(self._source, text_only=self.text_only)
 
     @cached_property
     def tied(self) -> bool:

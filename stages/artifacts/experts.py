@@ -69,6 +69,7 @@ class FormatSettings(Protocol):
     mode: str
     pad_to: int | None
     dtype: str
+    text_only: bool
 
     def balance_weight(self, *, pooled: bool) -> float:
         """Weight of uneven load in the router's objective."""
@@ -88,7 +89,8 @@ class CheckpointFormat:
     @classmethod
     def of(cls, model: ModelConfig, source: Path, settings: FormatSettings, shape: MoEShape) -> "CheckpointFormat":
         """The format that the settings of stage=assemble select."""
-        target = select_target(find_decoder(source), settings.target, shape.always_on, pooled=shape.pooled)
+        dense = find_decoder(source, text_only=settings.text_only)
+        target = select_target(dense, settings.target, shape.always_on, pooled=shape.pooled)
         return cls(model, source, shape, target, checkpoint_dtype(source, settings.dtype), settings)
 
     @property
@@ -152,6 +154,7 @@ class CheckpointFormat:
             experts=experts,
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
+            text_only=self.settings.text_only,
         )
         rows = {
             "neurons left out": f"{partition.dropped} in all layers together",
@@ -160,6 +163,6 @@ class CheckpointFormat:
             "router": self.settings.router,
             "projection": projection,
         }
-        dense, pad_to = find_decoder(self.source), self.settings.pad_to
+        dense, pad_to = find_decoder(self.source, text_only=self.settings.text_only), self.settings.pad_to
         card = render_card(self.model.source_name, self.target, self.shape, rows, dense, pad_to)
         (out / "checkpoint/README.md").write_text(card, encoding="utf-8")

@@ -27,6 +27,7 @@ class AssembleConfig:
     logit_std: float | None = field(default=None, metadata={"needs": {"mode": "train"}, "above": 0})
     parity_logit_std: float = field(default=0.001, metadata={"needs": {"mode": "parity"}, "minimum": 0})
     pad_to: int | None = field(default=None, metadata={"minimum": 1, "maximum": 4096})
+    text_only: bool = False
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
 

@@ -111,6 +111,7 @@ class Case:
     pad_to: int = 8
     dense_layers: tuple[int, ...] = ()
     warned: int = 0  # warnings of transformers 5, which the dense checkpoint also causes
+    text_only: bool = False  # of a wrapper, without its images
     tolerance: float = TOLERANCE  # more for models whose own noise is larger
     pico: dict[str, Any] = field(default_factory=dict)
 
@@ -127,7 +128,8 @@ class Case:
     def architecture(self) -> str:
         """The class that the carve loads as."""
         target, wrapper = MOE_TARGETS[self.target], self.source.removesuffix(IMAGE)
-        return target.architecture if wrapper == self.source else target.wrappers[wrapper][0]
+        alone = self.text_only or wrapper == self.source
+        return target.architecture if alone else target.wrappers[wrapper][0]
 
 
 CASES = {
@@ -253,6 +255,10 @@ CASES = {
     "mistral3-image": Case("mistral3_image", "mixtral", 0, 4, 32),
     "qwen3_vl-image": Case("qwen3_vl_image", "qwen3_vl_moe_text", 0, 4, 32, pad_to=40),
     "qwen3_vl-dense-last-image": Case("qwen3_vl_image", "qwen3_vl_moe_text", 0, 4, 32, pad_to=40, dense_layers=(3,)),
+    "mistral3-text": Case("mistral3_image", "mixtral", 0, 4, 32, text_only=True),
+    "gemma4-text": Case("gemma4_image", "gemma4_text", 32, 4, 24, text_only=True),
+    "gemma3-text": Case("gemma3_image", "tiny_onn", 32, 4, 24, text_only=True),
+    "qwen3_5-text": Case("qwen3_5_image", "qwen3_5_moe_text", 32, 4, 24, text_only=True, tolerance=3e-5),
     "qwen3_5-image": Case("qwen3_5_image", "qwen3_5_moe_text", 32, 4, 24, tolerance=3e-5),
 }
 
@@ -262,7 +268,7 @@ def write_case(folder: Path, case: Case) -> None:
     if case.source.endswith(IMAGE):
         dense = write_checkpoint(case.source, folder / "dense")
         whole = AutoModelForImageTextToText.from_pretrained(dense, dtype=torch.float32)
-        batch = image_inputs(whole)
+        batch = {"input_ids": torch.arange(33).view(3, 11)} if case.text_only else image_inputs(whole)
     else:
         pico = {"rope_parameters": PLAIN_ROPE, "layers": LAYERS, "hidden": HIDDEN} | case.pico
         dense = write_pico(folder / "dense", case.source, intermediate=case.width, dtype=case.dtype, **pico)
@@ -272,7 +278,7 @@ def write_case(folder: Path, case: Case) -> None:
         logits = whole(**batch).logits
     assert logits.std() > 0.5
     save_file({**batch, "logits": logits}, folder / "dense_logits.safetensors")
-    target, decoder = MOE_TARGETS[case.target], find_decoder(dense)
+    target, decoder = MOE_TARGETS[case.target], find_decoder(dense, text_only=case.text_only)
     assert decoder.width == case.width
     assert not check_target(decoder, target, case.shape)
     with DenseReader(dense) as reader:
@@ -291,6 +297,7 @@ def write_case(folder: Path, case: Case) -> None:
             routers=lambda _layer: torch.zeros(case.experts, decoder.hidden),
             experts=experts,
             pad_to=case.pad_to,
+            text_only=case.text_only,
         )
 
 

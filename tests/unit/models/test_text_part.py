@@ -1,0 +1,44 @@
+"""The text part of a wrapper: its names, its config.json, and models that have none."""
+
+import pytest
+from pico import write_pico
+from zoo.checkpoints import write_checkpoint
+
+from instruments.errors import ConfigError
+from models.checkpoint.shards import DenseReader
+from models.finding import find_decoder
+from pipeline.check import find_errors
+from pipeline.settings import compose, register_schema
+
+
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory):
+    return write_checkpoint("mistral3_image", tmp_path_factory.mktemp("wrapper") / "mistral3_image")
+
+
+def test_the_text_part_is_a_decoder_of_the_class_for_text(wrapper):
+    whole, text = find_decoder(wrapper), find_decoder(wrapper, text_only=True)
+    assert (whole.model_class, text.model_class) == ("Mistral3ForConditionalGeneration", "MistralForCausalLM")
+    assert (text.layers, text.embedding, text.is_wrapper) == ("model.layers", "model.embed_tokens.weight", False)
+    assert text.config_json["model_type"] == "mistral"
+    assert text.config_json["dtype"] == whole.config_json["dtype"]
+    assert not any("vision" in name for name in text.shapes)
+    with DenseReader(wrapper) as seeing, DenseReader(wrapper, text_only=True) as reading:
+        assert seeing.projection(1, "down").equal(reading.projection(1, "down"))
+        assert reading.tied == seeing.tied
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [("llama", "llama is text alone already"), ("qwen3_vl_image", "transformers has no class for the text part alone")],
+)
+def test_models_without_a_text_part_of_their_own_are_refused_before_anything_runs(tmp_path, source, what):
+    write = write_checkpoint if source.endswith("_image") else write_pico
+    folder = tmp_path / source
+    write(*((source, folder) if source.endswith("_image") else (folder, source)))
+    register_schema()
+    words = ["model=local", f"model.path={folder}", "assemble.text_only=true", f"output_dir={tmp_path}"]
+    (error,) = [error for error in find_errors(compose(words)[0]) if error.where == "setting assemble.text_only"]
+    assert isinstance(error, ConfigError)
+    assert error.what.startswith(what)
+    assert error.do == "assemble.text_only=false"
