@@ -3,15 +3,20 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from instruments.device import is_launch_bound
+
 # Floats per temporary: small enough for a CPU's cache, large enough to use a GPU fully.
 _CACHE_FLOATS, _DEVICE_FLOATS = 1 << 17, 1 << 26
 _LEAST_ROWS = 256
+# Since torch 2.8, Nvidia's tensor cores return products of half precision as they add them up, in fp32.
+_WIDE_PRODUCTS = torch.version.cuda is not None and hasattr(torch.ops.aten.bmm, "dtype")
 # Cost of squaring and summing one number, in multiply-adds.
 _ELEMENTWISE = 64
 
@@ -28,10 +33,12 @@ def column_squares(
     for part in sample_parts(x_BTI, grad_BTO):
         x, grad = x_BTI[part].float(), grad_BTO[part]
         if gram:
-            columns_BI[part] = _quadratic_forms(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
+            # x_iᵀ H x_i of every column i.
+            product = torch.matmul(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
+            torch.sum(product.mul_(x), -2, out=columns_BI[part])
         else:
             columns_BI[part] = _product_column_squares(x, grad)
-    return columns_BI
+    return columns_BI.clamp_min_(0) if gram else columns_BI  # rounding makes some negative
 
 
 def weight_squares(
@@ -72,15 +79,16 @@ def prefer_gram(product: str, length: int, inputs: int, outputs: int, *, rows: b
 
 
 def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
-    """X Xᵀ of every sample in fp32; half-precision input is converted some columns at a time."""
+    """X Xᵀ of every sample in fp32; where no product of half-precision input is in fp32, some columns are converted."""
     if x_TN.dtype == torch.float32:
         return x_TN @ x_TN.mT
-    *samples, length, _columns = x_TN.shape
+    *samples, length, columns = x_TN.shape
+    if x_TN.device.type == "cuda" and _WIDE_PRODUCTS and x_TN.dtype in {torch.bfloat16, torch.float16}:
+        x_BTN = x_TN.reshape(-1, length, columns)
+        return torch.bmm(x_BTN, x_BTN.mT, out_dtype=torch.float32).view(*samples, length, length)
     chunk = max(1, 4 * _budget(x_TN) // (math.prod(samples) * length))
-    gram_TT = torch.zeros(*samples, length, length, device=x_TN.device)
-    for part in x_TN.split(chunk, dim=-1):
-        gram_TT += part.float() @ part.float().mT
-    return gram_TT
+    grams = (part @ part.mT for part in map(Tensor.float, x_TN.split(chunk, dim=-1)))
+    return reduce(Tensor.add_, grams)
 
 
 def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[int | slice]:
@@ -90,11 +98,6 @@ def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[int | slice]:
     if step == 1:
         return iter(range(samples))
     return (slice(first, first + step) for first in range(0, samples, step))
-
-
-def _quadratic_forms(gram_TT: Float[Tensor, "*b T T"], x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b N"]:
-    """x_nᵀ K x_n of every column; values that rounding makes negative become 0."""
-    return torch.matmul(gram_TT, x_TN).mul_(x_TN).sum(-2).clamp_min_(0)
 
 
 def _product_squares(
@@ -128,7 +131,7 @@ def _product_column_squares(x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor
 
 
 def _budget(tensor: Tensor) -> int:
-    return _CACHE_FLOATS if tensor.device.type == "cpu" else _DEVICE_FLOATS
+    return _DEVICE_FLOATS if is_launch_bound(tensor.device) else _CACHE_FLOATS
 
 
 class _Watch(torch.autograd.Function):
@@ -212,7 +215,8 @@ def block_squares(
     With X (T, I), G (T, O), K = XXᵀ and H = GGᵀ: ‖∇W[block, :]‖² = ⟨G_block G_blockᵀ, K⟩ for a block of rows,
     ‖∇W[:, block]‖² = ⟨X_block X_blockᵀ, H⟩ for a block of columns. The Gram matrices of the wider side's blocks give
     its norms and sum to its own Gram matrix: T² multiply-adds per feature, half of what single columns and rows need.
-    They are symmetric, so with the tokens in two halves only three quarters are computed.
+    They are symmetric, so with the tokens in two halves only three quarters are computed. A GPU rather starts few
+    operators: single columns and rows of all samples at once.
 
     Training a Linear takes 3·T·I·O multiply-adds; its norms about T²·(¾·max + 1¾·min of I, O) for a sample of T tokens.
     For Qwen2.5-0.5B that is 10 % of a training step at 256 tokens and 5 % at 128, without elementwise operations.
@@ -221,7 +225,8 @@ def block_squares(
     Numerics: fp32; norms within 1e-5 of the true gradient's; squares that rounding makes negative become 0.
     """
     length, inputs, outputs = x_BTI.shape[1], x_BTI.shape[2], grad_BTO.shape[2]
-    if min(widths) < _LEAST_WIDTH or not _prefer_blocks(product, length, inputs, outputs):
+    wide = min(widths) >= _LEAST_WIDTH and _prefer_blocks(product, length, inputs, outputs)
+    if is_launch_bound(x_BTI.device) or not wide:
         by_gram = prefer_gram(product, length, inputs, outputs)
         columns_BI, rows_BO = weight_squares(x_BTI, grad_BTO, gram=by_gram, gram_BTT=gram() if by_gram else None)
         return sum_blocks(columns_BI, widths[0]), sum_blocks(rows_BO, widths[1])
@@ -232,13 +237,20 @@ def block_squares(
             rows_o, gram_TT = _stream(grad_TO, gram()[number], widths[1])
             pairs.append((_narrow_blocks(x_TI, gram_TT, widths[0]), rows_o))
         else:
-            columns_i, gram_TT = _stream(x_TI, symmetric_gram(grad_TO), widths[0])
+            columns_i, gram_TT = _stream(x_TI, _symmetric_gram(grad_TO), widths[0])
             pairs.append((columns_i, _narrow_blocks(grad_TO, gram_TT, widths[1])))
     columns, rows = zip(*pairs, strict=True)
     return torch.stack(columns), torch.stack(rows)
 
 
-def symmetric_gram(x_TN: Float[Tensor, "T N"]) -> Float[Tensor, "T T"]:
+def sample_grams(x_BTN: Float[Tensor, "B T N"]) -> Float[Tensor, "B T T"]:
+    """X Xᵀ of every sample in fp32, by the faster way on its device."""
+    if is_launch_bound(x_BTN.device):
+        return gram_matrix(x_BTN)
+    return torch.stack([_symmetric_gram(x_TN) for x_TN in x_BTN])
+
+
+def _symmetric_gram(x_TN: Float[Tensor, "T N"]) -> Float[Tensor, "T T"]:
     """X Xᵀ in fp32; with two halves of the tokens, the upper block is copied from the lower one."""
     if x_TN.dtype != torch.float32:
         return gram_matrix(x_TN)
@@ -273,10 +285,9 @@ def _stream(
     parts = [part.transpose(0, 1) for part in split_blocks(wide_TN, width)]
     squares = [wide_TN.new_zeros(len(part), dtype=torch.float32) for part in parts]
     gram_TT = torch.zeros_like(other_TT)
-    budget = _BLOCK_CACHE_FLOATS if wide_TN.device.type == "cpu" else _DEVICE_FLOATS
     for rows, columns in _lower(len(wide_TN)):
         other, own_TT = other_TT[rows, columns].reshape(-1), gram_TT[rows, columns]
-        chunk = max(1, budget // own_TT.numel())
+        chunk = max(1, _BLOCK_CACHE_FLOATS // own_TT.numel())
         for part_nTw, squares_n in zip(parts, squares, strict=True):
             for some_nTw, some_n in zip(part_nTw.split(chunk), squares_n.split(chunk), strict=True):
                 grams_nTT = some_nTw[:, rows] @ some_nTw[:, columns].mT

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from instruments.gradients import column_squares, split_blocks, symmetric_gram
+from instruments.gradients import column_squares, sample_grams, split_blocks
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
@@ -38,7 +38,7 @@ class InputSquares:
     @cached_property
     def gram_BTT(self) -> Tensor:
         """XXᵀ of every sample, fp32; computed when first needed."""
-        return torch.stack([symmetric_gram(x_TI) for x_TI in self.x_BTI])
+        return sample_grams(self.x_BTI)
 
     def is_of(self, other: Tensor, width: int) -> bool:
         """Whether `other` is the same memory with the same layout and values, and has blocks of the same width."""
@@ -81,7 +81,7 @@ def head_part(
     """Reduce the logits' gradient to the terms needed for the sum of both uses."""
     at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
     tokens = (row_norms(grad_BSV) * row_norms(x_BSD)).square_() if per_token else None
-    gram_BTT = torch.stack([symmetric_gram(grad_SV) for grad_SV in grad_BSV]) if gram else None
+    gram_BTT = sample_grams(grad_BSV) if gram else None
     return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram, gram_BTT=gram_BTT), tokens)
 
 

@@ -1,12 +1,14 @@
 import pytest
 import torch
+from operator_counts import count_operators
 
+from instruments import device
 from instruments.gradients import (
     block_squares,
     column_squares,
     gram_matrix,
     prefer_gram,
-    symmetric_gram,
+    sample_grams,
     weight_squares,
 )
 
@@ -66,7 +68,9 @@ def test_the_cheaper_product():
 @pytest.mark.parametrize(("inputs", "outputs"), [(70, 35), (35, 70)])
 @pytest.mark.parametrize("length", [9, 130, 131])  # one piece, equal halves, unequal halves
 @pytest.mark.parametrize("widths", [(16, 24), (64, 16), (7, 64)])  # 7 is too narrow for the product by blocks
-def test_blocks_of_a_weight_gradient(inputs, outputs, length, widths):
+@pytest.mark.parametrize("hosts", [{"cpu"}, set()])
+def test_blocks_of_a_weight_gradient(inputs, outputs, length, widths, hosts, monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", hosts)
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(B, length, n, generator=generator, dtype=torch.float64) for n in (inputs, outputs))
     product = grad.mT @ x
@@ -76,8 +80,21 @@ def test_blocks_of_a_weight_gradient(inputs, outputs, length, widths):
     ]
     x, grad = x.float(), grad.float()
     for way in ("gram", "direct", "auto"):
-        found = block_squares(
-            x, grad, widths, product=way, gram=lambda: torch.stack([symmetric_gram(one) for one in x])
-        )
+        found = block_squares(x, grad, widths, product=way, gram=lambda: sample_grams(x))
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("way", ["gram", "direct"])
+@pytest.mark.parametrize("number_format", [torch.float32, torch.bfloat16])
+def test_the_norms_of_a_linear_have_at_most_14_operators_for_any_number_of_samples(way, number_format, monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", set())
+    counts = set()
+    for samples in (2, 5):
+        x, grad = (torch.ones(samples, 40, width, dtype=number_format) for width in (48, 96))
+        found = count_operators(block_squares, x, grad, (16, 24), product=way, gram=lambda x=x: sample_grams(x))
+        assert not found.waits
+        counts.add(found.started.total())
+    (count,) = counts
+    # A GPU needs no conversion for the two Gram matrices.
+    assert count <= 14 + 2 * (number_format != torch.float32 and way == "gram")
