@@ -172,7 +172,8 @@ def join_blocks(
     pieces: Mapping[int, Tensor], counts: Sequence[int], samples: int
 ) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B P"]]:
     """Concatenate the blocks of P parameters, `counts` each, NaN if not measured; and their sum by parameter."""
-    blocks = (pieces.get(column, torch.full((samples, count), torch.nan)) for column, count in enumerate(counts))
+    missing_Bn = torch.full((samples, max(counts, default=0)), torch.nan)
+    blocks = (pieces[column] if column in pieces else missing_Bn[:, :count] for column, count in enumerate(counts))
     joined_Bn = torch.cat([*blocks], dim=1)
     owner_n = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     return joined_Bn, joined_Bn.new_zeros(samples, len(counts)).index_add_(1, owner_n, joined_Bn)
@@ -228,23 +229,29 @@ def _by_parameter_and_block(
 
 def _by_token(pieces: Mapping[int, Tensor], mask_BT: Tensor, indices: Sequence[int], parameters: int) -> list[Tensor]:
     """Norms of each of these samples, (tokens, P)."""
-    table_BTP = torch.full((*mask_BT.shape, parameters), torch.nan)
-    for column, squares_BS in pieces.items():
-        # A module called with only the last positions fills those.
-        table_BTP[:, -squares_BS.shape[1] :, column] = squares_BS
-    return [table_BTP[index][mask_BT[index]].sqrt_() for index in indices]
+    length, missing_BT = mask_BT.shape[1], torch.full(mask_BT.shape, torch.nan)
+
+    def fill(squares_BS: Tensor) -> Tensor:
+        """Squares of all positions: a module called with only the last ones has none of the others."""
+        missing = length - squares_BS.shape[1]
+        return torch.cat([missing_BT[:, :missing], squares_BS], dim=1) if missing else squares_BS
+
+    table_BTP = torch.stack([fill(pieces.get(column, missing_BT)) for column in range(parameters)], dim=2).sqrt_()
+    return [table_BTP[index][mask_BT[index]] for index in indices]
 
 
 def _fetch(facts: CallFacts, squares: Squares) -> tuple[Squares, Tensor, dict[str, Tensor]]:
-    """Squares, mask (B, T) and numbers of labels (B,), if known, on the CPU."""
+    """Squares, mask (B, T) and numbers of labels (B,), if known, on the CPU: one transfer."""
     groups = vars(squares).values()
-    tensors = [tensor for group in groups for tensor in group.values()]
-    # The call's facts are transferred together with the first device's tensors.
-    device = tensors[0].device if tensors else torch.device("cpu")
+    pieces = [[*group.values()] for group in groups]
+    # All that was measured is joined on the first of the devices.
+    device = next((piece.device for group in pieces for piece in group), torch.device("cpu"))
+    joined = [torch.cat([piece.to(device) for piece in group], dim=1) for group in pieces if group]
     counted = {name: getattr(facts, name) for name in ("mask_BT", "supervised_B", "labelled_B")}
     known = {name: fact.to(device, torch.float32) for name, fact in counted.items() if fact is not None}
-    fetched = iter(to_host([*tensors, *known.values()]))
-    squares = Squares(*(dict(zip(group, fetched, strict=False)) for group in groups))
+    fetched = iter(to_host([*joined, *known.values()]))
+    parts = [next(fetched).split([piece.shape[1] for piece in group], dim=1) if group else () for group in pieces]
+    squares = Squares(*(dict(zip(group, part, strict=True)) for group, part in zip(groups, parts, strict=True)))
     call = dict(zip(known, fetched, strict=True))
     mask_BT = call.pop("mask_BT") > 0 if "mask_BT" in call else torch.ones(facts.samples, facts.length).bool()
     return squares, mask_BT, call
@@ -253,7 +260,8 @@ def _fetch(facts: CallFacts, squares: Squares) -> tuple[Squares, Tensor, dict[st
 def _check(found_BP: Tensor, measured: Sequence[str], names: Sequence[str]) -> None:
     """Raise NumericsError if a sample's gradients are missing, all zero or not finite; `measured`: names of weights."""
     # List the last weight first: the backward pass starts there and propagates non-finite values.
-    weights = [name for name, fine in zip(measured, found_BP.isfinite().all(0), strict=True) if not fine][::-1]
+    finite_BP = found_BP.isfinite()
+    weights = [name for name, fine in zip(measured, finite_BP.all(0).tolist(), strict=True) if not fine][::-1]
     for what, bad, do in (
         (
             "no gradient reached a watched parameter",
@@ -262,12 +270,12 @@ def _check(found_BP: Tensor, measured: Sequence[str], names: Sequence[str]) -> N
         ),
         (
             "the gradient is not finite",
-            [name for name, row in zip(names, found_BP, strict=True) if not row.isfinite().all()],
+            [name for name, fine in zip(names, finite_BP.all(1).tolist(), strict=True) if not fine],
             "look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
         ),
         (
             "all gradients are zero",
-            [name for name, row in zip(names, found_BP, strict=True) if not row.any()],
+            [name for name, trained in zip(names, found_BP.any(1).tolist(), strict=True) if not trained],
             "see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
             "away), and that gradients do not vanish in the number format: float32, or a scaled loss",
         ),
