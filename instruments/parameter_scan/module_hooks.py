@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from instruments.gradients import block_squares, prefer_gram, sum_blocks, watch, weight_squares
@@ -258,55 +257,85 @@ def _listen(module: nn.Module, receive: Callable[[Tensor, Tensor], Tensor | None
 _WITHOUT_GRADIENT = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # type: ignore[attr-defined, union-attr]
 
 
-class WeightUses(TorchFunctionMode):
-    """While entered, notes every function that uses a watched weight outside its module, such as a tie by F.linear."""
+class WeightUses:
+    """Notes every function that uses a watched weight outside its module, such as a tie by F.linear.
+
+    During a pass each weight is of a subclass of its class, except while its own module runs. So torch calls Python for
+    these functions alone, not for all of the model.
+    """
 
     def __init__(self, targets: Sequence[Target]) -> None:
         """Watch the weights of Linear layers, Conv1D and embeddings."""
-        super().__init__()
         self.found: dict[Target, str] = {}  # target → function
         self._targets = [target for target in targets if not target.fused]
         self._weights: dict[int, tuple[Tensor, Target]] = {}  # by id: the weight, kept alive, and its target
-        self._running: set[Target] = set()  # those whose module runs
-        self._entered = False
+        self._kinds: dict[type, type] = {}  # class of a weight → its subclass
 
     def install(self) -> Iterator[RemovableHandle]:
         """Hooks on the modules, whose own use of the weight is not noted."""
         for target in self._targets:
             for module in filter(None, (target.module, target.head)):
-                begin = EagerHook(lambda *_, own=target: self._running.add(own))
-                end = EagerHook(lambda *_, own=target: self._running.discard(own))
+                begin = EagerHook(lambda own, *_: self._release(own._parameters.get("weight")))
+                end = EagerHook(lambda own, *_: self._mark(own._parameters.get("weight")))
                 yield module.register_forward_pre_hook(begin)
                 yield module.register_forward_hook(end, always_call=True)
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self.found, self._running = {}, set()
+        self.end()  # a pass may have been interrupted
+        self.found = {}
         weights = ((target.module._parameters.get("weight"), target) for target in self._targets)
         self._weights = {id(weight): (weight, target) for weight, target in weights if weight is not None}
-        if self._targets and not self._entered:  # a pass may have been interrupted
-            self.__enter__()
-            self._entered = True
+        for weight, _ in self._weights.values():
+            self._mark(weight)
 
     def end(self) -> Mapping[Target, str]:
         """The pass ends: the functions that used each target's weight outside its module."""
-        if self._entered:
-            self.__exit__(None, None, None)
-            self._entered, self._weights = False, {}
+        for weight, _ in self._weights.values():
+            self._release(weight)
+        self._weights = {}
         return self.found
 
+    def _mark(self, weight: Tensor | None) -> None:
+        """Let `_note` get the functions that use the weight."""
+        if id(weight) in self._weights and not isinstance(weight, _Marked):
+            kind = type(weight)
+            if kind not in self._kinds:
+                self._kinds[kind] = type(kind.__name__, (_Marked, kind), {"note": staticmethod(self._note)})
+            weight.__class__ = self._kinds[kind]
+
+    def _release(self, weight: Tensor | None) -> None:
+        if isinstance(weight, _Marked):
+            weight.__class__ = type(weight).__bases__[1]
+
+    def _note(self, func: Callable[..., Any], values: Sequence[Any], result: object) -> None:
+        """A function has used a marked weight."""
+        for value in _flat(values):
+            weight, target = self._weights.get(id(value), (None, None))
+            if target is None or value is not weight or func in _WITHOUT_GRADIENT:
+                continue
+            tensors = (one for one in _flat([result]) if isinstance(one, Tensor))
+            if any(one is not weight and one.is_floating_point() for one in tensors):
+                self.found[target] = getattr(func, "__name__", str(func))
+
+
+class _Marked(Tensor):
+    """First base class of a marked weight; the second is the weight's own."""
+
+    note: Callable[..., None]
+
+    @classmethod
     def __torch_function__(
-        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - any result of the function
-        result = func(*args, **(kwargs or {}))
+        # Of the class that follows in order: the weight's own.
+        result = super().__torch_function__(func, types, args, kwargs or {})
         if not torch.compiler.is_compiling():
-            for value in _flat((*args, *(kwargs or {}).values())):
-                weight, target = self._weights.get(id(value), (None, None))
-                if target is None or value is not weight or target in self._running or func in _WITHOUT_GRADIENT:
-                    continue
-                tensors = (one for one in _flat([result]) if isinstance(one, Tensor))
-                if any(one is not weight and one.is_floating_point() for one in tensors):
-                    self.found[target] = getattr(func, "__name__", str(func))
+            cls.note(func, (*args, *(kwargs or {}).values()), result)
         return result
 
 

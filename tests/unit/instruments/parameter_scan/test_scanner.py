@@ -1,8 +1,12 @@
 import torch
+from operator_counts import count_operators
+from pico import write_pico
+from transformers import AutoModelForCausalLM
 
+from instruments import device
 from instruments.parameter_scan.file_format import WatchedParameter
 from instruments.parameter_scan.passes import CallFacts, ScanPass, Squares
-from instruments.parameter_scan.scanner import to_record
+from instruments.parameter_scan.scanner import ParameterTensorScanner, to_record
 
 PARAMETERS = [WatchedParameter("embed", "embedding", 11, 6, 4), WatchedParameter("q", "linear", 6, 12, 4)]
 
@@ -22,3 +26,27 @@ def test_a_record_holds_the_roots_of_the_squares():
     assert [(sequence.name, sequence.tokens) for sequence in record.sequences] == [("a", 2), ("b", 3)]
     assert record.token_gradient is None
     assert not skipped
+
+
+def count_scan(folder, layers, samples):
+    """Operators of a forward and backward pass with the scanner, without it, and of its record; waits of the passes."""
+    model = AutoModelForCausalLM.from_pretrained(write_pico(folder / f"{layers}_{samples}", "qwen3", layers=layers))
+    ids = torch.randint(1, 61, (samples, 9), generator=torch.Generator().manual_seed(0))
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    plain = count_operators(step)
+    with ParameterTensorScanner(model, block_width=8) as scanner:
+        scanned = count_operators(step)
+        record = count_operators(scanner.collect)
+    assert scanned.waits == plain.waits
+    return scanned.started.total() - plain.started.total(), record.started.total()
+
+
+def test_operators_of_a_scan_grow_with_linears_alone_and_those_of_a_record_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", set())
+    (two, record), (three, larger), batch = (count_scan(tmp_path, *each) for each in ((2, 2), (3, 2), (2, 5)))
+    assert three - two <= 7 * 12 + 4 * 6  # the norms of seven Linear layers, and of their four inputs
+    assert record == larger <= 80
+    assert batch == (two, record)

@@ -111,3 +111,29 @@ def test_a_gradient_of_gradients_is_not_recorded(caplog):
         assert caplog.messages == ["parameter scan: gradients of gradients (create_graph=True) are not recorded"]
         loss_of(model(input_ids=IDS)).backward()
     check(scanner, expected, records=2)
+
+
+def test_weights_are_of_their_own_class_outside_of_a_pass():
+    """Inside, those whose module does not run are of a subclass, and torch passes functions without them to nobody."""
+    model, seen = Net(), []
+    kinds = [type(weight) for weight in model.parameters()]
+
+    def interrupt(_module, _args):
+        seen.append(([type(weight) for weight in model.parameters()], torch._C._len_torch_function_stack()))
+        if len(seen) != 2:
+            raise KeyboardInterrupt
+
+    model.body[1].register_forward_pre_hook(interrupt)
+    with ParameterTensorScanner(model) as scanner:
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=IDS)
+        loss_of(model(input_ids=IDS)).backward()
+        assert [type(weight) for weight in model.parameters()] == kinds
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=IDS)
+    assert [type(weight) for weight in model.parameters()] == kinds
+    assert len(scanner.collect()) == 1
+    for inside, modes in seen:
+        assert inside != kinds
+        assert all(issubclass(one, kind) for one, kind in zip(inside, kinds, strict=True))
+        assert modes == 0
