@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 from pathlib import Path
 
 # User information of an address. Passwords are removed; in web addresses user names too, since they may be tokens.
@@ -63,30 +64,32 @@ class NumericsError(UserError):
 
 
 FAILED, INVALID, INTERRUPTED = 1, 2, 130
+PATH_FAULTS = {EACCES, EPERM, ENAMETOOLONG, ELOOP}
 
 
-def exit_code(work: Callable[[], int | None]) -> int:
-    """Run `work` and return its exit code (None: 0). A UserError is printed on stderr: 2 for ConfigError, else 1."""
+def exit_code(work: Callable[[], int | None], name: str = "") -> int:
+    """Run `work` and return its exit code (None: 0). A UserError is printed on stderr: 2 for ConfigError, else 1.
+
+    `name` precedes the error. An OSError about a path that the user may not open, or nobody can, becomes a UserError.
+    """
     try:
         code = work() or 0
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except UserError as error:
-        sys.stderr.write(f"{printable(str(error))}\n")
-        return INVALID if isinstance(error, ConfigError) else FAILED
-    except PermissionError as error:
-        sys.stderr.write(f"{printable(str(access_denied(error)))}\n")
-        return FAILED
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         sys.stderr.close()
         return 0
-
-
-def access_denied(error: PermissionError) -> UserError:
-    """The error for a file or folder that the user may not open."""
-    return UserError(f"access denied: {error.filename}: {error.strerror}", do="check its permissions")
+    except (UserError, OSError) as error:
+        found = error
+        if isinstance(error, OSError):
+            if error.errno not in PATH_FAULTS:
+                raise
+            what, do = f"cannot open {error.filename}: {error.strerror}", "check the path and its permissions"
+            found = UserError(what, do=do)
+        sys.stderr.write(f"{printable(f'{name}{found}')}\n")
+        return INVALID if isinstance(found, ConfigError) else FAILED
 
 
 def printable(text: str) -> str:

@@ -13,7 +13,7 @@ class ModelConfig:
 
     kind: str = field(default="embedded", metadata={"choices": ("embedded", "local", "hub")})
     label: str = field(default="embedded", metadata={"fingerprint": False})
-    path: str | None = None
+    path: str | None = field(default=None, metadata={"path": True})
     name: str | None = None
     revision: str | None = None
     dtype: str = field(default="auto", metadata={"choices": ("auto", "float32", "bfloat16", "float16")})

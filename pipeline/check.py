@@ -1,10 +1,12 @@
 """Finds all errors in the settings before any weights are loaded, and reports them together."""
 
 import logging
+import os
 import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -12,8 +14,6 @@ from operator import gt, le, lt
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
-
-from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
 from models.check import check_source
@@ -42,6 +42,8 @@ LABEL = re.compile(r"[\w+-][\w.+ -]{0,99}")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Default maximum of an integer setting, by the last word of its name; a larger value is a typing error.
 MAX_COUNTS = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
+# Names that a run adds below a path of the user, and to it.
+LONGEST_INSIDE, LONGEST_SUFFIX = Path(*["x" * 100] * 3), ".1234567.partial"
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
 
@@ -87,11 +89,36 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
         yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={default_text(spec)}")
 
 
+def path_errors(settings: Settings) -> dict[str, ConfigError]:
+    """Setting → error, for each path that the system does not take."""
+    return {
+        name: ConfigError(f"{name}={path[:100]}: {fault}", where=f"setting {name}", do=f"{name}=ANOTHER_PATH")
+        for name, value, spec in find_fields(settings)
+        if spec.metadata.get("path")
+        for path in (value if isinstance(value, list) else filter(None, [value]))
+        if (fault := path_fault(path))
+    }
+
+
+def path_fault(path: str) -> str:
+    """Why the system takes no such path, or none below it: too long, a circle of links, a NUL byte; empty if it does.
+
+    All other code may rely on it: `Path.exists` and its like raise OSError or ValueError for such paths.
+    """
+    try:
+        for tried in (expand_user(path) / LONGEST_INSIDE, f"{path}{LONGEST_SUFFIX}"):
+            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                os.lstat(tried)
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "strerror", error))
+    return ""
+
+
 def as_word(value: object) -> str:
     """A value as command-line text."""
     if isinstance(value, list):
         return f"[{','.join(map(as_word, value))}]"
-    if value is None or value == MISSING:
+    if value is None:
         return "null"
     if is_dataclass(value):  # an item of a list
         return "{...}"
@@ -161,9 +188,12 @@ def find_errors(
     their errors would concern values that the user did not choose.
     """
     errors: list[UserError] = [*field_errors(settings), *_name_errors(settings.model)]
-    errors += _output_errors(settings.output_dir)
+    errors += (wrong_paths := path_errors(settings)).values()
+    unreadable_groups |= {name.partition(".")[0] for name in wrong_paths}
+    if "output_dir" not in unreadable_groups:
+        errors += _output_errors(settings.output_dir)
     sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
-    errors += contradictions(settings)
+    errors += contradictions(settings, unreadable_groups)
     errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
     if "data" not in unreadable_groups:
         stages = settings.stages
@@ -263,22 +293,34 @@ def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
 
 
 def _output_errors(output_dir: str) -> Iterator[ConfigError]:
-    """Errors: an output folder that is empty, begins with ~, or cannot be written to."""
-    where, do = "setting output_dir", "output_dir=outputs"
-    if not output_dir.strip():
-        yield ConfigError("output_dir is empty: is a variable of the shell not set?", where=where, do=do)
-        return
-    if output_dir.startswith("~"):
-        what = f"output_dir={output_dir} begins with ~, which the shell did not replace by your home folder"
-        home = expand_user(output_dir)
-        yield ConfigError(what, where=where, do=setting_word("output_dir", str(home)) if home.is_absolute() else do)
+    """Errors: an output folder that no run can be written to, or in which something else is called `latest`."""
+    if unusable := [*folder_errors("output_dir", output_dir, "output_dir=outputs", "artifacts", "runs")]:
+        yield from unusable
         return
     latest = Path(output_dir) / "latest"
     if latest.exists() and not latest.is_symlink():
         what = f"{latest} is no link, so that this run cannot make it point to its results"
-        yield ConfigError(what, where=where, do=shlex.join(["mv", str(latest), f"{latest}-old"]))
-    # Its folders may be links to another disk.
-    for place in dict.fromkeys(nearest_existing(Path(output_dir) / name) for name in ("", "artifacts", "runs")):
+        yield ConfigError(what, where="setting output_dir", do=shlex.join(["mv", str(latest), f"{latest}-old"]))
+
+
+def folder_errors(name: str, folder: str, do: str, *inner: str) -> Iterator[ConfigError]:
+    """Errors: a folder to write, whose setting is `name`, that is empty, begins with ~, or cannot be written to.
+
+    `inner`: folders in it, which may be links to another disk.
+    """
+    where = f"setting {name}"
+    if not folder.strip():
+        yield ConfigError(f"{name} is empty: is a variable of the shell not set?", where=where, do=do)
+        return
+    if folder.startswith("~"):
+        what = f"{name}={folder} begins with ~, which the shell did not replace by your home folder"
+        home = expand_user(folder)
+        yield ConfigError(what, where=where, do=setting_word(name, str(home)) if home.is_absolute() else do)
+        return
+    if fault := path_fault(folder):
+        yield ConfigError(f"{name}={folder[:100]}: {fault}", where=where, do=do)
+        return
+    for place in dict.fromkeys(nearest_existing(Path(folder) / part) for part in ("", *inner)):
         try:
             # Permission bits do not suffice: root, read-only mounts, kernel file systems.
             TemporaryFile(dir=place).close()
@@ -386,14 +428,14 @@ def _carve_warnings(settings: Settings, shape: MoEShape, target: MoETarget, sour
         )
 
 
-def contradictions(settings: Settings) -> Iterator[ConfigError]:
+def contradictions(settings: Settings, unreadable_groups: Set[str] = frozenset()) -> Iterator[ConfigError]:
     """Errors that do not depend on the source model."""
     workers = find_workers().world
     if settings.involves("score"):
         yield from settings.score.contradictions(gradients=settings.scan.gradients)
-    if settings.involves("dump"):
+    if settings.involves("dump") and "dump" not in unreadable_groups:
         yield from settings.dump.contradictions()
-    if settings.involves("diagnose"):
+    if settings.involves("diagnose") and "diagnose" not in unreadable_groups:
         yield from settings.diagnose.contradictions()
     router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and settings.involves("assemble")
     if pooled and router in {*ROUTERS} - POOL_ROUTERS:

@@ -12,7 +12,7 @@ from time import sleep
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 
-from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, access_denied, printable
+from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
 from pipeline.help import CONF
 from pipeline.overrides import first_word, hide_passwords, override_errors, parse_overrides
@@ -34,22 +34,17 @@ def run_command(words: Sequence[str]) -> int:
     workers = find_workers()
     if workers.world > 1:
         signal(SIGTERM, stop_in_words)  # torchrun sends it to all workers when one is lost
-    try:
-        start(words)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except PermissionError as denied:  # such as a checkpoint below a folder that may not be entered
-        sys.stderr.write(f"{printable(str(access_denied(denied)))}\n")
-        return FAILED
-    except UserError as error:
-        invalid = isinstance(error, ConfigError)
-        if invalid and not workers.leads:
-            signal(SIGTERM, SIG_DFL)
-            sleep(HEAD_START)
-        text = printable(str(error))
-        sys.stderr.write(f"{text}\n" if workers.world == 1 else f"worker {workers.rank}: {text}\n")
-        return INVALID if invalid else FAILED
-    return 0
+
+    def work() -> None:
+        try:
+            start(words)
+        except ConfigError:
+            if not workers.leads:
+                signal(SIGTERM, SIG_DFL)
+                sleep(HEAD_START)
+            raise
+
+    return exit_code(work, "" if workers.world == 1 else f"worker {workers.rank}: ")
 
 
 def stop_in_words(_signal: int, _frame: object) -> None:
@@ -72,6 +67,9 @@ def refuse_flags(flags: Set[str]) -> None:
     if any(flag.startswith("--e") for flag in flags):
         what = "--experimental-rerun opens a pickle, which can run any code"
         raise ConfigError(what, where="command line", do="the command in the run's report.html")
+    if any(flag.startswith(("--s", "-sc")) for flag in flags):
+        do = "python -m pipeline --help, or --cfg job for all settings"
+        raise ConfigError("--shell-completion is not supported", where="command line", do=do)
     if any(flag.startswith("--res") for flag in flags) and not flags & {"--cfg", "-c", "--help", "-h"}:
         what = "--resolve goes with settings that are shown"
         raise ConfigError(what, where="command line", do="python -m pipeline --cfg job --resolve")

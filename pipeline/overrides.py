@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
-from pipeline.check import default_text, find_fields, unknown_choice
+from pipeline.check import default_text, find_fields, folder_errors, unknown_choice
 from pipeline.help import groups
-from pipeline.settings import Settings, find_wrong_booleans
+from pipeline.settings import Settings, find_removed, find_wrong_values
 from stages.accumulators.config import hide_password
 from stages.text.config import DataConfig, SourceConfig
 
@@ -78,7 +78,10 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
         yield _unreadable_word(word, options)
         return
     key = override.key_or_group
-    if override.is_hydra_override() or override.is_delete():
+    if override.is_delete():
+        return
+    if override.is_hydra_override():
+        yield from _hydra_errors(key, str(override.value()))
         return
     if override.is_sweep_override() and not sweep:
         do = f"python -m pipeline -m {shlex.quote(word)}"
@@ -96,7 +99,17 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
             yield _unknown_key(word, options)
             return
         elif fault := _type_fault(key, value):
-            yield ConfigError(f"{key}={value}: {fault}", where=WHERE, do=f"{key}={default_text(spec)}")
+            what = fault if fault.startswith(f"{key}=") else f"{key}={value}: {fault}"
+            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec)}")
+
+
+def _hydra_errors(key: str, value: str) -> Iterator[ConfigError]:
+    """Errors: a folder of a run that cannot be written; a sweep that is written in Hydra's own settings."""
+    if key in {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"}:
+        yield from folder_errors(key, value, f"the command without {key}")
+    elif key.startswith("hydra.sweeper.params"):
+        what = f"{key} is not supported: the words of the command line are the sweep"
+        yield ConfigError(what, where=WHERE, do="python -m pipeline -m seed=0,1")
 
 
 def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError:
@@ -125,43 +138,14 @@ def _type_fault(key: str, value: object) -> str:
         OmegaConf.update(untyped, name, value)
     except OmegaConfBaseException as error:
         return str(error).splitlines()[0]
-    wrong = [*find_wrong_booleans(Settings, OmegaConf.to_container(untyped))]
-    return f"neither true nor false: {', '.join(wrong)}" if wrong else ""
-
-
-# Settings of earlier versions, or groups of them → the new name, or what to do instead.
-GONE = {
-    "assemble.parity_spread": "assemble.parity_logit_std=",
-    "cluster.captured_tokens": "cluster.sample_tokens=",
-    "diagnose.analyze_tensor.file": "analyze_tensor(tensor), a function of instruments",
-    "diagnose.analyze_tensor.tensors": "analyze_tensor(tensor), a function of instruments",
-    "diagnose.auto_diff.memory_mib": "diagnose.auto_diff.modules= with fewer modules",
-    "diagnose.static_check": "python -m pipeline static_check PATH",
-    "diagnose.watch": "train.watch=true, or watch_model of instruments in a training loop",
-    "dump.every_tokens": "dump.max_tokens=, the first ones",
-    "dump.fake_quant": "python -m pipeline dump show FOLDER --round FORMAT",
-    "dump.first_token": "dump.max_tokens=, the first ones",
-    "dump.recomputed": "without it: recomputed tensors are left out",
-    "dump.shard_mib": "without it",
-    "dump.when_full": "without it: training waits while dump.memory_mib is full",
-    "evaluate.layer_tokens": "dense_layers= of several runs, compared by stage=evaluate",
-    "extract.verify": "without it: the next stage checks the files' hashes",
-    "project.guard": "project.validate=",
-    "project.guard_share": "project.validation_share=",
-    "scan.norm_product": "without it: the cheaper product is chosen",
-    "scan.parameter_encoding": "without it: parameters.mscan is in log16",
-    "train.fsdp_config": "train.fsdp=true alone: every decoder layer is sharded",
-    "train.spread": "train.logit_std=",
-    "train.spread_share": "train.logit_std_share=",
-}
+    return "; ".join(find_wrong_values(Settings, OmegaConf.to_container(untyped)))
 
 
 def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     """The error for a setting that does not exist, with its new name or the closest existing one as the remedy."""
     key, _equals, value = word.lstrip("+").partition("=")
-    if replacement := next((do for name, do in GONE.items() if f"{key}.".startswith(f"{name}.")), ""):
-        do = replacement + value * replacement.endswith("=")
-        return ConfigError(f"there is no setting {key} any more", where=WHERE, do=do)
+    if removed := find_removed(key, value, WHERE):
+        return removed
     known = [*FIELDS, *options]
     by_last_word = {name.rpartition(".")[2]: name for name in known}
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [

@@ -1,6 +1,7 @@
 """All settings, the settings each stage reads, and composition of settings from conf/ and the command line."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -9,7 +10,8 @@ from functools import cache
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -97,8 +99,8 @@ class Settings:
     stage: str = field(default=ALL, metadata={"choices": (ALL, *STAGES)})
     check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
     topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
-    experts: int | None = field(default=MISSING, metadata={"minimum": 1})
-    n: int | None = field(default=MISSING, metadata={"minimum": 1})
+    experts: int | None = field(default=None, metadata={"minimum": 1})
+    n: int | None = field(default=None, metadata={"minimum": 1})
     top_k: int | None = field(default=None, metadata={"minimum": 1})
     always_on: int | None = field(default=None, metadata={"minimum": 0})
     active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
@@ -106,7 +108,7 @@ class Settings:
     seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
     fresh: bool = False
     plan: bool = False
-    output_dir: str = MISSING
+    output_dir: str = field(default="outputs", metadata={"path": True})
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -194,32 +196,82 @@ def register_schema() -> None:
     OmegaConf.register_new_resolver("variable", lambda name, default: read_variable(name, os.environ) or default)
 
 
+# Where settings are written.
+PLACES = f"the files under {CONF} and the command line"
+WORDS = {int: "integer", float: "number", str: "text", bool: "boolean"}
 BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 
 
-def find_wrong_booleans(kind: Any, value: object, name: str = "") -> Iterator[str]:  # noqa: ANN401 - an annotation
-    """Settings, at any depth, that should be true or false; OmegaConf takes every number, also in quotes, for one."""
-    if is_dataclass(kind) and isinstance(value, dict):
+def find_wrong_values(kind: Any, value: object, name: str = "") -> Iterator[str]:  # noqa: ANN401 - an annotation
+    """What OmegaConf accepts at any depth of a setting and no code can use, each with the setting's name.
+
+    It takes every number, also in quotes, for a boolean, lists and dictionaries for numbers in a list, and ??? for the
+    default.
+    """
+    if isinstance(kind, UnionType):  # X | None
+        kind = get_args(kind)[0]
+    if value == MISSING:
+        yield f"{name}={value} is no value"
+    elif is_dataclass(kind) and isinstance(value, dict):
         for key, inner in get_type_hints(kind).items():
             if key in value:
-                yield from find_wrong_booleans(inner, value[key], f"{name}.{key}".lstrip("."))
-    elif isinstance(value, list) and get_args(kind):
+                yield from find_wrong_values(inner, value[key], f"{name}.{key}".lstrip("."))
+    elif get_origin(kind) is list and isinstance(value, list):
         for number, item in enumerate(value):
-            yield from find_wrong_booleans(get_args(kind)[0], item, f"{name}.{number}")
+            yield from find_wrong_values(get_args(kind)[0], item, f"{name}.{number}")
+    elif isinstance(value, list | dict):
+        yield f"{name}={value} is no {WORDS.get(kind, kind)}"
     elif kind is bool and str(value).lower() not in BOOLEANS and "${" not in str(value):
-        yield f"{name}={value}"
+        yield f"{name}={value} is neither true nor false"
 
 
 def to_settings(config: DictConfig) -> Settings:
-    """Resolve a composed configuration once; all other code sees only dataclasses. Raises ConfigError: no boolean."""
+    """Resolve a composed configuration once; all other code sees only dataclasses. Raises ConfigError: wrong values."""
     resolved = OmegaConf.to_container(config, resolve=True)
-    if wrong := [*find_wrong_booleans(Settings, resolved)]:
-        where, do = f"the files under {CONF} and the command line", "true or false"
-        raise ConfigError(f"neither true nor false: {', '.join(wrong)}", where=where, do=do)
+    if wrong := [*find_wrong_values(Settings, resolved)]:
+        raise ConfigError("; ".join(wrong), where=PLACES, do="values of the kinds in the files under conf/")
     # Resolving does not check types (`${...}` may give a text for a list); the merge with the schema does.
     settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, resolved))
     assert isinstance(settings, Settings)
     return settings
+
+
+# What Hydra raises about settings, in addition to its own errors.
+HYDRA_FAULTS = (AssertionError, AttributeError, KeyError, OSError, TypeError, ValueError)
+
+
+# Settings of earlier versions, or groups of them → the new name, or what to do instead.
+GONE = {
+    "assemble.parity_spread": "assemble.parity_logit_std=",
+    "cluster.captured_tokens": "cluster.sample_tokens=",
+    "diagnose.analyze_tensor.file": "analyze_tensor(tensor), a function of instruments",
+    "diagnose.analyze_tensor.tensors": "analyze_tensor(tensor), a function of instruments",
+    "diagnose.auto_diff.memory_mib": "diagnose.auto_diff.modules= with fewer modules",
+    "diagnose.static_check": "python -m pipeline static_check PATH",
+    "diagnose.watch": "train.watch=true, or watch_model of instruments in a training loop",
+    "dump.every_tokens": "dump.max_tokens=, the first ones",
+    "dump.fake_quant": "python -m pipeline dump show FOLDER --round FORMAT",
+    "dump.first_token": "dump.max_tokens=, the first ones",
+    "dump.recomputed": "without it: recomputed tensors are left out",
+    "dump.shard_mib": "without it",
+    "dump.when_full": "without it: training waits while dump.memory_mib is full",
+    "evaluate.layer_tokens": "dense_layers= of several runs, compared by stage=evaluate",
+    "extract.verify": "without it: the next stage checks the files' hashes",
+    "project.guard": "project.validate=",
+    "project.guard_share": "project.validation_share=",
+    "scan.norm_product": "without it: the cheaper product is chosen",
+    "scan.parameter_encoding": "without it: parameters.mscan is in log16",
+    "train.fsdp_config": "train.fsdp=true alone: every decoder layer is sharded",
+    "train.spread": "train.logit_std=",
+    "train.spread_share": "train.logit_std_share=",
+}
+
+
+def find_removed(key: str, value: str, where: str) -> ConfigError | None:
+    """The error for a setting of an earlier version, with its new name and value; None for other settings."""
+    replacement = next((do for name, do in GONE.items() if f"{key}.".startswith(f"{name}.")), "")
+    do = replacement + value * replacement.endswith("=")
+    return ConfigError(f"there is no setting {key} any more", where=where, do=do) if replacement else None
 
 
 def compose(words: Sequence[str]) -> tuple[Settings, Path]:
@@ -228,7 +280,7 @@ def compose(words: Sequence[str]) -> tuple[Settings, Path]:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             try:
                 config = hydra.compose("config", list(words), return_hydra_config=True)
-            except ValueError as error:  # from Hydra: a list instead of a text, or the reverse
+            except HYDRA_FAULTS as error:
                 raise HydraException(str(error)) from error
         folder = Path(config.hydra.run.dir)
         with open_dict(config):
@@ -242,17 +294,24 @@ def run_hydra(task: Callable[[Settings, Path, Sequence[str]], object]) -> None:
     Raises ConfigError: see `composition_errors`; UserError: the task failed; all other jobs of a sweep still ran.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors instead of ending the process
+    started = False
 
     @hydra.main(str(CONF), "config", version_base="1.3")
     def main(config: DictConfig) -> None:
-        job = HydraConfig.get()
+        nonlocal started
+        started, job = True, HydraConfig.get()
         if (sweep := Path(job.sweep.dir) / "multirun.yaml").is_file():  # Hydra wrote it, passwords included
             sweep.write_text(redact(sweep.read_text(encoding="utf-8")), encoding="utf-8")
         task(to_settings(config), Path(job.runtime.output_dir), job.overrides.task)
 
     shown = StringIO()
     with composition_errors(), redirect_stdout(shown) if SHOWING & {*sys.argv} else nullcontext():
-        main()
+        try:
+            main()
+        except HYDRA_FAULTS as error:
+            if started:
+                raise
+            raise HydraException(str(error)) from error
     sys.stdout.write(redact(shown.getvalue()))
 
 
@@ -262,6 +321,8 @@ def composition_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
+        key = re.search(r"full_key: ([\w.]+)", str(error))
+        if removed := key and find_removed(key[1], "", PLACES):
+            raise removed from error
         what = " ".join(str(error).strip().splitlines()[:2])  # two lines: Hydra's action, and the fault
-        where = f"the files under {CONF} and the command line"
-        raise ConfigError(what, where=where, do="python -m pipeline --cfg job lists the settings") from error
+        raise ConfigError(what, where=PLACES, do="python -m pipeline --cfg job lists the settings") from error

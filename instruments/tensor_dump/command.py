@@ -7,20 +7,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from tabulate import tabulate
-from torch import Tensor
 from tqdm import tqdm
 
 from instruments.dtypes import SIZES
 from instruments.errors import ConfigError, exit_code, say, some
-from instruments.precision.comparison import measure_distance
 from instruments.tensor_dump.config import QUANT_TYPES
 from instruments.tensor_dump.index import STORED, Source, TensorRecord
 from instruments.tensor_dump.reader import DumpReader
-from instruments.tensor_dump.rounding import round_into
-from instruments.tensor_dump.tensor_files import export_pt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "suspicious")
 
@@ -88,6 +87,9 @@ def _row(records: Sequence[TensorRecord]) -> tuple[str, ...]:
 
 def _rounding(reader: DumpReader, records: Sequence[TensorRecord], quant_type: str) -> str:
     """The largest relative L2 error of rounding one of these tensors; infinite if a value overflows."""
+    from instruments.precision.comparison import measure_distance  # noqa: PLC0415 - loads torch
+    from instruments.tensor_dump.rounding import round_into  # noqa: PLC0415
+
     errors = []
     for record in records:
         if record.status == STORED and (values := reader.load(record)).is_floating_point():
@@ -99,11 +101,15 @@ def _rounding(reader: DumpReader, records: Sequence[TensorRecord], quant_type: s
 Difference = tuple[Source, float, float, float]
 
 
-def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
+def find_difference(source: Source, a: "Tensor", b: "Tensor") -> Difference | None:
     """How `b` differs from `a`: relative L2, largest distance, cosine; None if both have equal bytes or no values.
 
     NaN where shapes differ or a value is not finite.
     """
+    import torch  # noqa: PLC0415 - slow to import
+
+    from instruments.precision.comparison import measure_distance  # noqa: PLC0415
+
     if a.shape == b.shape:
         bits = [one.contiguous().view(-1).view(torch.uint8) for one in (a, b)]  # NaN equals itself; 0 differs from −0
         if not a.numel() or (a.dtype == b.dtype and torch.equal(*bits)):
@@ -209,6 +215,8 @@ def _compare(wanted: argparse.Namespace) -> int:
 
 
 def _export(wanted: argparse.Namespace) -> int:
+    from instruments.tensor_dump.tensor_files import export_pt  # noqa: PLC0415 - loads torch
+
     with DumpReader(wanted.folder) as reader:
         sys.stdout.write(f"{wanted.out}: {export_pt(reader, wanted.out)} files\n")
     return 0

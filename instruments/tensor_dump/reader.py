@@ -4,12 +4,14 @@ import re
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_files import EntryReader, TensorEntry, checksum_of, read_header
 from instruments.tensor_dump.index import STORED, Manifest, TensorRecord, read_index, read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DumpReader:
@@ -57,7 +59,7 @@ class DumpReader:
             chosen = [record for record in chosen if _fits(_value(record, name), value)]
         return chosen
 
-    def load(self, record: TensorRecord) -> Tensor:
+    def load(self, record: TensorRecord) -> "Tensor":
         """A private copy on the CPU. Raises ContractError: bytes not kept, or a missing or damaged file."""
         try:
             tensor = self._files.read(self._entry(record), str(record.key))

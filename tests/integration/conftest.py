@@ -11,8 +11,9 @@ from filelock import FileLock
 from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve
 from pico import write_pico
 
+from instruments.errors import FAILED, INVALID
 from models.checkpoint.shards import ShardReader
-from pipeline.cli import FAILED, INVALID, run_command
+from pipeline.cli import run_command
 from stages.text.config import DataConfig
 
 

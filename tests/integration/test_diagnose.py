@@ -5,7 +5,8 @@ import json
 import pytest
 from pico import write_pico
 
-from pipeline.cli import FAILED, INVALID, run_command
+from instruments.errors import FAILED, INVALID
+from pipeline.cli import run_command
 
 WORDS = ("stage=diagnose", "diagnose.tokens=24")
 

@@ -6,8 +6,9 @@ import subprocess
 import pytest
 from pico import write_pico
 
+from instruments.errors import FAILED, INVALID
 from pipeline.artifacts import Manifest
-from pipeline.cli import FAILED, INVALID, run_command
+from pipeline.cli import run_command
 
 STAGES = ("scan", "score", "cluster", "extract", "assemble", "project", "train", "evaluate", "dump")
 KIB = 1024

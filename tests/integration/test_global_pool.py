@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from pico import write_pico
 from safetensors.torch import load_file
 
-from pipeline.cli import INVALID, run_command
+from instruments.errors import INVALID
+from pipeline.cli import run_command
 from stages.artifacts.carve import Partition, Routers
 from stages.text.config import DataConfig
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.cli import FAILED, run_command
+from instruments.errors import FAILED
+from pipeline.cli import run_command
 
 EMBEDDED = Path(__file__).parents[2] / "models/embedded"
 SCALED = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight")

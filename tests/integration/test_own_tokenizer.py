@@ -5,7 +5,8 @@ import json
 import pytest
 from pico import write_pico
 
-from pipeline.cli import FAILED, run_command
+from instruments.errors import FAILED
+from pipeline.cli import run_command
 
 CODE = """
 from transformers import PreTrainedTokenizerFast

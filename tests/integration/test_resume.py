@@ -15,8 +15,9 @@ import pytest
 from integration.forked import kill_at
 from pico import write_pico
 
+from instruments.errors import FAILED
 from pipeline.artifacts import hold_lock
-from pipeline.cli import FAILED, run_command
+from pipeline.cli import run_command
 from pipeline.settings import asked_stages
 from stages.calibration import token_memory
 

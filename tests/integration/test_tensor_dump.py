@@ -15,12 +15,12 @@ from integration.forked import run_ranks
 from safetensors.torch import load_file
 from unit.instruments.tensor_dump.small_model import Small, inputs, run
 
-from instruments.errors import ContractError
+from instruments.errors import INVALID, ContractError
 from instruments.tensor_dump.command import main
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
-from pipeline.cli import INVALID, run_command
+from pipeline.cli import run_command
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {

@@ -19,9 +19,9 @@ from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from instruments.errors import ConfigError
+from instruments.errors import FAILED, ConfigError
 from pipeline.artifacts import verify
-from pipeline.cli import FAILED, run_command
+from pipeline.cli import run_command
 from stages.artifacts.carve import Routers
 
 REPOSITORY = Path(__file__).parents[2]

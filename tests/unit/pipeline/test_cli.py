@@ -97,7 +97,7 @@ def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
 
     monkeypatch.setattr(cli, "start", deny)
     assert cli.run_command([]) == 1
-    assert capsys.readouterr().err.startswith(f"access denied: {closed / 'x'}: Permission denied")
+    assert capsys.readouterr().err.startswith(f"cannot open {closed / 'x'}: Permission denied")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import pytest
 
-from pipeline.overrides import FIELDS, GONE, command_line, override_errors
+from instruments.errors import ConfigError
+from pipeline.overrides import FIELDS, command_line, override_errors
+from pipeline.settings import GONE
 
 
 def texts(*words, sweep=False):
@@ -77,11 +79,47 @@ def test_changed_settings_replace_typed_ones():
     "word",
     [
         *("model.trust_remote_code='7'", "model.trust_remote_code=7", "fresh='5'", "fresh='1'", "fresh=2"),
-        *("fresh='???'", "data.sources=[{python_stdlib:'7',share:1}]", "data.sources.0.python_stdlib=7"),
+        *("data.sources=[{python_stdlib:'7',share:1}]", "data.sources.0.python_stdlib=7"),
     ],
 )
 def test_a_number_turns_nothing_on(word):
     assert "neither true nor false" in texts(word)[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("dense_layers=[[0]]", "dense_layers.0=[0] is no integer"),
+        ("dump.ranks=[[1]]", "dump.ranks.0=[1] is no integer"),
+        ("project.penalties=[{a:1}]", "project.penalties.0={'a': 1} is no number"),
+        ("dump.modules=[[a]]", "dump.modules.0=['a'] is no text"),
+        ("diagnose.auto_diff.modules=[{}]", "diagnose.auto_diff.modules.0={} is no text"),
+        ("dump.modules='???'", "dump.modules=??? is no value"),
+        ("dump.modules=['???']", "dump.modules.0=??? is no value"),
+        ("fresh='???'", "fresh=??? is no value"),
+        ("output_dir=???", "output_dir=??? is no value"),
+        ("data.sources.0.path='???'", "data.sources.0.path=??? is no value"),
+    ],
+)
+def test_what_omegaconf_takes_and_no_code_can_use_is_refused(word, fault):
+    (text,) = texts(word)
+    assert text.partition("\n")[0].endswith(fault)
+
+
+@pytest.mark.parametrize("value", ["", "/proc/x", "~/x", "x" * 300])
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
+def test_a_folder_of_a_run_can_be_written_to(key, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (error,) = override_errors([f"{key}={value}"], sweep=True).popitem()[1]
+    assert isinstance(error, ConfigError)
+    assert f"{key}=" in error.do or error.do == f"the command without {key}"
+    assert texts(f"{key}=runs/${{now:%Y}}", sweep=True) == []
+
+
+@pytest.mark.parametrize("word", ["hydra.sweeper.params=3", "+hydra.sweeper.params.seed=1"])
+def test_a_sweep_is_written_in_words(word):
+    (text,) = texts(word, sweep=True)
+    assert text.endswith("do:    python -m pipeline -m seed=0,1")
 
 
 def test_every_value_of_a_sweep_over_a_boolean_is_checked():

@@ -2,14 +2,17 @@
 
 import re
 import shlex
+from pathlib import Path
+from shutil import copytree
 
 import pytest
 
+import pipeline.settings
 from instruments.errors import ConfigError
-from pipeline.check import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
+from pipeline.check import MAX_COUNTS, field_errors, find_errors, find_fields, path_fault, value_errors
 from pipeline.help import CONF
 from pipeline.overrides import first_word, override_errors, parse_overrides
-from pipeline.settings import STAGES, compose, register_schema
+from pipeline.settings import GONE, STAGES, compose, register_schema
 
 WRONG = [
     *(f"{name}={value}" for name in ("active", "project.beta", "train.router_rate") for value in ("nan", "inf")),
@@ -28,6 +31,13 @@ WRONG = [
         "model.path=/a=b",
         "model.path=/a!b",
         "'model.path=/a(b)'",
+    ),
+    *(f"{key}={'x' * 300}" for key in ("output_dir", "model.path", "data.heldout_path", "diagnose.checkpoint")),
+    *(
+        f"dump.folder={'x' * 250}",
+        f"data=text data.paths=[a,{'x' * 300}]",
+        f"data=text data.path=/{'x/' * 2500}",
+        "data.heldout_path=circle",
     ),
     *("'output_dir=\"~/x\"'", "'output_dir=\"~nobody/x\"'"),
     "scan.block_width=9223372036854775807",
@@ -72,6 +82,7 @@ def find_faults(words):
 @pytest.mark.parametrize("typed", WRONG)
 def test_wrong_settings_are_refused_and_the_remedy_helps(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
     base = [stage_of(typed), "output_dir=outputs"]
     words = shlex.split(typed)
     wrong = {error.what: error for error in find_faults([*base, *words])}
@@ -161,6 +172,38 @@ def test_settings_outside_of_conf_are_refused(capsys, flag):
     assert capsys.readouterr().err.startswith(
         f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported"
     )
+
+
+def test_a_path_of_any_setting_is_one_that_the_system_takes():
+    paths = [name for name, _value, spec in find_fields(compose([])[0]) if spec.metadata.get("path")]
+    text = ["data.path", "data.paths", "data.heldout_path", "data.chat_template"]
+    assert paths == ["output_dir", "model.path", *text, "dump.folder", "diagnose.checkpoint"]
+    assert path_fault("a\0b") == "embedded null byte"
+    assert [path_fault(path) for path in ("/nowhere/x", "/dev/null", "~nobody_/x", "x" * 200)] == [""] * 4
+
+
+def test_a_removed_setting_in_a_file_is_named_with_its_new_name(tmp_path, monkeypatch):
+    conf = copytree(CONF, tmp_path / "conf")
+    (conf / "project" / "mine.yaml").write_text("# Mine.\nguard: false\n")
+    (conf / "experiment" / "mine.yaml").write_text("# @package _global_\ndiagnose:\n  watch:\n    limits: 3\n")
+    monkeypatch.setattr(pipeline.settings, "CONF", conf)
+    register_schema()
+    for word, new in (("project=mine", "project.validate="), ("experiment=mine", GONE["diagnose.watch"])):
+        with pytest.raises(ConfigError) as caught:
+            compose([word])
+        assert caught.value.do == new
+
+
+@pytest.mark.parametrize(
+    "words", [["--shell-completion"], ["-sc", "install=bash"], ["-m", "hydra.output_subdir=/proc/x"]]
+)
+def test_what_hydra_cannot_do_is_an_error_in_words(words, tmp_path, monkeypatch, capsys):
+    from pipeline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["pipeline"])
+    assert run_command([*words, "stage=scan", "plan=true", f"output_dir={tmp_path}"]) == 2
+    assert "  do:    python -m pipeline --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--experimental-rerun", "--exp", "--resolve"])
