@@ -55,7 +55,7 @@ def test_all_mistakes_at_once(command, tmp_path):
         "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump, diagnose",
         "active=2.0 must be at most 1",
         "seed=-1 must be at least 0",
-        "nowhere is no .jsonl or .txt file, and no folder that holds one",
+        "nowhere is no file that can be read as text, and no folder that holds one",
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -155,7 +155,7 @@ def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     words = ["model=local", "model.path='~nobody_/x'", "data=text", "data.path='~nobody_/y'", "output_dir=outputs"]
     assert {error.what for error in find_faults(words)} == {
-        "~nobody_/y is no .jsonl or .txt file, and no folder that holds one",
+        "~nobody_/y is no file that can be read as text, and no folder that holds one",
         "no checkpoint: ~nobody_/x does not exist",
     }
 
