@@ -28,7 +28,8 @@ SOLVED, LATE, ENDED = "solved", "killed or too slow", "ended early"
 # $1: an empty folder; $2: Python's prefix; the rest: the command in the jail.
 _BUILD = """set -e
 root=$1; prefix=$2; shift 2
-mount -t tmpfs -o size=16m,nosuid,nodev,mode=755 jail "$root"
+echo 0 > /proc/sys/kernel/shmmni  # shared memory that no limit counts
+mount -t tmpfs -o size=16m,nr_inodes=1k,nosuid,nodev,mode=755 jail "$root"
 mkdir -m 1777 "$root/tmp"
 for part in /usr /bin /sbin /lib /lib64 "$prefix"; do
   if [ -L "$part" ]; then cp -P "$part" "$root$part"
@@ -36,9 +37,8 @@ for part in /usr /bin /sbin /lib /lib64 "$prefix"; do
 done
 exec chroot "$root" "$@"
 """
-# root becomes nobody; other users have no rights outside of their own namespace.
-_NAMESPACES = ["--net", "--ipc", "--uts", "--pid", "--mount", "--fork", "--kill-child"]
-_DROP = ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
+_NAMESPACES = ["unshare", "--net", "--ipc", "--uts", "--pid", "--mount", "--fork", "--kill-child"]
+_WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 _NOBODY = ["--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
@@ -47,7 +47,7 @@ def judge(code: str, tests: str) -> str:
 
     Returns:
         SOLVED: all asserts held, and our own code, which runs after them, printed a token that is random each time.
-        Otherwise LATE, ENDED (the process ended before), or the class of the error, such as AssertionError.
+        Otherwise LATE, ENDED (the process ended before), or the class of an error, such as "raised AssertionError".
 
     It trusts an answer that searches the interpreter's memory for the token, or whose objects equal everything.
     """
@@ -56,13 +56,12 @@ def judge(code: str, tests: str) -> str:
 
 def require_jail() -> None:
     """Raise ConfigError: this machine has no jail, found by one right and one wrong answer."""
-    for tests, wanted in (("assert x == 1", SOLVED), ("assert x == 2", "AssertionError")):
+    for tests, wanted in (("assert x == 1", SOLVED), ("assert x == 2", "raised AssertionError")):
         found, said = _run("x = 1", tests)
         if found != wanted:
             what = f"code that a model wrote cannot be shut in on this machine: {said or found}"
             do = (
-                "write the answers without --run-code, then judge them, with --tasks, --out and --run-code alone, on "
-                "Linux with util-linux, as root or where users may create namespaces"
+                "Linux with util-linux and namespaces; there, --run-code without CHECKPOINT judges the answers in --out"
             )
             raise ConfigError(what, where="--run-code", do=do)
 
@@ -70,16 +69,17 @@ def require_jail() -> None:
 def _run(code: str, tests: str) -> tuple[str, str]:
     """The verdict, and the first line on stderr."""
     token, root = secrets.token_hex(16), os.geteuid() == 0
-    limits = ["setpriv", *_DROP, *(_NOBODY if root else []), "timeout", "-s", "KILL", str(SECONDS), "env", "-i"]
-    python = [str(Path(sys.executable).resolve()), "-I", "-c", _program()]
+    # Root becomes nobody; another user becomes root of a namespace of users, without rights in it.
+    outside = [*_NAMESPACES, *([] if root else ["--map-root-user"]), "sh", "-c", _BUILD, "sh"]
+    inside = [*_WITHOUT_RIGHTS, *(_NOBODY if root else []), "timeout", "-s", "KILL", str(SECONDS), "env", "-i"]
+    program = Path(__file__).with_name("sandbox_process.py").read_text(encoding="utf-8")
+    python = [str(Path(sys.executable).resolve()), "-I", "-c", program]
     request = json.dumps({"token": token, "code": code, "tests": tests, "limits": LIMITS})
     with TemporaryDirectory() as folder, TemporaryFile() as out, TemporaryFile() as errors:
-        build = ["sh", "-c", _BUILD, "sh", folder, sys.base_prefix]
-        command = ["unshare", *_NAMESPACES, *([] if root else ["--map-root-user"]), *build, *limits, *python]
         try:
             status = subprocess.run(
-                command, input=request.encode("utf-8", "replace"), stdout=out, stderr=errors, check=False,
-                env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, timeout=SECONDS + 5,
+                [*outside, folder, sys.base_prefix, *inside, *python], input=request.encode(), stdout=out,
+                stderr=errors, check=False, env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, timeout=SECONDS + 5,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             return LATE, ""
@@ -87,16 +87,11 @@ def _run(code: str, tests: str) -> tuple[str, str]:
             return ENDED, str(error)
         for file in (out, errors):
             file.seek(0)
-        said, complaint = out.read(100), errors.read(1000)
-    lines = complaint.decode("utf-8", "replace").strip().splitlines()
-    if said == token.encode():
+        said, complaint = out.read(100).decode(errors="replace"), errors.read(1000).decode(errors="replace")
+    if said == token:
         verdict = SOLVED
-    elif re.fullmatch(rb"[A-Za-z_]\w{0,60}", said):
-        verdict = said.decode()
+    elif re.fullmatch(r"[A-Za-z_]\w{0,60}", said, re.ASCII):
+        verdict = f"raised {said}"
     else:
         verdict = LATE if status in {124, 137} else ENDED
-    return verdict, lines[0] if lines else ""
-
-
-def _program() -> str:
-    return Path(__file__).with_name("sandbox_process.py").read_text(encoding="utf-8")
+    return verdict, complaint.strip().partition("\n")[0]

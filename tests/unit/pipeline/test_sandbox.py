@@ -30,12 +30,12 @@ def jail():
         (RIGHT, SOLVED),
         (f"{RIGHT}print('it prints')", SOLVED),
         ("import math, dataclasses, typing, heapq\ndouble = lambda x: math.prod([2, x])", SOLVED),
-        ("def double(x):\n    return x * x", "AssertionError"),
-        ("def triple(x):\n    return 3 * x", "NameError"),
-        ("def double(x)\n    return 2 * x", "SyntaxError"),
-        (f"{RIGHT}\0", "SyntaxError"),
-        (f"{RIGHT}input()", "EOFError"),
-        (f"def double(x):\n    return double(x)\n{RIGHT}double = double(double)", "TypeError"),
+        ("def double(x):\n    return x * x", "raised AssertionError"),
+        ("def triple(x):\n    return 3 * x", "raised NameError"),
+        ("def double(x)\n    return 2 * x", "raised SyntaxError"),
+        (f"{RIGHT}\0", "raised SyntaxError"),
+        (f"{RIGHT}input()", "raised EOFError"),
+        (f"def double(x):\n    return double(x)\n{RIGHT}double = double(double)", "raised TypeError"),
     ],
 )
 def test_an_answer_is_solved_if_all_asserts_hold(code, verdict):
@@ -43,20 +43,21 @@ def test_an_answer_is_solved_if_all_asserts_hold(code, verdict):
 
 
 ENDING = {
-    "exit": ("raise SystemExit(0)", "SystemExit"),
-    "exit in the function": ("def double(x):\n    raise SystemExit", "SystemExit"),
+    "exit": ("raise SystemExit(0)", "raised SystemExit"),
+    "exit in the function": ("def double(x):\n    raise SystemExit", "raised SystemExit"),
     "exit of the process": ("import os; os._exit(0)", ENDED),
-    "exit at exit": ("import atexit, os; atexit.register(os._exit, 0); double = print", "AssertionError"),
+    "exit at exit": ("import atexit, os; atexit.register(os._exit, 0); double = print", "raised AssertionError"),
     "own process": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", LATE),
-    "all processes": ("import os, signal; os.kill(-1, signal.SIGKILL)", "ProcessLookupError"),
+    "all processes": ("import os, signal; os.kill(-1, signal.SIGKILL)", "raised ProcessLookupError"),
     "first process": ("import os, time; os.kill(1, 15); time.sleep(9)", ENDED),
     "a crash": ("import ctypes; ctypes.string_at(0)", ENDED),
     "other asserts": (
         "import builtins, os\nbuiltins.exec = builtins.compile = lambda *_: None\nbuiltins.AssertionError = KeyError\n"
         "os.write = os._exit = print\ndouble = abs",
-        "AssertionError",
+        "raised AssertionError",
     ),
     "a guessed token": ("import os; os.write(3, b'0' * 32); os._exit(0)", ENDED),
+    "an error of the name of the verdict": ("raise type('solved', (Exception,), {})", "raised solved"),
     "an error of any name": ("raise type(chr(27) + '[2J', (Exception,), {})", ENDED),
 }
 
@@ -68,20 +69,22 @@ def test_an_answer_that_ends_before_its_asserts_is_not_solved(attack):
 
 
 LIMITED = {
-    "memory": ("x = bytearray(2**30)", "MemoryError"),
-    "forks": ("import os\nwhile True: os.fork()", "BlockingIOError"),
-    "threads": ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
-    "programs": ("import subprocess; subprocess.run(['ls'])", "BlockingIOError"),
-    "output": ("while True: print('x' * 10000)", "OSError"),
-    "one file": ("open('/tmp/x', 'wb').write(b'1' * 2**22)", "OSError"),
-    "all files": ("for i in range(99): open(f'/tmp/{i}', 'wb').write(b'1' * 2**19)", "OSError"),
-    "higher limits": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "ValueError"),
-    "network": ("import socket; socket.create_connection(('1.1.1.1', 53))", "OSError"),
-    "new namespaces": ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
-    "another root": ("import os; os.chroot('/tmp')", "PermissionError"),
-    "files of the system": (f"open({str(Path(sys.base_prefix) / 'evil')!r}, 'w')", "OSError"),
-    "processes": ("open('/proc/1/environ')", "FileNotFoundError"),
-    "open files": ("import os; [os.fstat(fd) for fd in range(4)]\nos.fstat(4)", "OSError"),
+    "memory": ("x = bytearray(2**30)", "raised MemoryError"),
+    "forks": ("import os\nwhile True: os.fork()", "raised BlockingIOError"),
+    "threads": ("import threading\nthreading.Thread(target=print).start()", "raised RuntimeError"),
+    "programs": ("import subprocess; subprocess.run(['ls'])", "raised BlockingIOError"),
+    "output": ("while True: print('x' * 10000)", "raised OSError"),
+    "one file": ("open('/tmp/x', 'wb').write(b'1' * 2**22)", "raised OSError"),
+    "all files": ("for i in range(99): open(f'/tmp/{i}', 'wb').write(b'1' * 2**19)", "raised OSError"),
+    "number of files": ("for i in range(9999): open(f'/tmp/{i}', 'w').close()", "raised OSError"),
+    "shared memory": ("import ctypes; assert ctypes.CDLL(None).shmget(0, 2**28, 0o1600) >= 0", "raised AssertionError"),
+    "higher limits": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "raised ValueError"),
+    "network": ("import socket; socket.create_connection(('1.1.1.1', 53))", "raised OSError"),
+    "new namespaces": ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", "raised AssertionError"),
+    "another root": ("import os; os.chroot('/tmp')", "raised PermissionError"),
+    "files of the system": (f"open({str(Path(sys.base_prefix) / 'evil')!r}, 'w')", "raised OSError"),
+    "processes": ("open('/proc/1/environ')", "raised FileNotFoundError"),
+    "open files": ("import os; [os.fstat(fd) for fd in range(4)]\nos.fstat(4)", "raised OSError"),
     "environment": ("import os; assert set(os.environ) <= {'LC_CTYPE'}\n" + RIGHT, SOLVED),
 }
 
@@ -111,7 +114,7 @@ def test_files_of_this_machine_are_neither_read_nor_written(tmp_path, monkeypatc
         f"open({str(written)!r}, 'w')",
         "import os; open(os.environ['SECRET_FILE'])",
     ):
-        assert judge(code, TESTS) in {"FileNotFoundError", "KeyError"}
+        assert judge(code, TESTS) in {"raised FileNotFoundError", "raised KeyError"}
     assert not written.exists()
 
 
@@ -149,7 +152,7 @@ def wait_for(condition, seconds=10):
 
 
 def test_a_machine_without_a_jail_is_refused(monkeypatch):
-    monkeypatch.setattr(sandbox, "_NAMESPACES", ["--no-such-namespace"])
+    monkeypatch.setattr(sandbox, "_NAMESPACES", ["unshare", "--no-such-namespace"])
     with pytest.raises(ConfigError) as caught:
         require_jail()
     assert caught.value.where == "--run-code"
