@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from instruments.errors import ConfigError, exit_code, say
+from instruments.errors import exit_code, say
 from pipeline.clients import require_config
 
 
@@ -17,13 +17,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("prompt", metavar="PROMPT")
     parser.add_argument("--chat", action="store_true", help="the prompt is a message in the model's chat template")
     parser.add_argument("--dense", type=Path, metavar="FOLDER", help="another checkpoint, whose text is printed first")
-    parser.add_argument("--tokens", type=int, default=100, help="most new tokens (default 100)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default auto)")
+    add_limits(parser, tokens=100)
     wanted = parser.parse_args(words)
 
     def work() -> None:
-        if wanted.tokens < 1:
-            raise ConfigError("--tokens must be at least 1", where="command line", do="--tokens 100")
         folders = [folder for folder in (wanted.dense, wanted.checkpoint) if folder]
         for folder in folders:
             require_config(folder)
@@ -31,8 +28,25 @@ def main(words: Sequence[str] | None = None) -> int:
 
         for folder in folders:
             with open_writer(folder, wanted.device) as writer:
-                (said,) = writer.write([writer.encode(wanted.prompt, chat=wanted.chat)], wanted.tokens)
+                ((said, _tokens, _ended),) = writer.write(
+                    [writer.encode(wanted.prompt, chat=wanted.chat)], wanted.tokens
+                )
             title = f"{folder}:\n" if wanted.dense else ""
-            say(f"{title}{said.text if wanted.chat else wanted.prompt + said.text}\n")
+            say(f"{title}{said if wanted.chat else wanted.prompt + said}\n")
 
     return exit_code(work)
+
+
+def add_limits(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add these options, numbers from 1, and the device."""
+    told = {"tokens": "most new tokens", "batch": "answers at a time", "limit": "only the first tasks"}
+    for name, default in defaults.items():
+        said = f"{told[name]}; default {default}"
+        parser.add_argument(f"--{name}", type=_count, default=default, metavar="N", help=said)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...; default auto")
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word} is no number from 1")
+    return int(word)

@@ -27,15 +27,6 @@ from stages.text.generated import encode_start, find_ends, write_continuations
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """What the model wrote after a prompt."""
-
-    text: str  # without special tokens
-    tokens: int  # including the end token
-    ended: bool  # by its end token, not by the limit
-
-
-@dataclass(frozen=True)
 class Writer:
     """A model with its tokenizer."""
 
@@ -55,15 +46,17 @@ class Writer:
         document = Document("prompt", messages=({"role": "user", "content": prompt},)) if chat else Document("", prompt)
         return encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize))
 
-    def write(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Continuation]:
-        """Continue a batch of prompts greedily, without the checkpoint's penalties, by at most `tokens` each."""
+    def write(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[str, int, bool]]:
+        """Continue a batch of prompts greedily, without the checkpoint's penalties, by at most `tokens` each.
+
+        Returns:
+            For each the text, its number of tokens, and whether the model ended it before the limit.
+        """
         ends, data = find_ends(self.model, self.tokenizer), DataConfig(max_new_tokens=tokens)
         with explained_memory("generation", "smaller batches, fewer tokens, or --device cpu"):
             rows = write_continuations(self.model, prompts, data, ends, padding_id(self.tokenizer), seed=0)
-        return [
-            Continuation(self.tokenizer.decode(row, skip_special_tokens=True), len(row), not row or row[-1] in ends)
-            for row in rows
-        ]
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return [(text, len(row), not row or row[-1] in ends) for text, row in zip(texts, rows, strict=True)]
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from instruments.files import Kind, check_fields, kinds_of, write_text
 from models.config import ModelConfig
 from models.source import source_cache_key
 from pipeline.clients import require_config
+from pipeline.generate import add_limits
 from pipeline.sandbox import SOLVED, judge, require_jail
 from stages.artifacts.rendering import in_time
 from stages.text.config import Source
@@ -53,17 +54,12 @@ class Task:
         """The task and its asserts, as the model reads them."""
         return PROMPT.format(text=self.text, tests="\n".join(self.test_list))
 
-    @property
-    def tests(self) -> str:
-        """The code that runs after an answer."""
-        return "\n".join([self.test_setup_code, *self.test_list])
-
 
 @dataclass(frozen=True)
 class Answer:
     """A line of the file of answers."""
 
-    key: str  # hash of checkpoint, limit and prompt
+    key: str  # hash of checkpoint, settings and prompt
     model: str
     task_id: int
     answer: str
@@ -85,22 +81,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="mbpp.jsonl as published")
     parser.add_argument("--out", type=Path, default=Path("mbpp_answers.jsonl"), metavar="FILE", help="answers; kept")
     parser.add_argument("--run-code", action="store_true", help="run the answers, shut in, and count the solved tasks")
-    parser.add_argument("--limit", type=int, default=len(TEST_PART), help="only the first tasks")
-    parser.add_argument("--tokens", type=int, default=320, help="most new tokens of an answer (default 320)")
-    parser.add_argument("--batch", type=int, default=16, help="answers at a time (default 16)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default auto)")
     parser.add_argument("--text", type=Path, metavar="PATH", help="calibration text: count the phrases it shares")
+    add_limits(parser, limit=len(TEST_PART), tokens=320, batch=16)
     wanted = parser.parse_args(words)
     return exit_code(lambda: _work(wanted))
 
 
 def _work(wanted: argparse.Namespace) -> None:
-    if wrong := [name for name in ("limit", "tokens", "batch") if getattr(wanted, name) < 1]:
-        raise ConfigError(f"--{wrong[0]} must be at least 1", where="command line", do=f"--{wrong[0]} 16")
     check_output(wanted.out)
-    tasks = read_tasks(wanted.tasks)[: wanted.limit]
-    keys = {folder: answer_keys(folder, wanted.tokens, tasks) for folder in wanted.checkpoints}
-    answers = read_answers(wanted.out)
+    tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
+    for file, shared in shared_phrases(wanted.text, tasks).items() if wanted.text else ():
+        example = f", such as: {min(shared)}" if shared else ""
+        say(f"{file}: {len(shared)} phrases of {PHRASE} words in common with the tasks{example}\n")
+    if not (wanted.checkpoints or answers or wanted.text):
+        raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name the folder of a checkpoint")
+    keys = {folder: answer_keys(folder, tasks, wanted.tokens, wanted.device) for folder in wanted.checkpoints}
     if wanted.run_code:
         require_jail()
     known = {answer.key for answer in answers}
@@ -109,13 +104,10 @@ def _work(wanted: argparse.Namespace) -> None:
             answers += _generate(folder, missing, wanted)
     if wanted.run_code:
         answers = judge_answers(answers, tasks)
-        write_text(wanted.out, "".join(map(_as_line, answers)))
+        write_text(wanted.out, _as_lines(answers))
     shown = {key for asked in keys.values() for key in asked}
     say(render([answer for answer in answers if answer.key in shown or not keys]))
     say(f"\nanswers in {wanted.out}{'' if wanted.run_code else '; --run-code judges them'}\n")
-    for file, shared in shared_phrases(wanted.text, tasks).items() if wanted.text else ():
-        example = f", such as: {min(shared)}" if shared else ""
-        say(f"{file}: {len(shared)} phrases of {PHRASE} words in common with the tasks{example}\n")
 
 
 def read_tasks(file: Path) -> list[Task]:
@@ -147,14 +139,14 @@ def _read_lines(file: Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any
         raise DataError(f"not a file of records: {error}", where=f"{file}:{number}", do="name another file") from error
 
 
-def _as_line(answer: Answer) -> str:
-    return json.dumps(asdict(answer)) + "\n"
+def _as_lines(answers: Iterable[Answer]) -> str:
+    return "".join(json.dumps(asdict(answer)) + "\n" for answer in answers)
 
 
-def answer_keys(folder: Path, tokens: int, tasks: Iterable[Task]) -> dict[str, Task]:
-    """Hash of a checkpoint's files, the limit and the prompt → task. Raises CheckpointError: no checkpoint."""
+def answer_keys(folder: Path, tasks: Iterable[Task], *settings: int | str) -> dict[str, Task]:
+    """Hash of a checkpoint's files, the settings and the prompt → task. Raises CheckpointError: no checkpoint."""
     require_config(folder)
-    stated = json.dumps([source_cache_key(ModelConfig(kind="local", path=str(folder))), tokens], sort_keys=True)
+    stated = json.dumps([source_cache_key(ModelConfig(kind="local", path=str(folder))), settings], sort_keys=True)
     return {sha256(f"{stated}{task.prompt}".encode()).hexdigest()[:16]: task for task in tasks}
 
 
@@ -175,10 +167,10 @@ def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespac
             found = writer.write([prompts[key] for key in batch], wanted.tokens)
             seconds = (perf_counter() - begin) / len(batch)
             new = [
-                Answer(key, str(folder), asked[key].task_id, said.text, said.tokens, said.ended, seconds)
+                Answer(key, str(folder), asked[key].task_id, *said, seconds)
                 for key, said in zip(batch, found, strict=True)
             ]
-            out.write("".join(map(_as_line, new)))
+            out.write(_as_lines(new))
             out.flush()
             answers += new
             progress.update(len(batch))
@@ -198,7 +190,7 @@ def extract_code(answer: str) -> str:
 
 def judge_answers(answers: Iterable[Answer], tasks: Iterable[Task]) -> list[Answer]:
     """The answers with verdicts, where a task is among `tasks` and there was none."""
-    tests, judged = {task.task_id: task.tests for task in tasks}, []
+    tests, judged = {task.task_id: "\n".join([task.test_setup_code, *task.test_list]) for task in tasks}, []
     for answer in tqdm(answers, desc="judge", unit="answer"):
         verdict, code = answer.verdict, extract_code(answer.answer)
         if not verdict and answer.task_id in tests:
@@ -209,43 +201,38 @@ def judge_answers(answers: Iterable[Answer], tasks: Iterable[Task]) -> list[Answ
 
 def render(answers: Iterable[Answer]) -> str:
     """One row a model: solved tasks with the standard deviation of their share under a uniform prior."""
-    models: dict[str, list[Answer]] = defaultdict(list)
+    models: dict[str, dict[int, Answer]] = defaultdict(dict)
     for answer in answers:
-        models[answer.model].append(answer)
+        models[answer.model][answer.task_id] = answer  # the last one, if settings have changed
     rows = []
-    for model, given in models.items():
+    for model, given in ((model, found.values()) for model, found in models.items()):
         solved, count = sum(answer.verdict == SOLVED for answer in given), len(given)
         likely = (solved + 1) / (count + 2)
         error = sqrt(likely * (1 - likely) / (count + 3))
         judged = all(answer.verdict for answer in given)
-        rows.append([
-            model, f"{solved} of {count}" if judged else f"– of {count}",
-            f"{solved / count:.1%} ± {error:.1%}" if judged else "–",
-            sum(not answer.ended for answer in given), sum(not extract_code(answer.answer) for answer in given),
-            sum(answer.tokens for answer in given), in_time(sum(answer.seconds for answer in given)),
-        ])  # fmt: skip
+        shown = (f"{solved} of {count}", f"{solved / count:.1%} ± {error:.1%}") if judged else (f"– of {count}", "–")
+        empty = sum(not extract_code(answer.answer) for answer in given)
+        tokens, seconds = sum(answer.tokens for answer in given), sum(answer.seconds for answer in given)
+        rows.append([model, *shown, sum(not answer.ended for answer in given), empty, tokens, in_time(seconds)])
     columns = ["model", "solved", "share", "loops", "without code", "tokens", "time"]
     return tabulate(rows, columns, tablefmt="github", disable_numparse=True) + "\n"
 
 
 def shared_phrases(text: Path, tasks: Iterable[Task]) -> dict[str, set[str]]:
-    """File of the text → phrases of 8 words that it shares with statements, asserts or solutions of the tasks.
+    """File of a text → phrases of 8 words that are also in statements, asserts or solutions of the tasks.
 
-    Words are letters and digits in lower case; phrases of numbers alone do not count.
+    Words are letters and digits in lower case; phrases of numbers and letters alone do not count.
     """
     from stages.text.files import list_files, read_file  # noqa: PLC0415
 
-    source = Source(kind="text", path=str(text))
-    asked = {phrase for task in tasks for part in (task.prompt, task.code) for phrase in _phrases(part)}
-    return {
-        str(file): {
-            phrase
-            for document in read_file(file, source)
-            for part in (document.text, *(message["content"] for message in document.messages))
-            for phrase in _phrases(part) & asked
-        }
-        for file in list_files(source)
-    }
+    asked = {phrase for task in tasks for phrase in _phrases(f"{task.prompt}\n{task.code}")}
+    shared, source = {}, Source(kind="text", path=str(text))
+    for file in list_files(source):
+        parts = (
+            (document.text, *(said["content"] for said in document.messages)) for document in read_file(file, source)
+        )
+        shared[str(file)] = {phrase for part in parts for phrase in _phrases("\n".join(part)) & asked}
+    return shared
 
 
 def _phrases(text: str) -> set[str]:

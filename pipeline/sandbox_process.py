@@ -1,8 +1,4 @@
-"""Runs an answer, then its asserts, inside of the jail of `pipeline.sandbox`, which passes this text to `python -I -c`.
-
-Input: JSON on stdin. Output: the token if all asserts held, else the name of the error's class; nothing if the answer
-ended the process. It imports nothing of this project.
-"""
+"""Runs an answer, then its asserts, in the jail of `pipeline.sandbox`, which passes this file's text to Python."""
 
 import json
 import os
@@ -11,7 +7,10 @@ import sys
 
 
 def run_answer() -> None:
-    """Run the request on stdin under its limits, and end the process."""
+    """Run the request on stdin under its limits, and end the process.
+
+    It writes the token if all asserts held, else the name of the error's class; nothing if the answer ends the process.
+    """
     request = json.loads(sys.stdin.read())
     token = request["token"].encode()
     # Taken before the answer runs, since it can replace what modules and builtins hold.
@@ -30,7 +29,3 @@ def run_answer() -> None:
         leave(1)
     write(out, token)
     leave(0)
-
-
-if __name__ == "__main__":
-    run_answer()

@@ -47,7 +47,6 @@ def test_a_message_is_answered_without_being_repeated(capsys):
         (["{tmp_path}", "x"], 1),
         (["{embedded}", "x", "--dense", "{tmp_path}"], 1),
         (["{embedded}", " "], 2),
-        (["{embedded}", "x", "--tokens", "0"], 2),
         (["{embedded}", "x", "--device", "tpu:"], 2),
     ],
 )
@@ -62,3 +61,10 @@ def test_a_tokenizer_without_a_chat_template(carve, tmp_path, capsys):
     assert generate.main([str(carve), "x", "--chat", "--device", "cpu"]) == 1
     assert "--chat" in capsys.readouterr().err
     (tmp_path / "template").rename(carve / "chat_template.jinja")
+
+
+@pytest.mark.parametrize("tokens", ["0", "-1", "many", "1.5"])
+def test_limits_are_numbers_from_1(tokens, capsys):
+    with pytest.raises(SystemExit):
+        generate.main([str(EMBEDDED), "x", "--tokens", tokens])
+    assert "--tokens" in capsys.readouterr().err

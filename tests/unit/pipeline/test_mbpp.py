@@ -153,7 +153,7 @@ def test_three_tasks_on_the_embedded_model(tmp_path, tasks, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["--limit", "0"], 2),
+        ([], 2),
         (["/nowhere"], 1),
         (["--out", "/nowhere/x"], 2),
         ([str(EMBEDDED), "--device", "cuda:77"], 2),
@@ -163,6 +163,10 @@ def test_wrong_command_lines(tasks, tmp_path, words, code, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(tasks, *words) == code
     assert "  do:    " in capsys.readouterr().err
+
+
+def test_a_later_answer_to_the_same_task_counts():
+    assert "1 of 1" in render([answer("x", 11, "no code"), answer("y", 11, "solved")])
 
 
 def test_phrases_that_a_text_shares_with_the_tasks(tmp_path, tasks):
