@@ -1,22 +1,17 @@
 """Carve and evaluate from Python: `from tiny_onn import carve`."""
 
-import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from instruments.errors import ConfigError
-from models.config import setting_word
 from pipeline.artifacts import Manifest, is_complete
 from pipeline.cli import start
 from pipeline.help import groups
 from pipeline.plan import find_checkpoint
+from pipeline.words import find_words, quote
 from stages.artifacts.job import NOTHING, Table
 from stages.artifacts.rendering import render
-
-# Group → its option for a path.
-LOCAL = {"model": "local", "data": "text"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class CarveResult:
 def carve(
     model: str | Path = "embedded",
     *,
-    data: str | Path = "python_stdlib",
+    data: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
     **dials: object,
 ) -> CarveResult:
@@ -43,7 +38,8 @@ def carve(
 
     Args:
         model: a checkpoint's folder, a model of the hub such as `Qwen/Qwen2.5-0.5B`, or an option of `conf/model`.
-        data: a file or folder of text, a dataset of the hub, or an option of `conf/data`.
+        data: a file or folder of text, a dataset of the hub, or an option of `conf/data`; None: that of the option of
+            `conf/model`, or Python's standard library for the embedded model.
         settings: settings inside groups, such as `{"project.rounds": 0}`.
         dials: `active=0.5`, `experts=100`, `n=256`, `output_dir="outputs"`, `stage="project"` ..., and options of
             groups such as `score="wanda"`.
@@ -52,9 +48,9 @@ def carve(
         UserError: ConfigError for wrong settings, all at once and before any weights load; others from a stage.
             After KeyboardInterrupt the same call goes on.
     """
-    words = [*_select("model", model), *_select("data", data)]
+    words = [*_select("model", model), *([] if data is None else _select("data", data))]
     for name, value in {**dials, **(settings or {})}.items():
-        words.append(_word(name, value))
+        words.append(quote(name, value))
     steps = start(words)
     last = steps[-1].folder
     table = Manifest.read(last, remedy="fresh=True").table if is_complete(last) else NOTHING  # plan=True runs nothing
@@ -65,7 +61,7 @@ def carve(
 def evaluate(
     model: str | Path = "embedded",
     *,
-    data: str | Path = "python_stdlib",
+    data: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
     **dials: object,
 ) -> CarveResult:
@@ -86,27 +82,7 @@ def _select(group: str, chosen: str | Path) -> list[str]:
     text = str(chosen)
     if isinstance(chosen, str) and chosen in groups()[group]:
         return [f"{group}={chosen}"]
-    if Path(text).exists():
-        words, label = [f"{group}={LOCAL[group]}", _word(f"{group}.path", text)], Path(text).resolve().name
-    elif text.count("/") == 1 and not text.startswith((".", "/", "~")):
-        words, label = [f"{group}=hub", _word(f"{group}.name", text)], text.partition("/")[2]
-    else:
-        what = f"{group}={text!r} is no file or folder, no name on the hub such as owner/name, and no option"
-        raise ConfigError(what, where="carve", do=f"a path that exists, or one of {', '.join(groups()[group])}")
-    return [*words, f"model.label={re.sub(r'[^a-zA-Z0-9.+-]+', '_', label)}"] if group == "model" else words
-
-
-def _word(name: str, value: object) -> str:
-    """A setting as a word of the command line."""
-    return f"{name}={_value(value)}"
-
-
-def _value(value: object) -> str:
-    """A value as Hydra reads it."""
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_value(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_value, value))}]"
-    if isinstance(value, str | Path):
-        return shlex.split(setting_word("", str(value)))[0][1:]
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if words := find_words(group, text):
+        return words
+    what = f"{group}={text!r} is no file or folder, no name on the hub such as owner/name, and no option"
+    raise ConfigError(what, where="carve", do=f"a path that exists, or one of {', '.join(groups()[group])}")

@@ -195,6 +195,7 @@ def find_errors(
     sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings, unreadable_groups)
     errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
+    errors += text_errors(words)
     if "data" not in unreadable_groups:
         stages = settings.stages
         errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
@@ -385,6 +386,16 @@ def unread_errors(settings: Settings, words: Sequence[str]) -> Iterator[tuple[st
             what = f"{name}={as_word(unread.value)} has no effect: {unread.disabled_by}"
             do = f"{unread.remedy}, or the command without {name}"
             yield name.partition(".")[0], ConfigError(what, where=f"setting {name}", do=do)
+
+
+def text_errors(words: Sequence[str]) -> Iterator[ConfigError]:
+    """An error if the user names a model, and no text for it."""
+    named = {word.lstrip("+").partition("=")[0] for word in words}
+    own = [word for word in words if word in {"model=local", "model=hub"}]
+    if own and not named & {"data", "data.kind", "data.path", "data.paths", "data.name", "data.sources", *OVERLAYS}:
+        what = f"{own[0]} needs a text to calibrate on: the kinds of text that the model is for"
+        do = "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"
+        yield ConfigError(what, where="setting data", do=do)
 
 
 def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, request: ShapeRequest) -> Iterator[str]:

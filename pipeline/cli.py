@@ -19,6 +19,7 @@ from pipeline.overrides import first_word, hide_passwords, override_errors, pars
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
+from pipeline.words import expand_words
 from stages.artifacts.job import GO_ON, LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ def start(words: Sequence[str]) -> list[Step]:
     With a flag such as `--multirun` Hydra reads the words, and the list is empty.
     """
     register_schema()
-    typed, words = words, hide_passwords(words)
+    typed = words = expand_words(words)
+    words = hide_passwords(words)
     if words != typed and find_workers().leads:
         logger.warning(
             "the password in store.url is not written to any file, but other users of this machine can read command "

@@ -35,7 +35,7 @@ Examples
   python -m pipeline stage=scan                         one stage, after the earlier stages that have no result yet
   python -m pipeline stage=project experts=100 n=256    another shape; scan and score are used again
   python -m pipeline model=qwen2_5_0_5b data=ultrachat  a model and a dataset of the Hugging Face hub
-  python -m pipeline model=local model.path=/my/qwen data=text data.path=/my/texts
+  python -m pipeline model=/my/qwen data=/my/texts
   python -m pipeline -m active=0.25,0.5 score=s_p,wanda a sweep: every combination, below outputs/sweeps/
   torchrun --nproc-per-node=8 -m pipeline               the whole chain in eight processes, one per GPU if available
 

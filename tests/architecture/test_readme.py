@@ -13,6 +13,7 @@ from pipeline.__main__ import TOOLS
 from pipeline.check import contradictions, find_errors
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose, register_schema
+from pipeline.words import expand_words
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -92,7 +93,7 @@ COMMANDS = sorted(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes(command):
-    words = shlex.split(command)
+    words = expand_words(shlex.split(command))
     if command.startswith("--") or command.partition(" ")[0] in TOOLS:  # flags or another program, no settings
         return
     register_schema()

@@ -76,7 +76,9 @@ def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_pat
 
 def words_for(source, text=None):
     words = ["model=local", f"model.path={source}"]
-    if text is not None:
+    if text is None:
+        words.append("data=python_stdlib")
+    else:
         words += ["data=text", f"data.path={text}", "data.heldout_share=0.3"]
         words += ["data.tokens=100", "data.heldout_tokens=50", "data.max_length=50"]
     return words

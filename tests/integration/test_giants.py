@@ -23,7 +23,16 @@ def source(tmp_path):
 
 def refusal(source, *words, memory=resource.RLIM_INFINITY):
     """Exit code, error text and processor seconds of a scan in `memory` bytes of address space."""
-    command = [sys.executable, "-m", "pipeline", "stage=scan", "model=local", f"model.path={source}", *SHAPE]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "stage=scan",
+        "model=local",
+        f"model.path={source}",
+        "data=python_stdlib",
+        *SHAPE,
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [*command, "data.tokens=1000", f"output_dir={source.parent / 'outputs'}", *words],

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from instruments.errors import ConfigError, DataError
+from models.source import EMBEDDED
 from pipeline import cli
 from pipeline.check import InvalidSettingsError
 
@@ -34,7 +35,9 @@ def command(tmp_path, monkeypatch, capsys):
         (["assemble.target=mixtral", "always_on=0"], "mixtral cannot hold the attention of qwen3",
          "assemble.target=auto, or one of qwen3_moe, glm4_moe, dots1, tiny_onn"),
         (["model.label=a/b"], "model.label=a/b is no plain folder name", "model.label=b"),
-        (["model=local"], "model=local needs a folder", "model.path=<folder of the checkpoint>"),
+        (["model=local", f"model.path={EMBEDDED}"], "model=local needs a text to calibrate on",
+         "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"),
+        (["model=local", "data=python_stdlib"], "model=local needs a folder", "model.path=<folder of the checkpoint>"),
     ],
 )  # fmt: skip
 def test_one_mistake(command, tmp_path, words, what, do):
@@ -196,7 +199,7 @@ def test_a_fault_of_one_workers_machine_is_said_by_that_worker(command, monkeypa
     monkeypatch.setattr(cli, "signal", lambda *_: None)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    code, said = command("stage=scan", "model=local", "model.path=/nowhere")
+    code, said = command("stage=scan", "model=/nowhere", "data=python_stdlib")
     assert code == 2
     assert said.startswith("worker 1: ")
     assert "/nowhere" in said

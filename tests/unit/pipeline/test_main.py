@@ -57,7 +57,9 @@ def test_nobody_reads_the_help_page():
 
 
 def test_names_do_not_steer_the_terminal(tmp_path):
-    done = run_under(["model=local", f"model.path={tmp_path}/\x1b[2Jname", f"output_dir={tmp_path}"])
+    done = run_under(
+        ["model=local", f"model.path={tmp_path}/\x1b[2Jname", "data=python_stdlib", f"output_dir={tmp_path}"]
+    )
     assert done.returncode == 2
     assert b"\x1b" not in done.stderr
     assert rb"\x1b[2Jname" in done.stderr

@@ -115,7 +115,7 @@ def test_another_spelling_of_a_path_is_the_same_path(steps, tmp_path, monkeypatc
     spelled = [f"{tmp_path}/text", "text", "text/../text/"]
     words = "data=text", "data.heldout_path=b.txt"
     prints = {steps(*words, f"data.path={path}")["score"].fingerprint for path in spelled}
-    words = "model=local", "model.label=own"
+    words = "model=local", "model.label=own", "data=python_stdlib"
     prints_of_model = {steps(*words, f"model.path={path}")["score"].fingerprint for path in models}
     assert (len(prints), len(prints_of_model)) == (1, 1)
 

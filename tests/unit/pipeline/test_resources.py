@@ -144,7 +144,14 @@ def test_a_damaged_file_of_times_is_replaced(checked, tmp_path, content):
 def test_only_a_whole_run_of_a_stage_is_timed(tmp_path):
     write_pico(tmp_path / "pico", "llama", tokenizer=True)
     words = [
-        *("stage=scan", "model=local", f"model.path={tmp_path / 'pico'}", "model.label=pico", "data.tokens=900"),
+        *(
+            "stage=scan",
+            "model=local",
+            f"model.path={tmp_path / 'pico'}",
+            "model.label=pico",
+            "data=python_stdlib",
+            "data.tokens=900",
+        ),
         *("data.max_length=50", "scan.batch_tokens=100", f"output_dir={tmp_path}"),
     ]
     assert run_command(words) == 0

@@ -34,7 +34,7 @@ def said(tmp_path, caplog, wide):
     caplog.set_level(logging.INFO)
 
     def say(*words):
-        models = {"wide": ["model=local", f"model.path={wide}"], "embedded": ["model=embedded"]}
+        models = {"wide": ["model=local", f"model.path={wide}", "data=python_stdlib"], "embedded": ["model=embedded"]}
         model, *rest = words
         caplog.clear()
         settings, _folder = compose([*models[model], *rest, "data.max_length=256", f"output_dir={tmp_path}"])
