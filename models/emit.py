@@ -296,7 +296,7 @@ class _Emission:
         scaled = (weight.float() * scale).to(dtype)
         if not scaled.isfinite().all():
             what = f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}"
-            able = targets_of(self.reader.decoder, self.shape.always_on)
+            able = targets_of(self.reader.decoder, self.shape)
             other = next(target.model_type for target in able if target.factor_key)
             do = f"assemble.dtype=float32, or assemble.target={other}, which scales no weights"
             raise NumericsError(what, where=name, do=do)

@@ -138,7 +138,8 @@ class RouterWatch:
     def __init__(self, model: nn.Module) -> None:
         """Attach to every router of `model`."""
         self.routers = find_routers(model)
-        self._top_k = getattr(_text_config(model), "top_k_experts", None)
+        config = _text_config(model)
+        self._top_k = getattr(config, "top_k_experts", None) or getattr(config, "num_experts_per_tok", None)
         self._seen: list[Routing] | None = None
         self._hooks = [router.register_forward_hook(self._note) for router in self.routers]
 
@@ -159,7 +160,7 @@ class RouterWatch:
     def _note(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, ...] | Tensor) -> None:  # noqa: ANN401
         if self._seen is None:
             return
-        if isinstance(output, Tensor):  # of a Linear layer, as in Gemma 4: the choice is made around it
+        if isinstance(output, Tensor):  # of a Linear layer within a module, where the choice is made
             assert self._top_k is not None, "the model says how many experts it chooses"
             # Detached: a hook that saves tensors for the backward pass would save none when a layer is recomputed.
             self._seen.append(Routing(output, output.detach().topk(self._top_k).indices))
@@ -291,9 +292,8 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
     """
     handles = []
     for name in router_names(model):
-        # Gemma 4's router is a layer within a module, beside which its experts are.
-        place = name.removesuffix(".proj").rpartition(".")[0]
-        ffn, router = model.get_submodule(place), name.removeprefix(f"{place}.")
+        router = next(module for module in _MODULES if name.endswith(f".{module}"))
+        ffn = model.get_submodule(name.removesuffix(f".{router}"))
         if not hasattr(ffn, "experts"):
             what = "straight-through routers compute all experts for every token, in a pool those of all layers"
             do = "load it with grouped_mm and without show_scores, or carve with topology=per_layer"

@@ -30,7 +30,7 @@ def expected_bytes(stage: str, source: Decoder, shape: MoEShape | None, assemble
     if stage == "extract":
         carved_layers = source.depth - len(shape.dense_layers)
         return 3 * source.hidden * shape.neurons(carved_layers) * width
-    target = select_target(source, assemble.target, shape.always_on, pooled=shape.pooled)
+    target = select_target(source, assemble.target, shape)
     return count_carved(source, target, shape, assemble.pad_to).total * BYTES.get(assemble.dtype, width)
 
 

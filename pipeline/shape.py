@@ -62,7 +62,7 @@ class ShapeRequest:
 
     def target(self, shape: MoEShape) -> MoETarget:
         """The architecture of the carved model. Raises ConfigError: it cannot express this source or shape."""
-        return select_target(self.source, self.assemble.target, shape.always_on, pooled=shape.pooled)
+        return select_target(self.source, self.assemble.target, shape)
 
     def count(self, shape: MoEShape) -> ParameterCount:
         """Parameters of the carved model. Raises ConfigError, as `target` does."""

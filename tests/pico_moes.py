@@ -19,14 +19,16 @@ MOES = {
     "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 16},
 }  # fmt: skip
 
-# Its router is a layer within a module, and some of its parameters never learn.
-GEMMA4 = {
-    "num_experts": 5, "top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
-    "layer_types": ["sliding_attention", "full_attention"],
+# The router is a layer within a module, or some of the parameters never learn.
+UNUSUAL_MOES = {
+    "gemma4_text": {"num_experts": 5, "top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 0},
+    "hunyuan_v1_moe": {"num_experts": 5, "moe_topk": [2, 2], "intermediate_size": 8},
 }  # fmt: skip
 
 
 def make_moe(model_type):
     """Random weights: 2 layers of 5 experts with 8 neurons each, top-2, hidden size 24."""
-    keys = GEMMA4 if model_type == "gemma4_text" else MOES[model_type]
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **keys))
+    keys = SIZES | {**MOES, **UNUSUAL_MOES}[model_type]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys))

@@ -140,6 +140,7 @@ class MoETarget:
     dense_layers: Literal["none", "first", "ends", "any"] = "none"
     always_has_shared: bool = False  # at least one always-on neuron
     shared_as_experts: bool = False  # always-on neurons come in multiples of an expert's width
+    one_shared_expert: bool = False  # at most as many as an expert has
 
     output_bias: bool = False  # attention's o_proj may have a bias
     sliding_window: bool = False  # one window for all layers
@@ -160,6 +161,11 @@ class MoETarget:
     def has_shared(self) -> bool:
         """Whether it has an FFN for always-on neurons."""
         return bool(self.shared or self.packed_shared)
+
+    def has_room(self, shape: MoEShape) -> bool:
+        """Whether it can hold this many always-on neurons."""
+        most = shape.n if self.one_shared_expert else math.inf
+        return shape.always_on <= (most if self.has_shared else 0)
 
     def served_by(self, shape: MoEShape, source: Mapping[str, Any]) -> tuple[str, ...]:
         """The serving runtimes that compute this carve correctly."""

@@ -43,33 +43,30 @@ def target_of(config: Mapping[str, Any]) -> tuple[MoETarget, str]:
     return carved
 
 
-def targets_of(dense: Decoder, always_on: int) -> list[MoETarget]:
+def targets_of(dense: Decoder, shape: MoEShape) -> list[MoETarget]:
     """The targets that can hold a decoder and this many always-on neurons, lowest rank first; TinyONN is the last."""
-    able = [
-        target
-        for target in MOE_TARGETS.values()
-        if target.rank(dense) is not None and (target.has_shared or not always_on)
-    ]
+    able = [target for target in MOE_TARGETS.values() if target.rank(dense) is not None and target.has_room(shape)]
     return sorted(able, key=lambda target: target.rank(dense) or 0)
 
 
-def select_target(dense: Decoder, requested: str, always_on: int, *, pooled: bool = False) -> MoETarget:
+def select_target(dense: Decoder, requested: str, shape: MoEShape) -> MoETarget:
     """Select the target architecture: one of MOE_TARGETS by name, or with `auto` the first of `targets_of` that fits.
 
     `auto` takes a target that can hold the attention, and for a global pool one that supports it; `check_target`
     refuses others.
     Raises ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
     """
-    able = targets_of(dense, always_on)
+    able = targets_of(dense, shape)
     if requested == "auto":
-        able = [target for target in able if target.packed_pool or not pooled]
+        able = [target for target in able if target.packed_pool or not shape.pooled]
         return next(target for target in able if not any(_attention_problems(dense, target)))
     if requested not in MOE_TARGETS:
         what = f"unknown target {requested!r}"
     elif MOE_TARGETS[requested].rank(dense) is None:
         what = f"{requested} cannot hold the attention of {dense.model_type}"
     elif MOE_TARGETS[requested] not in able:
-        what = f"{requested} has no always-on neurons, {always_on} are wanted"
+        room = f"at most {shape.n}" if MOE_TARGETS[requested].has_shared else "no"
+        what = f"{requested} has {room} always-on neurons, {shape.always_on} are wanted"
     else:
         return MOE_TARGETS[requested]
     names = ", ".join(target.model_type for target in able)
@@ -79,7 +76,7 @@ def select_target(dense: Decoder, requested: str, always_on: int, *, pooled: boo
 def check_target(dense: Decoder, target: MoETarget, shape: MoEShape) -> list[ConfigError]:
     """Errors for features of the dense decoder and of the shape that the selected target lacks."""
     problems = list(_problems(dense, target, shape))
-    others = targets_of(dense, shape.always_on) if problems else []
+    others = targets_of(dense, shape) if problems else []
     do = next(
         (f"assemble.target={other.model_type}" for other in others if not any(_problems(dense, other, shape))), ""
     )

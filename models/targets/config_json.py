@@ -36,12 +36,12 @@ def emit_config(
     gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     dense = decoder.config
-    rope = {} if target.is_tiny_onn or target.carries else _rope(dense)
+    rope = {} if target.is_tiny_onn or (target.carries and not target.transformers_4) else _rope(dense)
     given = ConfigInput(decoder, {**dense, **rope}, tied, shape, width, shared, gate_scale, dtype)
     if target.is_tiny_onn:
         return target.config_keys(given)
     config = _common_keys(target, shape, dtype)
-    config |= _carried_keys(decoder) | config if target.carries else _shared_keys(dense) | rope
+    config |= (_carried_keys(decoder) | config if target.carries else _shared_keys(dense)) | rope
     if not target.selection_bias:
         # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
         # present. The weight is 0, else TRL adds the loss: a carve's routers are not fitted to even load.

@@ -89,8 +89,7 @@ class CheckpointFormat:
     @classmethod
     def of(cls, model: ModelConfig, source: Path, settings: FormatSettings, shape: MoEShape) -> "CheckpointFormat":
         """The format that the settings of stage=assemble select."""
-        dense = find_decoder(source, text_only=settings.text_only)
-        target = select_target(dense, settings.target, shape.always_on, pooled=shape.pooled)
+        target = select_target(find_decoder(source, text_only=settings.text_only), settings.target, shape)
         return cls(model, source, shape, target, checkpoint_dtype(source, settings.dtype), settings)
 
     @property

@@ -158,7 +158,7 @@ def write_moe(dense: Path, out: Path, shape: MoEShape, dtype: str) -> Path:
         emit_checkpoint(
             dense,
             out,
-            target=select_target(decoder, "auto", shape.always_on),
+            target=select_target(decoder, "auto", shape),
             shape=shape,
             routers=lambda _layer: torch.randn(shape.experts, decoder.hidden, generator=generator),
             experts=lambda layer: slice_experts(reader, layer, neurons_EN, always_S),

@@ -57,7 +57,7 @@ def carve_plan(folder):
         raise faults[0]
     source_cache_key(model)
     source = find_decoder(folder)
-    target = select_target(source, "auto", SHAPE.always_on)
+    target = select_target(source, "auto", SHAPE)
     if faults := list(check_target(source, target, SHAPE)):
         raise faults[0]
     json.dumps(emit_config(source, target, SHAPE, "float32", tied=source.tied), allow_nan=False)

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from pico_moes import MOES, make_moe
+from pico_moes import MOES, UNUSUAL_MOES, make_moe
 
 from models.training import find_routers
 
 
-@pytest.fixture(params=[*MOES, "gemma4_text"])
+@pytest.fixture(params=[*MOES, *UNUSUAL_MOES])
 def moe(request):
     """A tiny MoE of every architecture in training mode, its routers far from even."""
     torch.manual_seed(1)

@@ -164,6 +164,9 @@ CASES = {
     "ernie4_5-bfloat16": Case("ernie4_5", "ernie4_5_moe", always_on=5, experts=4, n=8, dtype=torch.bfloat16),
     "ernie4_5-copies": Case("ernie4_5", "ernie4_5_moe", always_on=5, copies=True),
     "helium": Case("helium", "ernie4_5_moe", always_on=5, pico={"head_dim": 6}),
+    "hunyuan": Case("hunyuan_v1_dense", "hunyuan_v1_moe", always_on=5, pico={"tie": True}),
+    "hunyuan-none-always-on": Case("hunyuan_v1_dense", "hunyuan_v1_moe", pico={"attention_bias": True}),
+    "hunyuan-bfloat16": Case("hunyuan_v1_dense", "hunyuan_v1_moe", 5, 4, 8, dtype=torch.bfloat16),
     "qwen3-copies": Case("qwen3", "qwen3_moe", copies=True),
     "qwen2-copies": Case("qwen2", "qwen2_moe", always_on=5, copies=True),
     "llama-copies": Case("llama", "mixtral", copies=True),
@@ -194,6 +197,9 @@ CASES = {
     "granite-hybrid": Case("granitemoehybrid", "granitemoehybrid", always_on=5, pico=GRANITE_HYBRID | {"tie": True}),
     "granite-hybrid-none-always-on": Case(
         "granitemoehybrid", "granitemoehybrid", n=8, pico=GRANITE_HYBRID | {"attention_bias": True}
+    ),
+    "granite-hybrid-rotated": Case(
+        "granitemoehybrid", "granitemoehybrid", always_on=5, pico=GRANITE_HYBRID | {"position_embedding_type": "rope"}
     ),
     "granite-hybrid-bfloat16": Case(
         "granitemoehybrid", "granitemoehybrid", 8, 4, 8, dtype=torch.bfloat16, pico=GRANITE_HYBRID

@@ -19,6 +19,7 @@ import transformers
 from zoo.checkpoints import UNBUILT, write_checkpoint
 
 from instruments.errors import UserError
+from models.config import MoEShape
 from models.finding import find_decoder
 from models.targets.config import select_target
 from pipeline.cli import start
@@ -145,8 +146,8 @@ def problems(measured: dict[str, Any]) -> list[str]:
 def _widths(folder: Path) -> tuple[str, ...]:
     """32 neurons are always on, or none where only then a target other than our own class can hold the model."""
     decoder = find_decoder(folder)
-    routed_only = select_target(decoder, "auto", 32).is_tiny_onn and not select_target(decoder, "auto", 0).is_tiny_onn
-    return ("n=32", "always_on=0", "assemble.pad_to=40") if routed_only else ("n=24", "always_on=32")
+    own, routed_only = (select_target(decoder, "auto", MoEShape(4, n, 4, 128 - 4 * n)).is_tiny_onn for n in (24, 32))
+    return ("n=32", "always_on=0", "assemble.pad_to=40") if own and not routed_only else ("n=24", "always_on=32")
 
 
 def _described(error: BaseException) -> str:

@@ -95,6 +95,16 @@ def test_a_dense_model_is_refused():
     assert caught.value.do == "load the checkpoint of stage=assemble or stage=project"
 
 
+def test_a_bias_that_only_chooses_is_fixed_and_a_router_within_a_module_learns():
+    moe = make_moe("ernie4_5_moe")
+    parameter_groups(moe, rest_rate=1e-5)
+    frozen = [name for name, parameter in moe.named_parameters() if not parameter.requires_grad]
+    assert frozen == [f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias" for layer in range(2)]
+    moe = make_moe("hunyuan_v1_moe")
+    (routers,) = [group["params"] for group in parameter_groups(moe) if group["name"] == "router"]
+    assert {id(parameter) for parameter in routers} == {id(layer.mlp.gate.wg.weight) for layer in moe.model.layers}
+
+
 def test_what_a_target_fixes_is_fixed_in_its_carved_layers_alone():
     moe = make_moe("gemma4_text")
     moe.vision_tower = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": moe.model.layers[0].mlp})])})

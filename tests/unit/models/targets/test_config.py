@@ -4,11 +4,13 @@ import pytest
 from pico import FAMILIES, decoder_of
 
 from instruments.errors import ConfigError
-from models.config import MoEShape
+from models.config import GLOBAL_POOL, MoEShape
 from models.targets.base import GateScale, gate_kind, gate_scale_of, rotated_share
 from models.targets.config import MOE_TARGETS, check_target, select_target, targets_of
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 4}
+SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
+HUNYUAN = {"model_type": "hunyuan_v1_dense", "head_dim": 6}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 4}
             ("ernie4_5", 5, "ernie4_5_moe"),
             ("helium", 0, "ernie4_5_moe"),
         ),
+        *((HUNYUAN, 16, "hunyuan_v1_moe"), (HUNYUAN, 17, "tiny_onn")),
         ({"model_type": "helium", "attention_bias": True}, 0, "tiny_onn"),
         ({"model_type": "llama", "attention_bias": True}, 0, "tiny_onn"),
         ({"model_type": "qwen3", "attention_bias": True}, 5, "dots1"),
@@ -38,13 +41,14 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 4}
 )
 def test_auto_takes_the_first_target_that_can_hold_the_attention(source, always_on, target):
     config = SIZES | ({"model_type": source} if isinstance(source, str) else source)
-    assert select_target(decoder_of(config), "auto", always_on).model_type == target
-    assert select_target(decoder_of(config), target, always_on).model_type == target
+    shape = replace(SHAPE, always_on=always_on)
+    assert select_target(decoder_of(config), "auto", shape).model_type == target
+    assert select_target(decoder_of(config), target, shape).model_type == target
 
 
 @pytest.mark.parametrize("source", FAMILIES)
 def test_no_two_targets_of_a_source_have_one_rank(source):
-    ranks = [target.rank(decoder_of(source)) for target in targets_of(decoder_of(source), 0)]
+    ranks = [target.rank(decoder_of(source)) for target in targets_of(decoder_of(source), SHAPE)]
     assert ranks == sorted(set(ranks))
 
 
@@ -56,17 +60,20 @@ def test_no_two_targets_of_a_source_have_one_rank(source):
         ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted", "glm4_moe, dots1, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2", "tiny_onn"),
         ("granite", "granitemoe", 3, "granitemoe has no always-on neurons, 3 are wanted", "granitemoeshared, tiny_onn"),
+        (
+            *(HUNYUAN, "hunyuan_v1_moe", 17),
+            *("hunyuan_v1_moe has at most 16 always-on neurons, 17 are wanted", "tiny_onn"),
+        ),
     ],
 )
 def test_targets_that_cannot_hold_it(source, requested, always_on, what, others):
     with pytest.raises(ConfigError) as caught:
-        select_target(decoder_of(source), requested, always_on)
+        select_target(decoder_of(source), requested, replace(SHAPE, always_on=always_on))
     error = caught.value
     assert (error.what, error.where) == (what, "assemble.target")
     assert error.do == f"assemble.target=auto, or one of {others}"
 
 
-SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
 WINDOWS = {"use_sliding_window": True, "num_hidden_layers": 2}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 ROPES = {"rope_parameters": ROPE, "head_dim": 6}
@@ -138,11 +145,20 @@ def test_which_layers_may_stay_dense(source, target, held):
 
 @pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
 def test_only_the_own_class_says_a_pool(source):
-    assert select_target(decoder_of(source), "auto", 0, pooled=True).model_type == "tiny_onn"
+    pool = replace(SHAPE, topology=GLOBAL_POOL)
+    assert select_target(decoder_of(source), "auto", pool).model_type == "tiny_onn"
     assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
 
 
-OF_CHOSEN = ("qwen3_moe", "mixtral", "granitemoe", "granitemoeshared", "granitemoe_swa", "ernie4_5_moe")
+OF_CHOSEN = (
+    "qwen3_moe",
+    "mixtral",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoe_swa",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+)
 
 
 @pytest.mark.parametrize(

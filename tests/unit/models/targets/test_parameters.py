@@ -32,6 +32,7 @@ OWN_TARGETS = {
     "glm": {"eos_token_id": 0},
     "granite_swa": {},
     "granitemoehybrid": {"shared_intermediate_size": 116, "num_local_experts": 0, "mamba_n_heads": 4},
+    "hunyuan_v1_dense": {"head_dim": 6},
     "lfm2": {"block_auto_adjust_ff_dim": False},
 }
 PAIRS = [
@@ -65,9 +66,9 @@ def test_a_dense_model(family, more):
 @pytest.mark.parametrize(("source", "name"), PAIRS)
 def test_a_carved_model(source, name):
     config = decoder_of(source, **SIZES, **OWN_TARGETS.get(source, {}), tie_word_embeddings=True)
-    shared = MOE_TARGETS[name].has_shared
-    shape = SHAPE if shared else replace(SHAPE, always_on=0)
-    model, count = carved(config, name, shape), count_carved(config, MOE_TARGETS[name], shape)
+    target = MOE_TARGETS[name]
+    shape = SHAPE if target.has_room(SHAPE) else replace(SHAPE, always_on=14 if target.has_shared else 0)
+    model, count = carved(config, name, shape), count_carved(config, target, shape)
     copied = sum(buffer.numel() for place, buffer in model.named_buffers() if place.endswith("layer_scalar"))
     assert (count.total - copied, count.active - copied) == count_parameters(model, shape)
     assert count.total - copied == model.num_parameters()
@@ -92,6 +93,6 @@ def test_the_embedded_model_and_its_default_carve():
     dense = AutoModelForCausalLM.from_pretrained(EMBEDDED, local_files_only=True)
     count = count_dense(config)
     assert count_parameters(dense, shape) == (count.total, count.active) == (4_983_552, 4_983_552)
-    target = select_target(config, "auto", 256)
+    target = select_target(config, "auto", shape)
     count = count_carved(config, target, shape)
     assert count_parameters(carved(config, target.model_type, shape), shape) == (count.total, count.active)

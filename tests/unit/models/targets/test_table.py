@@ -30,6 +30,7 @@ def columns(target):
     if target.has_shared:
         always_on = "at least one" if target.always_has_shared else "any number"
         always_on = "a multiple of N" if target.shared_as_experts else always_on
+        always_on = "at most N" if target.one_shared_expert else always_on
     served = ", ".join(target.runtimes) or "transformers only"
     special = "; ".join(filter(None, [*abilities(target), re.split(r"[.:;] ", target.runtime_note)[0]]))
     return f"{name} (`{target.model_type}`)", always_on, target.dense_layers, served, special or "-"
