@@ -4,9 +4,11 @@ Linux namespaces through util-linux. The root of its file system is 16 MiB of me
 this Python, read-only; `timeout` is its first process, so that the kernel ends all others with it.
 """
 
+import inspect
 import json
 import os
 import re
+import resource
 import secrets
 import subprocess
 import sys
@@ -72,8 +74,8 @@ def _run(code: str, tests: str) -> tuple[str, str]:
     # Root becomes nobody; another user becomes root of a namespace of users, without rights in it.
     outside = [*_NAMESPACES, *([] if root else ["--map-root-user"]), "sh", "-c", _BUILD, "sh"]
     inside = [*_WITHOUT_RIGHTS, *(_NOBODY if root else []), "timeout", "-s", "KILL", str(SECONDS), "env", "-i"]
-    program = Path(__file__).with_name("sandbox_process.py").read_text(encoding="utf-8")
-    python = [str(Path(sys.executable).resolve()), "-I", "-c", f"{program}\nrun_answer()"]
+    program = f"import json, os, resource, sys\n{inspect.getsource(_run_answer)}_run_answer()"
+    python = [str(Path(sys.executable).resolve()), "-I", "-c", program]
     request = json.dumps({"token": token, "code": code, "tests": tests, "limits": LIMITS})
     with TemporaryDirectory() as folder, TemporaryFile() as out, TemporaryFile() as errors:
         try:
@@ -95,3 +97,28 @@ def _run(code: str, tests: str) -> tuple[str, str]:
     else:
         verdict = LATE if status in {124, 137} else ENDED
     return verdict, complaint.strip().partition("\n")[0]
+
+
+def _run_answer() -> None:
+    """The text of this function is the program in the jail: it runs the answer on stdin, then its asserts.
+
+    It writes the token if all asserts held, else the name of the error's class; nothing if the answer ends the process.
+    """
+    request = json.loads(sys.stdin.read())
+    token = request["token"].encode()
+    # Taken before the answer runs, since it can replace what modules and builtins hold.
+    execute, write, leave, out = exec, os.write, os._exit, os.dup(1)
+    os.dup2(2, 1)
+    os.chdir("/tmp")
+    for limit, most in request["limits"].items():
+        resource.setrlimit(getattr(resource, limit), (most, most))
+    tests = compile(request["tests"], "tests", "exec")
+    names = {"__name__": "answer"}
+    try:
+        execute(compile(request["code"], "answer", "exec"), names)
+        execute(tests, names)
+    except BaseException as error:  # noqa: BLE001 - also SystemExit
+        write(out, type(error).__name__.encode())
+        leave(1)
+    write(out, token)
+    leave(0)
