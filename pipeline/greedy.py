@@ -1,13 +1,14 @@
 """A checkpoint that writes: dense or carved, loaded from its folder, and continued greedily in batches."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import StopStringCriteria
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.errors import CheckpointError, ConfigError
@@ -33,8 +34,8 @@ class Writer:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
-    def encode(self, prompt: str, *, chat: bool) -> list[int]:
-        """Token ids of plain text, or of a user's message in the chat template, up to where the answer begins.
+    def encode(self, prompt: str, *, chat: bool, opened: str = "") -> list[int]:
+        """Token ids of plain text, or of a user's message in the chat template and the beginning of its answer.
 
         Raises ConfigError: the prompt is empty; CheckpointError: the tokenizer has no chat template.
         """
@@ -44,19 +45,27 @@ class Writer:
             do = "an instruction-tuned model, or generate without --chat"
             raise CheckpointError("the tokenizer has no chat template", where=self.tokenizer.name_or_path, do=do)
         document = Document("prompt", messages=({"role": "user", "content": prompt},)) if chat else Document("", prompt)
-        return encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize))
+        ids = encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize))
+        return ids + list(self.tokenizer(opened, add_special_tokens=False)["input_ids"])
 
-    def write(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[str, int, bool]]:
+    def write(self, prompts: Sequence[Sequence[int]], tokens: int, stop: str = "") -> list[tuple[str, int, bool]]:
         """Continue a batch of prompts greedily, without the checkpoint's penalties, by at most `tokens` each.
 
         Returns:
-            For each the text, its number of tokens, and whether the model ended it before the limit.
+            For each the text, its number of tokens, and whether it ended, by the end token or `stop`, before the limit.
         """
         ends, data = find_ends(self.model, self.tokenizer), DataConfig(max_new_tokens=tokens)
+        pad_id, criteria = padding_id(self.tokenizer), [StopStringCriteria(self.tokenizer, [stop])] if stop else []
         with explained_memory("generation", "smaller batches, fewer tokens, or --device cpu"):
-            rows = write_continuations(self.model, prompts, data, ends, padding_id(self.tokenizer), seed=0)
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        return [(text, len(row), not row or row[-1] in ends) for text, row in zip(texts, rows, strict=True)]
+            rows = write_continuations(self.model, prompts, data, ends, pad_id, seed=0, criteria=criteria)
+        return [self._read(row, ends, stop) for row in rows]
+
+    def _read(self, row: Sequence[int], ends: Collection[int], stop: str) -> tuple[str, int, bool]:
+        text = self.tokenizer.decode(row, skip_special_tokens=True)
+        if stop and stop in text:  # padding follows
+            text = text.partition(stop)[0] + stop
+            return text, len(self.tokenizer(text, add_special_tokens=False)["input_ids"]), True
+        return text, len(row), not row or row[-1] in ends
 
 
 @contextmanager

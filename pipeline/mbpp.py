@@ -1,7 +1,8 @@
 """`python -m pipeline mbpp CHECKPOINT ... --tasks mbpp.jsonl`: programming tasks that a checkpoint solves (MBPP).
 
-Tasks 11 to 510, its test part; greedy pass@1, one answer each. The prompt is a user's message in the model's chat
-template, worded as in lm-evaluation-harness's `mbpp_instruct`, without examples and without an opened code block.
+Tasks 11 to 510, its test part; greedy pass@1, one answer each. The prompt is that of lm-evaluation-harness's
+`mbpp_instruct` without examples: a user's message with task and asserts in the model's chat template, then an answer
+that begins with an opened block of code. The answer ends with this block, since nothing after it is judged.
 
 Source: arXiv:2108.07732.
 """
@@ -35,6 +36,7 @@ TEST_PART = range(11, 511)
 PROMPT = (
     "You are an expert Python programmer, and here is your task:\n{text}\nYour code should pass these tests:\n{tests}"
 )
+OPENED, CLOSED = "```python\n", "```"
 PHRASE = 8  # words
 NO_CODE = "no code"
 
@@ -64,7 +66,7 @@ class Answer:
     task_id: int
     answer: str
     tokens: int
-    ended: bool  # by the model, before the limit
+    ended: bool  # its block of code, or all of it, before the limit
     seconds: float  # of its batch, per answer
     verdict: str = ""  # see `sandbox.judge`
 
@@ -160,15 +162,15 @@ def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespac
         wanted.out.open("a", encoding="utf-8") as out,
         tqdm(total=len(asked), desc=folder.name, unit="task") as progress,
     ):
-        prompts = {key: writer.encode(task.prompt, chat=True) for key, task in asked.items()}
+        prompts = {key: writer.encode(task.prompt, chat=True, opened=OPENED) for key, task in asked.items()}
         ordered = sorted(prompts, key=lambda key: len(prompts[key]))  # so that batches need little padding
         for first in range(0, len(ordered), wanted.batch):
             batch, begin = ordered[first : first + wanted.batch], perf_counter()
-            found = writer.write([prompts[key] for key in batch], wanted.tokens)
+            found = writer.write([prompts[key] for key in batch], wanted.tokens, stop=CLOSED)
             seconds = (perf_counter() - begin) / len(batch)
             new = [
-                Answer(key, str(folder), asked[key].task_id, *said, seconds)
-                for key, said in zip(batch, found, strict=True)
+                Answer(key, str(folder), asked[key].task_id, OPENED + text, tokens, ended, seconds)
+                for key, (text, tokens, ended) in zip(batch, found, strict=True)
             ]
             out.write(_as_lines(new))
             out.flush()
@@ -178,14 +180,9 @@ def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespac
 
 
 def extract_code(answer: str) -> str:
-    """The code of an answer: the first fenced block that defines something, also without its end.
-
-    Without a fence, what follows from the first line that begins like code. "" if there is none.
-    """
-    blocks = re.findall(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", answer, re.DOTALL | re.MULTILINE)
-    bare = re.search(r"^(?:@|(?:async )?def |class |import |from \w+ import ).*", answer, re.DOTALL | re.MULTILINE)
-    parts = blocks or ([bare[0]] if bare else [])
-    return next((part for part in parts if re.search(r"\b(?:def|class|lambda)\b", part)), "")
+    """The block of code at the beginning of an answer, whose end may be missing; "" if it defines nothing."""
+    code = answer.removeprefix(OPENED).partition(CLOSED)[0]
+    return code if re.search(r"\b(?:def|class|lambda)\b", code) else ""
 
 
 def judge_answers(answers: Iterable[Answer], tasks: Iterable[Task]) -> list[Answer]:
@@ -214,7 +211,7 @@ def render(answers: Iterable[Answer]) -> str:
         empty = sum(not extract_code(answer.answer) for answer in given)
         tokens, seconds = sum(answer.tokens for answer in given), sum(answer.seconds for answer in given)
         rows.append([model, *shown, sum(not answer.ended for answer in given), empty, tokens, in_time(seconds)])
-    columns = ["model", "solved", "share", "loops", "without code", "tokens", "time"]
+    columns = ["model", "solved", "share", "no end", "no code", "tokens", "time"]
     return tabulate(rows, columns, tablefmt="github", disable_numparse=True) + "\n"
 
 

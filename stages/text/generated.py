@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.random import fork_rng
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from instruments.files import write_json
 from models.loading import input_device, padding_id
@@ -156,8 +157,11 @@ def write_continuations(
     pad_id: int,
     *,
     seed: int,
+    criteria: Sequence[StoppingCriteria] = (),
 ) -> list[list[int]]:
     """Generate a continuation of each prompt of a batch, up to and including one of `ends`; [] if it begins with one.
+
+    A continuation that ends by `criteria` is followed by `pad_id`, if others of the batch are longer.
 
     The model must be in evaluation mode; torch's random state is restored. The checkpoint's generation settings are not
     used, so that no penalty or ban changes the model's distribution.
@@ -177,7 +181,10 @@ def write_continuations(
         with torch.no_grad(), fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             rows_BT = model.generate(
-                input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings
+                input_ids=ids_BT.to(device),
+                attention_mask=mask_BT.to(device),
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList(criteria),
             )
     finally:
         model.generation_config = own

@@ -22,6 +22,21 @@ def test_a_batch_with_padding_writes_what_single_prompts_write(carve):
         assert len(prompts[0]) != len(prompts[1])
 
 
+def test_a_continuation_ends_at_a_stop_string(carve):
+    with open_writer(carve, "cpu") as writer:
+        opened = [writer.encode("What?", chat=True, opened=start) for start in ("", "def carve(")]
+        assert opened[1][: len(opened[0])] == opened[0]
+        assert writer.tokenizer.decode(opened[1][len(opened[0]) :]) == "def carve("
+        (whole, tokens, ended), (other, *_) = writer.write(opened, 9)
+        assert not ended
+        stop = whole[len(whole) // 2 :][:1]
+        assert stop not in other or other.index(stop) != whole.index(stop)
+        cut, rest = writer.write(opened, 9, stop)
+        assert cut == (whole[: whole.index(stop) + 1], cut[1], True)
+        assert cut[1] < tokens
+        assert rest[0] == (other.partition(stop)[0] + stop if stop in other else other)
+
+
 def test_the_text_follows_the_prompt_and_the_dense_model_comes_first(carve, capsys):
     words = [str(carve), "import ", "--tokens", "5", "--device", "cpu"]
     assert generate.main(words) == 0
