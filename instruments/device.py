@@ -13,6 +13,9 @@ def is_launch_bound(device: torch.device) -> bool:
 
 
 def free_device_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU; None if its module does not tell, and for the CPU."""
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-    return None if ask is None else int(ask(device)[0])
+    """Bytes that tensors could take on a GPU; None if its module does not tell, and for the CPU."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    kept = module.memory_reserved(device) - module.memory_allocated(device)  # by torch, of freed tensors
+    return int(module.mem_get_info(device)[0] + kept)

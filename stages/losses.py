@@ -15,13 +15,16 @@ from torch.nn.functional import kl_div, log_softmax
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from instruments.device import is_launch_bound
+from instruments.device import free_device_memory, is_launch_bound
+from models.device import send
 from models.loading import input_device, is_offloaded
 from models.structure import decoder_layers
 from stages.artifacts.job import ALONE, Workers
 from stages.text.batches import IGNORED, TokenBatch
 
-CHUNK_VALUES = 2**22  # logits per softmax chunk, 16 MiB in fp32
+# Logits per softmax chunk, 16 MiB in fp32; on a GPU up to 256 MiB, so that there are few chunks.
+CHUNK_VALUES, GPU_CHUNK_VALUES = 2**22, 2**26
+CHUNK_BYTES = 12  # for each of them at the same time
 
 
 def cross_entropy(
@@ -65,7 +68,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _chunks(logits_NV: Tensor) -> Iterator[slice]:
     tokens, vocabulary = logits_NV.shape
-    step = max(1, CHUNK_VALUES // vocabulary)
+    free = free_device_memory(logits_NV.device)
+    values = CHUNK_VALUES if free is None else min(GPU_CHUNK_VALUES, max(CHUNK_VALUES, free // 2 // CHUNK_BYTES))
+    step = max(1, values // vocabulary)
     return (slice(start, start + step) for start in range(0, tokens, step))
 
 
@@ -155,7 +160,7 @@ def measure_loss(
     for number in tqdm(mine, desc=f"loss of the {name} model", unit="batch", disable=hidden):
         batch = batches[number]
         logits = model(**batch.inputs(device), use_cache=False).logits
-        totals_B[number] = token_losses(logits, batch.labels.to(logits.device)).double().sum()
+        totals_B[number] = token_losses(logits, send(batch.labels, logits.device, torch.int64)).double().sum()
     workers.sum_(totals_B)
     return MeanLoss(float(totals_B.sum()), sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
 
@@ -168,7 +173,7 @@ def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logi
     """
     with gradients_from_embeddings(model):
         logits = model(**batch.inputs(input_device(model)), use_cache=False).logits
-    labels_BT = batch.labels.to(logits.device)
+    labels_BT = send(batch.labels, logits.device, torch.int64)
     losses_BT = token_losses(logits, labels_BT, inplace_backward=inplace_backward_logits)
     return losses_BT.sum(1) / supervised_tokens(labels_BT)
 

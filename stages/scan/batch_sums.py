@@ -1,7 +1,8 @@
-"""The sums of one batch of a scan: how strongly and how often each neuron fires, its Taylor score and gradients."""
+"""The sums of a scan: how strongly and how often each neuron fires, its Taylor score and gradients."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from instruments.ffn_probe import FFNGradients, neuron_norms
 from instruments.tensors import to_host
+from models.device import send
 from stages.accumulators.sums import ScanSums
 from stages.scan.config import ScanConfig
+from stages.text.batches import TokenBatch
 
 # Tokens per step of `sum_tokens`.
 _CHUNK = 4096
@@ -132,7 +135,7 @@ class LayerSums(NamedTuple):
 
 
 class BatchSums:
-    """Sums of one batch during its pass through the model. Only `to_host` waits for the device."""
+    """Sums of one batch during its pass through the model; nothing in it waits for the device."""
 
     def __init__(
         self, layers: int, mask_BT: Bool[Tensor, "B T"], slots_BT: Int[Tensor, "B T"], scan: ScanConfig
@@ -140,11 +143,11 @@ class BatchSums:
         """`mask_BT` marks the tokens that count; tokens with `slots_BT` >= 0 go to the reservoir. Both on the CPU."""
         self.scan = scan
         self.layers: list[LayerSums | None] = [None] * layers
-        self.rows: dict[torch.device, Tensor] = {}
-        self.real_T = mask_BT.flatten().nonzero()[:, 0]
+        self.real_T = torch.from_numpy(np.flatnonzero(mask_BT.numpy()))
         slots_T = slots_BT.flatten()[self.real_T]
-        self.drawn_R = (slots_T >= 0).nonzero()[:, 0]
+        self.drawn_R = torch.from_numpy(np.flatnonzero(slots_T.numpy() >= 0))
         self.slots_R = slots_T[self.drawn_R]
+        self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def add_hidden(self, layer: int, h_BTF: Float[Tensor, "B T F"]) -> None:
         """Add one layer's activations: sums of the forward pass."""
@@ -157,54 +160,95 @@ class BatchSums:
             sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
             sums.totals_B.add_(norms_BF.sum(1))
 
+    def join(self, losses_B: Float[Tensor, "B"]) -> "ScannedBatch":
+        """The sums of all layers, on the device of the losses."""
+        parts = [part for part in self.layers if part is not None]
+        assert len(parts) == len(self.layers), "a layer did not run"
+        rows_L8F, bits_LRf, totals_LB = (
+            torch.stack([tensor.to(losses_B.device) for tensor in kind]) for kind in zip(*parts, strict=True)
+        )
+        return ScannedBatch(losses_B, rows_L8F, bits_LRf, totals_LB, self.slots_R)
+
     def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
         sum_up = sum_tokens_numpy if h_BTF.device.type == "cpu" else sum_tokens
         h_MF, grad_MF = h_BTF.flatten(0, 1), None if grad_BTF is None else grad_BTF.flatten(0, 1)
-        found_5F, limits_T = sum_up(h_MF, grad_MF, self._rows_on(h_BTF.device), self.scan)
+        rows_T, drawn_R = self._rows_on(h_BTF.device)
+        found_5F, limits_T = sum_up(h_MF, grad_MF, rows_T, self.scan)
         rows_8F = torch.zeros(len(ROWS), h_MF.shape[1], dtype=torch.float64, device=h_MF.device)
         rows_8F[: len(found_5F)] = found_5F
-        drawn_R = self.drawn_R.to(h_MF.device, non_blocking=True)
-        drawn_RF = h_MF[self._rows_on(h_BTF.device)[drawn_R]].float().abs() >= limits_T[drawn_R, None]
+        drawn_RF = h_MF[rows_T[drawn_R]].float().abs() >= limits_T[drawn_R, None]
         self.layers[layer] = sums = LayerSums(
             rows_8F, pack_bits(drawn_RF), torch.zeros(len(h_BTF), device=h_BTF.device)
         )
         return sums
 
-    def to_host(self, losses_B: Float[Tensor, "B"]) -> "HostBatch":
-        """Copy the losses and all sums to the CPU, in one transfer per device."""
-        parts = [part for part in self.layers if part is not None]
-        assert len(parts) == len(self.layers), "a layer did not run"
-        losses_B, *found = to_host([losses_B, *(tensor for part in parts for tensor in part)])
-        rows_L8F, bits_LRf, totals_LB = (torch.stack(found[kind::3]) for kind in range(3))
-        return HostBatch(losses_B, rows_L8F, bits_LRf, totals_LB.sum(0), self.slots_R)
-
-    def _rows_on(self, device: torch.device) -> Tensor:
-        if device not in self.rows:
-            self.rows[device] = self.real_T.to(device, non_blocking=True)
-        return self.rows[device]
+    def _rows_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows of the tokens that count, and which of these go to the reservoir."""
+        if device not in self._rows:
+            self._rows[device] = send(self.real_T, device, torch.int64), send(self.drawn_R, device, torch.int64)
+        return self._rows[device]
 
 
 @dataclass(frozen=True)
-class HostBatch:
-    """The sums of one batch on the CPU."""
+class ScannedBatch:
+    """The sums of one batch, on the device of its losses."""
 
     losses_B: Tensor
     rows_L8F: Tensor
     bits_LRf: Tensor
-    totals_B: Tensor  # Σ‖∇‖ of each sample over all layers; zero after a forward-only pass
-    slots_R: Tensor
+    totals_LB: Tensor  # Σ‖∇‖ of each sample; zero after a forward-only pass
+    slots_R: Tensor  # on the CPU
 
-    def add_to(self, sums: ScanSums, *, number: int, counters: dict[str, float], loss_scale: float = 1.0) -> None:
-        """Add to running sums as batch `number`; gradient sums are divided by `loss_scale`."""
+    def fetch(self) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
+        """Losses, and Σ‖∇‖ over all layers, on the CPU."""
+        losses_B, totals_LB = to_host([self.losses_B, self.totals_LB])
+        return losses_B, totals_LB.sum(0)
+
+
+# Receives a batch, its losses, and Σ‖∇‖ of its samples.
+Check = Callable[[TokenBatch, Tensor, Tensor], None]
+
+
+class RunningSums:
+    """The sums of a scan on its device; only `drain` waits for the device and changes the host's sums.
+
+    Numerics: bitwise those of adding every batch on the host, since the additions and their order are the same.
+    """
+
+    def __init__(self, sums: ScanSums, device: torch.device) -> None:
+        """`sums` are the host's."""
+        self.sums = sums
+        rows_L8F = torch.stack([sums.tensors[name].double() for name in ROWS], dim=1)
+        self._rows_L8F = send(rows_L8F, device, torch.float64)
+        self._waiting: list[tuple[int, TokenBatch, bool, ScannedBatch]] = []
+
+    def add(
+        self, number: int, batch: TokenBatch, found: ScannedBatch, *, checked: bool, loss_scale: float = 1.0
+    ) -> None:
+        """Add batch `number`, its gradients divided by `loss_scale`; `drain` checks it unless it is `checked`."""
+        largest = ROWS["max_abs"]
+        found.rows_L8F[:, ROWS[BACKWARD[0]] :] /= loss_scale
+        largest_LF = torch.maximum(self._rows_L8F[:, largest], found.rows_L8F[:, largest])
+        self._rows_L8F += found.rows_L8F
+        self._rows_L8F[:, largest] = largest_LF
+        # Its sums are not kept.
+        self._waiting.append((number, batch, checked, replace(found, rows_L8F=largest_LF[:0])))
+
+    def drain(self, check: Check) -> None:
+        """Copy everything to the host in one transfer, and to the host's sums if `check` accepts each batch."""
+        kept = [found for *_, found in self._waiting]
+        tensors = [tensor for found in kept for tensor in (found.losses_B, found.totals_LB, found.bits_LRf)]
+        rows_L8F, *fetched = to_host([self._rows_L8F, *tensors])
+        batches = [*zip(self._waiting, fetched[::3], fetched[1::3], fetched[2::3], strict=True)]
+        for (_, batch, checked, _), losses_B, totals_LB, _ in batches:
+            if not checked:
+                check(batch, losses_B, totals_LB.sum(0))
         for name, row in ROWS.items():
-            values_LF, total = self.rows_L8F[:, row], sums.tensors[name]
-            if name in BACKWARD:
-                total += values_LF / loss_scale
-            elif name == "max_abs":
-                torch.maximum(total, values_LF, out=total)
-            else:
-                total += values_LF.to(total.dtype)
-        sums.tensors["bits_LRf"][:, self.slots_R] = self.bits_LRf
-        for name, count in counters.items():
-            sums.counters[name] = sums.counters.get(name, 0) + count
-        sums.done.add(number)
+            self.sums.tensors[name].copy_(rows_L8F[:, row])
+        for (number, batch, _, found), losses_B, _, bits_LRf in batches:
+            self.sums.tensors["bits_LRf"][:, found.slots_R] = bits_LRf
+            counts = {"tokens": batch.tokens, "samples": len(batch.names), "loss_sum": float(losses_B.double().sum())}
+            for name, count in counts.items():
+                self.sums.counters[name] = self.sums.counters.get(name, 0) + count
+            self.sums.done.add(number)
+        self._waiting = []

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -11,13 +11,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from instruments.device import is_launch_bound
 from instruments.errors import CheckpointError, NumericsError, some
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
 from models.loading import input_device
 from stages.accumulators.sums import LocalStore, ScanSums, SumStore
 from stages.artifacts.job import Workers
 from stages.losses import forward_losses, supervised_tokens
-from stages.scan.batch_sums import BatchSums, HostBatch
+from stages.scan.batch_sums import BatchSums, RunningSums, ScannedBatch
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import ParameterRecorder
 from stages.text.batches import TokenBatch
@@ -81,20 +82,22 @@ def _refuse(bad_B: Bool[Tensor, "B"], batch: TokenBatch, what: str, do: str) -> 
 _HALF_LOSS_SCALE = 2.0**12
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scanner:
-    """Measures a model's neurons batch by batch."""
+    """Measures a model's neurons batch by batch; their sums stay on its device until `drain`."""
 
     model: nn.Module  # a causal language model, all weights frozen
     mlps: Sequence[GatedFFN]  # its gated FFNs, in layer order
     settings: ScanConfig
     parameters: ParameterRecorder | None = None  # None without scan.parameters
+    _running: RunningSums | None = field(default=None, init=False)
 
     def scan(self, batch: TokenBatch, slots_BT: Tensor, sums: ScanSums, *, number: int, first_sample: int = 0) -> None:
-        """Add batch `number` of the scan to `sums`; on an error `sums` stays unchanged.
+        """Read batch `number` of the scan for `sums`, to which `drain` adds it.
 
         Each sample has its own mean loss, so a batch of B equals B batches of one. `slots_BT` holds the reservoir slot
-        of each token, -1 for none; `first_sample` is the number of the batch's first sequence.
+        of each token, -1 for none; `first_sample` is the number of the batch's first sequence. A GPU's batches are
+        checked by `drain`, since the host would wait for each of them; other batches here.
 
         Raises:
             CheckpointError: weights are not finite.
@@ -104,29 +107,40 @@ class Scanner:
         dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
         loss_scale = _HALF_LOSS_SCALE if self.settings.gradients and dtype == torch.float16 else 1.0
         found = self._measure(batch, slots_BT, loss_scale)
-        check_losses(found.losses_B, batch, self.model)
-        # Overflow in float16: try a smaller scale. Every batch starts at the full scale, so that its sums do not depend
-        # on other batches.
-        while not self._is_usable(found, last=loss_scale == 1):
-            loss_scale /= 16
-            found = self._measure(batch, slots_BT, loss_scale)
-        if self.settings.gradients:
-            check_gradients(found.totals_B, found.losses_B, batch)
+        at_once = self.parameters is not None or loss_scale > 1 or not is_launch_bound(found.losses_B.device)
+        if at_once:
+            losses_B, totals_B = found.fetch()
+            check_losses(losses_B, batch, self.model)
+            # Overflow in float16: try a smaller scale. Every batch starts at the full scale, so that its sums do not
+            # depend on other batches.
+            while not self._is_usable(totals_B, last=loss_scale == 1):
+                loss_scale /= 16
+                found = self._measure(batch, slots_BT, loss_scale)
+                losses_B, totals_B = found.fetch()
+            if self.settings.gradients:
+                check_gradients(totals_B, losses_B, batch)
         if self.parameters:
             self.parameters.keep(first_sample, loss_scale)
-        counters = {
-            "tokens": batch.tokens,
-            "samples": len(batch.names),
-            "loss_sum": float(found.losses_B.double().sum()),
-        }
-        found.add_to(sums, number=number, counters=counters, loss_scale=loss_scale)
+        if self._running is None or self._running.sums is not sums:
+            self._running = RunningSums(sums, found.losses_B.device)
+        self._running.add(number, batch, found, checked=at_once, loss_scale=loss_scale)
 
-    def _is_usable(self, found: HostBatch, *, last: bool) -> bool:
+    def drain(self) -> None:
+        """Add the batches read since the last call to the host's sums: all, or, if it raises as `scan` does, none."""
+        if self._running is not None:
+            self._running.drain(self._check)
+
+    def _check(self, batch: TokenBatch, losses_B: Tensor, totals_B: Tensor) -> None:
+        check_losses(losses_B, batch, self.model)
+        if self.settings.gradients:
+            check_gradients(totals_B, losses_B, batch)
+
+    def _is_usable(self, totals_B: Tensor, *, last: bool) -> bool:
         """Whether all gradients are finite; the last try is always used, and the caller checks it."""
         recorded = self.parameters is None or self.parameters.take(last=last)
-        return last or (recorded and bool(found.totals_B.isfinite().all()))
+        return last or (recorded and bool(totals_B.isfinite().all()))
 
-    def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> HostBatch:
+    def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> ScannedBatch:
         if self.parameters:
             self.parameters.scanner.name_samples(batch.names, self.parameters.source)
         sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.settings)
@@ -137,7 +151,7 @@ class Scanner:
         else:
             with probe_hidden(self.mlps, sums.add_hidden), torch.no_grad():
                 losses_B = forward_losses(self.model, batch)
-        return sums.to_host(losses_B.detach())
+        return sums.join(losses_B.detach())
 
 
 def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "M"]:
@@ -218,6 +232,7 @@ def scan_shares(
 
 
 def _flush(store: SumStore, scanner: Scanner) -> None:
+    scanner.drain()
     # Parameters first: after a kill between the two, a record without sums is harmless, sums without a record are not.
     if scanner.parameters:
         scanner.parameters.writer.seal()

@@ -1,12 +1,15 @@
 """Token sequences, and padded batches of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from models.device import send
 
 # Label of tokens that do not count in the loss, as in torch.nn.functional.cross_entropy.
 IGNORED = -100
@@ -30,6 +33,40 @@ class TokenSequence:
         return replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
 
+class CountedMask(Tensor):
+    """An attention mask whose sum the host knows.
+
+    transformers asks at each forward pass whether there is padding; a GPU would first have to finish all earlier work.
+    """
+
+    ones: int
+
+    @classmethod
+    def of(cls, mask_BT: Tensor, ones: int) -> "CountedMask":
+        """The mask, which marks `ones` tokens."""
+        counted = mask_BT.as_subclass(cls)
+        counted.ones = ones
+        return counted
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - any result of the function
+        """Answer the sum of all; results are plain tensors, except the same mask again."""
+        mask = next(value for value in args if isinstance(value, CountedMask))
+        if func in {Tensor.sum, torch.sum, Tensor.all, torch.all} and len(args) == 1 and not kwargs:
+            whole = func in {Tensor.all, torch.all}
+            return torch.tensor(mask.ones == mask.numel() if whole else mask.ones)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs or {})
+        same = func in {Tensor.to, Tensor.__getitem__} and result.shape == mask.shape
+        return cls.of(result, mask.ones) if same else result
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """B sequences, padded on the right to the longest of them."""
@@ -49,7 +86,8 @@ class TokenBatch:
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` on a device, as arguments of a model."""
-        return {"input_ids": self.input_ids.to(device), "attention_mask": self.attention_mask.to(device)}
+        input_ids, mask_BT = (send(tensor, device, torch.int64) for tensor in (self.input_ids, self.attention_mask))
+        return {"input_ids": input_ids, "attention_mask": CountedMask.of(mask_BT, self.tokens)}
 
 
 def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:

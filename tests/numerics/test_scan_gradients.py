@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from operator_counts import Operators, count_operators
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
+from instruments import device
 from instruments.errors import NumericsError
 from instruments.ffn_probe import neuron_norms
 from models.ffn import ffn_modules
 from stages.accumulators.sums import LocalStore
 from stages.artifacts.job import ALONE
-from stages.losses import enable_gradient_checkpointing
+from stages.losses import enable_gradient_checkpointing, forward_losses
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner, draw_reservoir, scan_shares
@@ -167,6 +169,14 @@ def test_a_forward_only_scan_gives_the_same_activations(folder):
     assert not forward["grad_norm_gate"].any()
 
 
+@pytest.fixture(params=["checked at once", "checked by drain"])
+def moment(request, monkeypatch):
+    """When batches are checked: on a CPU at once, on a GPU when its sums reach the host."""
+    if request.param == "checked by drain":
+        monkeypatch.setattr(device, "HOSTS", set())
+
+
+@pytest.mark.usefixtures("moment")
 def test_an_interrupted_scan_goes_on_to_the_same_bits(folder, tmp_path):
     model, batches = load(folder), batch_sequences(draw_sequences(), 1, 0)
     whole = scan_model(model, batches)
@@ -180,6 +190,7 @@ def test_an_interrupted_scan_goes_on_to_the_same_bits(folder, tmp_path):
     assert all(torch.equal(tensor, whole.tensors[name]) for name, tensor in resumed.tensors.items())
 
 
+@pytest.mark.usefixtures("moment")
 def test_a_sample_without_a_usable_label_is_named(folder):
     sequences = draw_sequences()
     sequences[2] = TokenSequence("sample 2", sequences[2].ids, [sequences[2].ids[0]] + [-100] * (LENGTHS[2] - 1))
@@ -188,6 +199,7 @@ def test_a_sample_without_a_usable_label_is_named(folder):
     assert caught.value.where == "sample 2"
 
 
+@pytest.mark.usefixtures("moment")
 def test_gradients_that_are_all_zero_are_an_error_and_add_nothing(folder):
     model = load(folder)
     # With zero up and down weights, no gradient of the loss reaches a neuron.
@@ -217,3 +229,30 @@ def test_float16_gradients_are_scaled(folder, factor, bound):
     single = scan_model(model, batches).tensors["grad_norm_gate"]
     half = scan_model(model.to(torch.float16), batches).tensors["grad_norm_gate"]
     assert (half - single).norm() / single.norm() <= bound
+
+
+def test_a_batch_waits_for_nothing_and_one_flush_fetches_all(folder, monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", set())
+    fetched = []
+
+    def to_host(tensors):
+        fetched.append(tensors)
+        return tensors
+
+    monkeypatch.setattr("stages.scan.batch_sums.to_host", to_host)
+    model, batches = load(folder), batch_sequences(draw_sequences(), 1, 0)
+    scanner, store = Scanner(model, ffn_modules(model), ScanConfig()), MemoryStore(Path(), SHAPES, identity={}, every=1)
+    with torch.enable_grad():
+        passes = count_operators(lambda: forward_losses(model, batches[0]).sum().backward())
+    for number, batch in enumerate(batches):
+        slots_BT = torch.arange(LENGTHS[number])[None]  # all go to the reservoir
+        with Operators() as found:
+            scanner.scan(batch, slots_BT, store.sums, number=number)
+        # Where the CPU is the device, those of transformers are of numbers that the host knows.
+        assert found.waits == passes.waits
+    assert not fetched
+    assert not store.sums.done
+    scanner.drain()
+    assert len(fetched) == 1
+    assert store.sums.done == {0, 1, 2}
+    assert store.sums.counters["tokens"] == sum(LENGTHS)

@@ -57,3 +57,21 @@ def test_losses_without_gradients():
         losses_N = cross_entropy(logits_NV, targets_N)
     torch.testing.assert_close(losses_N, functional.cross_entropy(logits_NV, targets_N, reduction="none"))
     assert not losses_N.requires_grad
+
+
+@pytest.mark.parametrize(("free", "rows"), [(None, 3), (0, 3), (2 * 12 * V * 5, 5), (10**9, 8)])
+def test_chunks_grow_with_the_free_memory_of_a_gpu(free: int | None, rows: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "GPU_CHUNK_VALUES", 8 * V)
+    monkeypatch.setattr(module, "free_device_memory", lambda _device: free)
+    logits_NV, targets_N, _ = example()
+    expected = functional.cross_entropy(logits_NV, targets_N, reduction="none")
+    taken = []
+
+    def of_chunk(logits_nV: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        taken.append(len(logits_nV))
+        return plain(logits_nV, *args, **options)
+
+    plain = functional.cross_entropy
+    monkeypatch.setattr(functional, "cross_entropy", of_chunk)
+    torch.testing.assert_close(cross_entropy(logits_NV, targets_N), expected)
+    assert taken == [min(rows, N - first) for first in range(0, N, rows)]

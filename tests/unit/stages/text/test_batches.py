@@ -1,3 +1,5 @@
+import torch
+
 from stages.text.batches import TokenSequence, batch_sequences, group_lengths, split_batch
 
 PAD = 9
@@ -51,3 +53,16 @@ def test_parts_are_padded_to_their_own_longest_sequence():
     assert short.tokens + long.tokens == batch.tokens
     assert [*short.names, *long.names] == batch.names
     assert short.labels.shape == short.attention_mask.shape == (2, 3)
+
+
+def test_the_host_knows_how_much_of_a_mask_is_padding():
+    for lengths in ([3, 5], [5, 5]):
+        (batch,) = batch_sequences([sequence_of(length) for length in lengths], batch_tokens=10, pad_id=PAD)
+        mask = batch.inputs(torch.device("cpu"))["attention_mask"]
+        assert mask.tolist() == batch.attention_mask.tolist()
+        # What transformers asks, of a mask that the host can read no more.
+        asked = mask.to(device="meta", dtype=torch.bool)
+        for same in (asked, asked[:, :5]):
+            assert int(same.sum()) == sum(lengths)
+            assert bool(same.all()) == (sum(lengths) == 10)
+        assert type(mask * 2) is type(mask[:, :3]) is torch.Tensor
