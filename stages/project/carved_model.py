@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.ffn import replaced_ffns
@@ -97,8 +97,8 @@ def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
 class _GivenHidden(nn.Module):
     """Replaces the decoder when its last hidden states are known."""
 
-    def forward(self, inputs_embeds: Tensor, **_arguments: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, inputs_embeds: Tensor, **_arguments: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class CarvedModel:

@@ -12,7 +12,7 @@ import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the c
 from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights, slice_ffn
-from models.ffn import DenseFFN, ffn_modules
+from models.ffn import DenseFFN, ffn_modules, separate_ffns
 from models.routing import GateKind, LinearRouter
 from models.targets.base import gate_kind, gate_scale_of
 from models.targets.config import MOE_TARGETS
@@ -86,6 +86,14 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
         assert gradient.shape == weight.shape
         assert gradient.any()
         torch.testing.assert_close(gradient, wanted, rtol=2e-3, atol=1e-6 + 1e-4 * float(wanted.abs().max()), msg=name)
+
+
+def test_the_head_of_a_class_that_also_has_experts_gives_logits(tmp_path):
+    keys = {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["attention"] * L, "mamba_n_heads": 4}
+    dense = load(write_pico(tmp_path, "granitemoehybrid", layers=L, hidden=D, shared_intermediate_size=F, **keys))
+    separate_ffns(dense)
+    carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+    assert 1e-4 < carved.divergence(carved.teach(read_batches())) < 1e4
 
 
 def gradients_of(layer, moe, shape):
