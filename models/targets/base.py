@@ -132,7 +132,7 @@ class MoETarget:
     norm_key: bool = True  # config.json has norm_topk_prob
     factor_key: bool = False  # config.json has routed_scaling_factor, which takes the scale
     factor_tensor: bool = False  # a tensor of `more` takes the scale
-    shared_scale: float = 1.0  # factor on the always-on neurons' down
+    output_scale: float = 1.0  # factor on all down projections, which the architecture takes back
     selection_bias_scale: float = 1.0  # converts a bias on the logits to one where the architecture adds it
     least_experts: int = 1
 
@@ -265,8 +265,8 @@ def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
     unscaled = shape.experts if target.scoring == "softmax" else 2  # 1/E, or σ(0) = ½
     inverse = float(shape.top_k if normalised else unscaled)
     return GateScale(
-        down_scale=1.0 if target.factor_key or target.factor_tensor else inverse,
-        shared_down_scale=target.shared_scale * (2.0 if target.shared_router else 1.0),  # σ(0) = ½
+        down_scale=1.0 if target.factor_key or target.factor_tensor else inverse * target.output_scale,
+        shared_down_scale=target.output_scale * (2.0 if target.shared_router else 1.0),  # σ(0) = ½
         norm_topk_prob=normalised if target.norm_key else None,
         routed_scaling_factor=inverse if target.factor_key else None,
     )

@@ -59,6 +59,6 @@ TARGETS = (
         always_has_shared=True,
         norm_key=False,
         factor_tensor=True,
-        shared_scale=_SMALL,
+        output_scale=_SMALL,
     ),
 )

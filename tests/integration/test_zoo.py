@@ -18,7 +18,7 @@ NATIVELY = {
     *("gemma4_text", "gemma4_text_no_values", "gemma4_image"),
     *("ministral3", "mistral3_image", "mistral3_ministral3_image", "qwen3_vl_image"),
     *("granite_swa", "smollm3", "cwm", "ministral", "granitemoehybrid_dense", "seed_oss", "glm"),
-    *("ernie4_5", "helium", "hunyuan_v1_dense"),
+    *("ernie4_5", "helium", "hunyuan_v1_dense", "cohere2"),
 }
 
 

@@ -57,6 +57,7 @@ MULTIPLIERS = {
 }
 # A window shorter than the test's text, in one of two layers.
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+COHERE2 = WINDOWS | {"logit_scale": 0.7, "layer_norm_eps": 1e-4, "head_dim": 6}
 GRANITE_SWA = MULTIPLIERS | WINDOWS | {"layer_rope_theta": [0, 50.0]}
 GRANITE_HYBRID = MULTIPLIERS | {
     "layer_types": ["mamba", "attention"],
@@ -167,6 +168,11 @@ CASES = {
     "hunyuan": Case("hunyuan_v1_dense", "hunyuan_v1_moe", always_on=5, pico={"tie": True}),
     "hunyuan-none-always-on": Case("hunyuan_v1_dense", "hunyuan_v1_moe", pico={"attention_bias": True}),
     "hunyuan-bfloat16": Case("hunyuan_v1_dense", "hunyuan_v1_moe", 5, 4, 8, dtype=torch.bfloat16),
+    "cohere2": Case("cohere2", "cohere2_moe", always_on=5, pico=COHERE2 | {"tie": True}),
+    "cohere2-none-always-on": Case("cohere2", "cohere2_moe", pico=COHERE2 | {"attention_bias": True}),
+    "cohere2-dense-first": Case("cohere2", "cohere2_moe", always_on=11, dense_layers=(0,), pico=COHERE2),
+    "cohere2-dense-last": Case("cohere2", "cohere2_moe", always_on=5, dense_layers=(1,), pico=COHERE2),
+    "cohere2-bfloat16": Case("cohere2", "cohere2_moe", 5, 4, 8, dtype=torch.bfloat16, pico=COHERE2),
     "qwen3-copies": Case("qwen3", "qwen3_moe", copies=True),
     "qwen2-copies": Case("qwen2", "qwen2_moe", always_on=5, copies=True),
     "llama-copies": Case("llama", "mixtral", copies=True),

@@ -10,6 +10,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 MINISTRAL = {
     "rope_type": "yarn", "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 2048,
 }  # fmt: skip
+ERNIE = {
+    "num_hidden_layers": 4, "moe_layer_end_index": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 8,
+    "num_key_value_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
 HEADS = {"num_attention_heads": 4, "hidden_size": 32}
 PLAIN = {"model_type": "llama"}
 SHAPE = MoEShape(64, 256, 8, 0)
@@ -143,6 +147,14 @@ def test_no_runtime_is_named_for_experts_with_another_activation(target):
         ("qwen3_moe", {"attention_bias": True}, "has no bias on o_proj for this architecture"),
         ("granitemoe", {"attention_bias": True}, ""),
         ("mixtral", {"rope_parameters": MINISTRAL}, "ignores the mscale and attention_factor of yarn"),
+        ("ernie4_5_moe", ERNIE, ""),
+        ("ernie4_5_moe", ERNIE | {"moe_layer_end_index": 2}, "runs dense layers only before all others"),
+        (
+            *("ernie4_5_moe", ERNIE | {"intermediate_size": 64}),
+            "has only shared experts as wide as a dense layer / key heads",
+        ),
+        ("cohere2_moe", {"mlp_layer_types": ["dense", "sparse"]}, ""),
+        ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense"]}, "runs dense layers only before all others"),
         ("granitemoe_swa", HEADS | {"head_dim": 8, "layer_rope_theta": [0, 5e4]}, ""),
         ("granitemoe_swa", HEADS | {"layer_rope_theta": [1e4, 5e4]}, "rotates all layers by one base"),
         ("granitemoe_swa", HEADS | {"head_dim": 6}, "has only heads of hidden_size / heads for this architecture"),

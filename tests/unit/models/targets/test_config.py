@@ -32,6 +32,7 @@ HUNYUAN = {"model_type": "hunyuan_v1_dense", "head_dim": 6}
             ("ernie4_5", 5, "ernie4_5_moe"),
             ("helium", 0, "ernie4_5_moe"),
         ),
+        *(("cohere2", 0, "cohere2_moe"), ("cohere2", 5, "cohere2_moe")),
         *((HUNYUAN, 16, "hunyuan_v1_moe"), (HUNYUAN, 17, "tiny_onn")),
         ({"model_type": "helium", "attention_bias": True}, 0, "tiny_onn"),
         ({"model_type": "llama", "attention_bias": True}, 0, "tiny_onn"),
@@ -166,6 +167,7 @@ OF_CHOSEN = (
     [
         *((target, 6, 4.0, 1.0, True, None) for target in ("qwen3_moe", "dots1", "flex_olmo")),
         *((target, 6, 4.0, 1.0, None, None) for target in OF_CHOSEN[1:]),
+        ("cohere2_moe", 6, 8.0, 2.0, True, None),
         *((target, 6, 1.0, 1.0, True, 4.0) for target in ("glm4_moe", "tiny_onn")),
         ("qwen2_moe", 6, 6.0, 2.0, False, None),
         ("qwen2_moe", 16, 16.0, 2.0, False, None),
@@ -183,6 +185,7 @@ def test_who_carries_the_scale(target, experts, down, shared_down, norm_topk_pro
         *((target, "softmax_of_all", 100.0, None) for target in ("qwen2_moe", "flex_olmo")),
         *((target, "sigmoid", 1.0, 2.0) for target in ("tiny_onn", "glm4_moe")),
         ("dots1", "sigmoid", 2.0, None),
+        ("cohere2_moe", "sigmoid", 4.0, None),
         *((target, "softmax_of_chosen", 1.0, None) for target in OF_CHOSEN),
     ],
 )

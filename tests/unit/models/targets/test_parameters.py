@@ -28,6 +28,7 @@ SHAPE = MoEShape(experts=6, n=14, top_k=2, always_on=20)
 # Families with a target of their own, and what their configuration needs to be small.
 OWN_TARGETS = {
     "gemma4_text": {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 61},
+    "cohere2": {},
     "ernie4_5": {},
     "glm": {"eos_token_id": 0},
     "granite_swa": {},
