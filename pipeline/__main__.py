@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -50,6 +51,9 @@ def _do(words: list[str]) -> int:
         return code
     if {"-h", "--help", "help"} & set(words):
         sys.stdout.write(help_page())
+        return 0
+    if "--version" in words:
+        sys.stdout.write(f"tiny-onn {version('tiny-onn')}\n")
         return 0
     if not find_workers().leads:
         os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; only the leading worker shows progress bars

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
 from pipeline.help import CONF
-from pipeline.overrides import first_word, hide_passwords, override_errors, parse_overrides
+from pipeline.overrides import first_word, flag_errors, hide_passwords, override_errors, parse_overrides
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
 from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
@@ -74,7 +74,7 @@ def refuse_flags(flags: Set[str]) -> None:
     if any(flag.startswith("--res") for flag in flags) and not flags & {"--cfg", "-c", "--help", "-h"}:
         what = "--resolve goes with settings that are shown"
         raise ConfigError(what, where="command line", do="python -m pipeline --cfg job --resolve")
-    if any(flag.startswith(("--config-", "-cd", "-cn", "-cp")) for flag in flags):
+    if any(flag.startswith(("--config", "-cd", "-cn", "-cp")) for flag in flags):
         what = f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported"
         do = "copy your file, in the form of conf/debug/tiny.yaml, to conf/experiment, and name it in experiment="
         raise ConfigError(what, where="command line", do=do)
@@ -94,6 +94,8 @@ def start(words: Sequence[str]) -> list[Step]:
             "lines; TINY_ONN_REDIS_PASSWORD in the environment is safer"
         )
     flags = {word for word in words if word.startswith("-")}
+    if wrong := flag_errors(words):
+        raise InvalidSettingsError(wrong)
     refuse_flags(flags)
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
     if faults := override_errors(settings, sweep=bool(SWEEPING & flags)):

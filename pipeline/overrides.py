@@ -17,9 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
-from pipeline.check import default_text, find_fields, folder_errors, unknown_choice
+from pipeline.advice import COMMANDS, flag_words, other_values, other_words
+from pipeline.check import as_word, default_text, find_fields, folder_errors, unknown_choice, value_errors
 from pipeline.help import groups
 from pipeline.settings import Settings, find_removed, find_wrong_values
+from pipeline.words import expand_words, find_words
 from stages.accumulators.config import hide_password
 from stages.text.config import DataConfig, SourceConfig
 
@@ -100,7 +102,8 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
             return
         elif fault := _type_fault(key, value):
             what = fault if fault.startswith(f"{key}=") else f"{key}={value}: {fault}"
-            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec)}")
+            meant = next((as_word(other) for other in other_values(value) if not _value_faults(key, other, spec)), None)
+            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec) if meant is None else meant}")
 
 
 def _hydra_errors(key: str, value: str) -> Iterator[ConfigError]:
@@ -117,7 +120,8 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
     key, equals, value = word.lstrip("+").partition("=")
     spec = find_field(key)
     if not equals or not (spec or key in options or key.startswith("hydra")):
-        return ConfigError(f"{word[:200]} is no setting", where=WHERE, do="stage=scan, or another key=value")
+        do = COMMANDS.get(key) or (find_words("model", key) or ["stage=scan, or another key=value"])[0]
+        return ConfigError(f"{word[:200]} is no setting", where=WHERE, do=do)
     if spec is None or spec.type in {str, str | None}:
         # The shell does not expand ~ inside quotes.
         do = setting_word(key, str(expand_user(value)) if value.startswith("~") else value)
@@ -146,15 +150,43 @@ def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     key, _equals, value = word.lstrip("+").partition("=")
     if removed := find_removed(key, value, WHERE):
         return removed
-    known = [*FIELDS, *options]
-    by_last_word = {name.rpartition(".")[2]: name for name in known}
-    close = get_close_matches(key, known, n=1, cutoff=0.7) or [
-        by_last_word[name] for name in get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.7)
-    ]
-    remedy = f"{close[0]}={value}" if close else "python -m pipeline --cfg job lists the settings"
-    return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
+    return ConfigError(f"there is no setting {key}", where=WHERE, do=_nearest_word(key, value, options))
 
 
+def _nearest_word(key: str, value: str, options: Mapping[str, list[str]]) -> str:
+    """A word that can be typed and may be what was meant: of another program, or of a similar name."""
+    last_words = {name.rpartition(".")[2]: name for name in [*options, *FIELDS]}
+    close = get_close_matches(key, [*FIELDS, *options], n=2, cutoff=0.75)
+    close += [last_words[name] for name in get_close_matches(key.rpartition(".")[2], last_words, n=2, cutoff=0.75)]
+    for word in [*other_words(key, value), *(f"{name}={value}" for name in close)]:
+        if "=" not in word.partition(" ")[0] or not [
+            *_word_errors(expand_words([word])[-1], dict(options), sweep=False)
+        ]:
+            return word
+    return "python -m pipeline --cfg job lists the settings"
+
+
+def flag_errors(words: Sequence[str]) -> list[ConfigError]:
+    """Errors: flags that are none, with the words to type instead."""
+    errors = []
+    for flag, word in flag_words(words, HYDRA_FLAGS):
+        faults = [fault for new in expand_words([word]) for fault in _word_errors(new, groups(), sweep=False)]
+        do = faults[0].do if faults else word
+        errors.append(ConfigError(f"there is no flag {flag}: settings have no dashes", where=WHERE, do=do))
+    return errors
+
+
+def _value_faults(key: str, value: object, spec: Field[Any]) -> bool:
+    """Whether a value is of the wrong type, or breaks the setting's own rule."""
+    return bool(_type_fault(key, value) or [*value_errors(key, value, spec)])
+
+
+# Hydra's flags that are supported; others are refused by name.
+HYDRA_FLAGS = (
+    *("--help", "-h", "--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--info", "-i"),
+    *("--multirun", "-m", "--experimental-rerun", "--shell-completion", "-sc"),
+    *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"),
+)
 # One source, so that settings of an item of the list can be tried.
 _TRIED = OmegaConf.structured(Settings(data=DataConfig(sources=[SourceConfig()])))
 _ITEM = re.compile(r"\.\d+\.")  # data.sources.0.share: a setting of an item of a list
