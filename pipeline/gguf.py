@@ -63,11 +63,18 @@ def check_carve(folder: Path) -> None:
         do = f"python -m pipeline model=local {setting_word('model.path', str(folder))}"
         inside = f" with a text part of type {text_of(config).get('model_type')}" * ("text_config" in config)
         raise CheckpointError(f"{model_type}{inside} is no architecture that a carve becomes", where=str(folder), do=do)
-    _target, architecture = carved
+    target, architecture = carved
     if (named := config.get("architectures", [architecture])) != [architecture]:  # converters choose their code by it
         do = f'"architectures": ["{architecture}"] in config.json, as in the carve'
         raise CheckpointError(f"{model_type} with architectures {named}", where=str(folder), do=do)
-    read_checkpoint(folder)
+    entries, hidden = read_checkpoint(folder), text_of(config).get("hidden_size")
+    if target.transposed and any(
+        name.endswith("experts.gate_up_proj") and entry.shape[1] != hidden for name, entry in entries.items()
+    ):
+        turned = "{name: t.mT.contiguous() if name.endswith('_proj') else t for name, t in model.state_dict().items()}"
+        do = f"model.save_pretrained(folder, save_original_format=False, state_dict={turned})"
+        what = "save_pretrained of transformers wrote the experts as other programs do not read them: transposed"
+        raise CheckpointError(what, where=str(folder), do=do)
 
 
 def check_tokenizer(folder: Path) -> None:

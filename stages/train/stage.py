@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from models import loading
 from models.card import copy_card
+from models.checkpoint.folder import read_checkpoint
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.routing import LinearRouter
@@ -160,7 +161,13 @@ def write_native(model: PreTrainedModel, like: Path, folder: Path, dtype: torch.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(folder)
+    tensors, stored = model.state_dict(), read_checkpoint(like)
+    shapes = {name: stored[name].shape for name in tensors.keys() & stored.keys()}
+    packed = [name for name in shapes if tensors[name].ndim == 3 and shapes[name] != tensors[name].shape]
+    turned = {name: tensors[name].mT.contiguous() for name in packed}
+    # transformers 5.23 reads the transposed experts of Qwen3-VL-MoE, but writes them as they are in memory.
+    how = {"state_dict": tensors | turned, "save_original_format": False} if turned else {}
+    model.save_pretrained(folder, **how)
     for path in like.iterdir():
         if path.suffix in {".json", ".py"} and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)

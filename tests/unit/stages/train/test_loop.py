@@ -11,9 +11,12 @@ import torch
 from accelerate import cpu_offload
 from pico_moes import make_moe
 from safetensors.torch import load_file
+from unit.pipeline.served_carves import write_wrapped_carve
 
+from instruments.errors import CheckpointError
 from models.loading import load_whole
 from models.training import Part, find_routers, selection_bias
+from pipeline.gguf import check_carve
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
@@ -157,6 +160,19 @@ def test_weights_are_rounded_and_selection_biases_are_not(tmp_path):
     biases = [written.pop(name) for name in sorted(written) if name.endswith("e_score_correction_bias")]
     assert [tensor.tolist() for tensor in biases] == [bias_E.tolist()] * 2
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+
+
+def test_transposed_experts_are_written_as_they_were(tmp_path):
+    """transformers reads them, and writes them as they are in memory, which other programs do not read."""
+    moe = write_wrapped_carve(tmp_path, "qwen3_vl_moe_text", "qwen3_vl_image", 0)
+    model = stage.load_trainable(moe)
+    stage.write_native(model, moe, tmp_path / "out", torch.float32)
+    wanted, written = load_file(moe / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert wanted.keys() == written.keys()
+    assert all(torch.equal(written[name], wanted[name]) for name in wanted)
+    model.save_pretrained(moe)
+    with pytest.raises(CheckpointError, match="save_pretrained of transformers wrote the experts"):
+        check_carve(moe)
 
 
 def make(count):
