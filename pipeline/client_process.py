@@ -49,6 +49,8 @@ def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str
         glm_vocabulary(model) if own else model._set_vocab_gpt2()
 
     TextModel.get_vocab_base_pre, TextModel._set_vocab_glm = pre_tokenizer, vocabulary
+    # A carve has no layers that predict the second next token, without which Qwen3.5's class stops; as by --no-mtp.
+    TextModel.no_mtp = True
     sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", outtype]
     convert_hf_to_gguf.main()
     return {"out": out}
