@@ -75,7 +75,8 @@ def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
     """A temporary folder with a carve's name, links to weights and tokenizer, and settings that name no code.
 
     It is all that a client sees of a checkpoint: some run Python that is in its folder, or that its settings name. The
-    only Python in it is the project's own, for TinyONN. `respell`: transformers 4.57 can read the tokenizer settings.
+    only Python in it is the project's own, for TinyONN. `respell`: for llama.cpp's converter, which may know the carve
+    by another class, and whose transformers may be 4.57, which then reads the tokenizer settings.
     Raises CheckpointError: it cannot be read. Errors name the checkpoint.
     """
     with TemporaryDirectory() as place:
@@ -101,6 +102,10 @@ def _copy_settings(checkpoint: Path, folder: Path, *, respell: bool) -> None:
     found["config.json"] = read_settings(checkpoint / "config.json")
     target, architecture = target_of(stored)
     found["config.json"]["architectures"] = [architecture]
+    if respell:
+        inner = found["config.json"].get("text_config")
+        text = inner if isinstance(inner, dict) else found["config.json"]
+        text |= target.llama_cpp_keys(text)
     for part in ("text_config", "vision_config", "audio_config"):  # by which converters choose their code, too
         if isinstance(inner := found["config.json"].get(part), dict):
             inner.pop("architectures", None)

@@ -98,6 +98,8 @@ class MoETarget:
     # ones differ from the default only in texts longer than max_position_embeddings.
     llama_cpp_ropes: tuple[str, ...] = ("default", "linear", "yarn", "dynamic")
     llama_cpp_output_bias: bool = False  # llama.cpp has a bias on o_proj
+    # Keys of config.json by which its converter takes a carve as another architecture, which computes more.
+    llama_cpp_keys: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _config: {})
     llama_cpp_windows: bool = False  # llama.cpp has its sliding windows
     # What else llama.cpp would silently leave out of a model with this config.json.
     llama_cpp_lacks: Callable[[Mapping[str, Any]], str] = field(default=lambda _config: "")
@@ -183,11 +185,14 @@ class MoETarget:
             # vLLM 0.32 computes some with SiLU and refuses others.
             known = "SiLU" if self.activation == "silu" else self.activation
             return dict.fromkeys(self.runtimes, f"has only {known} for these experts, not {activation}")
-        rope = rope_of(source)
-        if rope_type_of(source) == "yarn" and (rope.get("mscale_all_dim") or rope.get("attention_factor")):
-            return dict.fromkeys(self.runtimes, "ignores the mscale and attention_factor of yarn")
-        fault = self._llama_cpp_fault(shape, source) if "llama.cpp" in self.runtimes else ""
-        return {"llama.cpp": fault} if fault else {}
+        faults, rope = dict[str, str](), rope_of(source)
+        scaled = rope_type_of(source) == "yarn" and (rope.get("mscale_all_dim") or rope.get("attention_factor"))
+        if scaled and not self.is_tiny_onn:  # which runs in vLLM by transformers' code
+            wrong = [name for name in self.runtimes if name != "llama.cpp" or not self.llama_cpp_keys(source)]
+            faults = dict.fromkeys(wrong, "ignores the mscale and attention_factor of yarn")
+        if "llama.cpp" in {*self.runtimes} - faults.keys() and (fault := self._llama_cpp_fault(shape, source)):
+            faults["llama.cpp"] = fault
+        return faults
 
     def _llama_cpp_fault(self, shape: MoEShape, source: Mapping[str, Any]) -> str:
         if shape.dense_layers and self.dense_layers in {"ends", "any"}:

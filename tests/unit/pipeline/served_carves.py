@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from pico import write_pico
@@ -15,11 +16,11 @@ from models.experts import slice_experts
 from models.targets.config import MOE_TARGETS
 
 
-def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: int = 64) -> Path:
+def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: int = 64, **config: Any) -> Path:
     """Carve a dense pico model with four heads and a tokenizer; its routers are random. Returns the MoE's folder."""
     width = {} if source in {"qwen2", "granite"} else {"head_dim": hidden // 4}
     dense = write_pico(
-        folder / "dense", source, hidden=hidden, intermediate=5 * 32 + always_on, tokenizer=True, **width
+        folder / "dense", source, hidden=hidden, intermediate=5 * 32 + always_on, tokenizer=True, **width, **config
     )
     return carve(dense, folder / "moe", target, MoEShape(5, 32, 2, always_on))
 

@@ -10,8 +10,10 @@ import pytest
 from unit.pipeline.served_carves import write_carve
 
 from instruments.errors import ConfigError
+from models.source import read_config
 from models.targets.config import MOE_TARGETS
 from pipeline import gguf
+from pipeline.clients import readable_copy
 
 HEADS = {"num_key_value_heads": 4, "num_attention_heads": 4}
 
@@ -144,6 +146,23 @@ def test_the_converter_reads_a_tokenizer_that_transformers_5_wrote(tmp_path, car
     gguf.write_gguf(moe, tmp_path / "x.gguf", "f16", gguf.Clients(None, ()))
     assert seen == {"tokenizer_class": "PreTrainedTokenizerFast"}
     assert {path.name for path in tmp_path.iterdir()} == {"moe", "x.gguf"}
+
+
+def test_a_carve_of_ministral_3_is_converted_as_that_model(tmp_path):
+    """As Mixtral, llama.cpp would ignore yarn's mscale, and how sharp attention is in long texts."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0}
+    sharp = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e4, "beta_slow": 1.0}
+    moe = write_carve(tmp_path, "mixtral", "ministral3", 0, rope_parameters=rope | sharp)
+    stored = read_config(moe)
+    assert gguf.check_convertible(stored) == []
+    with readable_copy(moe, respell=True) as seen:
+        config = read_config(seen)
+    assert (config["architectures"], config["model_type"]) == (["Ministral3ForCausalLM"], "ministral3")
+    assert config["rope_scaling"] == config["rope_parameters"] == rope | sharp
+    with readable_copy(moe) as seen:
+        assert read_config(seen) == stored
+    with pytest.raises(ConfigError, match="ignores the mscale"):
+        gguf.check_convertible({key: value for key, value in stored.items() if key != "llama_4_scaling_beta"})
 
 
 def test_what_the_disk_refuses_has_a_remedy_of_this_command(tmp_path, capsys, carve, monkeypatch):

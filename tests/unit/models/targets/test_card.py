@@ -146,7 +146,6 @@ def test_no_runtime_is_named_for_experts_with_another_activation(target):
         ("qwen2_moe", {"hidden_act": "gelu"}, "has only SiLU for these experts, not gelu"),
         ("qwen3_moe", {"attention_bias": True}, "has no bias on o_proj for this architecture"),
         ("granitemoe", {"attention_bias": True}, ""),
-        ("mixtral", {"rope_parameters": MINISTRAL}, "ignores the mscale and attention_factor of yarn"),
         ("ernie4_5_moe", ERNIE, ""),
         ("ernie4_5_moe", ERNIE | {"moe_layer_end_index": 2}, "runs dense layers only before all others"),
         (
@@ -155,6 +154,8 @@ def test_no_runtime_is_named_for_experts_with_another_activation(target):
         ),
         ("cohere2_moe", {"mlp_layer_types": ["dense", "sparse"]}, ""),
         ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense"]}, "runs dense layers only before all others"),
+        ("mixtral", {"rope_parameters": MINISTRAL}, ""),  # it is converted as Ministral 3
+        ("glm4_moe", {"rope_parameters": MINISTRAL}, "ignores the mscale and attention_factor of yarn"),
         ("granitemoe_swa", HEADS | {"head_dim": 8, "layer_rope_theta": [0, 5e4]}, ""),
         ("granitemoe_swa", HEADS | {"layer_rope_theta": [1e4, 5e4]}, "rotates all layers by one base"),
         ("granitemoe_swa", HEADS | {"head_dim": 6}, "has only heads of hidden_size / heads for this architecture"),
