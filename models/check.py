@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
+from models.checkpoint.mistaken import explain_names
 from models.config import MEMORY, ModelConfig, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
@@ -52,6 +53,12 @@ def _check_weights(
         what = f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it"
         do = "copy quantization_config from the checkpoint's own config.json"
         return [CheckpointError(what, where=some(packed, 3, ", "), do=do)]
+    if not packed and (stored := stored_quantization(config)):
+        what = f"config.json says that the weights are stored in {stored}, and none is"
+        do = "remove quantization_config from config.json, or download the weights again"
+        return [CheckpointError(what, where="quantization_config in config.json", do=do)]
+    if mistaken := explain_names(entries):
+        return [mistaken]
     return check_tensors(decoder, {name: entry.shape for name, entry in entries.items()})
 
 

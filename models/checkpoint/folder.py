@@ -14,10 +14,10 @@ from typing import Any
 from instruments.dtypes import COMPUTED, FLOATING, SAFETENSORS, dtype_name, stored_name
 from instruments.errors import CheckpointError, some
 from instruments.safetensors_files import TensorEntry, read_header
+from models.checkpoint.mistaken import ADAPTER, explain_place, explain_shard
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
 
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the checkpoint again"
@@ -64,6 +64,8 @@ def require_folder(folder: Path) -> Path:
                 return folder
             what = f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint"
             raise CheckpointError(what, where=str(folder), do=f"remove it, or {RESTORE}")
+        if folder.is_file() and (error := explain_place(folder)):
+            raise error
         found = "is a file, not a folder" if folder.exists() else "does not exist"
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
@@ -202,7 +204,7 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
         try:
             stored |= read_header(shard)
         except CheckpointError as error:
-            errors.append(error)
+            errors.append(explain_shard(shard) or error)
     wrong = sorted(name for name, shard in index.items() if name not in stored or stored[name].path.name != shard)
     if wrong and not errors:
         what = f"{len(wrong)} of {len(index)} tensors are not in the shard the index names: {', '.join(wrong[:3])}"
@@ -257,7 +259,10 @@ def _join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict
         for part in (*(f"{weight}.{key}" for key in packed.parts), *others):
             joined.pop(part, None)
         joined[weight] = packed
-    return joined, errors
+    alike: dict[tuple[str, str], list[str]] = {}  # such as one for each of the weights
+    for wrong in errors:
+        alike.setdefault((wrong.what, wrong.do), []).append(wrong.where)
+    return joined, [CheckpointError(what, where=some(places, 3), do=do) for (what, do), places in alike.items()]
 
 
 def _four_bits(entries: Mapping[str, TensorEntry], weight: str, state_name: str, kind: str) -> PackedEntry:
