@@ -139,7 +139,8 @@ class RouterWatch:
         """Attach to every router of `model`."""
         self.routers = find_routers(model)
         config = _text_config(model)
-        self._top_k = getattr(config, "top_k_experts", None) or getattr(config, "num_experts_per_tok", None)
+        top_k = getattr(config, "top_k_experts", None) or getattr(config, "num_experts_per_tok", None)
+        self._top_k = top_k[0] if isinstance(top_k, list) else top_k  # a carve's layers choose as many
         self._seen: list[Routing] | None = None
         self._hooks = [router.register_forward_hook(self._note) for router in self.routers]
 

@@ -23,14 +23,16 @@ def probe() -> dict[str, str]:
 
 
 def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str, str]:
-    """Run llama.cpp's converter, with two corrections to its tokenizer code.
+    """Run llama.cpp's converter, with three corrections to its tokenizer code.
 
     The converter recognises pre-tokenizers by a hash that depends on the vocabulary, so plain byte-level ones with
-    another vocabulary are set to GPT-2's. It also assumes that every Glm4Moe model has GLM's special tokens.
+    another vocabulary are set to GPT-2's. It also assumes that every Glm4Moe model has GLM's special tokens,
+    and every HunYuanMoEV1 the tokenizer in Python of one model.
     """
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     import convert_hf_to_gguf  # type: ignore[import-not-found]  # noqa: PLC0415 - of llama.cpp
     from conversion.base import TextModel  # type: ignore[import-not-found]  # noqa: PLC0415
+    from conversion.hunyuan import HunYuanMoEModel  # type: ignore[import-not-found]  # noqa: PLC0415
 
     by_hash, glm_vocabulary = TextModel.get_vocab_base_pre, TextModel._set_vocab_glm
 
@@ -49,6 +51,7 @@ def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str
         glm_vocabulary(model) if own else model._set_vocab_gpt2()
 
     TextModel.get_vocab_base_pre, TextModel._set_vocab_glm = pre_tokenizer, vocabulary
+    HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2
     # A carve has no layers that predict the second next token, without which Qwen3.5's class stops; as by --no-mtp.
     TextModel.no_mtp = True
     sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", outtype]

@@ -12,7 +12,7 @@ TARGETS = (
             "intermediate_size": given.width,
             "num_experts": given.shape.experts,
             # For vLLM and SGLang, and as lists for llama.cpp.
-            "moe_topk": [given.shape.top_k] * given.decoder.depth,
+            **dict.fromkeys(("moe_topk", "num_experts_per_tok"), [given.shape.top_k] * given.decoder.depth),
             "moe_intermediate_size": [given.width] * given.decoder.depth,
             "num_shared_expert": [1] * given.decoder.depth,
             "use_mixed_mlp_moe": True,

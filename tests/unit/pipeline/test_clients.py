@@ -27,7 +27,7 @@ def main():
     with open(Path(__file__).parent / "converted", "a") as log:
         log.write(f"{settings['config.json']['architectures'][0]} {sorted(path.name for path in folder.iterdir())}\\n")
 """
-BASE = "class TextModel:\n    get_vocab_base_pre = _set_vocab_glm = None\n"
+BASE = "class TextModel:\n    get_vocab_base_pre = _set_vocab_glm = _set_vocab_gpt2 = None\n"
 SEEN = {
     "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json",
@@ -46,6 +46,7 @@ def llama_cpp(tmp_path):
     (folder / "conversion").mkdir(parents=True)
     (folder / "convert_hf_to_gguf.py").write_text(CONVERTER)
     (folder / "conversion" / "base.py").write_text(BASE)
+    (folder / "conversion" / "hunyuan.py").write_text("class HunYuanMoEModel: ...")
     packages = tmp_path / "packages"
     for name in ("llama_cpp", "sentencepiece"):
         (packages / f"{name}-0.3.30.dist-info").mkdir(parents=True)
