@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -472,10 +472,5 @@ def _stored_names(
             found[target].sort(key=lambda part: min(n for source, n in places.items() if source in part))
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     return {name: tuple(parts) for name, parts in found.items()}, tuple(
-        name for name in unknown if not any(_matches(pattern, name) for pattern in ignored)
+        name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)
     )
-
-
-@lru_cache(maxsize=4096)
-def _matches(pattern: str, name: str) -> bool:
-    return re.search(pattern, name) is not None

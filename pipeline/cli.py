@@ -18,7 +18,7 @@ from pipeline.help import CONF
 from pipeline.overrides import first_word, flag_errors, hide_passwords, override_errors, parse_overrides
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
-from pipeline.settings import SHOWING, Settings, compose, register_schema, run_hydra
+from pipeline.settings import SHOWING, Settings, compose, run_hydra
 from pipeline.words import expand_words
 from stages.artifacts.job import GO_ON, LostWorkerError, find_workers
 
@@ -85,7 +85,6 @@ def start(words: Sequence[str]) -> list[Step]:
 
     With a flag such as `--multirun` Hydra reads the words, and the list is empty.
     """
-    register_schema()
     typed = words = expand_words(words)
     words = hide_passwords(words)
     if words != typed and find_workers().leads:

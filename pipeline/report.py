@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from safetensors import safe_open
 
 from instruments.errors import redact
-from instruments.files import whole_file
+from instruments.files import write_text
 from instruments.safetensors_files import read_facts
 from models.config import MoEShape
 from pipeline.artifacts import SHORT, Manifest, is_complete
@@ -45,9 +45,7 @@ class Section:
 
 def write_page(run: RunRecord, label: str, config: str, last: Path, out: Path) -> Path:
     """Write the page of a run: see `draw_page`. Raises ContractError, OSError or one of UNREADABLE."""
-    page = draw_page(run, label, config, last)
-    with whole_file(out) as unfinished:
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
+    write_text(out, draw_page(run, label, config, last))
     return out
 
 

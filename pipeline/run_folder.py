@@ -1,6 +1,5 @@
 """The folder of one run: its settings, its log, and a record of command, versions, and stages with time and peak."""
 
-import json
 import logging
 import os
 import platform
@@ -15,7 +14,7 @@ from typing import TextIO
 from omegaconf import OmegaConf
 
 from instruments.errors import printable, redact
-from instruments.files import whole_file
+from instruments.files import write_json
 from pipeline.settings import Settings
 
 RECORD = "stages.json"
@@ -53,8 +52,7 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Write `stages.json` atomically."""
-        with whole_file(folder / RECORD) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(folder / RECORD, asdict(self))
 
 
 class RunFolder:

@@ -188,7 +188,7 @@ def with_ancestors(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
 
 
 @cache
-def register_schema() -> None:
+def _register_schema() -> None:
     """Register the schema as `schema`, and `${workspace:}` and `${variable:NAME,default}`, of the environment."""
     # Without types, which `to_settings` checks once: checking them in every merge is slow.
     ConfigStore.instance().store("schema", node=OmegaConf.to_container(SCHEMA))
@@ -276,6 +276,7 @@ def find_removed(key: str, value: str, where: str) -> ConfigError | None:
 
 def compose(words: Sequence[str]) -> tuple[Settings, Path]:
     """The settings that the words select, and the run folder. Raises ConfigError: see `composition_errors`."""
+    _register_schema()
     with composition_errors():
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             try:
@@ -293,6 +294,7 @@ def run_hydra(task: Callable[[Settings, Path, Sequence[str]], object]) -> None:
 
     Raises ConfigError: see `composition_errors`; UserError: the task failed; all other jobs of a sweep still ran.
     """
+    _register_schema()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors instead of ending the process
     started = False
 

@@ -57,7 +57,8 @@ def find_known(root: nn.Module) -> Iterator[Watched]:
         forward = getattr(type(module), "forward", None)  # a ScriptModule has none
         code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
         if code is not None and _LOOK_UP in code.co_names:
-            yield Watched(name, module, ATTENTION, layer, hook_kernel, dict.fromkeys(_HEADS, 2) | {"output": 1})
+            axes = dict.fromkeys(_HEADS, 2) | {"output": 1}
+            yield Watched(name, module, ATTENTION, layer, lambda *given: [_watch_kernel(*given)], axes)
         for own in fused_parameters(module):
             yield Watched(f"{name}.{own}", module, EXPERTS, layer, hook_experts, {}, parameter=own)
 
@@ -88,7 +89,7 @@ def find_parallel(root: nn.Module) -> Iterator[Watched]:
         elif layer_type == EMBEDDING:
             yield Watched(name, module, EMBEDDING, None, hook_layer, {"input": 1, "output": 1})
         elif layer_type:
-            hook = partial(hook_layer, given_weight=_given_weight) if package == _MEGATRON else hook_layer
+            hook = partial(hook_layer, takes_weight=package == _MEGATRON)
             yield Watched(name, module, layer_type, layer, hook, {"input": 0, "output": 0})
 
 
@@ -106,10 +107,6 @@ def _enclosing(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def _given_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return args[1] if len(args) > 1 else kwargs.get("weight")
 
 
 # Coordinate → group name in the functions of Megatron's parallel_state.
@@ -136,14 +133,10 @@ def find_coordinates(root: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def hook_layer(
-    watched: Watched,
-    recorder: Recorder,
-    given_weight: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] = lambda _args, _kwargs: None,
-) -> list[RemovableHandle]:
+def hook_layer(watched: Watched, recorder: Recorder, *, takes_weight: bool = False) -> list[RemovableHandle]:
     """Hooks that pass a layer's input (its first argument), weight, output and gradients to the recorder.
 
-    The weight is the module's, unless a call has been given another.
+    The weight is the module's, unless a call that `takes_weight`, as its second argument, has been given another.
     """
     module: Any = watched.module
 
@@ -158,7 +151,7 @@ def hook_layer(
         if is_parametrized(module, "weight"):
             recorder.leave_out(watched, ["weight"], "a parametrization computes it at every reading")
         else:
-            given = given_weight(args, kwargs)
+            given = (args[1] if len(args) > 1 else kwargs.get("weight")) if takes_weight else None
             recorder.take(call, "weight", module.weight if given is None else given)
         return call
 
@@ -206,13 +199,9 @@ _watchers: dict[nn.Module, tuple[Watched, Recorder]] = {}
 _original: list[Kernel] = []
 
 
-def hook_kernel(watched: Watched, recorder: Recorder) -> list[Any]:
-    """Capture the arguments of its kernel; AttentionInterface is restored when no module is watched."""
-    return [_watching(watched, recorder)]
-
-
 @contextmanager
-def _watching(watched: Watched, recorder: Recorder) -> Iterator[None]:
+def _watch_kernel(watched: Watched, recorder: Recorder) -> Iterator[None]:
+    """Capture the arguments of its kernel; AttentionInterface is restored when no module is watched."""
     from transformers import AttentionInterface  # noqa: PLC0415 - other models need no transformers
 
     if not _watchers:

@@ -69,11 +69,6 @@ def unseen_weights(root: nn.Module, found: Sequence[Watched]) -> Iterator[str]:
             yield plain_name(name)
 
 
-def find_rank_info(root: nn.Module) -> RankInfo:
-    """Rank and world size in torch.distributed, and coordinates in the parallel groups."""
-    return RankInfo(*rank_and_world(), find_coordinates(root))
-
-
 def refuse_compiled(model: nn.Module) -> None:
     """Raise ConfigError if the model is compiled, or if torch.compile makes this call, and would trace the hooks."""
     dynamo: Any = sys.modules.get("torch._dynamo")
@@ -133,7 +128,7 @@ class TensorDump:
         self.metadata = dict(metadata or {})
         self.manifest: Manifest | None = None  # complete after the dump
         self._given, self.root = model, unwrap(model)
-        self.identity = find_rank_info(self.root)
+        self.identity = RankInfo(*rank_and_world(), find_coordinates(self.root))
         ranks = self.config.ranks
         self.enabled = enabled and (ranks is None or self.identity.rank in ranks)
         found = find_modules(self.root) if self.enabled else []

@@ -39,13 +39,8 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
     Weights that do not fit on the devices go to `offload_folder`: transformers joins experts while loading, so it could
     not read them later from the checkpoint's files.
     """
-    return load_whole(
-        folder,
-        dtype=dtype,
-        experts_implementation="grouped_mm",
-        offload_folder=offload_folder,
-        **placement(model, resolve_device(model)),
-    )
+    placed = placement(model, resolve_device(model)) | {"offload_folder": offload_folder}
+    return load_whole(folder, dtype=dtype, experts_implementation="grouped_mm", **placed)
 
 
 @torch.no_grad()

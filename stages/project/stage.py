@@ -45,9 +45,8 @@ def run(
     run_topology = run_pool if shape.pooled else run_layers
     table = run_topology(job, context, checkpoint, routers, project)
     if job.workers.leads:
-        check_number_format(
-            job.out / "checkpoint", checkpoint.dtype, context.text, context.device, project.validation_share
-        )
+        written, share = job.out / "checkpoint", project.validation_share
+        check_number_format(written, checkpoint.dtype, context.text, context.device, share)
     return table
 
 
@@ -170,14 +169,8 @@ def run_pool(
         return NOTHING
     said, given = describe_pool(outcome, project, gradients), split_pool(projected, partition)
     fitted = {layer: loop.router for layer, loop in enumerate(projected)}
-    checkpoint.write(
-        job.out,
-        fitted,
-        routers.logit_std,
-        lambda layer: given[layer].to("cpu", checkpoint.dtype),
-        partition,
-        said,
-    )
+    experts = lambda layer: given[layer].to("cpu", checkpoint.dtype)  # noqa: E731
+    checkpoint.write(job.out, fitted, routers.logit_std, experts, partition, said)
     return summarise_pool(outcome, said, partition)
 
 

@@ -5,11 +5,10 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -197,8 +196,9 @@ class PhaseLoop:
         items = add_up(torch.stack([supervised_tokens(batch["labels"]).sum() for batch in batches]).sum())
         self.wrapped.train()
         for number, batch in enumerate(batches):
-            with nullcontext() if number == len(batches) - 1 else without_exchange(self.wrapped):
-                loss = self.objective.loss(self.wrapped, batch, items, len(batches), workers.world)
+            model, last = self.wrapped, number == len(batches) - 1  # until which gradients stay in this process
+            with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+                loss = self.objective.loss(model, batch, items, len(batches), workers.world)
                 torch.autograd.backward(loss)
             self.losses += loss.detach()
         norm = self.clip(step + 1)
@@ -314,16 +314,9 @@ def distribute(model: nn.Module, context: TrainContext) -> nn.Module:
         return model
     if context.settings.fsdp:
         for module in (*decoder_layers(model)[1], model):
-            fully_shard(
-                module, reshard_after_forward=True
-            )  # after held-out text, too: names and values stay those of shards
+            fully_shard(module, reshard_after_forward=True)  # after held-out text, too: names stay those of shards
         return model
     return DistributedDataParallel(model, None if context.device.type == "cpu" else [context.device])
-
-
-def without_exchange(model: nn.Module) -> AbstractContextManager[Any]:
-    """A micro-batch whose gradients stay in this process until the last one of the step."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.__main__ import TOOLS
 from pipeline.check import contradictions, find_errors
 from pipeline.overrides import override_errors
-from pipeline.settings import STAGES, compose, register_schema
+from pipeline.settings import STAGES, compose
 from pipeline.words import expand_words
 
 REPOSITORY = Path(__file__).parents[2]
@@ -96,7 +96,6 @@ def test_every_command_composes(command):
     words = expand_words(shlex.split(command))
     if command.startswith("--") or command.partition(" ")[0] in TOOLS:  # flags or another program, no settings
         return
-    register_schema()
     sweep = "-m" in words[:1]
     words = words[sweep:]
     assert not override_errors(words, sweep=sweep)
@@ -123,7 +122,6 @@ TORCHRUN = sorted(
 def test_every_command_fits_its_number_of_processes(workers, command, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": workers, "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    register_schema()
     settings, _folder = compose(shlex.split(command))
     assert [*contradictions(settings)] == []
 

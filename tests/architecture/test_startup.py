@@ -29,9 +29,8 @@ sys.exit(code)
 PLANNED = """
 import sys
 from pipeline.plan import make_plan
-from pipeline.settings import compose, register_schema
+from pipeline.settings import compose
 from pipeline.check import validate
-register_schema()
 make_plan(validate(compose(sys.argv[1:])[0]))
 assert "torch" not in sys.modules
 """

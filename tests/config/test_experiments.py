@@ -9,7 +9,7 @@ from config.experiment_log import STATES, expand_sweep, read_entry, read_header,
 from pipeline.check import find_errors
 from pipeline.help import CONF, group_lines
 from pipeline.overrides import override_errors
-from pipeline.settings import compose, register_schema
+from pipeline.settings import compose
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -43,7 +43,6 @@ def test_a_command_of_the_log_runs(command):
 
 def check_command(command):
     """The command has no wrong setting; of a sweep, neither has the first nor the last combination."""
-    register_schema()
     program, words = shlex.split(command)[:3], shlex.split(command)[3:]
     assert program == ["python", "-m", "pipeline"]
     assert not override_errors([word for word in words if word != "-m"], sweep="-m" in words)
@@ -78,7 +77,6 @@ def test_entries_are_complete():
 
 
 def test_every_experiment_sets_something():
-    register_schema()
     plain, _folder = compose([])
     assert [name for name in EXPERIMENTS if compose([f"experiment={name}"])[0] == plain] == []
 

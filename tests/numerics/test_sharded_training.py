@@ -8,6 +8,7 @@ from integration.forked import free_port, run_ranks
 from pico_moes import make_moe
 from safetensors.torch import load_file
 
+from instruments.training_watch.step_log import read_step_log
 from stages.artifacts.job import Workers
 
 
@@ -33,3 +34,12 @@ def test_two_processes_train_and_resume_like_one(tmp_path):
         for key, tensor in alone.items():
             moved = (tensor - start[key]).norm()
             assert (found[key] - tensor).norm() <= 1e-2 * moved, (name, key)
+
+
+def test_shards_are_added_up_and_each_process_has_its_own_log(tmp_path):
+    from numerics.sharded_watch import main
+
+    port = free_port()
+    run_ranks(2, lambda rank: main(rank, port, tmp_path / "watch.jsonl"))
+    logs = {path.name: [line["step"] for line in read_step_log(path)] for path in tmp_path.iterdir()}
+    assert logs == {"watch.jsonl": [0, 1], "watch-1.jsonl": [0, 1]}

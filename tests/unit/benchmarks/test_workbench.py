@@ -1,6 +1,8 @@
 import pytest
 import torch
 from benchmarks.peak_memory import layer_activations
+from benchmarks.rows import Row, show_rows
+from benchmarks.timing import Task, take_turns
 from benchmarks.workbench import SHAPES, make_workbench, read_options
 from pico import write_pico
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,3 +49,35 @@ def test_the_known_shape_has_its_weights():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES["qwen3-1.7b"]))
     assert sum(weight.numel() for weight in model.parameters()) == 1_720_574_976
+
+
+def test_the_table_shows_median_spread_and_target():
+    table = show_rows([Row("scan ÷ step", [1.0, 0.8, 3.0], at_most=1.05), Row("sets", [250.0], unit="MiB", note="n")])
+    assert table.splitlines() == [
+        "what         measured    spread         target    met    note",
+        "-----------  ----------  -------------  --------  -----  ------",
+        "scan ÷ step  1.000       0.800 … 3.000  ≤ 1.05    yes",
+        "sets         250 MiB                                     n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "met"), [({}, None), ({"at_most": 1.9}, False), ({"at_least": 2.0}, True), ({"at_least": 2.1}, False)]
+)
+def test_a_target_is_met_by_the_median(bounds, met):
+    row = Row("what", [9.0, 2.0, 0.0], **bounds)
+    assert row.met is met
+    fields = {"what": "what", "values": [9.0, 2.0, 0.0], "at_most": None, "at_least": None, "unit": "", "note": ""}
+    assert row.record() == fields | {"measured": 2.0, "met": met} | bounds
+
+
+def test_tasks_take_turns_and_the_first_round_does_not_count():
+    log = []
+    tasks = {
+        "a": Task(lambda: log.append("a")),
+        "b": Task(lambda: log.append("b"), lambda: log.append("before"), lambda: log.append("after")),
+    }
+    seconds = take_turns(tasks, 2, torch.device("cpu"))
+    assert log == ["a", "before", "b", "after"] * 3
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+    assert all(value >= 0 for values in seconds.values() for value in values)

@@ -7,10 +7,10 @@ from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from instruments.errors import CheckpointError, ConfigError
+from instruments.errors import CheckpointError, ConfigError, UserError
 from models.config import ModelConfig
 from models.emit import copy_tokenizer_files
-from models.loading import load_dense, load_tokenizer, padding_id, resolve_device, resolve_dtype
+from models.loading import explained_memory, load_dense, load_tokenizer, padding_id, resolve_device, resolve_dtype
 from models.source import EMBEDDED
 
 CPU = torch.device("cpu")
@@ -173,3 +173,25 @@ def test_padding_has_an_embedding(tmp_path, caplog):
     for _ in range(2):  # only the first load warns
         assert len(load_tokenizer(folder, trust_remote_code=False)) == known + 1
     assert caplog.messages == ["1 added tokens of the tokenizer have no embedding: text must not contain them"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"),
+        MemoryError("too much"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_too_little_memory_says_what_to_lower(error):
+    with pytest.raises(UserError) as caught, explained_memory("stage=train", "lower it"):
+        raise error
+    assert caught.value.what == f"out of memory: {str(error).splitlines()[0]}"
+    assert (caught.value.where, caught.value.do) == ("stage=train", "lower it")
+
+
+def test_a_real_allocation_that_cannot_be_met_and_other_errors():
+    with pytest.raises(UserError, match="out of memory"), explained_memory("here", "lower it"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="shapes"), explained_memory("here", "lower it"):
+        raise RuntimeError("shapes do not match")

@@ -8,7 +8,7 @@ from instruments.errors import ConfigError
 from models.checkpoint.shards import DenseReader
 from models.finding import find_decoder
 from pipeline.check import find_errors
-from pipeline.settings import compose, register_schema
+from pipeline.settings import compose
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,6 @@ def test_models_without_a_text_part_of_their_own_are_refused_before_anything_run
     write = write_checkpoint if source.endswith("_image") else write_pico
     folder = tmp_path / source
     write(*((source, folder) if source.endswith("_image") else (folder, source)))
-    register_schema()
     words = ["model=local", f"model.path={folder}", "assemble.text_only=true", f"output_dir={tmp_path}"]
     (error,) = [error for error in find_errors(compose(words)[0]) if error.where == "setting assemble.text_only"]
     assert isinstance(error, ConfigError)

@@ -1,9 +1,11 @@
 """Settings that contradict each other, the source model or the way the command was started; settings without effect."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
-from pipeline.check import find_errors, validate
-from pipeline.settings import compose, register_schema, unneeded
+from pipeline.check import field_errors, find_errors, validate
+from pipeline.settings import compose, unneeded
 from stages.text.config import DataConfig, SourceConfig
 
 POOL, ONN, ALIGNED = "topology=global_pool", "assemble.target=tiny_onn", "cluster.always_on_by=alignment"
@@ -12,7 +14,6 @@ POOL, ONN, ALIGNED = "topology=global_pool", "assemble.target=tiny_onn", "cluste
 @pytest.fixture
 def errors(tmp_path):
     """Function that returns the errors of a command line; the embedded model has 4 layers of 1024 neurons."""
-    register_schema()
 
     def find(words, **more):
         return find_errors(compose([*words.split(), f"output_dir={tmp_path}"])[0], words.split(), **more)
@@ -23,7 +24,6 @@ def errors(tmp_path):
 @pytest.fixture
 def warnings(tmp_path, caplog):
     """Function that returns the warnings of a command line without errors."""
-    register_schema()
 
     def find(words):
         caplog.clear()
@@ -249,3 +249,29 @@ def test_surprises_cause_a_warning(warnings, words):
 )
 def test_settings_of_a_stage_that_the_run_does_without(words, reason, warnings):
     assert [message.partition(" is ignored: ")[2] for message in warnings(words)] == ([reason] if reason else [])
+
+
+@dataclass
+class Node:
+    method: str = field(default="rank", metadata={"choices": ("rank", "random")})
+    share: float = field(default=0.25, metadata={"above": 0, "maximum": 1})
+    layers: list[int] = field(default_factory=list, metadata={"minimum": 0})
+    free: int = -1
+
+
+@dataclass
+class Root:
+    seed: int | None = field(default=None, metadata={"minimum": 0})
+    node: Node = field(default_factory=Node)
+
+
+def test_every_broken_rule_is_reported():
+    assert list(field_errors(Root())) == []
+    errors = list(field_errors(Root(seed=-1, node=Node("randon", 0.0, [3, -4]))))
+    assert [(error.what, error.do) for error in errors] == [
+        ("seed=-1 must be at least 0", "seed=null"),
+        ("node.method=randon is none of rank, random", "node.method=random"),
+        ("node.share=0.0 must be above 0", "node.share=0.25"),
+        ("node.layers=-4 must be at least 0", "node.layers=[]"),
+    ]
+    assert [error.do for error in field_errors(Node(share=1.5))] == ["share=0.25"]

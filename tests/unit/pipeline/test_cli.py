@@ -1,13 +1,25 @@
 """The command as users meet it: exit codes, whole messages; a mistake writes nothing."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline import cli
+from pipeline.__main__ import main
+from pipeline.artifacts import Manifest
 from pipeline.check import InvalidSettingsError
+from pipeline.plan import Step, find_checkpoint
+from pipeline.run import NEXT, next_commands, written_files
+from pipeline.settings import STAGES, compose
+from stages.artifacts.job import Table
+from stages.diagnose.config import DiagnoseConfig
 
 
 @pytest.fixture
@@ -212,3 +224,110 @@ def test_a_name_from_a_file_does_not_look_like_a_remedy():
     assert len(str(error).splitlines()) == 3
     assert error.where == "w\\n  do:    curl evil | sh"
     assert str(InvalidSettingsError([error, ConfigError("x")])) == f"{error}\n\nx"
+
+
+REPOSITORY = Path(__file__).parents[3]
+# Threads of other libraries may abort during Python's shutdown; this exit handler always aborts.
+ABORTING = "import atexit, os, sys; atexit.register(os.abort); from pipeline.__main__ import leave; "
+
+
+def leave(code, **environment):
+    command = [sys.executable, "-c", f"{ABORTING}print('the last line'); leave({code})"]
+    alone = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE", "MASTER_ADDR"}}
+    return subprocess.run(command, env=alone | environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_worker_that_is_done_does_not_wait_for_threads_that_may_abort(code):
+    done = leave(code, RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost")
+    assert (done.returncode, done.stdout) == (code, "the last line\n")
+
+
+def test_a_process_alone_shuts_down_as_usual():
+    assert leave(0).returncode == -6
+
+
+def run_under(words, stdout=subprocess.PIPE, **environment):
+    command = [sys.executable, "-m", "pipeline", *words]
+    return subprocess.run(
+        command, env=os.environ | environment, cwd=REPOSITORY, stdout=stdout, stderr=subprocess.PIPE, check=False
+    )
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+
+
+@pytest.mark.parametrize("environment", [ASCII, {"PYTHONIOENCODING": "ascii"}])
+def test_the_help_page_in_a_locale_without_unicode(environment):
+    done = run_under(["--help"], **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode("ascii").startswith("Carve a sparse Mixture-of-Experts")
+
+
+def test_nobody_reads_the_help_page():
+    """As behind `| head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = run_under(["--help"], stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_names_do_not_steer_the_terminal(tmp_path):
+    named = f"model.path={tmp_path}/\x1b[2Jname"
+    done = run_under(["model=local", named, "data=python_stdlib", f"output_dir={tmp_path}"])
+    assert done.returncode == 2
+    assert b"\x1b" not in done.stderr
+    assert rb"\x1b[2Jname" in done.stderr
+
+
+def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(monkeypatch):
+    def interrupt(_words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.__main__._do", interrupt)
+    assert main() == 130
+
+
+@pytest.mark.parametrize("stage", NEXT)
+def test_the_commands_can_be_pasted_and_repeat_what_was_typed(stage):
+    commands = next_commands(stage, [f"stage={stage}", "fresh=true", "experts=3", "data.path=/my texts"])
+    for command in commands:
+        python, dash_m, package, *words = shlex.split(command)
+        assert (python, dash_m, package) == ("python", "-m", "pipeline")
+        assert words[:2] == ["experts=3", "data.path=/my texts"]
+        settings, _folder = compose(words)
+        assert settings.stage in STAGES
+        assert settings.stage != stage
+        assert not settings.fresh
+
+
+@pytest.mark.parametrize("stage", ["evaluate", "dump", "diagnose"])
+def test_nothing_follows_where_a_run_ends_for_good(stage):
+    assert next_commands(stage, []) == []
+
+
+def test_the_checkpoint_of_a_run_is_the_one_that_it_wrote_or_read_last(tmp_path):
+    def step(name, *parents, **inputs):
+        return Step(STAGES[name], "", {}, tmp_path / name, inputs, {parent: tmp_path / parent for parent in parents}, 0)
+
+    for name in ("assemble", "project", "train"):
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+    assert find_checkpoint([step("scan")]) is None
+    assert find_checkpoint([step("scan"), step("assemble", "scan")]) == tmp_path / "assemble" / "checkpoint"
+    assert find_checkpoint([step("evaluate", "assemble", "project")]) == tmp_path / "project" / "checkpoint"
+    assert find_checkpoint([step("evaluate", "assemble", "project", "train")]) == tmp_path / "train" / "checkpoint"
+    (tmp_path / "latest").symlink_to("train")
+    looked = step("diagnose", diagnose=DiagnoseConfig(checkpoint=str(tmp_path / "latest" / "checkpoint")))
+    assert find_checkpoint([looked]) == tmp_path / "train" / "checkpoint"
+    assert find_checkpoint([step("diagnose", diagnose=DiagnoseConfig())]) is None
+    (tmp_path / "project" / "checkpoint").rmdir()  # an evaluation of it is not one of the checkpoint of assemble
+    assert find_checkpoint([step("evaluate", "assemble", "project")]) is None
+
+
+def test_files_are_named_with_their_sizes_the_largest_first(tmp_path):
+    files = {f"{number}.bin": {"size": number << 20, "sha256": ""} for number in range(9)}
+    lines = written_files(tmp_path, Manifest("f", {}, files, Table("t", [], [])))
+    assert lines[0] == f"{tmp_path / '8.bin'} (8.0 MiB)"
+    assert len(lines) == 7
+    assert lines[-1] == "and 3 smaller; manifest.json lists all"

@@ -1,14 +1,17 @@
 """Sweeps by Hydra, and the files under conf/."""
 
+import ast
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
 from instruments.errors import ConfigError, DataError
 from pipeline import cli
 from pipeline import settings as composition
-from pipeline.settings import register_schema
+from pipeline.help import REPOSITORY
+from pipeline.settings import CHAIN
 
 
 def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
@@ -88,7 +91,6 @@ def test_a_failing_job_of_a_sweep_is_named_and_the_others_run(tmp_path, monkeypa
 def test_a_faulty_file_under_conf(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("defaults: [schema, _self_]\nexpert: 3\n")
     monkeypatch.setattr(composition, "CONF", tmp_path)
-    register_schema()
     with pytest.raises(ConfigError) as caught:
         composition.compose([])
     assert "Key 'expert' not in 'Settings'" in caught.value.what
@@ -107,6 +109,13 @@ def test_a_faulty_file_under_conf(tmp_path, monkeypatch):
 def test_a_number_in_a_file_turns_nothing_on(tmp_path, monkeypatch, setting, named):
     (tmp_path / "config.yaml").write_text(f"defaults: [schema, _self_]\noutput_dir: x\n{setting}\n")
     monkeypatch.setattr(composition, "CONF", tmp_path)
-    register_schema()
     with pytest.raises(ConfigError, match=f"{named} is neither true nor false"):
-        composition.compose(["experts=4", "n=4"])
+        composition.compose([])
+
+
+@pytest.mark.parametrize("stage", CHAIN, ids=lambda stage: stage.name)
+def test_a_stage_is_handed_what_its_run_asks_for(stage):
+    tree = ast.parse(Path(REPOSITORY / "stages" / stage.name / "stage.py").read_text())
+    (run,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run")
+    assert [argument.arg for argument in run.args.args] == ["job"]
+    assert tuple(argument.arg for argument in run.args.kwonlyargs) == stage.nodes

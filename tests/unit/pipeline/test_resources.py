@@ -21,7 +21,7 @@ from pipeline.resources import (
     start_measuring,
 )
 from pipeline.run import Runner
-from pipeline.settings import compose, register_schema
+from pipeline.settings import compose
 
 CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")
 
@@ -29,7 +29,6 @@ CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate
 @pytest.fixture
 def checked(tmp_path):
     """Function that checks the settings of a command line."""
-    register_schema()
     return lambda *words: validate(compose([*words, f"output_dir={tmp_path}"])[0])
 
 

@@ -13,7 +13,7 @@ from models.source import EMBEDDED
 from models.targets.config import MOE_TARGETS
 from models.targets.config_json import count_carved, count_dense
 from pipeline.check import InvalidSettingsError, square_errors, validate, width_errors
-from pipeline.settings import compose, register_schema
+from pipeline.settings import compose
 from pipeline.shape import ShapeRequest, describe_shape, find_remedy, log_shape, shape_warnings
 from stages.assemble.config import AssembleConfig
 
@@ -30,7 +30,6 @@ def wide(tmp_path_factory):
 @pytest.fixture
 def said(tmp_path, caplog, wide):
     """Function that returns the lines that a command line logs before it starts, and its warning or None."""
-    register_schema()
     caplog.set_level(logging.INFO)
 
     def say(*words):

@@ -12,7 +12,7 @@ from instruments.errors import ConfigError
 from pipeline.check import MAX_COUNTS, field_errors, find_errors, find_fields, path_fault, value_errors
 from pipeline.help import CONF
 from pipeline.overrides import first_word, override_errors, parse_overrides
-from pipeline.settings import GONE, STAGES, compose, register_schema
+from pipeline.settings import GONE, STAGES, compose
 
 WRONG = [
     *(f"{name}={value}" for name in ("active", "project.beta", "train.router_rate") for value in ("nan", "inf")),
@@ -67,7 +67,6 @@ def stage_of(word):
 
 def find_faults(words):
     """Errors that the command reports for these words."""
-    register_schema()
     faults = override_errors(words, sweep=False)
     found = [error for errors in faults.values() for error in errors]
     settings, _folder = compose([word for word in words if word not in faults])
@@ -144,7 +143,6 @@ def test_every_number_of_steps_rounds_and_tokens_has_a_maximum():
 
 
 def test_what_an_interpolation_stands_for_has_the_type_of_the_setting():
-    register_schema()
     with pytest.raises(ConfigError, match="is not a ListConfig, list or tuple"):
         compose(["scan.parameter_patterns=${seed}"])
     words = ["diagnose.auto_diff.modules=${scan.parameter_patterns}", "scan.parameter_patterns=[a]"]
@@ -183,7 +181,6 @@ def test_a_removed_setting_in_a_file_is_named_with_its_new_name(tmp_path, monkey
     (conf / "project" / "mine.yaml").write_text("# Mine.\nguard: false\n")
     (conf / "experiment" / "mine.yaml").write_text("# @package _global_\ndiagnose:\n  watch:\n    limits: 3\n")
     monkeypatch.setattr(pipeline.settings, "CONF", conf)
-    register_schema()
     for word, new in (("project=mine", "project.validate="), ("experiment=mine", GONE["diagnose.watch"])):
         with pytest.raises(ConfigError) as caught:
             compose([word])

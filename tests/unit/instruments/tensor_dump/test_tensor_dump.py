@@ -1,6 +1,7 @@
 """What is captured, when, and what happens when memory is short."""
 
 import math
+import threading
 import time
 
 import pytest
@@ -10,10 +11,11 @@ from unit.instruments.tensor_dump.small_model import D, F, Small, inputs, run
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump import writer
-from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.config import DumpConfig, read_settings
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.statistics import measure
 from instruments.tensor_dump.tensor_dump import TensorDump
+from instruments.tensor_dump.writer import HostMemory
 
 
 @pytest.fixture
@@ -211,3 +213,53 @@ def test_one_model_is_dumped_once_at_a_time(folder, tmp_path):
             TensorDump(model, tmp_path / "other", environment={}).__enter__()
         model(inputs(0)).backward()
     run(tmp_path / "third", model=model, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "setting"),
+    [
+        ({"modules": ["*.q_proj", "layers.0"]}, {}, "modules"),
+        ({"tensors": ["query"]}, {}, "tensors"),
+        ({}, {"CUSTOM_QUANT_TYPE": "fp3"}, "CUSTOM_QUANT_TYPE"),
+        ({"quant_type": "int4"}, {}, "quant_type"),
+        ({}, {"TENSOR_SAVE_ENABLED": "maybe"}, "TENSOR_SAVE_ENABLED"),
+        ({"keep": "everything"}, {}, "keep"),
+        ({"every_steps": 0}, {}, "every_steps"),
+    ],
+)
+def test_settings_without_meaning_are_errors(tmp_path, settings, environment, setting):
+    with pytest.raises(ConfigError) as error:
+        TensorDump(Small(), tmp_path / "dump", DumpConfig(**settings), environment=environment)
+    assert setting in error.value.where
+    assert error.value.do
+    assert not (tmp_path / "dump").exists()
+
+
+def test_no_folder():
+    with pytest.raises(ConfigError, match="no folder to dump into"):
+        TensorDump(Small(), environment={})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"steps": 3}', "there is no setting steps"),
+        ("max_steps=2", "Expecting value"),
+        ('{"max_steps": "2"}', "max_steps missing or of another type"),
+    ],
+)
+def test_settings_in_the_environment(settings, message):
+    assert read_settings({"TENSOR_SAVE_CONFIG": '{"max_steps": 2}'}) == DumpConfig(max_steps=2)
+    with pytest.raises(ConfigError, match=message):
+        read_settings({"TENSOR_SAVE_CONFIG": settings})
+
+
+def test_waiting_ends_when_there_is_room():
+    memory = HostMemory(512)
+    assert memory.reserve(512)
+    assert not memory.reserve(1)
+    threading.Timer(0.05, memory.release, [512]).start()
+    start = time.monotonic()
+    assert memory.reserve(300, wait=True)
+    assert time.monotonic() - start >= 0.04
+    assert (memory.used, memory.most_used) == (300, 512)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError, UserError
-from stages.artifacts.job import ALONE, Workers, find_workers
+from stages.artifacts.job import ALONE, Table, Workers, find_workers
+from stages.artifacts.rendering import in_mib, in_millions, in_time, render, show
 
 
 def test_torchrun_names_the_place():
@@ -46,3 +47,33 @@ def test_every_worker_has_a_gpu_of_its_own(monkeypatch):
             Workers(3, 4, 3, 4).pick_device(asked)
         assert caught.value.where == f"model.device={asked}, torchrun --nproc-per-node=4"
         assert caught.value.do.startswith("model.device=auto with --nproc-per-node=2 or fewer")
+
+
+def test_a_table_with_its_notes():
+    rows = ((0, 1.23456789, 12345), (1, 2.0, 7), ("all", "+0.0500", None))
+    assert render(Table("Neurons", ("layer", "loss", "tokens"), rows, ("a note", "another")), "github") == (
+        "Neurons\n\n"
+        "| layer   |    loss |   tokens |\n|---------|---------|----------|\n"
+        "| 0       |   1.235 |   12,345 |\n| 1       |       2 |        7 |\n| all     | +0.0500 |        – |\n"
+        "\na note\nanother"
+    )
+    assert render(Table("T", ("a",), ((1,),)), "simple") == "T\n\na\n---\n1"
+
+
+@pytest.mark.parametrize(
+    ("shown", "wanted"),
+    [
+        (show(True), "True"),
+        (show(-12345), "-12,345"),
+        (show(0.123456), "0.1235"),
+        (show([1]), "[1]"),
+        (in_mib(3 << 29), "1,536.0 MiB"),
+        (in_millions(1_234_000), "1.23 M"),
+        (in_millions(7_620_000_000), "7.62 B"),
+        (in_time(12.34), "12.3 s"),
+        (in_time(600), "10 min"),
+        (in_time(7200), "2.0 h"),
+    ],
+)
+def test_quantities(shown, wanted):
+    assert shown == wanted

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import normalize
 
-from stages.cluster.methods import fill_experts, group_neurons
+from stages.cluster.methods import fill_experts, group_neurons, group_sizes, project_on_top_directions, unpack_bits
 
 NEURONS, E = 14, 4
 SCORES = torch.tensor([0.3, 0.9, 0.1, 0.8, 0.2, 0.7, 0.6, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4])
@@ -58,3 +59,87 @@ def test_contiguous_copies_come_from_the_next_group():
         [8, 9, 10, 11, 12],
         [0, 1, 11, 12, 13],
     ]
+
+
+@pytest.mark.parametrize(
+    ("neurons", "groups", "sizes"), [(10, 4, [3, 3, 2, 2]), (12, 3, [4, 4, 4]), (2, 5, [1, 1, 0, 0, 0])]
+)
+def test_sizes_differ_by_one_at_most(neurons, groups, sizes):
+    assert group_sizes(neurons, groups).tolist() == sizes
+
+
+def test_full_groups_stay_as_they_are():
+    labels_U = torch.tensor([1, 0, 2, 1, 0, 2])
+    affinity_UE = torch.rand(6, 3, generator=torch.Generator().manual_seed(0))
+    assert fill_experts(affinity_UE, labels_U, 2).tolist() == [[1, 4], [0, 3], [2, 5]]
+
+
+def test_room_goes_to_the_neurons_that_fit_best():
+    labels_U = torch.tensor([0, 1, 2, 0, 1])
+    affinity_UE = torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.2, 0.3], [0.7, 0.0, 0.0], [0.0, 0.8, 0.1], [0.6, 0.0, 0.3]])
+    # An expert's own neurons come first, even with low affinity; then experts 0, 1 and 2 add 2, 0 and (1, 4).
+    assert fill_experts(affinity_UE, labels_U, 3).tolist() == [[0, 2, 3], [0, 1, 4], [1, 2, 4]]
+
+
+def test_heavy_replication_uses_every_neuron_and_none_twice_in_an_expert():
+    neurons, experts, size = 41, 100, 11
+    labels_U = torch.arange(neurons)
+    affinity_UE = torch.randn(neurons, experts, generator=torch.Generator().manual_seed(0))
+    neurons_EN = fill_experts(affinity_UE, labels_U, size)
+    assert neurons_EN.shape == (experts, size)
+    assert (neurons_EN.diff(dim=1) > 0).all()
+    assert neurons_EN.unique().tolist() == list(range(neurons))
+    assert all(neuron in neurons_EN[neuron] for neuron in range(neurons))
+
+
+F, R, D = 37, 21, 9
+
+
+@pytest.fixture
+def bits_FR():
+    bits_FR = np.random.default_rng(0).random((F, R)) < 0.3
+    bits_FR[4] = False
+    return bits_FR
+
+
+def packed(bits_FR):
+    return torch.from_numpy(np.packbits(bits_FR, axis=1))
+
+
+def rng():
+    return np.random.default_rng(1)
+
+
+def cosines(rows):
+    rows = normalize(rows, dim=1)
+    return rows @ rows.T
+
+
+def test_bits_come_back(bits_FR):
+    assert torch.equal(unpack_bits(packed(bits_FR), R), torch.from_numpy(bits_FR).float())
+
+
+def test_with_all_directions_the_cosine_is_the_share_of_tokens_where_both_fire(bits_FR):
+    features_FC = project_on_top_directions(torch.from_numpy(bits_FR).float(), 64, rng())
+    assert features_FC.shape == (F, R)
+    bits = bits_FR.astype(float)
+    fires = bits.sum(1)
+    expected = bits @ bits.T / np.sqrt(np.outer(fires, fires).clip(1))
+    torch.testing.assert_close(cosines(features_FC), torch.from_numpy(expected).float())
+
+
+def test_a_neuron_that_never_fires_is_zero(bits_FR):
+    features_FC = project_on_top_directions(torch.from_numpy(bits_FR).float(), 5, rng())
+    assert features_FC.isfinite().all()
+    assert not features_FC[4].any()
+
+
+def test_few_directions_keep_what_the_best_ones_keep():
+    gate_FD = torch.randn(F, 3, generator=torch.Generator().manual_seed(0)) @ torch.randn(
+        3, D, generator=torch.Generator().manual_seed(1)
+    )
+    noisy_FD = gate_FD + 0.01 * torch.randn(F, D, generator=torch.Generator().manual_seed(2))
+    features_FC = project_on_top_directions(noisy_FD, 3, rng())
+    assert features_FC.shape == (F, 3)
+    assert features_FC.dtype == torch.float32
+    torch.testing.assert_close(cosines(features_FC), cosines(gate_FD), atol=0.05, rtol=0)

@@ -11,6 +11,7 @@ import torch
 from accelerate import cpu_offload
 from pico_moes import make_moe
 from safetensors.torch import load_file
+from torch import nn
 from unit.pipeline.served_carves import write_wrapped_carve
 
 from instruments.errors import CheckpointError
@@ -23,8 +24,8 @@ from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.sequences import LoadedText
 from stages.train import loop, stage
 from stages.train.config import TrainConfig
-from stages.train.loop import PhaseLoop, TrainContext, TrainingText, collate, is_due, order_sequences
-from stages.train.objective import Balance, LogitSchedule, Phase
+from stages.train.loop import PhaseLoop, TrainContext, TrainingText, collate, is_due, order_sequences, rates_of
+from stages.train.objective import Balance, LogitSchedule, Phase, make_phases, make_schedule, rate_factor, stretch
 from stages.train.record import Record, mark_whole, read_record
 
 
@@ -226,3 +227,83 @@ def test_the_speed_counts_neither_heldout_text_nor_saving(tmp_path, monkeypatch)
     train_in(tmp_path, Phase("all", 0, 3, frozenset(Part)), settings=settings, total=3)
     speeds = [line["tokens_per_second"] for line in read_record(tmp_path) if "tokens" in line]
     assert speeds == [16 / 5] * 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shares", "phases"),
+    [
+        (1000, (0.2, 0.5, 0.3), [("router", 0, 20), ("experts", 20, 50), ("all", 70, 30)]),
+        (100, (0.001, 0.0, 0.9), [("router", 0, 1), ("all", 1, 9)]),  # a small share has a step, one of 0 has none
+    ],
+)
+def test_phases_follow_each_other_and_have_their_share(tokens, shares, phases):
+    router, experts, everything = shares
+    settings = TrainConfig(tokens=tokens, router_share=router, experts_share=experts, all_share=everything)
+    found = make_phases(settings, step_tokens=10)
+    assert [(phase.name, phase.first, phase.steps) for phase in found] == phases
+    assert found[-1].last == sum(phases[-1][1:])
+
+
+def test_parts_that_do_not_learn_have_no_rate():
+    settings = TrainConfig(tokens=300, router_share=0.3, experts_share=0.3, all_share=0.4, router_rate=3.0,
+                           expert_rate=2.0, rest_rate=1.0)  # fmt: skip
+    router, experts, everything = make_phases(settings, 10.0)
+    assert rates_of(router, settings) == {"router_rate": 3.0, "expert_rate": 0.0, "rest_rate": 0.0}
+    assert rates_of(experts, settings) == {"router_rate": 3.0, "expert_rate": 2.0, "rest_rate": 0.0}
+    assert rates_of(everything, settings) == {"router_rate": 3.0, "expert_rate": 2.0, "rest_rate": 1.0}
+    assert everything.learns == frozenset(Part)
+
+
+def test_rates_rise_and_fall_within_a_phase():
+    settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, final_rate=0.2)
+    (phase,) = make_phases(settings, 10.0)
+    factors = [rate_factor(step, phase, settings) for step in range(phase.steps + 1)]
+    assert factors[0] == pytest.approx(1 / 11)
+    assert max(factors) == factors[10] == pytest.approx(1.0)
+    assert factors[:11] == sorted(factors[:11])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[-1] == pytest.approx(0.2)
+
+
+def test_rates_stay_at_their_peak_until_the_last_share_of_a_phase():
+    settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, decay_share=0.25)
+    (phase,) = make_phases(settings, 10.0)
+    factors = [rate_factor(step, phase, settings) for step in range(phase.steps + 1)]
+    assert factors[10:76] == [1.0] * 66
+    assert factors[76] < 1
+    assert factors[-1] == pytest.approx(0.1)
+    constant = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, decay_share=0.0)
+    assert rate_factor(99, phase, constant) == 1.0
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(3, 2))
+        self.register_buffer("e_score_correction_bias", torch.tensor([1.0, -2.0, 0.5]))
+
+
+def test_spread_grows_linearly_and_then_stays_and_factors_multiply_up_to_it():
+    schedule, product = make_schedule(0.1, 0.5, 4), 1.0
+    spreads = [0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5]
+    assert [schedule.at(step) for step in range(7)] == pytest.approx(spreads)
+    for step in range(1, 7):
+        product *= schedule.factor(step)
+        assert 0.1 * product == pytest.approx(spreads[step])
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.1, 0.0), (0.1, 0.05), (1.0, TrainConfig().logit_std)])
+def test_spread_never_shrinks(start, end):
+    """The last case is a carve with sigmoid gates and default settings."""
+    schedule = make_schedule(start, end, 5)
+    assert [schedule.factor(step) for step in (1, 5, 9)] == [1.0, 1.0, 1.0]
+    assert schedule.at(9) == start
+
+
+def test_stretching_scales_rows_and_bias_and_no_choice():
+    router = Router()
+    before = router.weight.detach().clone()
+    stretch([router], 3.0)
+    assert torch.equal(router.weight, 3 * before)
+    assert torch.equal(router.e_score_correction_bias, torch.tensor([3.0, -6.0, 1.5]))
+    assert router.weight.requires_grad
