@@ -58,6 +58,18 @@ def test_energy_leaves_out_what_always_on_neurons_predict(activity):
     assert float(predicted.energy_UT[0].sum()) < 0.1 * float(plain.energy_UT[0].sum())
 
 
+def test_energy_is_that_of_the_neurons_outputs(activity):
+    ffn, inputs = activity
+    energy = measure_energy(ffn, inputs[0], ROUTED_U, ALWAYS_S[:0], top_k=K)
+    outputs_UTD = ffn.hidden(inputs[0])[:, ROUTED_U].T[:, :, None] * ffn.down_DF.T[ROUTED_U][:, None]
+    torch.testing.assert_close(energy.energy_UT, outputs_UTD.square().sum(2))
+
+
+def test_a_partition_that_gets_worse_is_not_returned(activity, monkeypatch):
+    monkeypatch.setattr("stages.cluster.methods.assign_balanced", lambda *_: torch.arange(24) // 6)
+    assert torch.equal(regroup(energy_of(activity), HOME_U, torch.full((E,), 6), iterations=3), HOME_U)
+
+
 def test_tokens_are_spread_over_the_text(activity):
     energy = energy_of(activity, tokens=100)
     assert energy.energy_UT.shape == (24, 100)

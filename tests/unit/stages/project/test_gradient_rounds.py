@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
-from stages.project.carved_model import CarvedModel, gather_parts
+from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import SECTIONS, GradientRounds, divide, shuffle_rounds
 from stages.text.batches import TokenSequence, batch_sequences
@@ -85,6 +85,43 @@ def test_unguarded_steps_are_kept(carved, text):
     outcome = GradientRounds(carved, text, replace(SETTINGS, sign=1, validate=False), seed=0).run()
     assert outcome.rounds == 24
     assert outcome.after > outcome.before
+
+
+class OneNeuron(CarvedModel):
+    """One neuron of two weights, whose gradients are given; every step brings it nearer to the dense model."""
+
+    def __init__(self, gradients):
+        self.left, self.seen, self.distance = iter(gradients), [torch.zeros(2)], 1.0
+
+    def weights(self, names):
+        return [("gate_END", torch.zeros(1, 1, 2))]
+
+    def root_mean_squares(self, names):
+        return [2.0]
+
+    def teach(self, batches):
+        return [TaughtBatch(batch, torch.zeros(*batch.input_ids.shape, 1)) for batch in batches]
+
+    def gradients(self, taught, names, *, clipped=False):
+        return [torch.tensor(next(self.left)).view(1, 1, 2)]
+
+    def put(self, names, weights):
+        self.seen += [weights[0].flatten()]
+
+    def divergence(self, taught):
+        self.distance *= 0.9
+        return self.distance
+
+
+def test_steps_follow_the_averaged_gradient_and_shorten_to_nothing(text):
+    model = OneNeuron([(1.0, 0.0), (0.0, 1.0)])
+    settings = replace(SETTINGS, beta=0.3, gradient_tokens=2 * 14)
+    outcome = GradientRounds(model, text, settings, seed=0).run()
+    assert (outcome.rounds, outcome.length) == (2, 0.0025)
+    first, second = 3.2 * 0.3 * 0.0025 * 2 * torch.tensor([1.0, 1 / 2])
+    turned = torch.tensor([0.8, 1.0])
+    expected = -first * torch.tensor([1.0, 0.0]) - second * turned / turned.norm()
+    torch.testing.assert_close(model.seen[-1], expected)
 
 
 def test_only_named_matrices_move(carved, text):

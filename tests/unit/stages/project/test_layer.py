@@ -5,8 +5,10 @@ from dataclasses import replace
 import torch
 
 from models.ffn import DenseFFN
+from models.routing import GateKind, LinearRouter
+from stages.calibration.alignment import column_scale, scale_columns
 from stages.project.config import ProjectConfig
-from stages.project.layer_pass import project_layer
+from stages.project.layer_pass import project_layer, reroute
 from stages.routing.descent import RouterSettings
 from stages.routing.fit import fit_router
 from stages.routing.task import load_balance, make_loop, watch_experts
@@ -54,3 +56,13 @@ def test_descent_starts_from_the_columns_of_the_next_larger_penalty():
     larger = sizes[sizes.index(outcome.penalty) + 1]
     expected, _ = project_layer(*layer, replace(still, descent_steps=0, penalties=[larger]), seed=3)
     torch.testing.assert_close(loop.experts.down_EDN, expected.experts.down_EDN)
+
+
+def test_another_router_gets_columns_scaled_for_its_own_gates():
+    loop = replace(carve_layer(0.0)[0], gate=GateKind.SIGMOID)
+    inputs, rows_ED = carve_layer(0.0)[2], torch.randn(E, D, generator=torch.Generator().manual_seed(5))
+    other = LinearRouter.without_bias(3 * rows_ED)
+    found, fresh = reroute(scale_columns(loop, column_scale(loop, inputs)), other, inputs), replace(loop, router=other)
+    expected = scale_columns(fresh, column_scale(fresh, inputs))
+    torch.testing.assert_close(found.experts.down_EDN, expected.experts.down_EDN)
+    assert found.router is other

@@ -107,6 +107,7 @@ def test_logit_std_sets_the_deviation_and_keeps_the_choice():
     logits_TE = x_TD @ scaled.rows_ED.T
     assert float((logits_TE - logits_TE.mean(1, keepdim=True)).square().mean().sqrt()) == pytest.approx(0.25, rel=1e-4)
     assert torch.equal(scaled.choose(x_TD, K), router.choose(x_TD, K))
+    assert float(scaled.bias_E.mean()) == pytest.approx(0, abs=1e-6)
     constant = set_logit_std(router, task.inputs, 0.0)
     assert not constant.rows_ED.any()
     assert not constant.bias_E.any()
