@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import TokenizersBackend
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
-from models.checkpoint.folder import LICENCES, PROCESSORS, TOKENIZER_PATTERNS, read_json
+from models.checkpoint.folder import COPIED, PROCESSORS, read_json
 from models.checkpoint.shards import DenseReader, ShardWriter
 from models.config import MoEShape
 from models.decoder import PROJECTIONS
@@ -36,8 +36,7 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path, *, text_only: bo
 
     tokenizer_config.json is rewritten so that transformers 4.57 and 5 both read it. Raises CheckpointError.
     """
-    processors = () if text_only else PROCESSORS
-    for pattern in ("generation_config.json", *processors, *TOKENIZER_PATTERNS, *LICENCES):
+    for pattern in (pattern for pattern in COPIED if not (text_only and pattern in PROCESSORS)):
         for path in source_folder.glob(pattern):
             if path.is_file() and path.suffix.lower() not in _CODE:
                 copy = out_folder / path.relative_to(source_folder)

@@ -116,7 +116,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
         if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
             _warn_of_tokens(len(tokenizer), vocabulary)
-    except Exception as error:  # the files are untrusted, and tokenizer classes raise errors of any type
+    except BaseException as error:  # the files are untrusted, and tokenizer classes raise errors of any type
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         _check_config(folder, trust_remote_code=trust_remote_code)
         do = "put the model's tokenizer files beside its config.json"
         raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
@@ -175,7 +177,12 @@ def explained_loading(folder: Path) -> Iterator[None]:
         raise CheckpointError(what, where=str(folder), do=_BELONGS) from error
 
 
-def first_line(error: Exception) -> str:
+def is_panic(error: BaseException) -> bool:
+    """Whether a tokenizer's compiled code failed, whose error is no Exception and has no class to import."""
+    return type(error).__name__ == "PanicException"
+
+
+def first_line(error: BaseException) -> str:
     """The first line of an error's text, at most 200 characters, or its class name if there is none."""
     first, _, rest = str(error).strip().partition("\n")
     # After a colon, the reason is on the next line.

@@ -35,7 +35,7 @@ from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.text.check import check_data, check_length
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, list_sources
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +206,7 @@ def find_errors(
     errors += contradictions(settings, unreadable_groups)
     errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
     errors += text_errors(words)
+    errors += circle_errors(settings)
     if "data" not in unreadable_groups:
         stages = settings.stages
         errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
@@ -406,6 +407,19 @@ def text_errors(words: Sequence[str]) -> Iterator[ConfigError]:
         what = f"{own[0]} needs a text to calibrate on: the kinds of text that the model is for"
         do = "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"
         yield ConfigError(what, where="setting data", do=do)
+
+
+def circle_errors(settings: Settings) -> Iterator[ConfigError]:
+    """An error for each folder of text in which the runs write their own files."""
+    outputs = expand_user(settings.output_dir).resolve()
+    sources = [source for source in list_sources(settings.data, "calibration") if source.kind == "text"]
+    paths = [path for source in sources for path in (*source.paths, source.path)]
+    for path in (path for path in (*paths, settings.data.heldout_path) if path):
+        if outputs.is_relative_to(expand_user(path).resolve()):
+            what = (
+                f"the folder of text {path} holds output_dir={settings.output_dir}, whose files would be read as text"
+            )
+            yield ConfigError(what, where="setting output_dir", do="output_dir=A_FOLDER_BESIDE_THE_TEXT")
 
 
 def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, request: ShapeRequest) -> Iterator[str]:

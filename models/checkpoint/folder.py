@@ -42,6 +42,8 @@ _CONFIGURATIONS = {
     "config.json", "generation_config.json", INDEX, ADAPTER, *PROCESSORS,
 }  # fmt: skip
 LICENCES = ("LICENSE*", "NOTICE*")
+# What a carve copies, in addition to weights.
+COPIED = ("generation_config.json", *PROCESSORS, *TOKENIZER_PATTERNS, *LICENCES)
 
 
 def expand_user(path: str | Path) -> Path:
@@ -61,6 +63,7 @@ def require_folder(folder: Path) -> Path:
             odd = sorted(path.name for path in files if not path.is_file())
             if not odd:
                 _check_sizes(files)
+                _check_links(folder)
                 return folder
             what = f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint"
             raise CheckpointError(what, where=str(folder), do=f"remove it, or {RESTORE}")
@@ -70,6 +73,19 @@ def require_folder(folder: Path) -> Path:
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
     raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse files to copy that are links to elsewhere, but for those of the hub's cache. Raises CheckpointError."""
+    inside = {
+        (own := folder.resolve()),
+        own / "additional_chat_templates",
+        own.parents[1] / "blobs" if own.parent.name == "snapshots" else own,
+    }
+    for path in (path for pattern in COPIED for path in folder.glob(pattern)):
+        if path.is_symlink() and path.resolve().parent not in inside:
+            what = f"{path.name} is a link to a file outside of the checkpoint, and a carve would copy that"
+            raise CheckpointError(what, where=str(path), do="replace the link by the file, if it belongs to the model")
 
 
 def _check_sizes(files: Iterable[Path]) -> None:

@@ -1,5 +1,6 @@
 """Passes of the dense model over all batches: measurements, checks, and distribution over workers."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from stages.text.batches import TokenBatch
 
 # Largest difference of equal logits, in standard deviations: rounding in few bits makes some.
 SAME_LOGITS = 0.05
+# Nats above the loss of chance: random weights have less.
+WORSE_THAN_CHANCE = 2.0
 
 
 def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module) -> None:
@@ -44,6 +47,15 @@ def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Modu
         do = "download or copy the checkpoint again, or model.dtype=float32 if its numbers are too large for float16"
         raise CheckpointError(what, where=some(broken, 3, ", "), do=do)
     _refuse(bad_B, batch, "the loss is not finite", "scan in another format: model.dtype=float32")
+
+
+def check_mean_loss(nats: float, model: PreTrainedModel) -> None:
+    """Refuse a model that predicts the text far worse than chance. Raises CheckpointError."""
+    chance = math.log(model.get_input_embeddings().weight.shape[0])
+    if nats > chance + WORSE_THAN_CHANCE:
+        what = f"the dense model's mean loss is {nats:.2f} nats, and that of chance {chance:.2f}"
+        do = "weights, config.json and tokenizer of one model; model.dtype=float32 if its numbers are too large"
+        raise CheckpointError(what, where=f"{type(model).__name__} on the calibration text", do=do)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from operator import itemgetter
 from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError, some
-from models.loading import vocabulary_size
+from models.loading import is_panic, vocabulary_size
 from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig, Source, Split
@@ -24,7 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, source: Source) -> TokenSequence:
-    """Tokenize one document with its end token. Raises DataError: a conversation cannot be rendered or labelled."""
+    """Tokenize one document with its end token.
+
+    Raises DataError: a conversation cannot be rendered or labelled, or the tokenizer fails.
+    """
+    try:
+        return _encode_document(document, tokenizer, source)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        what, do = f"the tokenizer fails: {str(error)[:200]}", "the model's own tokenizer files, or other text"
+        where = f"{document.name}, tokenizer {tokenizer.name_or_path}"
+        raise DataError(what, where=where, do=do) from error
+
+
+def _encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, source: Source) -> TokenSequence:
     if document.messages:
         ids, supervised = encode_conversation(document, tokenizer, source)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]

@@ -158,6 +158,14 @@ def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypa
     }
 
 
+def test_results_are_not_written_into_the_text(tmp_path):
+    (tmp_path / "a.txt").write_text("words " * 1000)
+    for inside, faults in (("runs", 1), ("../runs", 0)):
+        words = ["data=text", f"data.path={tmp_path}", "data.heldout_share=0.5", f"output_dir={tmp_path / inside}"]
+        found = [error for error in find_faults(words) if "holds output_dir" in error.what]
+        assert len(found) == faults
+
+
 @pytest.mark.parametrize("flag", ["--config-dir", "--config-d=mine", "-cd", "-cnother", "--config-path"])
 def test_settings_outside_of_conf_are_refused(capsys, flag):
     from pipeline.cli import run_command

@@ -12,6 +12,7 @@ from stages.accumulators.sums import LocalStore, ScanSums
 from stages.artifacts.job import Workers
 from stages.scan.passes import (
     check_causal,
+    check_mean_loss,
     collect_sums,
     draw_reservoir,
     slots_of_batch,
@@ -28,6 +29,14 @@ def test_a_model_that_sees_later_tokens(tmp_path, model_type, dtype):
     with pytest.raises(CheckpointError, match="earlier tokens see later ones") as refused:
         check_causal(model)
     assert refused.value.do == "choose a causal language model"
+
+
+def test_a_model_that_predicts_the_text_worse_than_chance(tmp_path):
+    model = load_dense(ModelConfig(device="cpu"), write_pico(tmp_path, "llama", layers=1))
+    chance = float(np.log(model.config.vocab_size))
+    check_mean_loss(chance + 1, model)
+    with pytest.raises(CheckpointError, match="that of chance"):
+        check_mean_loss(chance + 3, model)
 
 
 def test_the_draw_is_uniform_size_and_seeded():
