@@ -77,9 +77,8 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="python -m pipeline mbpp",
         description="Let checkpoints, dense or carved, solve the Python tasks of MBPP: greedy pass@1.",
     )
-    parser.add_argument(
-        "checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help="folders; none: judge the answers in --out"
-    )
+    told = "folders; without any, judge the answers in --out"
+    parser.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=told)
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="mbpp.jsonl as published")
     parser.add_argument("--out", type=Path, default=Path("mbpp_answers.jsonl"), metavar="FILE", help="answers; kept")
     parser.add_argument("--run-code", action="store_true", help="run the answers, shut in, and count the solved tasks")
@@ -95,7 +94,9 @@ def _work(wanted: argparse.Namespace) -> None:
     for file, shared in shared_phrases(wanted.text, tasks).items() if wanted.text else ():
         example = f", such as: {min(shared)}" if shared else ""
         say(f"{file}: {len(shared)} phrases of {PHRASE} words in common with the tasks{example}\n")
-    if not (wanted.checkpoints or answers or wanted.text):
+    if not (wanted.checkpoints or answers):
+        if wanted.text:
+            return
         raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name the folder of a checkpoint")
     keys = {folder: answer_keys(folder, tasks, wanted.tokens, wanted.device) for folder in wanted.checkpoints}
     if wanted.run_code:

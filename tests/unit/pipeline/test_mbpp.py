@@ -165,6 +165,15 @@ def test_a_later_answer_to_the_same_task_counts():
     assert "1 of 1" in render([answer("x", 11, "no code"), answer("y", 11, "solved")])
 
 
+def test_phrases_are_counted_without_a_checkpoint(tmp_path, tasks, capsys):
+    (tmp_path / "text.txt").write_text("Write a function to double the given number in an integer way.")
+    assert run(tasks, "--text", tmp_path / "text.txt", "--out", tmp_path / "answers.jsonl", "--run-code") == 0
+    assert capsys.readouterr().out.startswith(
+        f"{tmp_path}/text.txt: 5 phrases of 8 words in common with the tasks, such"
+    )
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 def test_phrases_that_a_text_shares_with_the_tasks(tmp_path, tasks):
     (tmp_path / "text").mkdir()
     copied = "As they say: WRITE a function, to double the given number in an integer way. 1 2 3 4 5 6 7 8 9"
