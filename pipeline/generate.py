@@ -28,9 +28,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
         for folder in folders:
             with open_writer(folder, wanted.device) as writer:
-                ((said, _tokens, _ended),) = writer.write(
-                    [writer.encode(wanted.prompt, chat=wanted.chat)], wanted.tokens
-                )
+                ids = writer.encode(wanted.prompt, chat=wanted.chat)
+                ((said, *_),) = writer.write([ids], wanted.tokens)
             title = f"{folder}:\n" if wanted.dense else ""
             say(f"{title}{said if wanted.chat else wanted.prompt + said}\n")
 
@@ -39,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def add_limits(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Add these options, numbers from 1, and the device."""
-    told = {"tokens": "most new tokens", "batch": "answers at a time", "limit": "only the first tasks"}
+    told = {"tokens": "most new tokens", "batch": "answers at a time, on a GPU more", "limit": "only the first tasks"}
     for name, default in defaults.items():
         said = f"{told[name]}; default {default}"
         parser.add_argument(f"--{name}", type=_count, default=default, metavar="N", help=said)

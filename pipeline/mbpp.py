@@ -33,9 +33,7 @@ from stages.artifacts.rendering import in_time
 from stages.text.config import Source
 
 TEST_PART = range(11, 511)
-PROMPT = (
-    "You are an expert Python programmer, and here is your task:\n{text}\nYour code should pass these tests:\n{tests}"
-)
+TASK = "You are an expert Python programmer, and here is your task:\n{}\nYour code should pass these tests:\n{}"
 OPENED, CLOSED = "```python\n", "```"
 PHRASE = 8  # words
 NO_CODE = "no code"
@@ -54,7 +52,7 @@ class Task:
     @property
     def prompt(self) -> str:
         """The task and its asserts, as the model reads them."""
-        return PROMPT.format(text=self.text, tests="\n".join(self.test_list))
+        return TASK.format(self.text, "\n".join(self.test_list))
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("mbpp_answers.jsonl"), metavar="FILE", help="answers; kept")
     parser.add_argument("--run-code", action="store_true", help="run the answers, shut in, and count the solved tasks")
     parser.add_argument("--text", type=Path, metavar="PATH", help="calibration text: count the phrases it shares")
-    add_limits(parser, limit=len(TEST_PART), tokens=320, batch=16)
+    add_limits(parser, limit=len(TEST_PART), tokens=320, batch=8)
     wanted = parser.parse_args(words)
     return exit_code(lambda: _work(wanted))
 

@@ -62,9 +62,7 @@ def require_jail() -> None:
         found, said = _run("x = 1", tests)
         if found != wanted:
             what = f"code that a model wrote cannot be shut in on this machine: {said or found}"
-            do = (
-                "Linux with util-linux and namespaces; there, --run-code without CHECKPOINT judges the answers in --out"
-            )
+            do = "on Linux with util-linux and its rights: --run-code without CHECKPOINT, for the answers in --out"
             raise ConfigError(what, where="--run-code", do=do)
 
 
