@@ -31,17 +31,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class FFNPlan:
-    """How a layer's FFN is made: down_scale · down(act(gate_scale · gate(x)) · up(x)), without biases."""
+    """How a layer's FFN is made: down_scale · down(act(gate_scale · gate(x)) · up(x)), without biases.
+
+    Without a gate, gate and up are the same matrix W, and act(z) is the activation's quotient by z.
+    """
 
     path: str  # of the module within the layer
     gate: Rows
     up: Rows
     down: str  # path within the FFN
-    act: str  # path of the activation's module within the FFN; after a colon, a name in transformers' ACT2FN
+    act: str  # of `find_activation`
     activation: str  # its name in ACT2FN, or its class
     width: int  # F
     gate_scale: float = 1.0
     down_scale: float = 1.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether gate and up are two matrices."""
+        return self.gate != self.up
 
     def rows(self, part: str) -> Rows:
         """Where gate, up or down is stored."""

@@ -16,8 +16,9 @@ from instruments.errors import ConfigError
 from instruments.ffn_probe import GatedFFN
 from models.decoder import PROJECTIONS, FFNPlan, Rows
 from models.quantization import import_bitsandbytes
-from models.structure import activation_module, decoder_layers, ffn_plan
+from models.structure import decoder_layers, ffn_plan
 from models.targets.config import MOE_TARGETS
+from models.tiny_onn.sparse_ffn import find_activation
 
 
 def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
@@ -61,7 +62,7 @@ def separate_ffns(model: PreTrainedModel) -> None:
         ffn = layer.get_submodule(plan.path)
         if isinstance(ffn, _Separated):
             continue
-        separated = _Separated(activation_module(plan, ffn))
+        separated = _Separated(find_activation(plan.act, ffn))
         for part in PROJECTIONS:
             linear = ffn.get_submodule(plan.rows(part).linear)
             setattr(separated, f"{part}_proj", _rows_of(linear, plan, part, index))
@@ -71,9 +72,11 @@ def separate_ffns(model: PreTrainedModel) -> None:
 def _rows_of(linear: Any, plan: FFNPlan, part: str, layer: int) -> nn.Module:  # noqa: ANN401 - Linear, or quantised
     """The Linear layer of one projection; with views, or a scaled copy, of the weight where it must be."""
     rows, scale, whole_GD = plan.rows(part), plan.scale(part), linear.weight
-    if rows.part == "whole" and scale == 1.0:
+    own_hooks = plan.is_gated or part != "up"  # without a gate, up is another module with the gate's weight
+    if rows.part == "whole" and scale == 1.0 and own_hooks:
         return linear  # type: ignore[no-any-return]  # with its hooks
-    if type(linear) is not nn.Linear or whole_GD.device == torch.device("meta"):
+    plain = whole_GD.is_floating_point() and getattr(whole_GD, "quant_state", None) is None
+    if not plain or whole_GD.device == torch.device("meta"):
         what = "gate and up are one weight, or scaled, which cannot be done where it is quantised or offloaded"
         do = "model.quantization=none model.device_map=none, or a source that keeps them apart"
         raise ConfigError(what, where=f"layer {layer}, {rows.linear}", do=do)

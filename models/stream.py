@@ -25,7 +25,8 @@ from instruments.errors import CheckpointError
 from models.checkpoint.shards import DenseReader
 from models.ffn import DenseFFN
 from models.loading import explained_loading
-from models.structure import activation_module, model_class
+from models.structure import model_class
+from models.tiny_onn.sparse_ffn import find_activation
 
 Keep = Callable[[Tensor], Tensor]  # moves a tensor to where it is kept
 
@@ -365,7 +366,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         gate_FD, up_FD, down_DF = (
             self.reader.projection(index, part).to(self.device, torch.float32) for part in ("gate", "up", "down")
         )
-        return DenseFFN(gate_FD, up_FD, down_DF, activation_module(plan, module.get_submodule(plan.path)))
+        return DenseFFN(gate_FD, up_FD, down_DF, find_activation(plan.act, module.get_submodule(plan.path)))
 
     def _tensor(self, name: str) -> Tensor:
         return self.reader.tensor(name).to(self.device, torch.float32)

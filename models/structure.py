@@ -35,6 +35,7 @@ from instruments.errors import CheckpointError
 from models.checkpoint.folder import read_checkpoint
 from models.decoder import Decoder, FFNPlan, Rows
 from models.source import read_config
+from models.tiny_onn.sparse_ffn import find_activation
 
 # Where config.json has the sizes of the text part: in its own object, or (as in Qwen2-VL) at the top.
 _TEXT_SIZES = ("text_config", "decoder", "generator", "hidden_size")
@@ -148,11 +149,6 @@ def describe_model(model: PreTrainedModel, config: Mapping[str, Any], stored: Ma
     )
 
 
-def activation_module(plan: FFNPlan, ffn: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The activation of an FFN: its own module, or a function that its code calls."""
-    return ACT2FN[plan.act[1:]] if plan.act.startswith(":") else ffn.get_submodule(plan.act)
-
-
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Name and list of a model's decoder layers, of a dense model or an MoE. Raises CheckpointError: there is none."""
     text = model.config.get_text_config(decoder=True)
@@ -253,6 +249,8 @@ def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int]:
                 plans.append(_plan_of(path, module, torch.float32))
         except _Refused as why:
             reasons.append(str(why))
+    # Two matrices beside an FFN with a gate are an adapter or the like.
+    plans = [found for found in plans if found[0].is_gated] or plans
     if len(plans) > 1:
         raise _Refused(f"several FFNs in one layer: {', '.join(plan.path for plan, _ in plans)}")
     if not plans:
@@ -260,7 +258,7 @@ def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int]:
         if any((hidden, wide) in own and (wide, hidden) in own for _, wide in own if wide > hidden):
             raise _Refused("the FFN is written in the layer's own code, not in a module of its own")
         likely = [why for why in reasons if "no function of one tensor" not in why] or reasons
-        raise _Refused("no gated FFN is found" + (f": {'; '.join(likely[:2])}" if likely else ""))
+        raise _Refused("no FFN is found" + (f": {'; '.join(likely[:2])}" if likely else ""))
     return plans[0]
 
 
@@ -294,7 +292,6 @@ def _candidates(layer: nn.Module, hidden: int) -> Iterator[tuple[str, nn.Module]
             narrow, wide = (read, written // 2) if len(linears) == 2 else (read, written)
             fits = narrow == hidden if hidden else wide >= narrow
             wanted = [(read, written)] * (len(linears) - 1) + [(wide, narrow)]
-            # Two matrices without a gate are candidates, too: the refusal then says so.
             if fits and sizes in (sorted(wanted), sorted([(read, written), (written, read)])):
                 yield path, module
                 break
@@ -360,27 +357,41 @@ def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan,
         raise _Refused(f"{path} changes its output after the last matrix")
     inner_TF = down.read.reshape(len(x_TD), -1)
     parts = dict(_read_rows(first, inner_TF.shape[1]))
-    if len(parts) != 2:
-        raise _Refused(f"{path} has no gate: its FFN is two matrices")
+    if not parts:
+        raise _Refused(f"{path}: no matrix has the width that its last one reads")
     if any(part.bias is not None for part in linears.values()):
         raise _Refused(f"{path} has biases, which experts here do not have")
     functions = [call for call in calls if call.name not in linears]
-    for gate, up in (tuple(parts), tuple(parts)[::-1]):
-        found = _activation(parts[gate], inner_TF, parts[up], functions)
+    one, other = next(iter(parts)), [*parts][-1]
+    # Without a gate both are the same matrix.
+    for gate, up in ((one, other), (other, one)):
+        found = _activation(parts[gate], inner_TF, parts[up], functions, gated=gate != up)
         if found is None:
             continue
         act, gate_scale, up_scale = found
+        _check_quotient(path, act, small)
         real = _linears(module)[down.name]
         plan = FFNPlan(path, gate, up, down.name, act, "", real.in_features, gate_scale, up_scale * out_scale)
-        call = activation_module(plan, small)
+        call = find_activation(plan.act, small)
         gate_FD, up_FD = (linears[rows.linear].weight[rows.of(len(linears[rows.linear].weight))] for rows in (gate, up))
         inner = call(gate_scale * (again_TD @ gate_FD.T)) * (again_TD @ up_FD.T)
         close = 1e-9 if dtype == torch.float64 else 1e-4
         expected = plan.down_scale * inner @ linears[down.name].weight.T
         if not torch.allclose(expected, small(again_TD[None])[0], rtol=close, atol=close):
             raise _Refused(f"{path}: its neurons depend on each other")
-        return replace(plan, activation=_name_of(act, call)), real.out_features
+        return replace(plan, activation=_name_of(act, find_activation(act.removeprefix("/"), small))), real.out_features
     raise _Refused(f"{path}: what its last matrix reads is not act(gate) * up")
+
+
+def _check_quotient(path: str, place: str, ffn: nn.Module) -> None:
+    """Raise _Refused: the activation of an FFN without a gate is not 0 at 0, or a module that learns."""
+    if not place.startswith("/"):
+        return
+    act = find_activation(place[1:], ffn)
+    if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
+        raise _Refused(f"{path} has no gate, and an activation that learns")
+    if act(torch.zeros(1)).any():
+        raise _Refused(f"{path} has no gate, and an activation that is not 0 at 0")
 
 
 def _watched(path: str, ffn: nn.Module, x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[_Call]]:
@@ -421,22 +432,28 @@ def _read_rows(calls: Iterable[_Call], width: int) -> Iterator[tuple[Rows, Tenso
 
 
 def _activation(
-    gate_TF: Tensor, inner_TF: Tensor, up_TF: Tensor, calls: list[_Call]
+    gate_TF: Tensor, inner_TF: Tensor, up_TF: Tensor, calls: list[_Call], *, gated: bool
 ) -> tuple[str, float, float] | None:
-    """The activation by which inner = scale · act(gate_scale · gate) · up: its place, gate_scale and scale."""
+    """The activation by which inner = scale · act(gate_scale · gate) · up: its place, gate_scale and scale.
+
+    Without a gate, inner = act(z) = act(z) / z · z, so that act's quotient is the activation, and gate and up are z.
+    """
     named = [_Call(f":{name}", gate_TF, ACT2FN[name](gate_TF)) for name in _ACTIVATIONS]
     for call in [*calls, *named]:
         if call.read.numel() != gate_TF.numel() or call.written.numel() != gate_TF.numel():
             continue
         gate_scale = _ratio(call.read.reshape(gate_TF.shape), gate_TF)
-        scale = _ratio(inner_TF, call.written.reshape(gate_TF.shape) * up_TF)
+        written_TF = call.written.reshape(gate_TF.shape)
+        scale = _ratio(inner_TF, written_TF * up_TF if gated else written_TF)
         if gate_scale is not None and scale is not None:
-            return call.name, gate_scale, scale
+            return (call.name, gate_scale, scale) if gated else (f"/{call.name}", gate_scale, scale * gate_scale)
     return None
 
 
 def _name_of(place: str, act: Callable[[Tensor], Tensor]) -> str:
     """The name in ACT2FN of a function that gives the same numbers; else the module's class."""
+    if place.startswith("/"):
+        return f"{_name_of(place[1:], act)} without a gate"
     x = torch.linspace(-4, 4, 65)
     with suppress(Exception):  # it may want another shape
         for name in _ACTIVATIONS:

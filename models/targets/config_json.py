@@ -166,6 +166,6 @@ def count_carved(dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int
     others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer
     if dense.tied and not target.is_tiny_onn:
         others += dense.vocabulary * dense.hidden
-    others += kept * 3 * dense.hidden * dense.width
+    others += kept * dense.count(dense.ffn_names) // dense.depth
     experts = shape.experts * expert * (1 if shape.pooled else carved)
     return ParameterCount(others + experts, others + shape.top_k * expert * carved)

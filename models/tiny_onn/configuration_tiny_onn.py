@@ -38,7 +38,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         output_router_logits: return router logits, and add the load balancing loss to the loss.
         dense_class: the dense model's class in transformers; None: that of causal language models.
         ffn: where the dense model has its FFNs: `layers`, the list's name; `module`, a path in a layer; `activation`, a
-            path in the FFN, or after a colon a name in ACT2FN.
+            path in the FFN, or after a colon a name in ACT2FN; after a slash, its quotient by its argument.
         kwargs: values that replace those in `dense`, and keys that transformers writes to every config.json.
     Raises:
         ValueError: an unknown scoring or topology, or K is not in 1 ... E.

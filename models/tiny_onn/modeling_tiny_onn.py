@@ -12,13 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from .configuration_tiny_onn import TinyONNConfig
-from .sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN, score_logits
+from .sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN, find_activation, score_logits
 
 try:
     # Does not overwrite parameters that a checkpoint has filled.
@@ -54,11 +53,11 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         self._tied_weights_keys = dense._tied_weights_keys
         for name, module in dense.named_children():
             self.add_module(name, module)
-        pooled, path = config.topology == "global_pool", config.ffn["module"]
+        pooled, path, place = config.topology == "global_pool", config.ffn["module"], config.ffn["activation"]
         if pooled:
-            self.experts = TinyONNExperts(config, _activation(self._layers()[0].get_submodule(path), config))
+            self.experts = TinyONNExperts(config, find_activation(place, self._layers()[0].get_submodule(path)))
         for layer in self._sparse_layers():
-            activation = _activation(layer.get_submodule(path), config)
+            activation = find_activation(place, layer.get_submodule(path))
             parent, _, name = path.rpartition(".")
             sparse = TinyONNSparseFFN(config, activation, self._modules if pooled else None)
             setattr(layer.get_submodule(parent), name, sparse)
@@ -249,13 +248,6 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
 
 # With label smoothing, Trainer shifts the labels only of models in this list; the others would learn to repeat a token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TinyONNConfig.model_type] = TinyONNForCausalLM.__name__
-
-
-def _activation(ffn: nn.Module, config: TinyONNConfig) -> nn.Module:
-    """The dense FFN's own activation, or one of transformers that its code calls by name."""
-    place = config.ffn["activation"]
-    activation: nn.Module = ACT2FN[place[1:]] if place.startswith(":") else ffn.get_submodule(place)
-    return activation
 
 
 def measure_imbalance(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.activations import ACT2FN
 
 from .configuration_tiny_onn import TinyONNConfig
 
@@ -60,6 +61,28 @@ class TinyONNRouter(nn.Module):
 def score_logits(logits_TE: Tensor, scoring: str) -> Tensor:
     """``(T, E)`` softmax or sigmoid of the logits."""
     return logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
+
+
+class Quotient(nn.Module):
+    """act(z) / z: an FFN without a gate, down(act(z)), is one with equal gate and up, down(act(z) / z · z)."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        """`act` is 0 at 0."""
+        super().__init__()
+        self.act = act
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The quotient; 0 at 0, where its factor z is 0."""
+        quotient: Tensor = self.act(z) / torch.where(z == 0, 1, z)
+        return quotient
+
+
+def find_activation(place: str, ffn: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The activation of an FFN: a path in it, or after a colon a name in ACT2FN; after a slash, its quotient."""
+    if place.startswith("/"):
+        return Quotient(find_activation(place[1:], ffn))
+    found: Callable[[Tensor], Tensor] = ACT2FN[place[1:]] if place.startswith(":") else ffn.get_submodule(place)
+    return found
 
 
 @use_experts_implementation

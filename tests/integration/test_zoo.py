@@ -11,12 +11,13 @@ TYPES = names_of_types()
 CARVED = {
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "phi3", "gemma2", "gemma3_text", "smollm3"),
     *("qwen3_windows", "qwen3_tied"),
+    *("nemotron", "arcee", "nanochat", "falcon", "falcon_new"),  # without a gate
 }
 
 # Types that must become the Mixture-of-Experts of their own family.
 NATIVELY = {
     *("gemma4_text", "gemma4_text_no_values", "gemma4_image"),
-    *("ministral3", "mistral3_image", "mistral3_ministral3_image", "qwen3_vl_image"),
+    *("ministral3", "mistral3_image", "mistral3_ministral3_image", "qwen3_vl_image", "qwen3_5_image"),
     *("granite_swa", "smollm3", "cwm", "ministral", "granitemoehybrid_dense", "seed_oss", "glm"),
     *("ernie4_5", "helium", "hunyuan_v1_dense", "cohere2"),
 }

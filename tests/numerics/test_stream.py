@@ -58,6 +58,7 @@ CASES = {
     "gemma2": ("gemma2", GEMMA),
     "gemma3_text": ("gemma3_text", GEMMA | {"rope_parameters": TWO_ROTATIONS}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "nemotron": ("nemotron", {}),
 }
 
 

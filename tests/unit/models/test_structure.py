@@ -43,6 +43,13 @@ def test_gate_up_and_down_are_told_apart(tmp_path):
     assert decoder_of("gemma2").ffn.activation == "gelu_pytorch_tanh"
 
 
+def test_an_ffn_without_a_gate_is_one_with_equal_gate_and_up():
+    plan = decoder_of("nemotron").ffn
+    assert (plan.gate, plan.up, plan.down) == (Rows("up_proj"), Rows("up_proj"), "down_proj")
+    assert (plan.act, plan.activation, plan.is_gated) == ("/act_fn", "relu2 without a gate", False)
+    assert decoder_of("qwen3").ffn.is_gated
+
+
 def test_the_description_is_kept_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
@@ -68,9 +75,10 @@ def test_a_fused_projection_of_another_shape(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("gpt2", "no gated FFN is found"),
-        ("bert", "no gated FFN is found"),
-        ("starcoder2", "no gate: its FFN is two matrices"),
+        ("gpt2", "no FFN is found"),
+        ("bert", "no FFN is found"),
+        ("starcoder2", "has biases, which experts here do not have"),
+        ("apertus", "has no gate, and an activation that learns"),
         ("qwen2_moe", "a Mixture-of-Experts already"),
         ("t5", "an encoder-decoder is no model of the next token alone"),
         ("bart", "an encoder-decoder is no model of the next token alone"),
