@@ -185,7 +185,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     if sums is None:
         return NOTHING
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
-    passes.check_mean_loss(statistics.mean_loss, model)
+    passes.check_mean_loss(statistics.mean_loss, dense)
     statistics.save(job.out)
     if scan.parameters:
         publish_parameters(parts, job.out, statistics.samples)
