@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 from io import TextIOWrapper
+from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
 from instruments.errors import INTERRUPTED
@@ -57,8 +58,12 @@ def _do(words: list[str]) -> int:
         return 0
     if not find_workers().leads:
         os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; only the leading worker shows progress bars
+    # Until the imports are done, an interrupt ends the process at once: packages answer it with errors of their own.
+    before = signal(SIGINT, SIG_DFL) if getsignal(SIGINT) is default_int_handler else None
     from pipeline.cli import run_command  # noqa: PLC0415 - slow, and the help page does not need it
 
+    if before is not None:
+        signal(SIGINT, before)
     return run_command(words)
 
 

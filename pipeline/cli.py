@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
 from pipeline.help import CONF
+from pipeline.interrupts import answered_interrupts
 from pipeline.overrides import first_word, flag_errors, hide_passwords, override_errors, parse_overrides
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
@@ -38,7 +39,8 @@ def run_command(words: Sequence[str]) -> int:
 
     def work() -> None:
         try:
-            start(words)
+            with answered_interrupts():
+                start(words)
         except ConfigError:
             if not workers.leads:
                 signal(SIGTERM, SIG_DFL)

@@ -105,7 +105,7 @@ class Runner:
                     if self.checked.settings.fresh:
                         again = "the same command starts over; without fresh=true it keeps all published results"
                     log.info("\nstopped in %s; kept: %s; %s", step.stage.name, kept, again)
-                if done:
+                elif done:  # a page takes seconds
                     self.write_page(done[-1].folder)
                 where, folder = f"stage={step.stage.name}", step.folder.parent
                 if explained := explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes):

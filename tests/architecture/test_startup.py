@@ -102,6 +102,6 @@ def test_a_plan_is_light(tmp_path):
 
 
 def test_the_page_of_a_report_needs_no_torch():
-    """It is also written after an interrupt, which may have left torch half imported."""
+    """It is also written after an error, which may have left torch half imported."""
     code = "import sys, pipeline.report; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
