@@ -123,16 +123,19 @@ def read_answers(file: Path) -> list[Answer]:
     """Answers of earlier runs; a last line that a killed run left without its end is removed. Raises DataError."""
     if not file.exists():
         return []
-    text = file.read_bytes()
-    if text and not text.endswith(b"\n"):
-        write_text(file, text[: text.rfind(b"\n") + 1].decode("utf-8", "replace"))
-    return [Answer(**record) for record in _read_lines(file, kinds_of(Answer))]
+    answers = [Answer(**record) for record in _read_lines(file, kinds_of(Answer), torn=b'{"key": "')]
+    if not file.read_bytes().endswith(b"\n"):
+        write_text(file, _as_lines(answers))
+    return answers
 
 
-def _read_lines(file: Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
+def _read_lines(file: Path, kinds: Mapping[str, Kind], torn: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file; a last line that begins with `torn` and has no end is left out."""
     number = 0
     try:
-        for number, line in enumerate(file.read_bytes().splitlines(), start=1):  # noqa: B007
+        for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):  # noqa: B007
+            if torn and line[-1:] != b"\n" and line[: len(torn)] == torn[: len(line)]:
+                return
             record = json.loads(line)
             check_fields(record, kinds)
             yield {name: record[name] for name in kinds}

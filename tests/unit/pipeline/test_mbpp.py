@@ -100,19 +100,21 @@ def test_the_table_counts_what_was_solved():
     assert cells == ["m", "1 of 3", "33.3% ± 20.0%", "1", "2", "15", "3.0 s"]
 
 
-def test_a_file_of_answers_that_a_kill_left_torn_is_whole_again(tmp_path):
+@pytest.mark.parametrize("kept", [1, 5, 20, -2])
+def test_a_file_of_answers_that_a_kill_left_torn_is_whole_again(tmp_path, kept):
     path = tmp_path / "answers.jsonl"
     line = json.dumps(vars(answer("x\u2028y", 11))) + "\n"
-    path.write_text(line + line[:20])
+    path.write_text(line + line[:kept])
     assert read_answers(path) == [answer("x\u2028y", 11)]
     assert path.read_text() == line
 
 
-def test_another_file_is_not_overwritten(tmp_path, tasks, capsys):
+@pytest.mark.parametrize("content", ['{"mine": 1}\n', '{"mine": 1}', "a note", "[1,\n2]"])
+def test_another_file_is_not_overwritten(tmp_path, tasks, capsys, content):
     path = tmp_path / "answers.jsonl"
-    path.write_text('{"mine": 1}\n')
-    assert run(tasks, "--out", path) == 1
-    assert path.read_text() == '{"mine": 1}\n'
+    path.write_text(content)
+    assert run(tasks, "--out", path, "--run-code") == 1
+    assert path.read_text() == content
     assert f"where: {path}:1" in capsys.readouterr().err
 
 
