@@ -69,7 +69,12 @@ def summarise(
     ]
     if all(bool((report.scale_EN == 1).all()) for report in reports.values()) and int(partition.multiplicity.max()) > 1:
         notes.append("neurons with copies in several experts are unscaled here (assemble.mode=train scales them)")
-    unused = sum(int((report.load_E == 0).sum()) for report in reports.values())
+    # Without an error although experts are left out: there is nothing to choose.
+    silent = [layer for layer, report in reports.items() if report.error == 0 and (report.load_E == 0).any()]
+    if silent:
+        listed = ",".join(map(str, silent))
+        notes.append(f"the dense FFN of layer {listed} writes nothing on the text; 'dense_layers=[{listed}]' keeps it")
+    unused = sum(int((report.load_E == 0).sum()) for layer, report in reports.items() if layer not in silent)
     if unused:
         price, steps = 10 * assemble.balance or 0.01, max(200, assemble.router_steps)
         remedy = f"assemble.router=error assemble.router_steps={steps} assemble.balance={price:g} evens the load"
