@@ -100,7 +100,12 @@ class Routing:
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
     """The router modules, in layer order; each has a `weight` of ``(E, D)``. Raises CheckpointError: there are none."""
-    return [model.get_submodule(name) for name in router_names(model)]
+    names = router_names(model)
+    routers = [model.get_submodule(name) for name in names]
+    for name, router in zip(names, routers, strict=True):
+        # Not as an attribute, which would make the block a part of the router.
+        vars(without_adapters(router))["block"] = model.get_submodule(name.rpartition(".")[0])
+    return routers
 
 
 def router_names(model: nn.Module) -> list[str]:
@@ -124,7 +129,10 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 def selection_bias(router: nn.Module) -> Tensor | None:
     """``(E,)`` bias that the router adds to its scores only to choose experts; None if its architecture has none."""
-    bias = getattr(without_adapters(router), "e_score_correction_bias", None)
+    router = without_adapters(router)
+    bias = getattr(router, "e_score_correction_bias", None)
+    if bias is None:  # LFM2 has it beside the router
+        bias = getattr(vars(router).get("block"), "expert_bias", None)
     return bias if isinstance(bias, Tensor) else None
 
 
@@ -232,9 +240,9 @@ def _replicate(router: nn.Module) -> nn.Module:
     return replica
 
 
-def _run_in_float32(forward: Callable[..., Any], x: Tensor) -> Any:  # noqa: ANN401 - a router's outputs
+def _run_in_float32(forward: Callable[..., Any], x: Tensor, *bias: Tensor) -> Any:  # noqa: ANN401 - a router's outputs
     with torch.autocast(x.device.type, enabled=False):
-        return forward(x.float() if x.dtype.itemsize < 4 else x)
+        return forward(x.float() if x.dtype.itemsize < 4 else x, *bias)
 
 
 STRAIGHT_THROUGH = "straight_through"  # as `from_pretrained` takes it for experts_implementation
@@ -307,8 +315,9 @@ def show_scores(model: nn.Module) -> list[RemovableHandle]:
 
 
 def _connect(router: str, ffn: nn.Module, _inputs: Any = ()) -> None:  # noqa: ANN401
-    # Not as an attribute, which would make the experts a part of the router.
-    vars(ffn.get_submodule(router))["shown_to"] = without_adapters(ffn.experts)  # type: ignore[arg-type]
+    module = ffn.get_submodule(router)
+    vars(module)["shown_to"] = without_adapters(ffn.experts)  # type: ignore[arg-type]
+    vars(without_adapters(module))["block"] = ffn
 
 
 def _show(router: nn.Module, _inputs: Any, output: Sequence[Tensor] | Tensor) -> None:  # noqa: ANN401

@@ -19,10 +19,11 @@ MOES = {
     "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 16},
 }  # fmt: skip
 
-# The router is a layer within a module, or some of the parameters never learn.
+# The router is a layer within a module, takes a bias, or some of the parameters never learn.
 UNUSUAL_MOES = {
     "gemma4_text": {"num_experts": 5, "top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
                     "layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2_moe": {"num_experts": 5, "num_dense_layers": 0, "layer_types": ["conv", "full_attention"]},
     "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 0},
     "hunyuan_v1_moe": {"num_experts": 5, "num_experts_per_tok": [2, 2], "intermediate_size": 8},
 }  # fmt: skip

@@ -59,7 +59,6 @@ class Constant:
     shape: tuple[int, ...]
     value: float
     of: str | None = None  # name of the copied tensor, as a target names tensors
-    is_buffer: bool = False  # no parameter
 
 
 def copied(dense: Decoder, name: str, tensor: "Tensor") -> dict[str, "Tensor"]:

@@ -161,7 +161,7 @@ def count_carved(dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int
     expert = 3 * dense.hidden * expert_width(shape, pad_to)
     router = dense.hidden * (shape.experts + bool(target.shared_router))
     layer = router + 3 * dense.hidden * shared_width(target, shape, pad_to)
-    layer += sum(prod(constant.shape) for constant in target.more(dense, shape).values() if not constant.is_buffer)
+    layer += sum(prod(constant.shape) for constant in target.more(dense, shape).values())
     kept, carved = len(shape.dense_layers), dense.depth - len(shape.dense_layers)
     others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer
     if dense.tied and not target.is_tiny_onn:

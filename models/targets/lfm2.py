@@ -1,6 +1,6 @@
 """LFM2 with experts: sigmoid gates that are normalised, no always-on neurons, dense layers before all others."""
 
-from models.targets.base import LAYER, Constant, MoETarget, several_chosen
+from models.targets.base import LAYER, MoETarget, several_chosen
 
 TARGETS = (
     MoETarget(
@@ -27,9 +27,8 @@ TARGETS = (
         experts=LAYER + "feed_forward.experts.{expert}.{part}.weight",
         parts=("w1", "w3", "w2"),
         dense=LAYER + "feed_forward.{part}.weight",
-        more=lambda _dense, shape: {
-            LAYER + "feed_forward.expert_bias": Constant((shape.experts,), 0.0, is_buffer=True),
-        },
+        selection_bias=LAYER + "feed_forward.expert_bias",
+        selection_bias_scale=0.25,  # as in glm4_moe.py
         ffn_modules=("feed_forward",),
         scoring="sigmoid",
         normalised=several_chosen,
