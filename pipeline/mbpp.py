@@ -224,7 +224,7 @@ def shared_phrases(text: Path, tasks: Iterable[Task]) -> dict[str, set[str]]:
     """
     from stages.text.files import list_files, read_file  # noqa: PLC0415
 
-    asked = {phrase for task in tasks for phrase in _phrases(f"{task.prompt}\n{task.code}")}
+    asked = {phrase for task in tasks for phrase in _phrases("\n".join([task.text, *task.test_list, task.code]))}
     shared, source = {}, Source(kind="text", path=str(text))
     for file in list_files(source):
         parts = (

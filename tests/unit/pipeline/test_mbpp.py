@@ -181,7 +181,7 @@ def test_phrases_that_a_text_shares_with_the_tasks(tmp_path, tasks):
     copied = "As they say: WRITE a function, to double the given number in an integer way. 1 2 3 4 5 6 7 8 9"
     (tmp_path / "text/a.txt").write_text(f"{copied}\n\nwrite a function to do something else with a number")
     (tmp_path / "text/b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": copied}]}) + "\n")
-    (tmp_path / "text/c.txt").write_text("nothing of them")
+    (tmp_path / "text/c.txt").write_text("You are an expert Python programmer, and here is your task: pass these tests")
     numbers = Task(13, "1 2 3 4 5 6 7 8 9", "", "", [])
     shared = shared_phrases(tmp_path / "text", [*read_tasks(tasks), numbers])
     assert {Path(file).name: len(phrases) for file, phrases in shared.items()} == {"a.txt": 5, "b.jsonl": 5, "c.txt": 0}
