@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
+from unittest.mock import patch
 
 import transformers
 from zoo.checkpoints import UNBUILT, write_checkpoint
@@ -23,6 +25,7 @@ from models.config import MoEShape
 from models.finding import find_decoder
 from models.targets.config import select_target
 from pipeline.cli import start
+from stages.scan import passes
 
 NATIVE, OWN, REFUSED, FAILED, MISSING = "carved natively", "carved as TinyONN", "refused", "failed", "cannot be built"
 OUTCOMES = (NATIVE, OWN, REFUSED, FAILED, MISSING)
@@ -88,7 +91,8 @@ class Zoo:
         words = (f"model.path={folder}", f"model.label={folder.name}", f"data.path={self.text}")
         place = f"output_dir={self.folder / 'outputs'}"
         try:
-            with _quiet(self.folder / "log.txt"):
+            # A random model is worse than chance.
+            with _quiet(self.folder / "log.txt"), patch.object(passes, "WORSE_THAN_CHANCE", math.inf):
                 steps = start(["model=local", *words, place, *QUICK, *ALL_ON, *_widths(folder), *self.settings])
         except UserError as error:
             reasons = [line for line in str(error).splitlines() if line and not line.startswith("  ")]
