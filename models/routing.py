@@ -54,6 +54,12 @@ def chosen_mask(chosen_TK: Int[Tensor, "T K"], experts: int) -> Float[Tensor, "T
     return rows_TE.scatter_(1, chosen_TK, 1.0)
 
 
+def count_choices(chosen_TK: Int[Tensor, "T K"], experts: int) -> Int[Tensor, "E"]:
+    """Number of tokens that chose each expert; for `bincount` a GPU's host would wait."""
+    chosen_P = chosen_TK.flatten()
+    return chosen_P.new_zeros(experts).scatter_add_(0, chosen_P, torch.ones_like(chosen_P))
+
+
 def has_copies(neurons_EN: Int[Tensor, "*E N"]) -> bool:
     """Whether some neuron is in more than one expert."""
     sorted_P = neurons_EN.flatten().sort().values  # `bincount` would make a GPU's host wait more often

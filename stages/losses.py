@@ -154,13 +154,16 @@ def measure_loss(
     model: PreTrainedModel, batches: Sequence[TokenBatch], name: str | None = None, workers: Workers = ALONE
 ) -> MeanLoss:
     """Next-token loss over all supervised tokens. Workers share the batches; no progress bar without a `name`."""
-    totals_B, device = torch.zeros(len(batches), dtype=torch.float64), input_device(model)
+    device, totals = input_device(model), []
     mine = range(len(batches))[workers.rank :: workers.world]
     hidden = name is None or not workers.leads
     for number in tqdm(mine, desc=f"loss of the {name} model", unit="batch", disable=hidden):
         batch = batches[number]
         logits = model(**batch.inputs(device), use_cache=False).logits
-        totals_B[number] = token_losses(logits, send(batch.labels, logits.device, torch.int64)).double().sum()
+        totals.append(token_losses(logits, send(batch.labels, logits.device, torch.int64)).double().sum())
+    totals_B = torch.zeros(len(batches), dtype=torch.float64)
+    if totals:
+        totals_B[workers.rank :: workers.world] = torch.stack(totals).cpu()
     workers.sum_(totals_B)
     return MeanLoss(float(totals_B.sum()), sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
 

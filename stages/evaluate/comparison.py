@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
-from models.routing import choose_experts
+from models.routing import choose_experts, count_choices
 from models.stream import LayerStream, StreamLayer
 from models.structure import decoder_layers
 from models.training import RouterWatch
@@ -92,48 +92,46 @@ class LayerFidelity:
     top_k: int
     load_E: Tensor
     grams_ENN: Tensor | None  # None in a global pool, whose experts are not those of one layer's neurons
-    missed: float = 0.0
-    wanted: float = 0.0
-    agreed: int = 0
+    sums_3: Tensor  # missed and wanted energy, and choices that agree with the oracle's; nothing waits for them
 
     @classmethod
     def start(cls, facts: LayerFacts) -> "LayerFidelity":
         """Nothing seen yet."""
         load_E = torch.zeros(len(facts.neurons_EN), device=facts.router.rows_ED.device)
-        pooled = facts.shape.pooled
-        return cls(facts.shape.top_k, load_E, None if pooled else expert_grams(facts.ffn, facts.neurons_EN))
+        grams_ENN = None if facts.shape.pooled else expert_grams(facts.ffn, facts.neurons_EN)
+        return cls(facts.shape.top_k, load_E, grams_ENN, load_E.new_zeros(3, dtype=torch.float64))
 
     def add(
         self,
         facts: LayerFacts,
         x_BTD: Float[Tensor, "B T D"],
         output_BTD: Float[Tensor, "B T D"],
-        mask_BT: Bool[Tensor, "B T"],
+        rows_N: Int[Tensor, "N"],
         chosen_SK: Int[Tensor, "S K"],
     ) -> None:
         """Compare one batch with the dense FFN and with the oracle, which chooses the experts of largest output norm.
 
-        `chosen_SK` are the model's own choices for all S = B·T tokens: `facts.router` approximates a selection bias.
+        `rows_N` are the tokens without padding, `chosen_SK` the model's own choices for all S = B·T positions:
+        `facts.router` approximates a selection bias.
         `facts` are passed with each batch, because weights of a model larger than its device are not kept.
         """
-        x_TD = x_BTD[mask_BT]
+        x_TD = x_BTD.flatten(0, 1)[rows_N]
         h_TF = facts.ffn.hidden(x_TD)
         wanted_TD = facts.ffn.output(h_TF)
-        self.missed += float((wanted_TD - output_BTD[mask_BT]).double().square().sum())
-        self.wanted += float(wanted_TD.double().square().sum())
-        chosen_TK = chosen_SK[mask_BT.flatten()]
-        self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
+        self.sums_3[0] += (wanted_TD - output_BTD.flatten(0, 1)[rows_N]).double().square().sum()
+        self.sums_3[1] += wanted_TD.double().square().sum()
+        chosen_TK = chosen_SK[rows_N]
+        self.load_E += count_choices(chosen_TK, len(self.load_E))
         if self.grams_ENN is not None:
             best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.neurons_EN), self.top_k)
-            self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
+            self.sums_3[2] += (chosen_TK[:, :, None] == best_TK[:, None, :]).sum()
 
     def result(self, workers: Workers = ALONE) -> LayerResult:
         """The figures of the layer, from the sums of all workers."""
-        sums = torch.tensor([self.missed, self.wanted, self.agreed], dtype=torch.float64)
-        sums = torch.cat([sums, self.load_E.cpu().double()])
+        sums = torch.cat([self.sums_3, self.load_E.double()]).cpu()
         workers.sum_(sums)
         missed, wanted, agreed = sums[:3].tolist()
-        load_E = sums[3:].to(self.load_E)
+        load_E = sums[3:].float()
         unused, imbalance = int((load_E == 0).sum()), float(load_E.max() / load_E.mean())
         error = missed / wanted if wanted else 0.0
         agreement = None if self.grams_ENN is None else agreed / float(load_E.sum())
@@ -154,20 +152,20 @@ def follow_ffns(
     ones, only one layer is in memory at a time.
     """
     fidelities: dict[int, LayerFidelity] = {}
-    masks = iter([batch.attention_mask.bool() for batch in batches[workers.rank :: workers.world]])
-    mask_BT: Tensor
+    read = iter(batches[workers.rank :: workers.world])
+    rows_N: Tensor
 
     def on_ffn(layer: int, x_BTD: Tensor, output_BTD: Tensor) -> None:
-        nonlocal mask_BT
+        nonlocal rows_N
         if layer == 0:
-            mask_BT = next(masks)
+            rows_N = next(read).rows(x_BTD.device)
         if layer in shape.dense_layers:
             return
         facts = facts_of(layer, DenseFFN.of(dense[layer], x_BTD))
         if layer not in fidelities:
             fidelities[layer] = LayerFidelity.start(facts)
         chosen_SK = routings.pop().chosen_TK.to(x_BTD.device)
-        fidelities[layer].add(facts, x_BTD, output_BTD, mask_BT.to(x_BTD.device), chosen_SK)
+        fidelities[layer].add(facts, x_BTD, output_BTD, rows_N.to(x_BTD.device), chosen_SK)
 
     watch = RouterWatch(carved)
     with watch.collect() as routings, watch_ffns(carved, on_ffn):
@@ -176,8 +174,8 @@ def follow_ffns(
     results = [LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)] * len(dense)  # as of layers that stay dense
     for layer in range(len(dense)):
         if layer not in shape.dense_layers:
-            fidelity = fidelities.get(layer) or LayerFidelity(shape.top_k, torch.zeros(shape.experts), None)
-            results[layer] = fidelity.result(workers)
+            unread = LayerFidelity(shape.top_k, torch.zeros(shape.experts), None, torch.zeros(3))
+            results[layer] = fidelities.get(layer, unread).result(workers)
     return loss, results
 
 

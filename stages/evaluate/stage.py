@@ -1,12 +1,17 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
 from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
 
 from instruments.dtypes import dtype_name
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
+from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Partition, Routers
 from stages.artifacts.job import NOTHING, Job, Table
@@ -99,17 +104,14 @@ def read_facts(job: Job, stage: str, context: CalibrationContext, partition: Par
     statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF = statistics.contribution
 
+    @cache  # a layer is compared batch by batch
+    def fetch(index: int, device: torch.device) -> tuple[Tensor, Tensor, LinearRouter, Tensor]:
+        chosen = partition.routed(index), partition.always_on[index]
+        neurons_EN, always_S = (neurons.to(device).long() for neurons in chosen)
+        return neurons_EN, always_S, routers.layer(index).to(device), contribution_LF[index].to(device)
+
     def facts_of(index: int, ffn: DenseFFN) -> LayerFacts:
-        device = ffn.gate_FD.device
-        return LayerFacts(
-            ffn,
-            partition.routed(index).to(device).long(),
-            partition.always_on[index].to(device).long(),
-            routers.layer(index).to(device),
-            contribution_LF[index].to(device),
-            shape,
-            layer_seed(context.seed, FIRST_SEED + index),
-            stays_dense=index in shape.dense_layers,
-        )
+        facts, seed = fetch(index, ffn.gate_FD.device), layer_seed(context.seed, FIRST_SEED + index)
+        return LayerFacts(ffn, *facts, shape, seed, stays_dense=index in shape.dense_layers)
 
     return facts_of

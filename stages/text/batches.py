@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -83,6 +84,10 @@ class TokenBatch:
     def tokens(self) -> int:
         """Tokens without padding."""
         return int(self.attention_mask.sum())
+
+    def rows(self, device: torch.device) -> Int64[Tensor, "N"]:
+        """Numbers of the tokens among the B·T positions, on a device: it finds them only by making the host wait."""
+        return send(torch.from_numpy(np.flatnonzero(self.attention_mask.numpy())), device, torch.int64)
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` on a device, as arguments of a model."""

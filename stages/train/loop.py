@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from instruments.errors import ConfigError, NumericsError
 from instruments.training_watch.model_watch import ModelWatch, watch_model
 from instruments.training_watch.step_log import NOTE
+from models.device import send
 from models.structure import decoder_layers
 from models.training import Part, RouterWatch, parameter_groups, rounded_weights, show_scores
 from stages.artifacts.job import Workers
@@ -83,9 +84,9 @@ def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int,
 
 
 def collate(sequences: Sequence[TokenSequence], pad_id: int, device: torch.device) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and `labels` of ``(B, T)``, padded on the right to the longest sequence."""
+    """The inputs of `Objective.loss`, padded on the right to the longest sequence."""
     (batch,) = batch_sequences(sequences, sys.maxsize, pad_id)
-    return {**batch.inputs(device), "labels": batch.labels.to(device)}
+    return {**batch.inputs(device), "labels": send(batch.labels, device, torch.int64), "rows": batch.rows(device)}
 
 
 @dataclass(frozen=True)

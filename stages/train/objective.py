@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from models.device import send
+from models.routing import count_choices
 from models.training import Part, RouterWatch, Routing, selection_bias
 from stages.losses import prediction_distance, supervised_tokens, token_losses
 from stages.text.batches import IGNORED, TokenBatch
@@ -70,40 +72,39 @@ class Balance:
     pooled: bool = False  # an expert's load is that of all layers together
 
 
-def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:
-    """Number of tokens that chose each expert, without padding."""
-    loads = [routing.chosen_TK[mask_T].flatten().bincount(minlength=routing.logits_TE.shape[1]) for routing in routings]
-    return torch.stack(loads)
+def count_load(routings: list[Routing], rows_N: Int[Tensor, "N"]) -> Int[Tensor, "L E"]:
+    """Number of the tokens `rows_N` that chose each expert."""
+    return torch.stack([count_choices(routing.chosen_TK[rows_N], routing.logits_TE.shape[1]) for routing in routings])
 
 
 def balance_loss(
-    routings: list[Routing], load_LE: Int[Tensor, "L E"], mask_T: Tensor, *, pooled: bool = False
+    routings: list[Routing], load_LE: Int[Tensor, "L E"], rows_N: Int[Tensor, "N"], *, pooled: bool = False
 ) -> Float[Tensor, ""]:
     """Mean over layers of E · Σ_e (share of choices for e) · (mean probability of e); 1 for even load.
 
     `load_LE` is of this process or summed over all; `pooled`: all layers share the experts, and loads are averaged.
     Source: Switch Transformers, arXiv:2101.03961 eq. 4, per choice.
     """
-    probability_LE = torch.stack([routing.logits_TE[mask_T].float().softmax(1).mean(0) for routing in routings])
+    probability_LE = torch.stack([routing.logits_TE[rows_N].float().softmax(1).mean(0) for routing in routings])
     share_LE = load_LE / load_LE.sum(1, keepdim=True).clamp_min(1)
     if pooled:
         probability_LE, share_LE = probability_LE.mean(0, keepdim=True), share_LE.mean(0, keepdim=True)
     return probability_LE.shape[1] * (share_LE * probability_LE).sum(1).mean()
 
 
-def z_loss(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
+def z_loss(routings: list[Routing], rows_N: Int[Tensor, "N"]) -> Float[Tensor, ""]:
     """Mean over layers and tokens of (log Σ exp logits)².
 
     Source: ST-MoE, arXiv:2202.08906 eq. 5.
     """
-    return torch.stack([routing.logits_TE[mask_T].float().logsumexp(1).square().mean() for routing in routings]).mean()
+    return torch.stack([routing.logits_TE[rows_N].float().logsumexp(1).square().mean() for routing in routings]).mean()
 
 
-def entropy(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
+def entropy(routings: list[Routing], rows_N: Int[Tensor, "N"]) -> Float[Tensor, ""]:
     """Mean entropy of the softmax over experts, in nats; log E where all logits are equal."""
     parts = []
     for routing in routings:
-        log_TE = routing.logits_TE[mask_T].detach().float().log_softmax(1)
+        log_TE = routing.logits_TE[rows_N].detach().float().log_softmax(1)
         parts.append(-(log_TE.exp() * log_TE).sum(1).mean())
     return torch.stack(parts).mean()
 
@@ -194,7 +195,8 @@ class RunningMetrics:
     def add(self, load_LE: Tensor, **values: Tensor | float) -> None:
         """Add one forward pass."""
         for name, value in values.items():
-            amount = torch.as_tensor(value, dtype=torch.float64, device=load_LE.device).detach()
+            number = value if isinstance(value, Tensor) else torch.full((), value, device=load_LE.device)
+            amount = number.detach().double()
             self.sums[name] = self.sums[name] + amount if name in self.sums else amount
         self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
 
@@ -239,13 +241,12 @@ class Objective:
 
         Args:
             model: the MoE, wrapped or not.
-            inputs: `input_ids`, `attention_mask` and `labels` of ``(B, T)``.
+            inputs: `input_ids`, `attention_mask` and `labels` of ``(B, T)``; `rows`, the tokens without padding.
             items: supervised tokens of the whole optimizer step, in all processes.
             parts: micro-batches of this process in the step.
             world: number of processes, over which gradients are averaged.
         """
-        labels_BT, mask_BT = inputs["labels"], inputs["attention_mask"]
-        mask_T = mask_BT.flatten().bool()
+        labels_BT, mask_BT, rows_N = inputs["labels"], inputs["attention_mask"], inputs["rows"]
         with self.watch.collect() as routings, autocast(self.settings, labels_BT.device):
             logits_BTV = model(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False).logits
         with nullcontext() if self.settings.language_model else torch.no_grad():
@@ -258,31 +259,31 @@ class Objective:
             sums["logits"] = prediction_distance(logits_BTV, taught.logits, predicts(labels_BT))
         weighted = [getattr(self.settings, name) * value for name, value in sums.items()]
         loss = torch.stack(weighted).sum() * world / items
-        load_LE = count_load(routings, mask_T)
+        load_LE = count_load(routings, rows_N)
         self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
-        means = self._router_means(routings, load_LE, mask_T)
+        means = self._router_means(routings, load_LE, rows_N)
         loss = loss + sum((weight * value for weight, value in means.values()), start=loss.new_zeros(())) / parts
         self.metrics.add(
             load_LE,
             **sums,
             **{name: value for name, (_, value) in means.items()},
-            router_entropy=entropy(routings, mask_T),
+            router_entropy=entropy(routings, rows_N),
             items=supervised_tokens(labels_BT).sum(),
-            tokens=mask_T.sum(),
+            tokens=float(len(rows_N)),
             passes=1.0,
         )
         return loss
 
     def _router_means(
-        self, routings: list[Routing], load_LE: Tensor, mask_T: Tensor
+        self, routings: list[Routing], load_LE: Tensor, rows_N: Tensor
     ) -> dict[str, tuple[float, Tensor]]:
         """Auxiliary losses as means over tokens: name → (weight, value)."""
         settings, means = self.settings, {}
         if self.balance.kind == "loss" and settings.balance_weight:
-            even = balance_loss(routings, add_up(load_LE), mask_T, pooled=self.balance.pooled)
+            even = balance_loss(routings, add_up(load_LE), rows_N, pooled=self.balance.pooled)
             means["balance"] = (settings.balance_weight, even)
         if settings.z_weight:
-            means["router_z"] = (settings.z_weight, z_loss(routings, mask_T))
+            means["router_z"] = (settings.z_weight, z_loss(routings, rows_N))
         return means
 
     def take_load(self) -> Tensor:
@@ -296,7 +297,7 @@ def heldout_sums(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: TokenBatch, device: torch.device
 ) -> Float[Tensor, "3"]:
     """Next-token loss and KL(teacher ‖ model), summed over the supervised tokens, and their number."""
-    inputs, labels_BT = batch.inputs(device), batch.labels.to(device)
+    inputs, labels_BT = batch.inputs(device), send(batch.labels, device, torch.int64)
     logits_BTV = model(**inputs, use_cache=False).logits
     sums = [token_losses(logits_BTV, labels_BT).sum(), logits_BTV.new_zeros(()), supervised_tokens(labels_BT).sum()]
     if teacher is not None:

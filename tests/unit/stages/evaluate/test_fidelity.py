@@ -18,6 +18,10 @@ def mask_BT():
     return torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]).bool()
 
 
+def rows(mask_BT):
+    return mask_BT.flatten().nonzero()[:, 0]
+
+
 def choices(facts, x_BTD):
     return facts.router.choose(x_BTD.flatten(0, 1), facts.shape.top_k)
 
@@ -28,7 +32,7 @@ def dense_output(facts, x_BTD):
 
 def test_half_the_output_misses_a_quarter_of_the_energy(facts, x_BTD, mask_BT):
     fidelity = LayerFidelity.start(facts)
-    fidelity.add(facts, x_BTD, 0.5 * dense_output(facts, x_BTD), mask_BT, choices(facts, x_BTD))
+    fidelity.add(facts, x_BTD, 0.5 * dense_output(facts, x_BTD), rows(mask_BT), choices(facts, x_BTD))
     assert fidelity.result().error == pytest.approx(0.25, rel=1e-5)
 
 
@@ -36,7 +40,7 @@ def test_padding_does_not_count(facts, x_BTD, mask_BT):
     output_BTD = dense_output(facts, x_BTD).masked_fill(~mask_BT[..., None], 1e6)
     fidelity = LayerFidelity.start(facts)
     x_BTD = x_BTD.masked_fill(~mask_BT[..., None], 1e6)
-    fidelity.add(facts, x_BTD, output_BTD, mask_BT, choices(facts, x_BTD))
+    fidelity.add(facts, x_BTD, output_BTD, rows(mask_BT), choices(facts, x_BTD))
     assert fidelity.result().error < 1e-12
     assert fidelity.load_E.sum() == facts.shape.top_k * mask_BT.sum()
 
@@ -44,10 +48,10 @@ def test_padding_does_not_count(facts, x_BTD, mask_BT):
 def test_batches_add_up(facts, x_BTD, mask_BT):
     output_BTD = 0.7 * dense_output(facts, x_BTD)
     whole, parts = LayerFidelity.start(facts), LayerFidelity.start(facts)
-    whole.add(facts, x_BTD, output_BTD, mask_BT, choices(facts, x_BTD))
+    whole.add(facts, x_BTD, output_BTD, rows(mask_BT), choices(facts, x_BTD))
     for row in range(B):
         x_1TD = x_BTD[row : row + 1]
-        parts.add(facts, x_1TD, output_BTD[row : row + 1], mask_BT[row : row + 1], choices(facts, x_1TD))
+        parts.add(facts, x_1TD, output_BTD[row : row + 1], rows(mask_BT[row : row + 1]), choices(facts, x_1TD))
     assert parts.result().error == pytest.approx(whole.result().error, rel=1e-6)
     assert (parts.result().agreement, parts.result().imbalance) == (whole.result().agreement, whole.result().imbalance)
 
@@ -55,13 +59,13 @@ def test_batches_add_up(facts, x_BTD, mask_BT):
 def test_an_ffn_that_gives_nothing_has_no_error(facts, x_BTD, mask_BT):
     facts = replace(facts, ffn=replace(facts.ffn, down_DF=torch.zeros_like(facts.ffn.down_DF)))
     fidelity = LayerFidelity.start(facts)
-    fidelity.add(facts, x_BTD, torch.zeros_like(x_BTD), mask_BT, choices(facts, x_BTD))
+    fidelity.add(facts, x_BTD, torch.zeros_like(x_BTD), rows(mask_BT), choices(facts, x_BTD))
     assert fidelity.result().error == 0
 
 
 def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT):
     fidelity = LayerFidelity.start(facts)
-    fidelity.add(facts, x_BTD, dense_output(facts, x_BTD), mask_BT, choices(facts, x_BTD))
+    fidelity.add(facts, x_BTD, dense_output(facts, x_BTD), rows(mask_BT), choices(facts, x_BTD))
     load, agreed = [0] * 4, 0
     for x_D in x_BTD[mask_BT]:
         chosen = set((facts.router.rows_ED @ x_D).argsort(descending=True)[:2].tolist())

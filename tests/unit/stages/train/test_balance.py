@@ -17,21 +17,21 @@ def uneven():
 
 
 def test_padding_loads_nobody(uneven):
-    assert count_load(uneven, torch.tensor([True, True, False])).tolist() == [[2, 2, 0]]
-    assert count_load(uneven, torch.tensor([True, True, True])).tolist() == [[2, 3, 1]]
+    assert count_load(uneven, torch.arange(2)).tolist() == [[2, 2, 0]]
+    assert count_load(uneven, torch.arange(3)).tolist() == [[2, 3, 1]]
 
 
 def test_even_load_costs_1_for_any_number_of_experts():
     even = [routing([[0.0, 0.0, 0.0, 0.0]] * 4, top_k=1)]
     even = [Routing(even[0].logits_TE, torch.tensor([[0], [1], [2], [3]]))]
-    mask = torch.ones(4, dtype=torch.bool)
-    assert balance_loss(even, count_load(even, mask), mask) == pytest.approx(1.0)
+    rows = torch.arange(4)
+    assert balance_loss(even, count_load(even, rows), rows) == pytest.approx(1.0)
 
 
 def test_balance_loss_is_its_formula_and_pushes_down_the_loaded(uneven):
     logits = uneven[0].logits_TE.clone().requires_grad_()
-    routed, mask = [Routing(logits, uneven[0].chosen_TK)], torch.ones(3, dtype=torch.bool)
-    loss = balance_loss(routed, count_load(routed, mask), mask)
+    routed, rows = [Routing(logits, uneven[0].chosen_TK)], torch.arange(3)
+    loss = balance_loss(routed, count_load(routed, rows), rows)
     share = torch.tensor([2.0, 3.0, 1.0]) / 6
     torch.testing.assert_close(loss, 3 * (share * logits.softmax(1).mean(0)).sum())
     (gradient,) = torch.autograd.grad(loss, logits)
@@ -40,16 +40,16 @@ def test_balance_loss_is_its_formula_and_pushes_down_the_loaded(uneven):
 
 def test_layers_of_a_pool_balance_each_other():
     first, second = routing([[9.0, 0.0]], top_k=1), routing([[0.0, 9.0]], top_k=1)
-    mask, both = torch.ones(1, dtype=torch.bool), [first, second]
-    load = count_load(both, mask)
-    assert balance_loss(both, load, mask) == pytest.approx(2.0, rel=1e-3)
-    assert balance_loss(both, load, mask, pooled=True) == pytest.approx(1.0)
+    rows, both = torch.arange(1), [first, second]
+    load = count_load(both, rows)
+    assert balance_loss(both, load, rows) == pytest.approx(2.0, rel=1e-3)
+    assert balance_loss(both, load, rows, pooled=True) == pytest.approx(1.0)
 
 
 def test_z_loss_and_entropy_of_equal_logits():
-    equal, mask = [routing([[0.0] * 5] * 2)], torch.ones(2, dtype=torch.bool)
-    assert z_loss(equal, mask) == pytest.approx(torch.tensor(5.0).log().square().item())
-    assert entropy(equal, mask) == pytest.approx(torch.tensor(5.0).log().item())
+    equal, rows = [routing([[0.0] * 5] * 2)], torch.arange(2)
+    assert z_loss(equal, rows) == pytest.approx(torch.tensor(5.0).log().square().item())
+    assert entropy(equal, rows) == pytest.approx(torch.tensor(5.0).log().item())
 
 
 def test_biases_move_against_the_load_and_keep_their_mean():

@@ -41,7 +41,7 @@ def logits_after_backward(settings, teacher=None):
     model.lm_head.register_forward_hook(lambda _module, _args, output: kept.extend((output, output.detach().clone())))
     objective = Objective(settings, RouterWatch(model), teacher, Balance("none", 0.0))
     ids = torch.arange(14).view(2, 7)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "rows": ids.flatten()}
     objective.loss(model, inputs, torch.tensor(12), parts=1, world=1).backward()
     return kept
 
