@@ -31,8 +31,8 @@ class Operators(TorchDispatchMode):
             self.waits[name] += 1
         elif name not in VIEWS:
             self.started[name] += 1
-        if name in {"index", "index_put_"}:
-            self.waits[name] += sum(each is not None and each.dtype == torch.bool for each in args[1])
+        if name in {"index", "index_put_"} and any(each is not None and each.dtype == torch.bool for each in args[1]):
+            self.waits[name] += 1
         return function(*args, **kwargs or {})
 
 

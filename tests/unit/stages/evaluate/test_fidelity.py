@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from operator_counts import count_operators
 
 from stages.evaluate.comparison import LayerFidelity
 
@@ -79,3 +80,9 @@ def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT
     assert fidelity.result().imbalance == pytest.approx(max(load) / (sum(load) / 4))
     assert fidelity.result().agreement == pytest.approx(agreed / (2 * 7))
     assert 0 < fidelity.result().agreement < 1
+
+
+def test_no_batch_waits_for_the_device(facts, x_BTD, mask_BT):
+    fidelity = LayerFidelity.start(facts)
+    batch = dense_output(facts, x_BTD), rows(mask_BT), choices(facts, x_BTD)
+    assert not count_operators(fidelity.add, facts, x_BTD, *batch).waits

@@ -1,10 +1,12 @@
 import pytest
 import torch
-from pico_moes import make_moe
+from operator_counts import Operators
+from pico_moes import SIZES, make_moe
 
 from models.training import AUTOCAST_IMPLEMENTATION, RouterWatch
 from stages import losses
 from stages.losses import prediction_distance
+from stages.text.batches import TokenSequence, batch_sequences
 from stages.train.config import TrainConfig
 from stages.train.objective import Balance, Objective, RunningMetrics, predicts
 
@@ -99,3 +101,22 @@ def test_half_precision_of_teacher_or_student(batch):
     (wanted,) = torch.autograd.grad(expected, student)
     (gradient,) = torch.autograd.grad(prediction_distance(student, teacher.bfloat16(), counts), student)
     torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("balance", ["loss", "selection_bias"])
+def test_a_micro_batch_waits_at_most_twice_with_any_number_of_layers(balance, monkeypatch):
+    found = []
+    for layers in (2, 3):
+        monkeypatch.setitem(SIZES, "num_hidden_layers", layers)
+        model = make_moe("glm4_moe")
+        model.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
+        objective = Objective(TrainConfig(z_weight=0.1), RouterWatch(model), None, Balance(balance, 0.1))
+        (batch,) = batch_sequences([TokenSequence("", row, row) for row in ([1, 2, 3], [4, 5, 6, 7, 8])], 10, 0)
+        inputs = {**batch.inputs(model.device), "labels": batch.labels, "rows": batch.rows(model.device)}
+        items = torch.tensor(6)
+        with Operators() as operators:
+            objective.loss(model, inputs, items, parts=1, world=1).backward()
+            objective.take_load()
+        found.append(operators.waits)
+    assert found[0] == found[1]
+    assert found[0].total() <= 2
