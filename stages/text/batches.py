@@ -57,11 +57,11 @@ class CountedMask(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - any result of the function
-        """Answer the sum of all; results are plain tensors, except the same mask again."""
+        """Answer what is asked of all; other results are plain tensors, except the same mask again."""
         mask = next(value for value in args if isinstance(value, CountedMask))
         if func in {Tensor.sum, torch.sum, Tensor.all, torch.all} and len(args) == 1 and not kwargs:
             whole = func in {Tensor.all, torch.all}
-            return torch.tensor(mask.ones == mask.numel() if whole else mask.ones)
+            return np.bool_(mask.ones == mask.numel()) if whole else np.int64(mask.ones)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
         same = func in {Tensor.to, Tensor.__getitem__} and result.shape == mask.shape

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from operator_counts import Operators, count_operators
+from operator_counts import Operators
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +14,7 @@ from instruments.ffn_probe import neuron_norms
 from models.ffn import ffn_modules
 from stages.accumulators.sums import LocalStore
 from stages.artifacts.job import ALONE
-from stages.losses import enable_gradient_checkpointing, forward_losses
+from stages.losses import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner, draw_reservoir, scan_shares
@@ -242,14 +242,11 @@ def test_a_batch_waits_for_nothing_and_one_flush_fetches_all(folder, monkeypatch
     monkeypatch.setattr("stages.scan.batch_sums.to_host", to_host)
     model, batches = load(folder), batch_sequences(draw_sequences(), 1, 0)
     scanner, store = Scanner(model, ffn_modules(model), ScanConfig()), MemoryStore(Path(), SHAPES, identity={}, every=1)
-    with torch.enable_grad():
-        passes = count_operators(lambda: forward_losses(model, batches[0]).sum().backward())
     for number, batch in enumerate(batches):
         slots_BT = torch.arange(LENGTHS[number])[None]  # all go to the reservoir
         with Operators() as found:
             scanner.scan(batch, slots_BT, store.sums, number=number)
-        # Where the CPU is the device, those of transformers are of numbers that the host knows.
-        assert found.waits == passes.waits
+        assert not found.waits
     assert not fetched
     assert not store.sums.done
     scanner.drain()
