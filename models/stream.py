@@ -297,6 +297,9 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         else:
             what = f"no way to stand in for a layer: {type(problem).__name__}: {str(problem)[:100]}"
             raise CheckpointError(what, where=self.reader.decoder.model_class) from problem
+        if hidden[0].ndim != 3:
+            what = "its layers pass on several hidden states of a token, and one is carved"
+            raise CheckpointError(what, where=self.reader.decoder.model_class)
         if len(hidden) < self.depth or any(not torch.equal(states, hidden[0]) for states in hidden):
             what = "the model computes between its layers, or does not run all of them in order"
             raise CheckpointError(what, where=self.reader.decoder.model_class, do="choose another dense decoder")

@@ -129,7 +129,9 @@ def draw_weights(model: PreTrainedModel) -> None:
                 continue
             drawn.add(id(parameter))
             if isinstance(module, nn.Embedding) and parameter.ndim == 2:
-                parameter.normal_(std=4 * parameter.shape[1] ** -0.5)
+                # A head that is the embedding must not predict worse than chance, which a scan refuses.
+                is_head = head is not None and parameter is getattr(head, "weight", None)
+                parameter.normal_(std=(1.2 if is_head else 4) * parameter.shape[1] ** -0.5)
             elif parameter.ndim >= 2:
                 inputs = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
                 inputs = parameter[0].numel() if isinstance(module, _ConvNd) else inputs
