@@ -52,6 +52,14 @@ def test_all_experts_of_a_partition_are_the_dense_ffn(ffn):
     torch.testing.assert_close(loop(draw_x()), ffn(draw_x()), rtol=1e-5, atol=1e-5)
 
 
+def test_the_parts_of_a_layer_sum_to_it(ffn):
+    order = torch.randperm(F, generator=torch.Generator().manual_seed(4))
+    loop = make_loop(ffn, order[:12].view(4, 3), order[12:], top_k=2)
+    for parts in (2, 3):
+        outputs = [loop.part(index, parts)(draw_x()) for index in range(parts)]
+        torch.testing.assert_close(sum(outputs), loop(draw_x()), rtol=1e-5, atol=1e-5)
+
+
 def test_all_experts_of_a_replicated_partition_are_the_dense_ffn(ffn):
     neurons_EN = torch.stack([torch.arange(first, first + 9) % F for first in (0, 6, 12)])
     scale_F = 1 / neurons_EN.flatten().bincount(minlength=F)

@@ -7,7 +7,7 @@ import torch
 from pico import FAMILIES, bare_decoder, decoder_of, write_pico
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from instruments.errors import CheckpointError
 from models.check import check_tensors, check_values
@@ -125,6 +125,15 @@ def test_code_of_the_checkpoint_is_neither_run_nor_asked_for(tmp_path, model_typ
     known = {"model_type": "llama", "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**known, "auto_map": auto_map}))
     assert find_decoder(tmp_path).model_class == "LlamaForCausalLM"
+
+
+def test_an_ffn_that_layers_share_is_refused():
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes))
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    with pytest.raises(CheckpointError, match="its FFN is that of layer 0") as refused:
+        describe_model(model, {}, {})
+    assert refused.value.where == "layer 2 of 3"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "granite"])

@@ -128,6 +128,18 @@ def test_down_is_multiplied_in_float32_and_rounded_once(dense, tmp_path, dtype):
     assert not torch.equal(written, experts.down_EDN[0].to(expected) * 3) or expected == torch.float32
 
 
+def test_always_on_neurons_and_a_bias_are_written_as_their_architecture_weighs_them(dense, tmp_path):
+    """Qwen2Moe's always-on neurons have a gate of σ(0) = ½; Glm4Moe adds its bias to σ(z), whose slope is ¼."""
+    emit(dense, tmp_path / "qwen2_moe")
+    with ShardReader(tmp_path / "qwen2_moe") as reader:
+        shared_DS = reader.tensor("model.layers.0.mlp.shared_expert.down_proj.weight")
+    assert torch.equal(shared_DS[:, :5], 2 * random_experts(0).shared_down_DS)
+    bias_E = torch.tensor([1.0, -2.0, 3.0])
+    emit(dense, tmp_path / "glm4_moe", "glm4_moe", selection_bias=lambda _layer: bias_E)
+    with ShardReader(tmp_path / "glm4_moe") as reader:
+        assert torch.equal(reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias"), bias_E / 4)
+
+
 def test_experts_and_routers_of_another_shape(dense, tmp_path):
     with pytest.raises(ContractError, match=r"experts of 8 neurons .* not 3 experts of 9 neurons") as caught:
         emit(dense, tmp_path / "narrow", shape=replace(SHAPE, n=9))
