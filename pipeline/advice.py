@@ -67,8 +67,8 @@ def other_values(value: object) -> Iterator[object]:
     text = str(value).lower()
     if text in VALUES:
         yield VALUES[text]
-    if found := re.fullmatch(r"([0-9.]+)\s*([kmb]i?)?(%)?", text):
-        number = float(found[1]) * _UNITS.get(found[2] or "", 1) if found[1].count(".") < 2 else 0.0
+    if found := re.fullmatch(r"(\d{1,18}(?:\.\d*)?|\.\d+)\s*([kmb]i?)?(%)?", text, re.ASCII):
+        number = float(found[1]) * _UNITS.get(found[2] or "", 1)
         yield from (int(number),) if number == int(number) and not found[3] else ()
         yield number / 100
     yield [value]

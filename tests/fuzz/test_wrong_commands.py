@@ -24,7 +24,7 @@ VALUES = (
     "[null]", "[a,b]", "{}", "{a: 1}", "x", ".", "..", "../x", "/", "/dev/null", "/dev/zero", "/proc/self/mem",
     "a b", "a=b", "a!b", "a(b", "'a", '"a', "a\nb", "a\tb", "\x1b[31m", "é", "\u202e",
     "${seed}", "${nope}", "${oc.env:HOME}", "???", "~", "*", "a,b", "[", "]", "\\", "\\x", "\\u0000", "\udcff",
-    "0x10", "1_000", "1,000",
+    "0x10", "1_000", "1,000", "[[0]]", "[{a: 1}]", "{a: [1]}", "['???']", "x" * 300, f"[{'x' * 300}]", "/x" * 2500,
 )  # fmt: skip
 # These settings would open a network connection.
 ELSEWHERE = ("store.url", "store.host")
