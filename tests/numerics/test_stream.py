@@ -21,7 +21,7 @@ from stages.text.batches import TokenSequence, batch_sequences
 CPU = torch.device("cpu")
 
 
-def draw_batches(lengths=(9, 5, 7), batch_tokens=18):
+def draw_batches(lengths=(9, 5, 7, 9, 5, 7), batch_tokens=18):
     generator = torch.Generator().manual_seed(1)
     sequences = []
     for index, length in enumerate(lengths):
@@ -90,7 +90,7 @@ def test_the_dense_stream_is_the_model(case, tie, tmp_path: Path, monkeypatch):
     assert not mask_BT.all(), "the batch should hold padding"
     torch.testing.assert_close(logits[mask_BT], whole[mask_BT], rtol=1e-5, atol=1e-5)
     expected = measure_loss(model, batches, "dense")
-    assert streamed.tokens == expected.tokens == 8 + 3 + 5
+    assert streamed.tokens == expected.tokens == (8 + 3 + 5) + (7 + 3 + 5)
     assert streamed.nats == pytest.approx(expected.nats, abs=1e-6)
 
 
