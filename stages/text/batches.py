@@ -83,7 +83,7 @@ class TokenBatch:
     @property
     def tokens(self) -> int:
         """Tokens without padding."""
-        return int(self.attention_mask.sum())
+        return int(np.count_nonzero(self.attention_mask.numpy()))
 
     def rows(self, device: torch.device) -> Int64[Tensor, "N"]:
         """Numbers of the tokens among the B·T positions, on a device: it finds them only by making the host wait."""
