@@ -206,7 +206,8 @@ def find_errors(
     errors += contradictions(settings, unreadable_groups)
     errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
     errors += text_errors(words)
-    errors += circle_errors(settings)
+    if not unreadable_groups & {"data", "output_dir"}:
+        errors += circle_errors(settings)
     if "data" not in unreadable_groups:
         stages = settings.stages
         errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
@@ -416,9 +417,7 @@ def circle_errors(settings: Settings) -> Iterator[ConfigError]:
     paths = [path for source in sources for path in (*source.paths, source.path)]
     for path in (path for path in (*paths, settings.data.heldout_path) if path):
         if outputs.is_relative_to(expand_user(path).resolve()):
-            what = (
-                f"the folder of text {path} holds output_dir={settings.output_dir}, whose files would be read as text"
-            )
+            what = f"the text in {path} would include the runs' files in output_dir={settings.output_dir}"
             yield ConfigError(what, where="setting output_dir", do="output_dir=A_FOLDER_BESIDE_THE_TEXT")
 
 

@@ -162,7 +162,7 @@ def test_results_are_not_written_into_the_text(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 1000)
     for inside, faults in (("runs", 1), ("../runs", 0)):
         words = ["data=text", f"data.path={tmp_path}", "data.heldout_share=0.5", f"output_dir={tmp_path / inside}"]
-        found = [error for error in find_faults(words) if "holds output_dir" in error.what]
+        found = [error for error in find_faults(words) if "files in output_dir" in error.what]
         assert len(found) == faults
 
 

@@ -77,7 +77,6 @@ def test_targets_that_cannot_hold_it(source, requested, always_on, what, others)
 
 WINDOWS = {"use_sliding_window": True, "num_hidden_layers": 2}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-ROPES = {"rope_parameters": ROPE, "head_dim": 6}
 PARTIAL = ROPE | {"partial_rotary_factor": 0.75}
 MIXED = ["full_attention", "sliding_attention"]
 
