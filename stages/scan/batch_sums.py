@@ -167,7 +167,7 @@ class BatchSums:
         rows_L8F, bits_LRf, totals_LB = (
             torch.stack([tensor.to(losses_B.device) for tensor in kind]) for kind in zip(*parts, strict=True)
         )
-        return ScannedBatch(losses_B, rows_L8F, bits_LRf, totals_LB, self.slots_R)
+        return ScannedBatch(losses_B, rows_L8F, bits_LRf, totals_LB.sum(0), self.slots_R)
 
     def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
         sum_up = sum_tokens_numpy if h_BTF.device.type == "cpu" else sum_tokens
@@ -196,13 +196,13 @@ class ScannedBatch:
     losses_B: Tensor
     rows_L8F: Tensor
     bits_LRf: Tensor
-    totals_LB: Tensor  # Σ‖∇‖ of each sample; zero after a forward-only pass
+    totals_B: Tensor  # Σ‖∇‖ of each sample over all layers; zero after a forward-only pass
     slots_R: Tensor  # on the CPU
 
     def fetch(self) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
         """Losses, and Σ‖∇‖ over all layers, on the CPU."""
-        losses_B, totals_LB = to_host([self.losses_B, self.totals_LB])
-        return losses_B, totals_LB.sum(0)
+        losses_B, totals_B = to_host([self.losses_B, self.totals_B])
+        return losses_B, totals_B
 
 
 # Receives a batch, its losses, and Σ‖∇‖ of its samples.
@@ -237,12 +237,12 @@ class RunningSums:
     def drain(self, check: Check) -> None:
         """Copy everything to the host in one transfer, and to the host's sums if `check` accepts each batch."""
         kept = [found for *_, found in self._waiting]
-        tensors = [tensor for found in kept for tensor in (found.losses_B, found.totals_LB, found.bits_LRf)]
+        tensors = [tensor for found in kept for tensor in (found.losses_B, found.totals_B, found.bits_LRf)]
         rows_L8F, *fetched = to_host([self._rows_L8F, *tensors])
         batches = [*zip(self._waiting, fetched[::3], fetched[1::3], fetched[2::3], strict=True)]
-        for (_, batch, checked, _), losses_B, totals_LB, _ in batches:
+        for (_, batch, checked, _), losses_B, totals_B, _ in batches:
             if not checked:
-                check(batch, losses_B, totals_LB.sum(0))
+                check(batch, losses_B, totals_B)
         for name, row in ROWS.items():
             self.sums.tensors[name].copy_(rows_L8F[:, row])
         for (number, batch, _, found), losses_B, _, bits_LRf in batches:

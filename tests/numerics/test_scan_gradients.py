@@ -250,6 +250,11 @@ def test_a_batch_waits_for_nothing_and_one_flush_fetches_all(folder, monkeypatch
     assert not fetched
     assert not store.sums.done
     scanner.drain()
-    assert len(fetched) == 1
+    ((_sums, *of_batches),) = fetched  # one transfer
+    facts = [tensor for tensor in of_batches if tensor.dtype != torch.uint8]  # without the reservoir's bits
+    assert sum(tensor.nbytes for tensor in facts) <= len(batches) * 2**12
+    assert sum(tensor.nbytes for tensor in of_batches) - sum(tensor.nbytes for tensor in facts) == (
+        LAYERS * sum(LENGTHS) * WIDTH // 8
+    )
     assert store.sums.done == {0, 1, 2}
     assert store.sums.counters["tokens"] == sum(LENGTHS)
