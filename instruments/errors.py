@@ -3,10 +3,12 @@
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 from pathlib import Path
+from typing import TypeVar
 
+Item = TypeVar("Item")
 # User information of an address. Passwords are removed; in web addresses user names too, since they may be tokens.
 _USER_INFORMATION = re.compile(r"(?<![\w+.-])([a-z][\w+.-]*)://([^\s'\":/@]*)(:[^\s'\"]*)?@", re.IGNORECASE)
 _OPTION = re.compile(r"([?&](?:password|token)=)[^&\s'\"]*", re.IGNORECASE)
@@ -108,6 +110,23 @@ def some(names: Iterable[str], most: int = 5, separator: str = "; ") -> str:
     names = list(names)
     more = f"{separator.rstrip(' ,')} and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
+
+
+def align(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table with aligned columns."""
+    rows = [*rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def progress(items: Sequence[Item], name: str) -> Iterable[Item]:
+    """The items, with a progress bar on a terminal if tqdm is installed."""
+    try:
+        from tqdm import tqdm  # noqa: PLC0415 - not needed otherwise
+    except ImportError:
+        return items
+    bar: Iterable[Item] = tqdm(items, desc=name, leave=False, disable=None)
+    return bar
 
 
 def check_output(*outs: Path | None) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from instruments.gradients import column_squares, gram_matrix, prefer_gram, watch
+from instruments.shapes import Float
 
 
 class GatedFFN(Protocol):

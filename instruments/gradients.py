@@ -7,10 +7,10 @@ from functools import reduce
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from instruments.device import is_launch_bound
+from instruments.shapes import Float
 
 # Floats per temporary: small enough for a CPU's cache, large enough to use a GPU fully.
 _CACHE_FLOATS, _DEVICE_FLOATS = 1 << 17, 1 << 26

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Float32
 from numpy.typing import NDArray
-from tabulate import tabulate
 
-from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
+from instruments.errors import ConfigError, ContractError, align, check_output, exit_code, say
 from instruments.parameter_scan.file_format import VERSION
 from instruments.parameter_scan.reader import Mscan, read_mscan
+from instruments.shapes import Float, Float32
 
 COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
 
@@ -43,8 +42,7 @@ def summarise(scan: Mscan) -> str:
     facts += [(str(key), str(value)) for key, value in header.metadata.items()]
     if scan.torn:
         facts.append(("torn tail", f"{scan.torn:,} bytes that a killed writer had not sealed; not read"))
-    table = tabulate([*_module_rows(scan)], COLUMNS, tablefmt="simple", disable_numparse=True)
-    return f"{tabulate(facts, tablefmt='plain', disable_numparse=True)}\n\n{table}\n"
+    return "\n".join([*align(facts), "", *align([COLUMNS, *_module_rows(scan)]), ""])
 
 
 def _module_rows(scan: Mscan) -> Iterator[tuple[str, ...]]:

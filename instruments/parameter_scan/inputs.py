@@ -4,11 +4,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from instruments.gradients import column_squares, sample_grams, split_blocks
+from instruments.shapes import Float, Int
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:

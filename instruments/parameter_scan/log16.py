@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Float32, Float64, UInt16
+
+from instruments.shapes import Float32, Float64, UInt16
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value

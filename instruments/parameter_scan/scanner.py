@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +27,7 @@ from instruments.parameter_scan.passes import (
     read_call,
 )
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, Selection, Target, refusal, warn_left_out
+from instruments.shapes import Float
 from instruments.tensors import to_host
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
+from instruments.shapes import Bool, Float, Shaped
 from instruments.tensors import Arguments, find_tensors, map_tensors
 
 

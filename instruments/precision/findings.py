@@ -1,7 +1,7 @@
 """Results of auto_diff, module by module, and their table, notes, JSON and picture."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from instruments.errors import some
+from instruments.errors import align, some
 from instruments.files import plain_json
 from instruments.hooks import Call
 from instruments.precision.comparison import FORMATS, Distance
@@ -125,13 +125,7 @@ class Diff:
 
     def __str__(self) -> str:
         title = f"FP32 against {self.precision} ({self.mode}): {self.verdict}"
-        return "\n".join([title, *text_table(COLUMNS, rows_of(self)), *notes_of(self)])
-
-
-def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
+        return "\n".join([title, *align([COLUMNS, *rows_of(self)]), *notes_of(self)])
 
 
 COLUMNS = (

@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError
 from instruments.hooks import Call, hookable_modules
 from instruments.precision.comparison import Distance, changed_rows, find_format, measure_distance, ulp
+from instruments.shapes import Shaped
 from instruments.tensors import as_real, find_tensors, map_tensors
 
 AUTOCAST, CAST = "autocast", "cast"

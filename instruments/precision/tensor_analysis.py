@@ -6,16 +6,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from instruments.dtypes import dtype_name
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, align
 from instruments.files import plain_json
 from instruments.precision import comparison
 from instruments.precision.comparison import FORMATS, AxisRange, find_format, measure_distance, round_to
-from instruments.precision.findings import text_table
 from instruments.precision.verdict import Verdict, worst
+from instruments.shapes import Float, Shaped
 
 # Addends of a sum; of a longer axis only the first ones are added.
 LONGEST = 16384
@@ -150,7 +149,7 @@ class TensorAnalysis:
         return next(loss.verdict for loss in self.losses if loss.format == dtype_name(find_format(name)))
 
     def __str__(self) -> str:
-        return "\n".join([*text_table(COLUMNS, rows_of([self])), *notes_of([self])])
+        return "\n".join([*align([COLUMNS, *rows_of([self])]), *notes_of([self])])
 
     @property
     def advice(self) -> list[str]:

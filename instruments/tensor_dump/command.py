@@ -9,11 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tabulate import tabulate
-from tqdm import tqdm
-
 from instruments.dtypes import SIZES
-from instruments.errors import ConfigError, exit_code, say, some
+from instruments.errors import ConfigError, align, exit_code, progress, say, some
 from instruments.tensor_dump.config import QUANT_TYPES
 from instruments.tensor_dump.index import STORED, Source, TensorRecord
 from instruments.tensor_dump.reader import DumpReader
@@ -34,10 +31,10 @@ def summarise(reader: DumpReader, chosen: Sequence[TensorRecord], quant_type: st
     for (kind, tensor), records in groups.items():
         error = [] if quant_type is None else [_rounding(reader, records, quant_type)]
         rows.append((kind, tensor, *_row(records), *error))
-    table = tabulate(rows, COLUMNS if quant_type is None else [*COLUMNS, quant_type], disable_numparse=True)
-    facts = tabulate(list(facts_of(reader, chosen)), tablefmt="plain", disable_numparse=True)
+    table = align([COLUMNS if quant_type is None else (*COLUMNS, quant_type), *rows])
+    facts = align(facts_of(reader, chosen))
     complaints = "".join(f"{line}\n" for line in complaints_of(reader))
-    return f"{facts}\n\n{table}\n" + (f"\n{complaints}" if complaints else "")
+    return "\n".join([*facts, "", *table, ""]) + (f"\n{complaints}" if complaints else "")
 
 
 def complaints_of(reader: DumpReader) -> Iterator[str]:
@@ -139,8 +136,8 @@ def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, 
             what = "the two dumps have no tensor in common"
             do = "dump the same modules and steps of the same model twice"
             raise ConfigError(what, where=f"{first}, {second}", do=do)
-        bar = tqdm(common, desc="compare", leave=False, disable=None)
-        found = [find_difference(key[1], ours.load(mine[key]), theirs.load(others[key])) for key in bar]
+        keys = progress(common, "compare")
+        found = [find_difference(key[1], ours.load(mine[key]), theirs.load(others[key])) for key in keys]
     differences = [one for one in found if one and not (tolerance and one[1] <= tolerance)]
     text = f"{len(common):,} tensors compared, {len(differences):,} differ"
     text += f" by more than {tolerance:g}\n" if tolerance else "\n"
@@ -159,7 +156,7 @@ def _table(differences: Sequence[Difference]) -> str:
         (source.module, source.tensor, str(source.step), f"{relative:.3g}", f"{largest:.3g}", f"{cosine:.9f}")
         for source, relative, largest, cosine in differences
     ]
-    return tabulate(rows, ("module", "tensor", "step", "relative L2", "largest", "cosine"), disable_numparse=True)
+    return "\n".join(align([("module", "tensor", "step", "relative L2", "largest", "cosine"), *rows]))
 
 
 DIFFERENT = 3

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float32, Int32
 from torch import Tensor
+
+from instruments.shapes import Float, Float32, Int32
 
 LEAST, GREATEST = -22, 15
 LARGEST = 2.0**GREATEST  # the next code, 1.5·2^15, is infinity

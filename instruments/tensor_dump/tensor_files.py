@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from instruments.errors import ContractError
+from instruments.errors import ContractError, progress
 from instruments.files import whole_file
 from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
 from instruments.tensor_dump.index import STORED, Statistics, is_bare, make_name
@@ -38,7 +37,7 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     stored = [record for record in reader.records if record.status == STORED]
     if len({record.name for record in stored}) < len(stored):
         raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
-    for record in tqdm(stored, desc="export", unit="tensor", disable=None):
+    for record in progress(stored, "export"):
         source = record.source
         named = (source.layer_type, source.layer, source.direction, record.label or record.quant_type, source.tensor)
         info = {"device": record.device, "requires_grad": record.requires_grad, "is_leaf": None}

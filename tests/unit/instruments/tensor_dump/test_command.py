@@ -57,7 +57,7 @@ def test_compare_finds_the_first_divergence(dump, tmp_path, capsys):
     assert capsys.readouterr().out == "18 tensors compared, 0 differ\n"
     assert main(["compare", str(dump), str(other)]) == 3
     out = capsys.readouterr().out
-    first = out.split("first divergence, in the order of capture\n")[1].splitlines()[2]
+    first = out.split("first divergence, in the order of capture\n")[1].splitlines()[1]
     assert first.split()[:3] == ["layers.1", "weight", "0"]
     assert main(["compare", str(dump), str(other), "--tolerance", "10"]) == 0
     run(tmp_path / "third", DumpConfig(modules=["layers.0"], tensors=["weight"], first_step=2), steps=3)
