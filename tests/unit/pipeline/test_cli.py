@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline import cli
-from pipeline.__main__ import main
+from pipeline.__main__ import TOOLS, main
 from pipeline.artifacts import Manifest
 from pipeline.check import InvalidSettingsError
 from pipeline.plan import Step, find_checkpoint
@@ -113,6 +114,12 @@ def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
     monkeypatch.setattr(cli, "start", deny)
     assert cli.run_command([]) == 1
     assert capsys.readouterr().err.startswith(f"cannot open {closed / 'x'}: Permission denied")
+
+
+@pytest.mark.parametrize("words", [["dump", "show"], ["mscan"], ["serve_check"], ["static_check"], ["watch_log"]])
+def test_a_path_that_the_system_does_not_take_is_refused_in_words(words, capsys):
+    assert import_module(TOOLS[words[0]]).main([*words[1:], "x" * 300]) == 1
+    assert "File name too long" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

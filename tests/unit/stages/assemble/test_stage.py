@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from unit.stages.calibration.test_gate_scale import APART, COPIED, INPUTS, E, N, make_loop
+from unit.stages.calibration.test_alignment import APART, COPIED, INPUTS, E, N, make_loop
 
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from stages.artifacts.carve import Partition

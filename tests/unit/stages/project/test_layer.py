@@ -1,19 +1,21 @@
-"""Rounds of router fit and alignment in one layer."""
+"""Rounds of router fit and alignment in one layer, and its rounding to the number format of the checkpoint."""
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from models.experts import ExpertLoop, ExpertWeights
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
 from stages.calibration.alignment import column_scale, scale_columns
 from stages.project.config import ProjectConfig
-from stages.project.layer_pass import project_layer, reroute
+from stages.project.layer_pass import Outcome, ProjectedLayer, project_layer, reroute
 from stages.routing.descent import RouterSettings
 from stages.routing.fit import fit_router
 from stages.routing.task import load_balance, make_loop, watch_experts
 
-D, F, E, N, K = 6, 12, 3, 4, 1
+D, F, E, N, K, S = 6, 12, 3, 4, 1, 2
 NONE = torch.empty(0, dtype=torch.long)
 
 
@@ -66,3 +68,27 @@ def test_another_router_gets_columns_scaled_for_its_own_gates():
     expected = scale_columns(fresh, column_scale(fresh, inputs))
     torch.testing.assert_close(found.experts.down_EDN, expected.experts.down_EDN)
     assert found.router is other
+
+
+def draw_loop():
+    draw = lambda *size: torch.randn(*size, generator=torch.Generator().manual_seed(len(size) + sum(size)))  # noqa: E731
+    experts = ExpertWeights(draw(E, N, D), draw(E, N, D), draw(E, D, N), draw(S, D), draw(S, D), draw(D, S))
+    router = LinearRouter.without_bias(draw(E, D))
+    return ExpertLoop(experts, torch.arange(E * N).view(E, N), torch.tensor([12, 13]), router, 2, 14, torch.relu)
+
+
+@pytest.mark.parametrize("down_scale", [1.0, 8.0, 58.0])
+def test_down_is_rounded_once_as_the_product_that_is_written(down_scale):
+    loop = draw_loop()
+    layer = ProjectedLayer.of(loop, Outcome(0.1), torch.bfloat16, down_scale)
+    written = (layer.experts.down_EDN.float() * down_scale).bfloat16()
+    assert torch.equal(written, (loop.experts.down_EDN * down_scale).bfloat16())
+    assert layer.experts.gate_END.dtype == torch.bfloat16
+    # Later layers get their inputs from the weights that the checkpoint will have.
+    torch.testing.assert_close(layer.experts.down_EDN.float(), written.float() / down_scale, rtol=1e-6, atol=0)
+
+
+def test_float32_is_kept_as_it_is():
+    loop = draw_loop()
+    layer = ProjectedLayer.of(loop, Outcome(0.1), torch.float32, 58.0)
+    assert torch.equal(layer.experts.down_EDN, loop.experts.down_EDN)

@@ -3,9 +3,9 @@ import torch
 from torch.nn import functional
 
 from stages import losses as module
-from stages.losses import cross_entropy
+from stages.losses import MeanLoss, cross_entropy, supervised_tokens, token_losses
 
-N, V = 11, 7
+B, T, N, V = 2, 5, 11, 7
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +75,19 @@ def test_chunks_grow_with_the_free_memory_of_a_gpu(free: int | None, rows: int, 
     monkeypatch.setattr(functional, "cross_entropy", of_chunk)
     torch.testing.assert_close(cross_entropy(logits_NV, targets_N), expected)
     assert taken == [min(rows, N - first) for first in range(0, N, rows)]
+
+
+def test_losses_are_shifted_masked_and_averaged_per_sample():
+    logits = torch.randn(B, T, V, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, 2, 3, 4, 5], [-100, -100, 6, 1, -100]])
+    losses = token_losses(logits, labels)
+    log_probabilities = logits.log_softmax(-1)
+    assert float(losses[0, 0]) == pytest.approx(-float(log_probabilities[0, 0, 2]), rel=1e-5)
+    assert losses[1].nonzero()[:, 0].tolist() == [1, 2]
+    assert supervised_tokens(labels).tolist() == [4, 2]
+
+
+def test_perplexity_is_exp_of_the_mean():
+    loss = MeanLoss(total=30.0, tokens=10)
+    assert loss.nats == 3.0
+    assert loss.perplexity == pytest.approx(20.0855, rel=1e-4)
