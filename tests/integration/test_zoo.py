@@ -11,7 +11,7 @@ TYPES = names_of_types()
 CARVED = {
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "phi3", "gemma2", "gemma3_text", "smollm3"),
     *("qwen3_windows", "qwen3_tied"),
-    *("nemotron", "arcee", "nanochat", "falcon", "falcon_new"),  # without a gate
+    *("nemotron", "arcee", "nanochat", "falcon", "falcon_new", "gpt_neox_japanese"),  # without a gate
 }
 
 # Types that must become the Mixture-of-Experts of their own family.
