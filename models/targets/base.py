@@ -100,8 +100,8 @@ class MoETarget:
     # Keys of config.json by which its converter takes a carve as another architecture, which computes more.
     llama_cpp_keys: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _config: {})
     llama_cpp_windows: bool = False  # llama.cpp has its sliding windows
-    # What else llama.cpp would silently leave out of a model with this config.json.
-    llama_cpp_lacks: Callable[[Mapping[str, Any]], str] = field(default=lambda _config: "")
+    # Runtimes → what else they do not compute, and do not refuse, of a model with this config.json.
+    lacks: Callable[[Mapping[str, Any]], Mapping[str, str]] = field(default=lambda _config: {})
 
     router: str = LAYER + "mlp.gate.weight"
     experts: str = LAYER + "mlp.experts.{expert}.{part}.weight"
@@ -191,7 +191,7 @@ class MoETarget:
             faults = dict.fromkeys(wrong, "ignores the mscale and attention_factor of yarn")
         if "llama.cpp" in {*self.runtimes} - faults.keys() and (fault := self._llama_cpp_fault(shape, source)):
             faults["llama.cpp"] = fault
-        return faults
+        return {**self.lacks(source), **faults}
 
     def _llama_cpp_fault(self, shape: MoEShape, source: Mapping[str, Any]) -> str:
         if shape.dense_layers and self.dense_layers in {"ends", "any"}:
@@ -200,7 +200,7 @@ class MoETarget:
             return f"has no {rope} position encoding for this architecture"
         if self.output_bias and source.get("attention_bias") and not self.llama_cpp_output_bias:
             return "has no bias on o_proj for this architecture"
-        return self.llama_cpp_lacks(source)
+        return ""
 
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of one expert's gate, up and down."""

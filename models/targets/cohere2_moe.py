@@ -24,10 +24,10 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     }
 
 
-def _lacking(config: Mapping[str, Any]) -> str:
+def _lacking(config: Mapping[str, Any]) -> dict[str, str]:
     kinds = list(config.get("mlp_layer_types") or ())
     late = "dense" in kinds[kinds.index("sparse") :] if "sparse" in kinds else False
-    return "runs dense layers only before all others" if late else ""
+    return {"llama.cpp": "runs dense layers only before all others"} if late else {}
 
 
 TARGETS = (
@@ -40,7 +40,7 @@ TARGETS = (
         transformers_4=False,
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         llama_cpp_ropes=("default",),
-        llama_cpp_lacks=_lacking,
+        lacks=_lacking,
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         expert_modules=("experts", "shared_experts"),
         dense_layers="any",

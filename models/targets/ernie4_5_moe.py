@@ -25,13 +25,13 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     }
 
 
-def _lacking(config: Mapping[str, Any]) -> str:
+def _lacking(config: Mapping[str, Any]) -> dict[str, str]:
     if config.get("moe_layer_end_index", -1) + 1 not in {0, config.get("num_hidden_layers")}:
-        return "runs dense layers only before all others"
+        return {"llama.cpp": "runs dense layers only before all others"}
     shared = config.get("moe_num_shared_experts", 0) * config.get("moe_intermediate_size", 0)
     if shared and shared * config["num_key_value_heads"] != config["intermediate_size"]:
-        return "has only shared experts as wide as a dense layer / key heads"
-    return ""
+        return {"llama.cpp": "has only shared experts as wide as a dense layer / key heads"}
+    return {}
 
 
 TARGETS = (
@@ -42,7 +42,7 @@ TARGETS = (
         refuses=lambda dense: "its projections have biases" * any(name.endswith("_proj.bias") for name in dense.shapes),
         config_keys=_config_keys,
         runtimes=("vLLM", "SGLang", "llama.cpp"),
-        llama_cpp_lacks=_lacking,
+        lacks=_lacking,
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         more=lambda _dense, shape: {
             LAYER + "mlp.moe_statics.e_score_correction_bias": Constant((1, shape.experts), 0.0),

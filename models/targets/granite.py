@@ -46,12 +46,16 @@ def _swa_keys(given: ConfigInput) -> dict[str, Any]:
     }
 
 
-def _lacking(config: Mapping[str, Any]) -> str:
-    width = config.get("head_dim")
+def _lacking(config: Mapping[str, Any]) -> dict[str, str]:
+    bases = {*(config.get("layer_rope_theta") or config.get("no_rope_layers") or ())}
+    width, lacking = config.get("head_dim"), {}
+    if len(bases) > 1 or bases == {0}:
+        lacking["vLLM"] = "rotates the positions of all layers alike"
+    if len(bases - {0}) > 1:
+        lacking["llama.cpp"] = "rotates all layers by one base"
     if width and width * config["num_attention_heads"] != config["hidden_size"]:
-        return "has only heads of hidden_size / heads for this architecture"
-    bases = {*(config.get("layer_rope_theta") or ())} - {0}
-    return "rotates all layers by one base" if len(bases) > 1 else ""
+        lacking["llama.cpp"] = "has only heads of hidden_size / heads for this architecture"
+    return lacking
 
 
 def _hybrid_keys(given: ConfigInput) -> dict[str, Any]:
@@ -114,7 +118,7 @@ TARGETS = (
         layer_windows=True,
         head_dim=True,
         llama_cpp_windows=True,
-        llama_cpp_lacks=_lacking,
+        lacks=_lacking,
     ),
     replace(
         _SHARED,
@@ -125,6 +129,6 @@ TARGETS = (
         config_keys=_hybrid_keys,
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         always_has_shared=True,
-        llama_cpp_lacks=_lacking,
+        lacks=_lacking,
     ),
 )

@@ -168,6 +168,14 @@ def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
     assert said == f"{fault}." if fault else "`python -m pipeline gguf` converts it" in said
 
 
+def test_layers_that_vllm_would_rotate_are_said():
+    said = "vLLM: rotates the positions of all layers alike."
+    for layers in ({"no_rope_layers": [1, 0]}, {"layer_rope_theta": [0, 5e4]}, {"layer_rope_theta": [0, 0]}):
+        assert said in runtimes("granitemoe_swa", **layers)
+    for layers in ({}, {"no_rope_layers": [1, 1]}, {"layer_rope_theta": [5e4, 5e4]}):
+        assert said not in runtimes("granitemoe_swa", **layers)
+
+
 def test_keys_that_stay_rotated_for_short_texts_are_said():
     """tests/numerics/test_long_generation.py shows them."""
     long = {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 2048}
