@@ -199,8 +199,9 @@ class CarvedModel:
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
     def _distance(self, batch: TaughtBatch) -> Tensor:
-        logits = self.model(**batch.tokens.inputs(input_device(self.model)), use_cache=False).logits
-        mask_BT = batch.tokens.attention_mask.bool().to(logits.device)
+        inputs = batch.tokens.inputs(input_device(self.model))
+        logits = self.model(**inputs, use_cache=False).logits
+        mask_BT = inputs["attention_mask"].to(logits.device) > 0
         with torch.no_grad():
             wanted = self._logits(batch.hidden_BTD)
         return prediction_distance(logits, wanted.to(logits.device), mask_BT)
