@@ -280,11 +280,11 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         f"{routed:,} of them chosen for it ({routed / active:.0%} routed)",
         f"parameters  {in_millions(carved.total)} ({carved.total / dense.total:.2f} x the dense model's "
         f"{in_millions(dense.total)}), {in_millions(carved.active)} active per token "
-        f"({carved.active / dense.total:.2f} x)",
+        f"({carved.active / dense.active:.2f} x)",
     ]
     if request.source.tied and not target.is_tiny_onn:
         head = in_millions(request.source.vocabulary * request.source.hidden)
-        lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
+        lines.append(f"            {head} of these are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
     served = target.served_by(shape, request.source.config)
     not_served = [name for name in RUNTIMES if name not in served]

@@ -141,7 +141,10 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """All parameters, and those active for one token."""
+    """All parameters, and those active for one token, in both models alike.
+
+    An input embedding is active only if it is also the output embedding: a token reads one row of it.
+    """
 
     total: int
     active: int
@@ -150,7 +153,7 @@ class ParameterCount:
 def count_dense(dense: Decoder) -> ParameterCount:
     """Count a dense model's parameters; a tied embedding counts once."""
     total = dense.count(dense.shapes)
-    return ParameterCount(total, total)
+    return ParameterCount(total, total - (0 if dense.tied else dense.vocabulary * dense.hidden))
 
 
 def count_carved(dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> ParameterCount:
@@ -164,8 +167,10 @@ def count_carved(dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int
     layer += sum(prod(constant.shape) for constant in target.more(dense, shape).values())
     kept, carved = len(shape.dense_layers), dense.depth - len(shape.dense_layers)
     others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer
-    if dense.tied and not target.is_tiny_onn:
-        others += dense.vocabulary * dense.hidden
+    embedding, tied = dense.vocabulary * dense.hidden, dense.tied and target.is_tiny_onn
+    if dense.tied and not tied:
+        others += embedding
     others += kept * dense.count(dense.ffn_names) // dense.depth
     experts = shape.experts * expert * (1 if shape.pooled else carved)
-    return ParameterCount(others + experts, others + shape.top_k * expert * carved)
+    active = others + shape.top_k * expert * carved - (0 if tied else embedding)
+    return ParameterCount(others + experts, active)

@@ -16,7 +16,9 @@ from models.finding import find_decoder
 from models.routing import GateKind, LinearRouter
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.config import select_target
+from models.targets.config_json import count_carved, count_dense
 from stages.artifacts.carve import Partition, Routers
+from stages.artifacts.rendering import in_millions
 from stages.artifacts.tensor_file import layer_file, load_contract, save_contract
 
 
@@ -155,13 +157,15 @@ class CheckpointFormat:
             pad_to=self.settings.pad_to,
             text_only=self.settings.text_only,
         )
+        dense, pad_to = find_decoder(self.source, text_only=self.settings.text_only), self.settings.pad_to
+        active = count_carved(dense, self.target, self.shape, pad_to).active
         rows = {
+            "active parameters": f"{in_millions(active)} of the dense model's {in_millions(count_dense(dense).active)}",
             "neurons left out": f"{partition.dropped} in all layers together",
             "most copies of one neuron": int(partition.multiplicity.max()),
             "partition": partition.description,
             "router": self.settings.router,
             "projection": projection,
         }
-        dense, pad_to = find_decoder(self.source, text_only=self.settings.text_only), self.settings.pad_to
         card = render_card(self.model.source_name, self.target, self.shape, rows, dense, pad_to)
         (out / "checkpoint/README.md").write_text(card, encoding="utf-8")

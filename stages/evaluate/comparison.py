@@ -69,14 +69,16 @@ def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
 
 
 def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]:
-    """All parameters, and those active per token: without the experts that it is not routed to.
+    """All parameters, and those active per token, as `ParameterCount`: without the experts that it is not routed to.
 
     A pool's experts are active, and counted, once in every layer.
     """
     sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
     total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in f".{name}")
     times = len(decoder_layers(model)[1]) if shape.pooled else 1
-    return total, total - experts + experts * shape.top_k * times // shape.experts
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if head is embedding else count_numbers(embedding)
+    return total, total - experts + experts * shape.top_k * times // shape.experts - looked_up
 
 
 def count_numbers(parameter: nn.Parameter) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 6
+VERSION = 7
 
 BASELINES = {  # name → row of the table
     "unaligned": "this MoE before projection, weights as cut",

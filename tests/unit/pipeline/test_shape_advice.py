@@ -53,8 +53,8 @@ def test_what_the_default_comes_to(said):
     assert lines == (
         "embedded: 4 layers of 1024 neurons -> 16 experts of 64, 4 per token, and 256 always on\n"
         "  neurons     512 of 1,024 serve a token (50% active), 256 of them chosen for it (50% routed)\n"
-        "  parameters  6.83 M (1.37 x the dense model's 4.98 M), 4.48 M active per token (0.90 x)\n"
-        "              1.05 M of both are the output embedding, in the dense model the input's\n"
+        "  parameters  6.83 M (1.37 x the dense model's 4.98 M), 3.43 M active per token (0.69 x)\n"
+        "              1.05 M of these are the output embedding, in the dense model the input's\n"
         "  checkpoint  about 13.0 MiB on disk\n"
         "  serving     Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp\n"
     )
