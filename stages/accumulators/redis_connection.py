@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -115,8 +116,13 @@ def in_words(place: str) -> Iterator[None]:
         raise _explain(error, place) from error
 
 
+# What Redis 6 puts before the error of a command in a script; Redis 7 names the script behind it.
+_IN_SCRIPT = re.compile(r"(ERR )?(Error running script \(.*?\): )?@user_script: ?\d+: -?")
+
+
 def _explain(error: Exception, place: str) -> UserError:
-    line = (str(error).splitlines() or [type(error).__name__])[0].partition(" script: ")[0].removeprefix("ERR ")
+    line = (str(error).splitlines() or [type(error).__name__])[0].partition(" script: ")[0]
+    line = _IN_SCRIPT.sub("", line).removeprefix("ERR ")
     # By class name, because the package is an extra; by the server's own words where the class says nothing.
     classes = {base.__name__ for base in type(error).__mro__}
     what, do = next((what, do) for kinds, what, do in _REFUSALS if kinds & classes or line.startswith((*kinds,)))
@@ -136,7 +142,7 @@ _REFUSALS: list[tuple[set[str], str, str]] = [
         f"start it (redis-server) or correct store.url, {GO_ON}",
     ),
     (
-        {"OutOfMemoryError"},
+        {"OutOfMemoryError", "OOM"},
         "the Redis server's memory is full",
         f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
     ),

