@@ -121,6 +121,10 @@ class AxisRange:
         """Largest over smallest; 1 where there is no value above 0."""
         return self.largest / self.smallest if self.smallest else 1.0
 
+    def __str__(self) -> str:
+        ends = f"{self.largest:.3g} at {self.largest_at}, {self.smallest:.3g} at {self.smallest_at}"
+        return f"largest and smallest max|x| along dim {self.axis}: {ends}"
+
 
 @torch.no_grad()
 def axis_ranges(values: Shaped[Tensor, "..."]) -> list[AxisRange]:

@@ -1,7 +1,7 @@
 """Results of auto_diff, module by module, and their table, notes, JSON and picture."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,7 @@ import torch
 from instruments.errors import align, some
 from instruments.files import plain_json
 from instruments.hooks import Call
-from instruments.precision.comparison import FORMATS, Distance
+from instruments.precision.comparison import FORMATS, AxisRange, Distance
 from instruments.precision.verdict import DiffLimits, Verdict, worst
 
 
@@ -33,7 +33,11 @@ class OutputDiff:
     own_failure: str = ""
     swamped: str = ""
     overflow: str = ""  # in the module's own forward, between its submodules
+    ranges: Sequence[AxisRange] = ()  # of the FP32 output
     limits: DiffLimits = field(default_factory=DiffLimits, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}) {self.verdict}: {reason(self)}".rstrip(": ")
 
     @property
     def name(self) -> str:
@@ -99,13 +103,13 @@ class Diff:
         return worst(*(output.verdict for output in self.outputs), *[Verdict.SEVERE] * bool(self.overflows))
 
     def ranked(self) -> list[OutputDiff]:
-        """Outputs that are not ok, in order: first modules with an error of their own, then those that inherit one."""
+        """Outputs that are not ok, in order: modules with a severe error of their own, with a warning, with none."""
         found = [output for output in self.outputs if output.verdict is not Verdict.OK]
-        return sorted(found, key=lambda output: output.own_verdict is Verdict.OK)
+        return sorted(found, key=lambda output: [*Verdict].index(output.own_verdict), reverse=True)
 
     @property
     def first(self) -> OutputDiff | None:
-        """The first divergence: among modules with an error of their own, the one whose call ended first.
+        """The first divergence: among modules with the worst error of their own, the one whose call ended first.
 
         A module ends after its submodules, so this is the innermost. If only the model's output is above its absolute
         limit, it is the module at which the error floor jumps.
@@ -117,11 +121,17 @@ class Diff:
 
     @property
     def jump(self) -> OutputDiff | None:
-        """The first output with a large own floor: at least half of the largest, and 4 units in the last place."""
-        floors = [(output.own_floor or 0.0, output) for output in self.outputs]
-        most = max((floor for floor, _output in floors if math.isfinite(floor)), default=0.0)
-        least = max(most / 2, 4 * torch.finfo(FORMATS[self.precision]).eps)  # a Linear makes 1.4 units of one
-        return next((output for floor, output in floors if floor >= least), None)
+        """The first output with a large own floor: at least half of the largest, and 4 units in the last place.
+
+        A module without submodules comes first if its floor is a tenth of the largest: what runs before it adds to
+        the floor of the module around both.
+        """
+        least = 4 * torch.finfo(FORMATS[self.precision]).eps  # a Linear makes 1.4 units of one
+        found = [(output.own_floor or 0.0, output) for output in self.outputs]
+        most = max((floor for floor, _output in found if math.isfinite(floor)), default=0.0)
+        leaves = [(floor, output) for floor, output in found if not output.parts and floor >= max(least, most / 10)]
+        high = max((floor for floor, _output in leaves), default=most)
+        return next((output for floor, output in leaves or found if floor >= max(least, high / 2)), None)
 
     def __str__(self) -> str:
         title = f"FP32 against {self.precision} ({self.mode}): {self.verdict}"
@@ -149,7 +159,9 @@ def _ratio(distance: Distance | None, floor: float | None) -> float:
 
 def _row(output: OutputDiff) -> tuple[str, ...]:
     arrived = output.propagated
-    sizes = (f"{arrived.max_relative:.2g}", f"{arrived.cosine:.6f}", f"{arrived.sqnr_db:.1f}") if arrived else ("",) * 3
+    sizes: tuple[str, ...] = ("",) * 3
+    if arrived is not None and not arrived.nonfinite:
+        sizes = f"{arrived.max_relative:.2g}", f"{arrived.cosine:.6f}", f"{arrived.sqnr_db:.1f}"
     figures = *_figures(output.own, output.own_floor), *_figures(arrived, output.propagated_floor), *sizes
     return output.name, str(output.verdict), *figures
 
@@ -221,11 +233,14 @@ def reason(output: OutputDiff) -> str:
 
 def _summary(diff: Diff) -> Iterator[str]:
     """The error of the last output, and how many discrete choices differ."""
+    if first := diff.first:
+        yield from (f"{first.name} in FP32, {one}" for one in first.ranges)
     if diff.outputs and (arrived := diff.outputs[-1].propagated) is not None:
-        yield (
-            f"at the end ({diff.outputs[-1].name}): normalised L2 {arrived.normalised_l2:.2g}, cosine "
-            f"{arrived.cosine:.6f}, SQNR {arrived.sqnr_db:.1f} dB"
-        )
+        figures = f"normalised L2 {arrived.normalised_l2:.2g}, cosine {arrived.cosine:.6f}, "
+        figures += f"SQNR {arrived.sqnr_db:.1f} dB"
+        if arrived.nonfinite:
+            figures = f"{arrived.nonfinite:,} of {arrived.nonfinite + arrived.size:,} values are not finite"
+        yield f"at the end ({diff.outputs[-1].name}): {figures}"
     if not (known := [(choice.propagated, choice) for choice in diff.choices if choice.propagated is not None]):
         return
     most, worst = max(known, key=lambda pair: pair[0])

@@ -83,6 +83,7 @@ def auto_diff(
     *,
     precision: str | torch.dtype = "bfloat16",
     mode: str = AUTOCAST,
+    target_dtype: str | torch.dtype | None = None,
     low: nn.Module | None = None,
     modules: Sequence[str] = ("*",),
     limits: DiffLimits | None = None,
@@ -94,6 +95,7 @@ def auto_diff(
         model: runs in evaluation mode; its mode and buffers are restored. If it is not in FP32, an FP32 copy runs.
         sample: keyword arguments, or positional ones; copied.
         precision: bfloat16 or float16; "bf16" and "fp16" are the same.
+        target_dtype: the same, as `analyze_tensor` calls it.
         mode: autocast, or cast: `model.to(precision)`.
         low: for mode=cast, a low-precision model made in another way (`from_pretrained(dtype=...)`).
         modules: globs on names of modules to compare; the model's own output always is. Their outputs stay in host
@@ -108,7 +110,7 @@ def auto_diff(
     with reference_of(model) as reference, nullcontext() if low is None else _evaluated(low):
         tensors = chain(reference.parameters(), reference.buffers(), find_tensors(sample).values())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        lowered = LowPrecision(reference, precision, mode, low)
+        lowered = LowPrecision(reference, target_dtype or precision, mode, low)
         diff = Diff(dtype_name(lowered.dtype), mode, limits or DiffLimits())
         passes = Comparison(reference, lowered, Perturbation(lowered.dtype, seed), device, wanted, diff)
         arguments = arguments_of(reference, sample, device)

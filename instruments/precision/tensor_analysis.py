@@ -149,7 +149,7 @@ class TensorAnalysis:
         return next(loss.verdict for loss in self.losses if loss.format == dtype_name(find_format(name)))
 
     def __str__(self) -> str:
-        return "\n".join([*align([COLUMNS, *rows_of([self])]), *notes_of([self])])
+        return "\n".join([*align([COLUMNS, *rows_of([self])]), *map(str, self.ranges), *notes_of([self])])
 
     @property
     def advice(self) -> list[str]:

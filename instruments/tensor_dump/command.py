@@ -112,6 +112,8 @@ def find_difference(source: Source, a: "Tensor", b: "Tensor") -> Difference | No
         if not a.numel() or (a.dtype == b.dtype and torch.equal(*bits)):
             return None
         found = measure_distance(a, b)
+        if a.dtype != b.dtype and not found.max_abs and not found.nonfinite:  # the same values in another format
+            return None
         if not found.nonfinite and not found.reference_nonfinite:
             return source, found.normalised_l2, found.max_abs, found.cosine
     return source, math.nan, math.nan, math.nan
@@ -145,9 +147,11 @@ def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, 
     if only_first or only_second:
         text += f"only in {first}: {only_first:,}; only in {second}: {only_second:,}\n"
     if differences:
-        worst = sorted(differences, key=lambda one: -math.inf if math.isnan(one[1]) else -one[1])
+        worst = sorted((one for one in differences if not math.isnan(one[1])), key=lambda one: -one[1])
+        lost = [one for one in differences if math.isnan(one[1])]
         text += f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
-        text += f"\nlargest relative distances\n{_table(worst[:_WORST])}\n"
+        text += f"\nlargest relative distances\n{_table(worst[:_WORST])}\n" if worst else ""
+        text += f"\n{len(lost)} with NaN, inf or another shape\n{_table(lost[:_WORST])}\n" if lost else ""
     return not differences, text
 
 

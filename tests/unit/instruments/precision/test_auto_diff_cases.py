@@ -209,3 +209,49 @@ def test_the_low_precision_model_keeps_its_mode():
     assert auto_diff(model, sample(), mode="cast", low=low).verdict is Verdict.OK
     assert low.training
     assert low[1].training
+
+
+def test_the_module_inside_another_is_named_where_its_neighbour_adds_to_the_floor():
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 12)
+    for mean, jump in ((300.0, "1"), (0.0, None)):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.Conv2d(8, 4, 3))
+        with torch.no_grad():
+            weight = model[0].weight.add_(0.3)
+            weight -= 0.97 * weight.mean((1, 2, 3), keepdim=True)  # a small mean of large addends
+            model(images + mean)
+        diff = auto_diff(model, images + mean)
+        assert (diff.jump and diff.jump.name) == jump
+    diff = auto_diff(Residual(1000.0), sample(), modules=["norms.0"])
+    assert diff.first.name == "norms.0"
+
+
+def test_values_that_are_not_finite_come_before_warnings_and_have_no_cosine():
+    class Net(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            torch.manual_seed(0)
+            self.add, self.line = Add(), nn.Linear(D, D)
+            nn.init.constant_(self.line.bias, factor)
+
+        def forward(self, x):
+            return self.line(self.add(x))
+
+    class Add(nn.Module):
+        def forward(self, x):
+            total = x
+            for _ in range(90):
+                total = total + x.abs()
+            return total
+
+    diff = auto_diff(Net(7e4), sample(), target_dtype=torch.float16, mode="cast")
+    assert [one.name for one in diff.ranked()[:2]] == ["line", "(model)"]
+    assert diff.outputs[0].own_verdict is Verdict.WARNING
+    assert str(diff.first).startswith("line (Linear) severe: ")
+    assert "\n" not in str(diff.first)
+    assert f"at the end ((model)): {B * T * D:,} of {B * T * D:,} values are not finite" in str(diff)
+    assert "1.000000" not in str(diff)
+    healthy = auto_diff(Net(7.0), sample(), target_dtype=torch.float16, mode="cast")
+    assert healthy.first.name == "add"
+    assert "line in FP32" not in str(healthy)
+    assert "add in FP32, largest and smallest max|x| along dim -1: " in str(healthy)

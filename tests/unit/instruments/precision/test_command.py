@@ -54,6 +54,18 @@ def test_the_command_takes_a_file_and_a_sample(files, capsys):
     assert (files / "diff.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_with_one_module_needs_no_name(files, capsys):
+    given = ["--input", f"{files}/sample.pt", "--dtype", "bf16"]
+    assert main(["--model", f"{files}/net.py", *given]) == 0
+    (files / "two.py").write_text(f"{CODE}\nclass Other(Net):\n    pass\n")
+    assert main(["--model", f"{files}/two.py", *given]) == 2
+    assert "two.py has 2 modules: Net; Other\n" in capsys.readouterr().err
+    (files / "made.py").write_text(f"{CODE}\nclass Other(Net):\n    pass\n\nmodel = Net()\n")
+    assert main(["--model", f"{files}/made.py", *given]) == 0
+    (files / "none.py").write_text("from torch import nn\nfrom torch.nn import Linear\n")
+    assert main(["--model", f"{files}/none.py", *given]) == 2
+
+
 def test_the_command_runs_no_pickle_and_explains_what_is_wrong(files, capsys):
     torch.save({"x": Fraction(1, 2)}, files / "object.pt")
     for model, given, code, said in (

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.instruments.tensor_dump.small_model import Small, run
+from unit.instruments.tensor_dump.small_model import D, Small, T, run
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.command import main
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_dump import TensorDump
 from instruments.tensor_dump.tensor_files import save_attention_tensors, save_linear_tensors
 
 
@@ -63,6 +64,24 @@ def test_compare_finds_the_first_divergence(dump, tmp_path, capsys):
     run(tmp_path / "third", DumpConfig(modules=["layers.0"], tensors=["weight"], first_step=2), steps=3)
     assert main(["compare", str(dump), str(tmp_path / "third")]) == 0
     assert "only in" in capsys.readouterr().out
+
+
+def test_compare_of_two_formats_tells_rounding_from_values_that_are_lost(tmp_path, capsys):
+    for dtype in (torch.float32, torch.float16):
+        model = Small()
+        with torch.no_grad():
+            model.layers[0].weight.fill_(1.0)  # the same in both
+            model.layers[1].bias[0] = 7e4
+        folder, config = tmp_path / str(dtype), DumpConfig(tensors=["weight", "input", "output"])
+        with TensorDump(model.to(dtype), folder, config, environment={}):
+            model(torch.full((T, D), 1 / 3, dtype=dtype)).backward()
+    assert main(["compare", str(tmp_path / "torch.float32"), str(tmp_path / "torch.float16")]) == 3
+    out = capsys.readouterr().out
+    assert out.startswith("6 tensors compared, 5 differ\n")
+    largest, lost = out.split("largest relative distances\n")[1].split("1 with NaN, inf or another shape\n")
+    assert "layers.0  weight" not in out
+    assert "nan" not in largest
+    assert lost.splitlines()[1].split() == ["layers.1", "output", "0", "nan", "nan", "nan"]
 
 
 NAME = re.compile(
