@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def require_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
-    """A temporary folder with a carve's name, links to weights and tokenizer, and settings that name no code.
+    """A temporary folder with a carve's name, links to weights, its tokenizer, and settings that name no code.
 
     It is all that a client sees of a checkpoint: some run Python that is in its folder, or that its settings name. The
     only Python in it is the project's own, for TinyONN. `respell`: for llama.cpp's converter, which may know the carve
@@ -85,9 +86,10 @@ def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
         _copy_settings(checkpoint, folder, respell=respell)
         files = [path for path in list_shards(checkpoint) if path.suffix == ".safetensors"]
         files += [] if (checkpoint / SINGLE).is_file() else [checkpoint / INDEX]
-        files += [path for pattern in OTHERS for path in checkpoint.glob(pattern) if path.is_file()]
         for path in files:
             (folder / path.name).symlink_to(path.resolve())
+        for path in (path for pattern in OTHERS for path in checkpoint.glob(pattern) if path.is_file()):
+            shutil.copyfile(path, folder / path.name)
         try:
             yield folder
         except UserError as error:
