@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from pickle import UnpicklingError  # noqa: TID251 - only the error
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
 
 from safetensors import SafetensorError, safe_open
@@ -96,11 +96,8 @@ def load_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
 
 
 def _read_all(path: Path) -> dict[str, "Tensor"]:
-    reader = EntryReader()
-    try:
+    with EntryReader() as reader:
         return {name: reader.read(entry, name) for name, entry in read_header(path).items()}
-    finally:
-        reader.close()
 
 
 def _checksum(tensors: Mapping[str, "Tensor"], facts: Mapping[str, Any]) -> int:
@@ -121,6 +118,12 @@ class EntryReader:
 
     def __init__(self) -> None:
         self._files: dict[Path, BufferedReader] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

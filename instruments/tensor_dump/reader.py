@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DumpReader:
+class DumpReader(EntryReader):
     """A dump, complete or still being written; all tensors that it lists are complete."""
 
     def __init__(self, folder: Path | str) -> None:
         """Read the indices of all processes. Raises ContractError: there is none, or one is damaged."""
+        super().__init__()
         self.folder = Path(folder)
         indices = [read_index(path) for path in sorted(self.folder.glob("index-*.jsonl"))]
         if not indices:
@@ -28,13 +29,6 @@ class DumpReader:
         found = [record for _rank, records, _torn in indices for record in records]
         self.records = sorted(found, key=lambda record: record.counter)  # in the order of capture
         self._shards: dict[str, dict[str, TensorEntry]] = {}
-        self._files = EntryReader()
-
-    def __enter__(self) -> "DumpReader":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        self._files.close()
 
     @cached_property
     def missing_files(self) -> tuple[str, ...]:
@@ -62,7 +56,7 @@ class DumpReader:
     def load(self, record: TensorRecord) -> "Tensor":
         """A private copy on the CPU. Raises ContractError: bytes not kept, or a missing or damaged file."""
         try:
-            tensor = self._files.read(self._entry(record), str(record.key))
+            tensor = self.read(self._entry(record), str(record.key))
         except CheckpointError as error:
             raise self._refuse(record, f"cannot be read: {error.what}") from error
         if (tuple(tensor.shape), str(tensor.dtype)) != (record.shape, f"torch.{record.dtype}"):

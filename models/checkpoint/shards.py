@@ -5,7 +5,6 @@ from collections.abc import KeysView, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -30,12 +29,6 @@ class ShardReader(EntryReader):
         super().__init__()
         self._source = source
         self._entries: dict[str, Entry] = read_checkpoint(source)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
     @property
     def names(self) -> KeysView[str]:

@@ -186,7 +186,11 @@ def group_neurons(
             features = features_UC()
             labels_U = fit_balanced_kmeans(features, group_sizes(len(features), experts), rng=rng)
             if method == "router_aware":
-                return group_router_aware(measure(), labels_U, experts, size)
+                energy = measure()
+                labels_U = regroup(energy, labels_U, group_sizes(len(labels_U), experts), iterations=ITERATIONS)
+                if experts * size <= len(labels_U):
+                    return labels_U, members(labels_U, experts, energy.energy_UT).T.cpu()
+                return labels_U, place_copies(energy, labels_U, experts, size).T.cpu()
             directions_UC = normalize(features, dim=1)
             return labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T
         case "rank":  # dealt out in score order: every expert gets its share of high scores
@@ -197,13 +201,3 @@ def group_neurons(
             labels_U = torch.arange(experts).repeat_interleave(group_sizes(len(scores_U), experts))
     # An expert with room copies the next group, then the one after, so that copies are spread evenly.
     return labels_U, -((labels_U[:, None] - torch.arange(experts)) % experts).float()
-
-
-def group_router_aware(
-    energy: TokenEnergy, start_U: Int[Tensor, "U"], experts: int, size: int
-) -> tuple[Int[Tensor, "U"], Float[Tensor, "U E"]]:
-    """Improve partition and router alternately; copy neurons where tokens would miss them."""
-    labels_U = regroup(energy, start_U, group_sizes(len(start_U), experts), iterations=ITERATIONS)
-    if experts * size <= len(labels_U):
-        return labels_U, members(labels_U, experts, energy.energy_UT).T.cpu()
-    return labels_U, place_copies(energy, labels_U, experts, size).T.cpu()

@@ -223,7 +223,7 @@ class PhaseLoop:
             self.monitor.next_step = step
             found = [anomaly.message for anomaly in self.monitor.step().anomalies if anomaly.severity != NOTE]
             if found and self.context.record is not None:
-                self.context.record.warn(step, self.phase.name, found)
+                self.context.record.write(step, self.phase.name, {"warnings": found})
         norm = whole_tensor(nn.utils.clip_grad_norm_(self.wrapped.parameters(), self.settings.gradient_norm))
         if not norm.isfinite():
             raise explain_not_finite(self.wrapped, found, step, self.folder)

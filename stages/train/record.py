@@ -82,13 +82,9 @@ class Record:
         """All training tokens, with those of a line to come."""
         return tokens + max((int(line["tokens"]) for line in self.lines if "tokens" in line), default=0)
 
-    def write(self, step: int, phase: str, figures: Mapping[str, float | str]) -> None:
-        """Add a line of figures."""
+    def write(self, step: int, phase: str, figures: Mapping[str, object]) -> None:
+        """Add a line of figures, or of `warnings`."""
         self._add({"step": step, "phase": phase, **figures})
-
-    def warn(self, step: int, phase: str, warnings: Sequence[str]) -> None:
-        """Add a line with the warnings of a step."""
-        self._add({"step": step, "phase": phase, "warnings": list(warnings)})
 
     def _add(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
