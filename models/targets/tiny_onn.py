@@ -42,7 +42,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
         "tie_word_embeddings": tied,
-        "dense_class": given.decoder.model_class if given.decoder.is_wrapper else None,
+        "dense_class": given.decoder.model_class,
         "ffn": {"layers": given.decoder.layers, "module": plan.path, "activation": plan.act},
         "torch_dtype": given.dtype,
         "dtype": given.dtype,

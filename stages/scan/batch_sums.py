@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instruments.errors import CheckpointError
 from instruments.ffn_probe import FFNGradients, neuron_norms
 from instruments.tensors import to_host
 from models.device import send
@@ -163,7 +164,9 @@ class BatchSums:
     def join(self, losses_B: Float[Tensor, "B"]) -> "ScannedBatch":
         """The sums of all layers, on the device of the losses."""
         parts = [part for part in self.layers if part is not None]
-        assert len(parts) == len(self.layers), "a layer did not run"
+        if idle := [str(layer) for layer, part in enumerate(self.layers) if part is None]:
+            what, do = "the model does not run these layers on text alone", "choose a model whose layers all read text"
+            raise CheckpointError(what, where=f"layer {', '.join(idle)}", do=do)
         rows_L8F, bits_LRf, totals_LB = (
             torch.stack([tensor.to(losses_B.device) for tensor in kind]) for kind in zip(*parts, strict=True)
         )

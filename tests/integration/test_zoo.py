@@ -2,25 +2,11 @@
 
 import pytest
 import torch
-from zoo.carves import FAILED, MISSING, NATIVE, OWN, REFUSED, Zoo, problems
-from zoo.checkpoints import KEYS, UNBUILT, VARIANTS, build, names_of_types
+from zoo.carves import MISSING, NATIVE, OWN, REFUSED, Zoo, problems
+from zoo.checkpoints import CARVED, KEYS, UNBUILT, VARIANTS, build, names_of_types
 from zoo.next_month import MODEL_TYPE
 
 TYPES = names_of_types()
-# Types that must be carved; the others may be refused, by name and with a reason.
-CARVED = {
-    *("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "phi3", "gemma2", "gemma3_text", "smollm3"),
-    *("qwen3_windows", "qwen3_tied"),
-    *("nemotron", "arcee", "nanochat", "falcon", "falcon_new", "gpt_neox_japanese"),  # without a gate
-}
-
-# Types that must become the Mixture-of-Experts of their own family.
-NATIVELY = {
-    *("gemma4_text", "gemma4_text_no_values", "gemma4_image"),
-    *("ministral3", "mistral3_image", "mistral3_ministral3_image", "qwen3_vl_image", "qwen3_5_image"),
-    *("granite_swa", "smollm3", "cwm", "ministral", "granitemoehybrid_dense", "seed_oss", "glm"),
-    *("ernie4_5", "helium", "hunyuan_v1_dense", "cohere2"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +22,17 @@ def test_a_type_is_carved_exactly_or_refused(zoo, name):
     found = zoo.examine(name)
     if found.outcome == MISSING:
         pytest.skip(found.reason)
-    assert found.outcome != FAILED, found
-    assert found.outcome == NATIVE or name not in NATIVELY, found
-    assert found.outcome in {NATIVE, OWN} or (found.reason and name not in CARVED), found
+    expected = {NATIVE: CARVED["natively"], OWN: CARVED["as_tiny_onn"]}
+    outcome = next((outcome for outcome, names in expected.items() if name in names), REFUSED)
+    assert found.outcome == outcome, found
+    assert found.reason or outcome != REFUSED, found
 
 
 def test_the_tables_name_types_that_exist():
     types = {name.removesuffix("_image") for name in TYPES}
     assert UNBUILT.keys() <= {*TYPES}
-    assert {*TYPES} - UNBUILT.keys() >= CARVED
+    assert {*TYPES} - UNBUILT.keys() >= {name for names in CARVED.values() for name in names}
+    assert MODEL_TYPE in CARVED["as_tiny_onn"]
     assert {name.removesuffix("_image") for name in KEYS} <= types
     assert {model_type for model_type, _ in VARIANTS.values()} <= types
 
@@ -83,4 +71,3 @@ def test_problems_of_a_carve_are_found():
 def test_the_family_of_next_month_is_no_type_of_the_tables():
     assert MODEL_TYPE in TYPES
     assert MODEL_TYPE not in KEYS
-    assert REFUSED != FAILED

@@ -136,7 +136,7 @@ def problems(measured: dict[str, Any]) -> list[str]:
     over = {
         what: measured.get(key)
         for key, what in {"difference": "", "generated": " in generation", "image": " with an image"}.items()
-        if isinstance(measured.get(key), float) and not measured[key] <= max(TOLERANCE, measured.get("noise", 0.0))
+        if isinstance(measured.get(key), float) and not measured[key] <= TOLERANCE
     }
     checks = {
         f"keys: {measured['loading']}": bool(measured["loading"]),

@@ -29,6 +29,7 @@ LARGEST = 20_000_000  # parameters; a model above it was not shrunk
 _DATA = yaml.safe_load(Path(__file__).with_name("types.yaml").read_text())
 KEYS: dict[str, dict[str, Any]] = _DATA["types"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = _DATA["variants"]
+CARVED: dict[str, list[str]] = _DATA["carved"]  # natively, as_tiny_onn
 UNBUILT: dict[str, str] = _DATA["unbuilt"]  # type → why it cannot be built
 _TEXT, _ENCODER = (
     {name: value for value, names in _DATA[part].items() for name in names} for part in ("text", "encoder")
@@ -129,9 +130,7 @@ def draw_weights(model: PreTrainedModel) -> None:
                 continue
             drawn.add(id(parameter))
             if isinstance(module, nn.Embedding) and parameter.ndim == 2:
-                # A head that is the embedding must not predict worse than chance, which a scan refuses.
-                is_head = head is not None and parameter is getattr(head, "weight", None)
-                parameter.normal_(std=(1.2 if is_head else 4) * parameter.shape[1] ** -0.5)
+                parameter.normal_(std=4 * parameter.shape[1] ** -0.5)
             elif parameter.ndim >= 2:
                 inputs = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
                 inputs = parameter[0].numel() if isinstance(module, _ConvNd) else inputs

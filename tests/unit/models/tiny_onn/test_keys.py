@@ -49,7 +49,7 @@ def test_config_json_says_the_whole_model():
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
-        "dense_class": None,
+        "dense_class": "Qwen3ForCausalLM",
         "ffn": {"layers": "model.layers", "module": "mlp", "activation": "act_fn"},
         "transformers_version": "4.51.0",
         "dense": {
