@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, some
 from instruments.hooks import OwnHook, hookable_modules, in_training_pass, plain_name
 from instruments.tensors import as_real, find_tensors, is_sharded
 from instruments.training_watch import verdict
-from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
+from instruments.training_watch.step_log import SEVERE, WARNING, Anomaly, StepReport, WatchConfig
 from instruments.training_watch.verdict import History, Output
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,11 @@ def _has_range(values: Tensor) -> bool:
     return found and not values.is_nested and values.numel() > 0
 
 
+# Trained weights whose values are sampled, and values of each.
+_SAMPLED, _VALUES = 16, 64
+# Steps in which gradients must not be zeroed, or a weight with a gradient not moved, to be reported.
+_UNZEROED, _UNMOVED = 3, 5
+
 # Calls of a module in one forward pass that are recorded separately.
 _MOST_CALLS = 64
 # Steps after which parameters without any gradient are reported.
@@ -129,6 +135,15 @@ class Measurement:
         self._steps_without: Counter[str] = Counter()  # parameter → steps without a gradient
         self.with_gradient: set[str] = set()  # parameters that had one in any step
         self._named: set[str] = set()  # parameters without a gradient that have been reported
+        self._sampled = self._choose_sampled(trained)
+        self._before: tuple[Tensor, Tensor] | None = None  # sampled values, and which of them had a gradient
+        self._still: Tensor | None = None  # share of the sampled values with a gradient that a step did not change
+        self._intact: Tensor | None = None  # whether all sampled values were finite before the step
+        self._plain_optimizer = False  # one of torch.optim steps, with a learning rate above 0
+        self._unzeroed = 0  # steps whose gradients were not zeroed; -1: zeroed once, or reported
+        self._versions: dict[str, int] = {}
+        self._unmoved: Counter[str] = Counter()  # parameter → steps of others in which it had a gradient
+        self._moved: set[str] = set()  # parameters that moved once, or are reported
         self._unseen = 0  # steps in which trained modules had no recorded output; -1 once reported
 
     def add_hooks(self) -> Iterator[RemovableHandle]:
@@ -159,6 +174,102 @@ class Measurement:
 
         return look
 
+    def _choose_sampled(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Evenly spaced weights; 16-bit ones if there are any, since only their steps are rounded away."""
+        usable = [
+            one for one in trained if one.is_floating_point() and not (is_sharded(one) or one.is_meta or is_lazy(one))
+        ]
+        half = [one for one in usable if one.dtype.itemsize == 2]
+        chosen = [one for one in half or usable if one.numel()]
+        return chosen[:: -(-len(chosen) // _SAMPLED)] if chosen else []
+
+    @torch.no_grad()
+    def sample_weights(self, *, stepped: bool) -> None:
+        """At the end of a backward pass: which sampled values have not changed since the last one, if one `stepped`."""
+        if not self._sampled:
+            return
+        now_N = self._sample(self._sampled)
+        grads = (one.grad for one in self._sampled)
+        pairs = [
+            torch.zeros_like(one) if grad is None or grad.is_sparse else grad
+            for one, grad in zip(self._sampled, grads, strict=True)
+        ]
+        live_N = self._sample(pairs) != 0
+        self._still, self._intact = None, now_N.isfinite().all()
+        if self._before is not None:
+            before_N, was_live_N = self._before
+            if stepped:
+                count = was_live_N.sum()
+                self._still = torch.where(count > 0, ((now_N == before_N) & was_live_N).sum() / count, 0)
+            else:
+                live_N |= was_live_N
+        self._before = now_N, live_N
+
+    def _sample(self, tensors: Sequence[Tensor]) -> Tensor:
+        values = (one.detach().reshape(-1)[:: -(-one.numel() // _VALUES)] for one in tensors)
+        return torch.cat([one.to(self.device, torch.float32) for one in values])
+
+    def note_zeroed(self, norms_P: Tensor) -> None:
+        """At the start of a backward pass after a step: whether the largest gradient is still there."""
+        if self._unzeroed < 0 or self._unzeroed >= _UNZEROED or len(self._histories) > 1:
+            return
+        grad = [*self.parameters.values()][int(norms_P.argmax())].grad
+        self._unzeroed = self._unzeroed + 1 if grad is not None and bool(_local(grad).any()) else -1
+
+    def versions(self) -> dict[str, int]:
+        """Number of changes in place of each parameter."""
+        return {name: one._version for name, one in self.parameters.items() if not one.is_inference()}
+
+    def note_steps(self, followed: Collection[str], optimizers: Sequence[Any]) -> None:
+        """Count the steps that moved weights, but not those with a gradient that no `followed` optimizer has."""
+        groups = [
+            group for one in optimizers if type(one).__module__.startswith("torch.optim") for group in one.param_groups
+        ]
+        self._plain_optimizer = any(float(group.get("lr", 0)) > 0 for group in groups)
+        versions = self.versions()
+        moved = {name for name, version in versions.items() if self._versions.get(name, version) != version}
+        self._versions = versions
+        self._moved |= moved
+        if moved:
+            self._unmoved.update(self.with_gradient - self._moved - set(followed))
+
+    def _judge_use(self) -> list[Anomaly]:
+        """Gradients that are never zeroed, and parameters with gradients in no optimizer; each reported once."""
+        found = []
+        if self._unzeroed == _UNZEROED:
+            self._unzeroed = -1
+            what = (
+                f"the gradients of {_UNZEROED} steps were not zeroed before the next backward pass: they add up; call "
+            )
+            found.append(Anomaly("not_zeroed", WARNING, f"{what}optimizer.zero_grad() after each step"))
+        late = [name for name, count in self._unmoved.items() if count >= _UNMOVED and name not in self._moved]
+        if late:
+            self._moved.update(late)
+            what = (
+                f"{len(late)} parameters have gradients, but no step changes them: {some(late, 6, ', ')}; are they in "
+            )
+            found.append(
+                Anomaly("not_stepped", WARNING, f"{what}an optimizer?", tuple(dict.fromkeys(map(layer_of, late))))
+            )
+        return found
+
+    def _judge_weights(self, still: float | None, intact: float | None, history: History) -> list[Anomaly]:
+        """Weights that are not finite before the step, and 16-bit weights whose steps are rounded away."""
+        half = bool(self._sampled) and self._sampled[0].dtype.itemsize == 2
+        if intact == 0:
+            usable = [pair for pair in self.parameters.items() if pair[1].requires_grad and not is_sharded(pair[1])]
+            broken = [name for name, one in usable if not bool(as_real(one).isfinite().all())]
+            if not broken:  # a float64 value beyond float32
+                return []
+            what = (
+                f"{len(broken)} of {len(usable)} parameters were not finite before this step: {some(broken, 3, ', ')}"
+            )
+            what += "; in float16, Adam's eps of 1e-8 is 0" * (half and self._sampled[0].dtype == torch.float16)
+            return [Anomaly("not_finite", SEVERE, what, tuple(dict.fromkeys(map(layer_of, broken))))]
+        if half and still is not None and self._plain_optimizer:
+            return verdict.judge_stalled(still, self._sampled[0].dtype, history)
+        return []
+
     @torch.no_grad()
     def read(
         self,
@@ -176,18 +287,22 @@ class Measurement:
         `only`: names of the parameters that count; `optimizer`: id of the one that makes the step, whose norms are
         compared with those of its earlier steps.
         """
-        norms, known_loss, known_scale, outputs = self._fetch(loss, scale, norms_P)
+        norms, known_loss, known_scale, outputs, still, intact = self._fetch(loss, scale, norms_P)
+        history = self._histories[optimizer]
         norms = {name: norm for name, norm in norms.items() if name in only and self.parameters[name].requires_grad}
         layers, lost = self._by_layer(norms, 1 / known_scale if known_scale else 1.0, outputs)
-        found = verdict.judge_finiteness(known_loss, lost, outputs, scaled=scale is not None)
+        found = self._judge_weights(still, intact, history)
+        found += verdict.judge_finiteness(known_loss, lost, outputs, scaled=scale is not None)
         if not lost:  # non-finite gradients have no norms to judge
             idle = self._order.keys() - {output.module for output in outputs} if outputs else ()
-            found += verdict.judge_norms(layers, self.config, self._histories[optimizer], idle)
+            found += verdict.judge_norms(layers, self.config, history, idle)
+            found += verdict.judge_loss(known_loss, history)
         found += verdict.judge_range(outputs)
         missing = [name for name, norm in norms.items() if norm == MISSING]
         self._steps_without.update(missing)
         self.with_gradient |= norms.keys() - set(missing)
         found += self.name_without_gradient(_GRADIENT_STEPS) + self._judge_unseen(layers, outputs)
+        found += self._judge_use()
         if known_scale is not None:
             found += verdict.check_loss_scale(known_scale, self.scales)
             self.scales = [*self.scales[-verdict.FALLS :], known_scale]
@@ -196,20 +311,22 @@ class Measurement:
 
     def _fetch(
         self, loss: Tensor | float | None, scale: Tensor | None, norms_P: Tensor | None
-    ) -> tuple[dict[str, float], float | None, float | None, list[Output]]:
-        """Gradient norms by parameter, loss, loss scale and output ranges, with one transfer from the device."""
+    ) -> tuple[dict[str, float], float | None, float | None, list[Output], float | None, float | None]:
+        """Gradient norms by parameter, loss, loss scale, output ranges, facts of sampled weights: one transfer."""
         self._was_read = True
         if norms_P is None:
             norms_P = gradient_norms([*self.parameters.values()]) if self.parameters else torch.zeros(0)
-        singles = [torch.as_tensor(one) for one in (loss, scale) if one is not None]
+        facts = (loss, scale, self._still, self._intact)
+        singles = [torch.as_tensor(one) for one in facts if one is not None]
         parts = [norms_P, *singles, *(value for pair in self.peaks.values() for value in pair)]
         wide = any(part.dtype == torch.float64 and part.device == self.device for part in parts)
         kind = torch.float64 if wide else torch.float32
         numbers = iter(torch.cat([part.detach().to(self.device, kind).reshape(-1) for part in parts]).tolist())
         norms = {name: next(numbers) for name in self.parameters}
-        known_loss, known_scale = (None if one is None else next(numbers) for one in (loss, scale))
+        known_loss, known_scale, still, intact = (None if one is None else next(numbers) for one in facts)
+        self._still = self._intact = None  # of this step alone
         outputs = [Output(name, dtype, next(numbers), next(numbers)) for name, _call, dtype in self.peaks]
-        return norms, known_loss, known_scale, outputs
+        return norms, known_loss, known_scale, outputs, still, intact
 
     def _by_layer(
         self, norms: Mapping[str, float], factor: float, outputs: Sequence[Output]

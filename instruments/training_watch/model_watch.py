@@ -3,7 +3,7 @@
 Gradient norms are measured at the end of each backward pass: before unscaling and clipping, and multiplied by the loss
 scale of that moment. They are judged when a given optimizer has stepped, when the loop calls `watch.step`, or else at
 the next forward pass, if the gradients have changed until then: by a step of an optimizer that was not given, by hand,
-or because a scaler skipped the step.
+or because a scaler skipped the step. While a model is watched, torch.autograd.backward notes the loss it starts from.
 """
 
 import weakref
@@ -19,10 +19,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, NumericsError
 from instruments.hooks import OwnHook, in_backward, in_training_pass
+from instruments.tensors import is_sharded
 from instruments.training_watch.measurement import Measurement, gradient_norms, logger
-from instruments.training_watch.step_log import StepLog, StepReport, WatchConfig
+from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
+
+LOG, RAISE = "log", "raise"
 
 
 @dataclass
@@ -32,6 +35,7 @@ class _Held:
     norms_P: Tensor
     scale: Tensor | None  # loss scale; None without a scaler
     gradients: dict[str, tuple[int, int] | None]  # id and version of each gradient, to detect changes
+    weights: dict[str, int]  # version of each parameter, to detect steps
     judged: set[int | None] = field(default_factory=set)  # ids of the optimizers whose step was judged by them
 
 
@@ -46,8 +50,10 @@ class ModelWatch:
         config: WatchConfig,
         log: Path | None,
         first_step: int,
+        on_severe: str = LOG,
     ) -> None:
         """Add the hooks."""
+        self.on_severe = on_severe
         self.optimizers, self.scaler = optimizers, scaler
         self.next_step = first_step
         self.last: StepReport | None = None
@@ -55,6 +61,8 @@ class ModelWatch:
         self.share_factor = 1  # of losses that are shares: processes that Trainer averages tokens over
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
+        self._roots: list[Tensor] = []  # losses of the backward pass that runs
+        self._root_loss: Tensor | None = None  # their sum since the last step
         self._in_step: set[int] = set()  # ids of the optimizers that have stepped in this step
         self._held: _Held | None = None
         self._by_hand = False  # the loop calls `step`
@@ -62,6 +70,7 @@ class ModelWatch:
         self._hooks, self._optimizer_hooks = ExitStack(), ExitStack()
         self._hooked: set[str] = set()  # parameters with a hook
         _OPEN.add(self)
+        _note_losses()
         self._add_hooks(model)
         if not any(parameter.requires_grad for parameter in self.measurement.parameters.values()):
             logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
@@ -92,7 +101,7 @@ class ModelWatch:
                 self._hooks.callback(parameter.register_post_accumulate_grad_hook(arrived).remove)
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """Record the loss of this step; a `loss` among the model's outputs is recorded automatically."""
+        """Record the loss of this step; without, it is the model's output `loss`, or what `backward` is called on."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ConfigError(
                 f"a loss of shape {tuple(loss.shape)} is no single number", where="watch_model", do="loss.mean()"
@@ -113,7 +122,7 @@ class ModelWatch:
         Args:
             optimizer: if there are several: the one that steps now; only its parameters are judged.
             scaler: the GradScaler that has scaled the loss, before `scaler.update()`.
-            loss: not scaled; not needed if it is among the model's outputs.
+            loss: not scaled; None: the model's output `loss`, or the sum of what `backward` was called on.
         """
         self._by_hand = True
         self._optimizer_hooks.close()
@@ -142,13 +151,44 @@ class ModelWatch:
             held = None
         scale = self._scale() if held is None or held.scale is None else held.scale
         norms_P = None if held is None else held.norms_P
-        report = self.measurement.read(self.next_step - 1, self._loss, scale, norms_P, only=names, optimizer=key)
+        loss = self._root_loss if self._loss is None else self._loss
+        followed = self._names_of(self.optimizers) if self.optimizers else set()
+        self.measurement.note_steps(followed, [optimizer] if optimizer is not None else self.optimizers)
+        report = self.measurement.read(self.next_step - 1, loss, scale, norms_P, only=names, optimizer=key)
         if self._held is not None:
             self._held.judged.add(key)
-        self.last, self._loss = report, None
+        self.last, self._loss, self._root_loss = report, None, None
         self._log.write(report)
         self._hook_parameters()
+        severe = [anomaly for anomaly in report.anomalies if anomaly.severity == SEVERE]
+        if severe and self.on_severe == RAISE:
+            where = f"step {report.step}, {', '.join(severe[0].where[:3]) or 'the whole model'}"
+            raise NumericsError(severe[0].message, where=where, do="on_severe='log' only logs it")
         return report
+
+    def enter_backward(self, roots: Sequence[object]) -> None:
+        """A backward pass begins at these tensors."""
+        parameters = [*self.measurement.parameters.values()]
+        if all(parameter.grad is None for parameter in parameters):  # an earlier pass was an evaluation only
+            self._root_loss = None
+        if self._held is not None and self._held.judged:
+            self.measurement.note_zeroed(self._held.norms_P)
+        single = [root for root in roots if isinstance(root, Tensor) and root.numel() == 1 and not is_sharded(root)]
+        self._roots = single if len(single) == len(roots) else []
+
+    def leave_backward(self) -> None:
+        """The backward pass has ended, or failed."""
+        self._roots = []
+
+    @torch.no_grad()
+    def _add_roots(self, scale: Tensor | None) -> None:
+        """Add the losses of this backward pass; a scaled float16 loss may overflow although the loss is finite."""
+        if not self._roots or (scale is not None and any(root.dtype == torch.float16 for root in self._roots)):
+            return
+        device = self.measurement.device
+        loss = torch.stack([root.detach().to(device).reshape(()).float() for root in self._roots]).sum()
+        loss = loss if scale is None else loss / scale
+        self._root_loss = loss if self._root_loss is None else self._root_loss + loss
 
     def _are_others(self, held: _Held, names: set[str]) -> bool:
         """Whether gradients were given to parameters that had none: not those of a backward pass."""
@@ -161,7 +201,8 @@ class ModelWatch:
             return
         self.measurement.calls.clear()
         self._hook_parameters()
-        if self._held is not None and self._held.gradients != self._gradients():
+        held = self._held
+        if held and (held.gradients != self._gradients() or held.weights != self.measurement.versions()):
             self._judge_unseen_step()
 
     def _judge_unseen_step(self) -> None:
@@ -196,8 +237,10 @@ class ModelWatch:
 
     @torch.no_grad()
     def _hold(self) -> None:
-        norms_P = gradient_norms([*self.measurement.parameters.values()])
-        self._held = _Held(norms_P, self._scale(), self._gradients())
+        norms_P, scale = gradient_norms([*self.measurement.parameters.values()]), self._scale()
+        self.measurement.sample_weights(stepped=self._held is not None and bool(self._held.judged))
+        self._held = _Held(norms_P, scale, self._gradients(), self.measurement.versions())
+        self._add_roots(scale)
 
     def _gradients(self) -> dict[str, tuple[int, int] | None]:
         grads = {name: parameter.grad for name, parameter in self.measurement.parameters.items()}
@@ -217,10 +260,13 @@ class ModelWatch:
         """Remove all hooks; results stay. Gradients that no step has used yet are judged."""
         if self not in _OPEN:
             return
-        self._judge_unseen_step()
-        self._hooks.close()
-        self._optimizer_hooks.close()
-        _OPEN.discard(self)
+        try:
+            self._judge_unseen_step()
+        finally:
+            self._hooks.close()
+            self._optimizer_hooks.close()
+            _OPEN.discard(self)
+            _note_losses()
         for anomaly in self.measurement.name_without_gradient(1):
             logger.warning("step %d: %s", self.next_step - 1, anomaly.message)
 
@@ -236,6 +282,32 @@ class ModelWatch:
 _OPEN: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
 
 
+_backward = torch.autograd.backward
+
+
+def _backward_of_loss(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of torch.autograd.backward
+    """torch.autograd.backward, which Tensor.backward calls; tells every watch what it starts from."""
+    watches = [] if in_backward() else [*_OPEN]
+    tensors = args[0] if args else kwargs.get("tensors", ())
+    for watch in watches:
+        watch.enter_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
+    try:
+        _backward(*args, **kwargs)
+    finally:
+        for watch in watches:
+            watch.leave_backward()
+
+
+def _note_losses() -> None:
+    """Replace torch.autograd.backward while a model is watched."""
+    global _backward  # noqa: PLW0603 - what it replaces
+    if _OPEN and torch.autograd.backward is not _backward_of_loss:
+        _backward = torch.autograd.backward
+        torch.autograd.backward = _backward_of_loss
+    elif not _OPEN and torch.autograd.backward is _backward_of_loss:
+        torch.autograd.backward = _backward
+
+
 def _unwrap(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer, or accelerate's wrapper of one
     return getattr(optimizer, "optimizer", optimizer)
 
@@ -248,6 +320,7 @@ def watch_model(
     *,
     log: Path | str | None = None,
     first_step: int = 0,
+    on_severe: str = LOG,
 ) -> ModelWatch:
     """Watch gradients, outputs and the loss scale of a model in training; its results do not change.
 
@@ -260,12 +333,19 @@ def watch_model(
         config: thresholds.
         log: file of JSON lines, one per step; processes after the first add their rank to its name, watch-1.jsonl.
         first_step: number of the first step, for a resumed run.
+        on_severe: log, or raise: NumericsError at a step with a severe finding.
     Raises:
-        ConfigError: the model is sharded in a way that hides its layers.
+        ConfigError: the model is sharded in a way that hides its layers, or another word for `on_severe`.
     """
+    if on_severe not in {LOG, RAISE}:
+        raise ConfigError(
+            f"on_severe={on_severe!r} is none of {LOG}, {RAISE}", where="watch_model", do="on_severe='raise'"
+        )
     for old in [one for one in _OPEN if one.measurement.model is model]:
         logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
         old.remove()
     given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     log = None if log is None else Path(log)
-    return ModelWatch(model, [_unwrap(one) for one in given], scaler, config or WatchConfig(), log, first_step)
+    return ModelWatch(
+        model, [_unwrap(one) for one in given], scaler, config or WatchConfig(), log, first_step, on_severe
+    )

@@ -9,16 +9,18 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from instruments.training_watch.model_watch import ModelWatch, watch_model
+from instruments.training_watch.model_watch import LOG, ModelWatch, watch_model
 from instruments.training_watch.step_log import WatchConfig
 
 
 class WatchCallback(TrainerCallback):  # type: ignore[misc]
     """Watches the model during training; `watch` is its ModelWatch from the start of training on."""
 
-    def __init__(self, config: WatchConfig | None = None, *, log: Path | str | None = None) -> None:
+    def __init__(
+        self, config: WatchConfig | None = None, *, log: Path | str | None = None, on_severe: str = LOG
+    ) -> None:
         """The arguments are those of `watch_model`."""
-        self._config, self._log = config, log
+        self._config, self._log, self._on_severe = config, log, on_severe
         self.watch: ModelWatch | None = None
 
     def on_train_begin(
@@ -27,7 +29,8 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
         """Add the hooks; those of a training that raised are removed first."""
         if self.watch is not None:
             self.watch.remove()
-        self.watch = watch_model(model, config=self._config, log=self._log, first_step=state.global_step + 1)
+        first, on_severe = state.global_step + 1, self._on_severe
+        self.watch = watch_model(model, config=self._config, log=self._log, first_step=first, on_severe=on_severe)
         self.watch.share_factor = args.world_size if args.average_tokens_across_devices else 1
 
     def on_pre_optimizer_step(

@@ -65,7 +65,12 @@ _WINDOW, _USUAL, _LEAST = 100, 5, 3
 # A layer is dead if its norm is at most this share of the median layer's, for so many steps without rising.
 _DEAD, _DEAD_STEPS = 1e-6, 3
 _GROWTH = 10  # a gradient that explodes is above this multiple of its usual norm
+_HALF = 0.5
 _NEAR_LIMIT = 0.5  # share of the largest number of a format above which outputs are too close to it
+
+
+_START, _ABOVE = 5, 20  # steps whose largest loss is the start, and steps in a row above 1.1 times it that are reported
+_STALLED = 20  # steps whose median share of unchanged 16-bit weights is judged
 
 
 @dataclass
@@ -74,6 +79,12 @@ class History:
 
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))  # gradient norms
     low: dict[str, tuple[int, float]] = field(default_factory=dict)  # layer → low steps in a row, norm in the first
+
+    named: set[str] = field(default_factory=set)  # dead layers that are reported
+    losses: list[float] = field(default_factory=list)  # of the first steps
+    above: int = 0  # steps in a row with a loss above them; reported once
+    still: deque[float] = field(default_factory=lambda: deque(maxlen=_STALLED))  # shares of weights a step left alone
+    stalled: bool = False  # reported
 
     def usual(self) -> float:
         """Usual norm: the lower of the medians of the first and of the latest steps, so that a slow rise counts."""
@@ -95,16 +106,20 @@ def judge_norms(
     total, typical = math.hypot(*layers.values()), median(layers.values())
     dead = {name for name, norm in layers.items() if 0 < typical < math.inf and norm <= _DEAD * typical}
     low = dead | {name for name, norm in layers.items() if norm < config.vanishing}
-    lasting = _lasting(layers, low.difference(idle), history)
-    found = []
-    if names := [name for name in lasting if name in dead]:
+    whole = {"": total} if total < config.vanishing else {}  # a start at zero grows from step to step
+    lasting = _lasting({**layers, **whole}, low.difference(idle) | whole.keys(), history)
+    vanished, found = "" in lasting, []
+    lasting = [name for name in lasting if name]
+    history.named &= dead
+    if names := [name for name in lasting if name in dead - history.named]:
+        history.named.update(names)
         what = f"no gradient to speak of in {some(names, 3, ', ')}: at most {_DEAD:g} of the median layer's "
         what += f"{typical:.2g}, {_DEAD_STEPS} steps in a row"
         found.append(Anomaly("dead_layer", WARNING, what, tuple(names)))
-    if total < config.vanishing:
+    if vanished:
         what = f"the gradient vanishes: its norm is {total:.2g}, below {config.vanishing:g}"
         found.append(Anomaly("vanishing", SEVERE, what))
-    elif names := [name for name in lasting if name not in dead]:
+    elif not whole and (names := [name for name in lasting if name not in dead]):
         what = f"gradient norms below {config.vanishing:g}: {_with_norms(names, layers)}"
         # Vanished on the way back to the first layer, or only in a side branch, such as a new model's queries and keys.
         severity = WARNING if names[0] == next(iter(layers)) else NOTE
@@ -128,6 +143,38 @@ def _lasting(layers: Mapping[str, float], low: Collection[str], history: History
         runs[name] = (1, layers[name]) if layers[name] > 2 * first else (count + 1, first)
     history.low = runs
     return [name for name in layers if name in runs and runs[name][0] >= _DEAD_STEPS]
+
+
+def judge_loss(loss: float | None, history: History) -> list[Anomaly]:
+    """Find a loss that stays above its start; reported once, and not for losses that may be negative."""
+    if loss is None or not math.isfinite(loss):
+        return []
+    if len(history.losses) < _START:
+        history.losses.append(loss)
+        return []
+    start = max(history.losses)
+    history.above = history.above + 1 if min(history.losses) > 0 and loss > 1.1 * start else 0
+    if history.above != _ABOVE:
+        return []
+    what = f"the loss has been above its start for {_ABOVE} steps: {loss:.3g}, at first at most {start:.3g}; a lower "
+    return [Anomaly("loss_rises", WARNING, f"{what}learning rate? (no fault where losses work against each other)")]
+
+
+def judge_stalled(still: float, dtype: torch.dtype, history: History) -> list[Anomaly]:
+    """Find 16-bit weights that most steps do not change; reported once.
+
+    `still`: share of the weights with a gradient that the last step did not change.
+    """
+    history.still.append(still)
+    share = median(history.still)
+    if history.stalled or len(history.still) < _STALLED or share <= _HALF:
+        return []
+    history.stalled = True
+    what = f"{share:.0%} of the {dtype_name(dtype)} weights do not move: their steps are below half a unit "
+    what += (
+        "in the last place and are rounded away; keep the weights in float32 and use autocast, or an optimizer that "
+    )
+    return [Anomaly("stalled_weights", WARNING, f"{what}rounds stochastically or has float32 master weights")]
 
 
 def judge_range(outputs: Sequence[Output]) -> list[Anomaly]:

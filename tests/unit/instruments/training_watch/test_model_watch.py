@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from unit.instruments.training_watch.watched_net import D, H, Net, batch, hooks_of, loss_of, norm_of, train
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, NumericsError
 from instruments.training_watch.step_log import read_step_log
 from tiny_onn import WatchCallback, watch_model
 
@@ -365,3 +365,77 @@ def test_a_training_that_raised_can_begin_again_and_accelerates_scaler_is_found(
     lines = read_step_log(tmp_path / "log.jsonl")
     assert [(line["step"], line["loss_scale"], line["anomalies"]) for line in lines] == [(1, 512, []), (2, 512, [])]
     assert hooks_of(model) == []
+
+
+@pytest.mark.parametrize("how", ["plain", "scaled", "two losses", "micro-batches", "torch.autograd.backward"])
+def test_the_loss_is_what_backward_is_called_on(how):
+    model, given = Net(), torch.autograd.backward
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    scaler = GradScaler("cpu", init_scale=2.0**7, enabled=how == "scaled")
+    watch = watch_model(model, optimizer, scaler)
+    for step in range(3):
+        losses = [loss_of(model, 2 * step), loss_of(model, 2 * step + 1)]
+        total = (losses[0] + losses[1]) / 2
+        if how == "micro-batches":
+            for loss in losses:
+                (loss / 2).backward()
+        elif how == "two losses":
+            torch.autograd.backward([loss / 2 for loss in losses])
+        elif how == "plain":
+            total.backward()
+        else:
+            torch.autograd.backward(scaler.scale(total))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert watch.last.loss == pytest.approx(total.item(), rel=1e-6)
+        batch_of_another = torch.ones(3, requires_grad=True)
+        batch_of_another.sum().backward()
+        assert watch.last.anomalies == ()
+    assert watch.next_step == 3
+    watch.remove()
+    assert torch.autograd.backward is given
+
+
+def test_a_lost_loss_with_finite_gradients_is_seen_and_can_stop_the_loop():
+    model, offsets = Net(), iter([0.0, float("inf"), 0.0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with watch_model(model, optimizer, on_severe="raise") as watch, pytest.raises(NumericsError, match="loss is inf"):
+        train(model, 3, lossy=lambda z, y: functional.cross_entropy(z, y) + next(offsets), optimizer=optimizer)
+    assert (watch.next_step, watch.last.loss) == (2, float("inf"))
+    assert hooks_of(model) == []
+    with pytest.raises(ConfigError):
+        watch_model(model, on_severe="stop")
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_gradients_that_are_never_zeroed_are_reported_once(given, zeroed):
+    model, found = Net(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    watch = watch_model(model, optimizer if given else None)
+    for step in range(12):
+        if zeroed and step % 2 == 0:
+            optimizer.zero_grad(set_to_none=step % 4 == 0)
+        loss_of(model, step).backward()
+        if step % 2:
+            optimizer.step()
+            found += watch.last.anomalies if watch.last else ()
+    assert {one.kind for one in found} == (set() if zeroed else {"not_zeroed"})
+    assert given is False or len(found) == (0 if zeroed else 1)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_weights_in_no_optimizer_are_named_and_those_of_a_slow_one_are_not(both):
+    model, found = Net(), []
+    often = torch.optim.SGD([*model.first.parameters(), *model.norm.parameters(), *model.middle.parameters()], 0.01)
+    seldom = torch.optim.SGD(model.head.parameters(), 0.01)
+    watch = watch_model(model, [often, seldom] if both else often)
+    for step in range(12):
+        loss_of(model, step).backward()
+        often.step()
+        found += watch.last.anomalies
+        if both and step % 8 == 7:
+            seldom.step()
+        model.zero_grad()
+    assert [(one.kind, one.where) for one in found] == ([] if both else [("not_stepped", ("head",))])

@@ -11,7 +11,7 @@ from unit.instruments.training_watch.watched_net import D, H, Net, V, batch, los
 
 from instruments.static_check.check import static_check
 from instruments.training_watch.step_log import WatchConfig
-from instruments.training_watch.verdict import check_loss_scale
+from instruments.training_watch.verdict import History, check_loss_scale, judge_loss, judge_norms
 from tiny_onn import watch_model
 
 
@@ -213,4 +213,24 @@ def test_what_lasts_is_logged_again_now_and_then(caplog):
     model = Net()
     with watch_model(model, config=WatchConfig(vanishing=1e6, exploding=1e9, repeat_steps=3)):
         train(model, 7)
-    assert [message.split(":")[0] for message in caplog.messages] == ["step 0", "step 3", "step 6"]
+    assert [message.split(":")[0] for message in caplog.messages] == ["step 2", "step 5"]
+
+
+def test_a_vanished_gradient_lasts_and_a_dead_layer_is_reported_once():
+    for norms, expected in (([1e-9] * 4, [0, 0, 1, 1]), ([1e-9, 4e-9, 2e-8, 9e-8], [0, 0, 0, 0])):
+        history = History()
+        found = [judge_norms({"a": norm, "b": norm}, WatchConfig(), history) for norm in norms]
+        assert [len(one) for one in found] == expected
+    history, layers = History(), {"a": 1.0, "b": 1e-8, "c": 2.0}
+    assert [len(judge_norms(layers, WatchConfig(), history)) for _ in range(6)] == [0, 0, 1, 0, 0, 0]
+
+
+def test_a_loss_above_its_start_is_reported_once_and_a_noisy_or_negative_one_is_not():
+    for loss, expected in (
+        (lambda step: 2.0 + (step > 9), 1),
+        (lambda step: 2.0 + step % 5, 0),
+        (lambda step: 2.0 - step / 99, 0),
+        (lambda step: step - 3.0, 0),
+    ):
+        history = History()
+        assert sum(len(judge_loss(loss(step), history)) for step in range(99)) == expected
