@@ -3,6 +3,7 @@
 `structure.py` finds it in transformers' own class, `finding.py` keeps it; nothing here or there knows a family by name.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -95,7 +96,10 @@ class Decoder:
     def windows(self) -> Literal["none", "some", "all"]:
         """Which layers see only a window of tokens."""
         config = self.config
-        if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        window = config.get("sliding_window")
+        if window is None or config.get("use_sliding_window") is False:
+            return "none"
+        if window >= config.get("max_position_embeddings", math.inf):  # as in Phi-4, which has none in this way
             return "none"
         kinds = {kind == "sliding_attention" for kind in config.get("layer_types") or ["sliding_attention"]}
         return "some" if len(kinds) == 2 else "all" if True in kinds else "none"

@@ -34,6 +34,7 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 128}
 MINISTRAL_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 2e4, "alpha": 50.0, "factor": 1.0}  # Hunyuan's
 # No architecture has this base as its default, so code that does not read it fails.
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 3e3}
 LONG = [1.0, 1.5, 2.5]
@@ -166,6 +167,7 @@ CASES = {
     "ernie4_5-copies": Case("ernie4_5", "ernie4_5_moe", always_on=5, copies=True),
     "helium": Case("helium", "ernie4_5_moe", always_on=5, pico={"head_dim": 6}),
     "hunyuan": Case("hunyuan_v1_dense", "hunyuan_v1_moe", always_on=5, pico={"tie": True}),
+    "hunyuan-alpha": Case("hunyuan_v1_dense", "hunyuan_v1_moe", warned=4, pico={"rope_parameters": ALPHA_ROPE}),
     "hunyuan-none-always-on": Case("hunyuan_v1_dense", "hunyuan_v1_moe", pico={"attention_bias": True}),
     "hunyuan-bfloat16": Case("hunyuan_v1_dense", "hunyuan_v1_moe", 5, 4, 8, dtype=torch.bfloat16),
     "cohere2": Case("cohere2", "cohere2_moe", always_on=5, pico=COHERE2 | {"tie": True}),

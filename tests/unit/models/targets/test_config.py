@@ -25,6 +25,7 @@ HUNYUAN = {"model_type": "hunyuan_v1_dense", "head_dim": 6}
         ({"model_type": "mistral", "sliding_window": None}, 5, "glm4_moe"),
         ({"model_type": "phi3", "sliding_window": 2047}, 0, "mixtral"),
         ({"model_type": "phi3", "sliding_window": 2047}, 5, "tiny_onn"),
+        ({"model_type": "phi3", "sliding_window": 4096, "max_position_embeddings": 4096}, 5, "glm4_moe"),
         ({"model_type": "phi3", "partial_rotary_factor": 0.75}, 0, "glm4_moe"),
         *(
             ("glm", 5, "glm4_moe"),

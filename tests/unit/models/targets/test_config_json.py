@@ -209,8 +209,9 @@ def test_keys_that_are_kept():
     [
         ("mistral", {"sliding_window": 77}, 77),
         ("mistral", {"sliding_window": None}, None),
-        ("mistral", {}, 4096),  # transformers' default
-        ("phi3", {"sliding_window": 2047}, 2047),
+        ("mistral", {"max_position_embeddings": 4097}, 4096),  # transformers' default
+        ("mistral", {"max_position_embeddings": 4096}, None),
+        ("phi3", {"sliding_window": 47}, 47),
         ("phi3", {}, None),
         ("llama", {}, None),
     ],
