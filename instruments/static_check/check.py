@@ -1,6 +1,7 @@
 """static_check: find where training code loses precision, without running it."""
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -101,3 +102,7 @@ def _run(wanted: argparse.Namespace) -> int:
     if wanted.json:
         write_json(wanted.json, [vars(finding) for finding in report.findings])
     return report.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -77,6 +77,7 @@ def _look_inside(node: ast.AST, state: State, frame: Frame) -> None:
             _look_inside(part, state, frame)
 
 
+_LARGEST32 = 3.4028234663852886e38
 # Attributes whose values do not have the precision of their object.
 _FACTS = {"shape", "device", "grad", "ndim", "itemsize", "config", "loss"}
 
@@ -87,6 +88,8 @@ def _attribute(node: ast.Attribute, base: Value, state: State, frame: Frame) -> 
         return known
     if node.attr == "dtype":
         return Value(base.precision, kind="dtype")
+    if node.attr in {"min", "max"} and base.tag == "finfo32":
+        return Value(constant=_LARGEST32 if node.attr == "max" else -_LARGEST32)
     if node.attr == "data" and base.kind == "parameter":
         return base
     if node.attr in _FACTS:
@@ -323,8 +326,10 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
             return UNKNOWN
         kept = base.tag if word in numeric_rules.KEEPING else ""
         return replace(base, tag=kept, cast=base.cast if word in modules.SAME_MODULE else None)
+    if full == "torch.finfo" and every and every[0].precision == "float32":
+        return Value(tag="finfo32")
     if full.startswith("torch.") and word in _NEW:
-        return Value(tag="new")
+        return Value(tag="new", constant=every[0].number if word == "tensor" and every else None)
     if method and word in numeric_rules.KEEPING and base.tag in _PASSING:
         return Value(tag=base.tag)
     if full and not node.keywords and len(every) == 1:

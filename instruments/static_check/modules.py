@@ -4,8 +4,8 @@ import ast
 import re
 from dataclasses import replace
 
-from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, last_word, text_of
-from instruments.static_check.source import NOTE
+from instruments.static_check.autocast import BFLOAT16, DTYPES, FLOAT16, LOSS_MODULES, last_word, text_of
+from instruments.static_check.source import NOTE, WARNING
 from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Call, Frame, Module, State, Value
 
 _MODEL_NAMES = {
@@ -14,7 +14,7 @@ _MODEL_NAMES = {
 }  # fmt: skip
 _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "script",
-    "prepare_model", "convert_sync_batchnorm", "ModuleList", "get_peft_model", "checkpoint_wrapper",
+    "prepare_model", "convert_sync_batchnorm", "ModuleList", "checkpoint_wrapper",
 }  # fmt: skip
 # Methods that return their module.
 SAME_MODULE = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "apply", "to_empty", "type"}
@@ -54,8 +54,9 @@ def make_module(call: Call, state: State, frame: Frame) -> Value | None:
     if word in _WRAPPERS or (word == "prepare" and len(arguments) == 1):
         key = module_key(node.args[0], arguments[0], state, frame, surely=True) if node.args else None
         return Value(kind="module", ref=key) if key is not None else OTHER if word == "ModuleList" else None
-    if word == "deepcopy" and arguments and arguments[0].kind == "module":
-        state.modules[id(node)] = replace(state.modules.get(arguments[0].ref, Module()), trained=False, idle=True)
+    if word in {"deepcopy", "get_peft_model"} and arguments and arguments[0].kind == "module":
+        copied = replace(state.modules.get(arguments[0].ref, Module()), trained=False, idle=True)
+        state.modules[id(node)] = copied if word == "deepcopy" else Module()  # adapters are trained in float32
         return Value(kind="module", ref=id(node))
     of_torch = full.startswith("torch.nn.") and word[:1].isupper() and ".utils." not in full
     if of_torch and word in LOSS_MODULES:
@@ -113,7 +114,7 @@ def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value | None:
     held = [value.ref for value in values if value.kind in {"module", "parameters"}]
     for key in held:
         state.modules[key] = replace(state.modules.get(key, Module()), trained=True)
-    made = Value(kind="optimizer", ref=tuple(held))
+    made = Value(kind="optimizer", ref=tuple(held), tag="torch" if full.startswith("torch.optim.") else "")
     if held and frame.is_lightning:  # the step is in its Trainer
         check_trained(made, state, frame)
     return made
@@ -127,11 +128,12 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
         module = state.modules.get(key, Module())
         if module.cast is None or (module.idle and not module.trained) or frame.definitions.has_masters:
             continue
-        if module.precision == FLOAT16:
+        if module.precision == FLOAT16 or (module.precision == BFLOAT16 and held and optimizer.tag == "torch"):
             what = "the default type" if module.cast is state.default else "the weights"
             text = ast.unparse(module.cast)
             brief = text if len(text) <= 80 else text[:77] + "..."
-            frame.report("LP101", module.cast, f"{brief}: {what} of a model that is trained")
+            severity = WARNING if module.precision == BFLOAT16 else None  # other optimizers may round stochastically
+            frame.report("LP101", module.cast, f"{brief}: {what} of a model that is trained", severity)
         _check_batch_norm(module, frame)
 
 

@@ -224,6 +224,11 @@ def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:
         frame.report("LP105", node, f"{ast.unparse(node)} accumulates in {_words(value.precision)}")
 
 
+_BOUNDS = {
+    "masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where", "new_full", "full_like", "fill_",
+}  # fmt: skip
+
+
 def check_names(call: Call, frame: Frame) -> None:
     """LP102 of a criterion, LP105 of a running average, LP107 of a bound, all known by the name of the function."""
     node, word, base, every = call.node, call.word, call.base, call.every
@@ -233,7 +238,7 @@ def check_names(call: Call, frame: Frame) -> None:
         frame.report("LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
     if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(call):
         check_growing(node, base, frame)
-    if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:
+    if word in _BOUNDS and "dtype" not in call.words:
         tensor = base if base.is_low else low or base
         for value in every:
             check_constant(node, value.number, tensor, frame)
