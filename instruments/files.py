@@ -22,8 +22,14 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file and folder to the disk, inner ones first."""
+    """Flush every file and folder to the disk, inner ones first; files get the rights of `folder` to read.
+
+    safetensors writes files that only their owner can read, whatever the umask.
+    """
+    readers = folder.stat().st_mode & 0o444
     for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_file():
+            path.chmod(path.stat().st_mode | readers)
         sync(path)
     sync(folder)
 

@@ -1,6 +1,7 @@
 """Runs one carve: validates the settings, runs the due stages, writes the report."""
 
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
 # The packages whose code affects results.
 SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
 
-# Stage → the changed settings of the commands that continue after a run of `stage=<that stage>`.
+# Stage, or all → the changed settings of the commands that continue after a run of `stage=<that stage>`.
 NEXT: dict[str, list[dict[str, str]]] = {
     "scan": [{"stage": "score"}, {"stage": "project"}],
     "score": [{"stage": "cluster"}],
@@ -49,6 +50,7 @@ NEXT: dict[str, list[dict[str, str]]] = {
     "assemble": [{"stage": "project"}],
     "project": [{"stage": "evaluate"}, {"stage": "train"}],
     "train": [{"stage": "evaluate", "evaluate.checkpoint": "train"}],
+    ALL: [{"stage": "train"}],
 }
 
 
@@ -85,7 +87,7 @@ class Runner:
         self.hash_of = artifacts.FileHashes(self.run_folder.output_dir)
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
-        """Run the due steps and verify the others; `alone`: a single stage was requested, so log the next commands.
+        """Run the due steps and verify the others; `alone`: a single stage was requested, so log its files.
 
         Raises UserError: a stage failed, or its inputs are damaged. Results published before stay.
         """
@@ -200,7 +202,10 @@ class Runner:
             log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
         if page := self.write_page(last.folder):
             log.info("report     %s", shown(page))
-        if alone and (commands := next_commands(last.stage.name, self.overrides)):
+        commands = next_commands(self.checked.settings.stage, self.overrides)
+        if checkpoint is not None:
+            commands.insert(0, f'python -m pipeline generate {shlex.quote(shown(latest / "checkpoint"))} "def main("')
+        if commands:
             log.info("next       %s", NEW_LINE.join(commands))
 
 

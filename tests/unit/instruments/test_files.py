@@ -1,8 +1,19 @@
 """Files that are complete or not there."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from instruments.files import whole_file
+from instruments.files import sync_tree, whole_file
+
+
+@pytest.mark.parametrize(("mode", "wanted"), [(0o755, 0o644), (0o750, 0o640), (0o700, 0o600)])
+def test_whoever_may_read_a_folder_may_read_the_checkpoint_in_it(tmp_path, mode, wanted):
+    (folder := tmp_path / "out" / "checkpoint").mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    (tmp_path / "out").chmod(mode)
+    sync_tree(tmp_path / "out")
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == wanted
 
 
 def test_a_neighbour_of_the_same_stem_is_left_alone(tmp_path):
