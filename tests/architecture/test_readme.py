@@ -3,10 +3,12 @@
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.__main__ import TOOLS
@@ -57,6 +59,14 @@ def test_the_map_leaves_nothing_out():
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_page_is_short(page):
     assert len((REPOSITORY / page).read_text().splitlines()) <= 150
+
+
+def test_the_changelog_begins_with_the_version_that_is_cited():
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    cited = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    (newest, day), *_older = re.findall(r"^## (\S+) \((.+)\)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
+    assert (newest, day) == (version, str(cited["date-released"]))
+    assert cited["version"] == version
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from megatron_sizes import GROUPS, HEADS, B, D, F, L, T, V
 from instruments.tensor_dump.reader import DumpReader
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = [  # megatron-core's own warnings
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core has no wheel for this Python"),
+    # megatron-core's own warnings
     pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*set the environment variable CUDA_DEVICE_MAX_CONNECTIONS:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.* is deprecated:FutureWarning"),
