@@ -41,6 +41,7 @@ class Section:
     pictures: list[tuple[str, str]] = field(default_factory=list)  # title, PNG in base64
     table: Table | None = None
     folded: dict[str, Table] = field(default_factory=dict)  # title → table, shown on request
+    samples: Sequence[Mapping[str, str]] = ()  # prompt, and what both models write after it
 
 
 def write_page(run: RunRecord, label: str, config: str, last: Path, out: Path) -> Path:
@@ -66,7 +67,7 @@ def draw_page(run: RunRecord, label: str, config: str, last: Path) -> str:
     if stage == "evaluate":
         evaluation = read_evaluation(last)
         verdict = describe(evaluation)
-        sections = [quality(evaluation, manifest.table), layers(evaluation)]
+        sections = [quality(evaluation, manifest.table), writing(evaluation), layers(evaluation)]
     else:
         sections = [Section(f"What {stage} found", pictures=pictures(last, manifest), table=filled(manifest.table))]
     sections += [*training(chain, last), *neurons(chain, last), costs(chain, run)]
@@ -115,6 +116,7 @@ class Evaluation:
     width: int
     models: Mapping[str, Mapping[str, float]]
     layers: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, str]] = ()
 
 
 def read_evaluation(folder: Path) -> Evaluation:
@@ -124,7 +126,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     models = {
         name: {key: _number(model[key]) for key in ("gap", "perplexity")} for name, model in record["models"].items()
     }
-    return Evaluation(shape, record["dense_width"], models, record["layers"])
+    return Evaluation(shape, record["dense_width"], models, record["layers"], record.get("samples", ()))
 
 
 def _number(value: Any) -> float:  # noqa: ANN401 - anything that JSON holds
@@ -155,7 +157,13 @@ def quality(evaluation: Evaluation, table: Table) -> Section:
     names = {"carved": "this MoE"} | {name: name.replace("_", " ") for name in gaps if name != "carved"}
     bars = [(names[name], gap, name == "carved") for name, gap in sorted(gaps.items(), key=lambda item: item[1])]
     caption = "Nats per token; shorter is better."
-    return Section("Quality", [draw_bars("Loss gap over the dense model", caption, bars)], table=filled(table))
+    figures = replace(filled(table), notes=[note for note in table.notes if "\n" not in note])  # without the samples
+    return Section("Quality", [draw_bars("Loss gap over the dense model", caption, bars)], table=figures)
+
+
+def writing(evaluation: Evaluation) -> Section:
+    """What both models write after the beginnings of held-out documents."""
+    return Section("What they write", samples=evaluation.samples)
 
 
 def layers(evaluation: Evaluation) -> Section:

@@ -34,3 +34,4 @@ class EvaluateConfig:
     )
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     speed_tokens: int = field(default=8192, metadata={"minimum": 0})
+    samples: int = field(default=3, metadata={"minimum": 0})

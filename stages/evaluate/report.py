@@ -9,6 +9,7 @@ from models.config import MoEShape
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_millions
 from stages.evaluate.config import BASELINES
+from stages.evaluate.samples import Sample
 from stages.losses import MeanLoss
 
 DESCRIPTIONS = {"dense": "dense model", "carved": "this MoE", **BASELINES}
@@ -46,6 +47,7 @@ class Evaluation:
     costs: Mapping[str, ModelCost]
     layers: Sequence[LayerResult]
     trained: bool = False  # the MoE is the checkpoint of stage=train
+    samples: Sequence[Sample] = ()
     dtype: str = "float32"  # in which both models were computed; without a pool, the baselines are always in float32
 
     def gap(self, name: str) -> float:
@@ -103,6 +105,7 @@ def notes(evaluation: Evaluation) -> list[str]:
         *([formats] if mixed else []),
         *([f"layers {', '.join(map(str, shape.dense_layers))} stay dense"] if shape.dense_layers else []),
         *([pooled] if shape.pooled else []),
+        *(sample.note for sample in evaluation.samples),
     ]
 
 
@@ -118,5 +121,6 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
             for name, loss in evaluation.losses.items()
         },
         "layers": [asdict(layer) for layer in evaluation.layers],
+        "samples": [asdict(sample) for sample in evaluation.samples],
     }
     (folder / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,12 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from instruments.dtypes import dtype_name
 from models.config import ModelConfig, MoEShape
@@ -29,6 +31,7 @@ from stages.evaluate.comparison import (
 )
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
+from stages.evaluate.samples import Sample, write_samples
 from stages.losses import MeanLoss, measure_loss
 from stages.text.batches import batch_sequences
 from stages.text.config import DataConfig
@@ -52,8 +55,12 @@ def run(
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
     sequences, pad_id = load_text(data, tokenizer, "heldout").sequences, padding_id(tokenizer)
     text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
+
+    def write(models: Mapping[str, PreTrainedModel]) -> list[Sample]:
+        return write_samples(models, tokenizer, data, evaluate.samples)
+
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
-    losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)
+    losses, costs, layers, samples = compare_models(job, context, text, carved_facts, evaluate, shape, write)
     dtype = resolve_dtype(context.model, context.device) or checkpoint_dtype(context.folder, "source")
     baselines: dict[str, MeanLoss] = {}
     if not shape.pooled:
@@ -71,16 +78,22 @@ def run(
         return NOTHING
     tokens, trained = losses["dense"].tokens, evaluate.checkpoint == "train"
     evaluation = Evaluation(
-        shape, partition.width, tokens, losses | baselines, costs, layers, trained, dtype_name(dtype)
+        shape, partition.width, tokens, losses | baselines, costs, layers, trained, samples, dtype_name(dtype)
     )
     write_report(evaluation, job.out)
     return summarise(evaluation)
 
 
 def compare_models(
-    job: Job, context: CalibrationContext, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
-) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult]]:
-    """Losses and costs of both models by name, and the results of every carved FFN.
+    job: Job,
+    context: CalibrationContext,
+    text: Text,
+    facts_of: FactsOf,
+    evaluate: EvaluateConfig,
+    shape: MoEShape,
+    write: Callable[[Mapping[str, PreTrainedModel]], list[Sample]],
+) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult], list[Sample]]:
+    """Losses and costs of both models by name, the results of every carved FFN, and what both models write.
 
     The models are freed before the baselines run.
     """
@@ -96,7 +109,7 @@ def compare_models(
     timed = evaluate.speed_tokens
     speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
-    return losses, costs, layers
+    return losses, costs, layers, workers.lead(lambda: write(models))
 
 
 def read_facts(job: Job, stage: str, context: CalibrationContext, partition: Partition, shape: MoEShape) -> FactsOf:

@@ -1,5 +1,6 @@
 """The page: complete, safe to open, and clear about missing parts."""
 
+import json
 import re
 from base64 import b64decode, b64encode
 from html.parser import HTMLParser
@@ -76,6 +77,19 @@ def test_a_page_has_all_its_sections_and_fetches_nothing(outputs):
         "costs +0.0500 nats per token (perplexity 20.05, dense 20); static mask of the same width: +0.2000;",
     ):
         assert words in page.text
+
+
+def test_what_both_models_write_is_side_by_side_and_escaped(outputs):
+    evaluation = outputs.carve()
+    file = evaluation / "evaluation.json"
+    sample = {"prompt": "if a <b", "dense": ":\n    return", "carved": " & c"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"samples": [sample]}))
+    text = draw_page(*outputs.run(evaluation))
+    assert ">if a &lt;b<b>:\n    return</b></pre>" in text
+    assert ">if a &lt;b<b> &amp; c</b></pre>" in text
+    page = Page(text)
+    assert page.sections[:2] == ["Quality", "What they write"]
+    assert {"dense model", "this MoE"} <= page.titles
 
 
 def test_every_chart_is_a_picture_that_fetches_nothing(outputs):

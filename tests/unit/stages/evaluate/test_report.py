@@ -6,6 +6,7 @@ import pytest
 
 from models.config import MoEShape
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, notes, summarise, write_report
+from stages.evaluate.samples import Sample
 from stages.losses import MeanLoss
 
 
@@ -68,6 +69,17 @@ def test_the_record(evaluation, tmp_path):
         "unused_experts": 1,
         "load": [],
     }
+
+
+def test_what_the_models_write_is_the_last_to_read(evaluation, tmp_path):
+    samples = [Sample("for bird in\n", " flock:", " birds:"), Sample("x", "\x1b[2J", "é")]
+    evaluation = replace(evaluation, samples=samples)
+    assert notes(evaluation)[-2:] == [
+        'prompt  "for bird in\\n"\ndense   " flock:"\nMoE     " birds:"',
+        'prompt  "x"\ndense   "\\u001b[2J"\nMoE     "é"',
+    ]
+    write_report(evaluation, tmp_path)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["samples"][0]["carved"] == " birds:"
 
 
 def test_a_pool_has_no_oracle(evaluation):
