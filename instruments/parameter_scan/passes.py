@@ -32,9 +32,16 @@ class CallFacts:
     supervised_B: Tensor | None  # number of labels in the loss, if it shifts them by one; None: unknown
     labelled_B: Tensor | None = None  # the same if it does not
     ids_BT: Tensor | None = None  # input_ids
+    text: bool = True  # else layers may have other positions than the first argument: patches, frames, nodes
 
     def split(self, tensor: Tensor) -> Tensor | None:
-        """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N); None: none of these."""
+        """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N); None: none of these.
+
+        Not of text: also (B, ..., N), but no (B, B, N), which may be transposed.
+        """
+        if not self.text and tensor.ndim > 2:
+            fits = tensor.shape[0] == self.samples and (tensor.shape[1] != self.samples or self.samples == 1)
+            return tensor.flatten(1, -2) if fits else None
         if tensor.ndim == 3 and tensor.shape[0] == self.samples and tensor.shape[1] <= self.length:
             return tensor
         if tensor.ndim == 2 and tensor.shape[0] == self.samples * self.length:
@@ -63,16 +70,26 @@ def _positional_names(model: nn.Module) -> list[str]:
     return names if names or len(inside) != 1 else _positional_names(inside[0])
 
 
-def read_call(arguments: Mapping[str, Any]) -> CallFacts:
+def read_call(arguments: Mapping[str, Any], given: object = None, samples_in: str | None = None) -> CallFacts:
     """Sizes, padding and number of supervised tokens, from the model's arguments.
 
-    Raises ConfigError: neither input_ids nor inputs_embeds, or an attention mask of another shape.
+    `given`: all arguments; without input_ids or inputs_embeds, samples are dimension 0 of `samples_in`, or of the first
+    tensor. Raises ConfigError: there is none, or an attention mask has another shape.
     """
-    given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
-    inputs = next((value for value in given if isinstance(value, Tensor)), None)
-    if inputs is None:
+    named = ("input_ids", "inputs_embeds") if samples_in is None else (samples_in,)
+    inputs = next((arguments[name] for name in named if isinstance(arguments.get(name), Tensor)), None)
+    text = inputs is not None and samples_in is None
+    if inputs is None and samples_in is None:
+        inputs = next((tensor for tensor in find_tensors(given or dict(arguments)).values() if tensor.ndim), None)
+    if inputs is None or not inputs.ndim:
         what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples are unknown"
-        raise refusal(what, "call the scanned model with input_ids=... or inputs_embeds=...")
+        raise refusal(what, "call the scanned model with a tensor of samples, or name it: samples='x'")
+    if not text:
+        samples, sequences = len(inputs), inputs.ndim == (3 if inputs.is_floating_point() else 2)
+        length, mask_BT = inputs.shape[1] if sequences else 1, arguments.get("attention_mask")
+        fits = isinstance(mask_BT, Tensor) and mask_BT.shape == (samples, length)
+        padding = _padding_mask(mask_BT, samples, length) if fits else None
+        return CallFacts(samples, length, padding, *_supervised(arguments, samples), text=False)
     samples, length = inputs.shape[:2]
     ids_BT = None if inputs.is_floating_point() else inputs
     mask_BT = _padding_mask(arguments.get("attention_mask"), samples, length)
@@ -160,9 +177,10 @@ class ScanPass:
         x_BTI = narrow(x_BTI).to(device)
         pooled = source.ndim == 2 and x_BTI.shape[1] == 1  # one row per sample
         mask_BT = None if pooled else self.facts.mask_BT
-        if mask_BT is not None:  # the output embedding may get only the last positions
+        fits = x_BTI.shape[1] <= self.facts.length
+        if mask_BT is not None and fits:  # the output embedding may get only the last positions
             mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
-        return InputSquares(source, x_BTI, mask_BT, width, per_token=self.per_token and not pooled)
+        return InputSquares(source, x_BTI, mask_BT, width, per_token=self.per_token and fits and not pooled)
 
     def record_input(self, column: int, block_squares_Bi: Tensor, token_squares_BT: Tensor | None) -> None:
         """Store ‖X‖² per block and, if measured, per token."""

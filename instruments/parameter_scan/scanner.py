@@ -39,7 +39,7 @@ class ParameterTensorScanner:
     """Exact per-sample norms of every watched weight's input and gradient.
 
     Args:
-        model: its forward takes input_ids or inputs_embeds, and attention_mask if there is padding.
+        model: any; of text if its forward takes input_ids or inputs_embeds, and attention_mask if there is padding.
         patterns: globs on module names; None for every Linear, Conv1D, embedding and fused expert. `left_out` gives the
             weights without norms and the reasons, also those found during a pass, such as a second use.
         block_width: rows and columns of a block; where features are attention heads, a block is a head.
@@ -47,6 +47,8 @@ class ParameterTensorScanner:
             (not the gradient of token t's own loss).
         gradients: True records backward passes, and no forward pass under no_grad. False records forward passes alone,
             under no_grad or not; gradients are then NaN.
+        samples: name of the argument whose dimension 0 are the samples; None: input_ids, inputs_embeds, or else the
+            first tensor. Layers that mix or reorder samples are left out only where shapes show it.
         product: gram, direct, or auto for the cheaper one; both are exact.
     Raises:
         ConfigError: no parameter that can be scanned matches, or (on entering) the model is already being scanned.
@@ -60,6 +62,7 @@ class ParameterTensorScanner:
         per_token: bool = False,
         gradients: bool = True,
         product: str = "auto",
+        samples: str | None = None,
     ) -> None:
         """Find the weights to watch; the model is changed only on entering."""
         self._model: nn.Module | None = model
@@ -75,6 +78,7 @@ class ParameterTensorScanner:
         self._records: list[ScanRecord] = []
         self._measured: set[int] = set()  # parameters with norms in any pass
         self._names: Sequence[str] | None = None
+        self._samples = samples
         self._source = ""
         self._step = 0
 
@@ -148,7 +152,7 @@ class ParameterTensorScanner:
         if (self._gradients and not torch.is_grad_enabled()) or in_transform():
             return
         arguments = bind_arguments(model, args, kwargs)
-        facts = read_call(arguments)
+        facts = read_call(arguments, (args, kwargs), self._samples)
         if not facts.samples * facts.length:
             return  # an empty batch
         self._step += 1

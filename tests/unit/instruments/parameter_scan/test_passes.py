@@ -44,7 +44,7 @@ def test_padding_and_supervised_tokens():
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 5, 5)}, "attention_mask is of shape (2, 1, 5, 5)"),
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 4)}, "attention_mask is of shape (2, 4)"),
         ({"input_ids": IDS, "attention_mask": {"full_attention": None}}, "attention_mask is a dict"),
-        ({"pixel_values": IDS}, "the model was called with pixel_values; its samples are unknown"),
+        ({"pixel_values": "a"}, "the model was called with pixel_values; its samples are unknown"),
     ],
 )
 def test_a_call_whose_samples_or_padding_are_unknown_is_refused(arguments, what):
