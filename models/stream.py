@@ -200,6 +200,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         self._load_frame()
         self._calls: list[Call | None] = [None] * self.depth
         self._arguments: OrderedDict[tuple[int, ...], list[Call]] = OrderedDict()
+        self._ids: tuple[Tensor, Tensor]  # of the pass, on the device and on the host
         self._goes_on: Tensor | None = None  # hidden states with which the pass goes on behind the last layer
         self._returned = _RETURNED[0]
         for index, layer in enumerate(self._layers):
@@ -252,7 +253,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             if not table:
                 table.append(self.reader.tensor(name))
             # Only the rows in use are cast and moved.
-            used, rows = torch.unique(args[0].cpu(), return_inverse=True)
+            ids = self._ids[1] if args[0] is self._ids[0] else args[0].cpu()  # for which the host would wait
+            used, rows = torch.unique(ids, return_inverse=True)
             module.weight = nn.Parameter(table[0][used].to(self.device, torch.float32), requires_grad=False)
             return (rows.to(self.device), *args[1:])
 
@@ -273,7 +275,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         """A pass through what is around the layers; ends at the last layer, or goes on with these hidden states."""
         self._calls, self._goes_on = [None] * self.depth, goes_on
         try:
-            return self._model(input_ids=ids_BT.to(self.device), use_cache=False)
+            self._ids = ids_BT.to(self.device), ids_BT
+            return self._model(input_ids=self._ids[0], use_cache=False)
         except _Reached:
             return None
         finally:
