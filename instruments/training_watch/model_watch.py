@@ -7,7 +7,7 @@ or because a scaler skipped the step. While a model is watched, torch.autograd.b
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,6 @@ class ModelWatch:
         self.next_step = first_step
         self.last: StepReport | None = None
         self.measurement = Measurement(model, config)
-        self.share_factor = 1  # of losses that are shares: processes that Trainer averages tokens over
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
         self._roots: list[Tensor] = []  # losses of the backward pass that runs
@@ -80,7 +79,6 @@ class ModelWatch:
             self._hooks.callback(handle.remove)
         if not isinstance(model, torch.jit.ScriptModule):
             self._hooks.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
-            self._hooks.callback(model.register_forward_hook(OwnHook(self._end), with_kwargs=True).remove)
         for optimizer in self.optimizers:
             self._optimizer_hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
             if not self._names_of([optimizer]):
@@ -101,7 +99,7 @@ class ModelWatch:
                 self._hooks.callback(parameter.register_post_accumulate_grad_hook(arrived).remove)
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """Record the loss of this step; without, it is the model's output `loss`, or what `backward` is called on."""
+        """Record the loss of this step; without, it is the sum of what `backward` was called on."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ConfigError(
                 f"a loss of shape {tuple(loss.shape)} is no single number", where="watch_model", do="loss.mean()"
@@ -122,7 +120,7 @@ class ModelWatch:
         Args:
             optimizer: if there are several: the one that steps now; only its parameters are judged.
             scaler: the GradScaler that has scaled the loss, before `scaler.update()`.
-            loss: not scaled; None: the model's output `loss`, or the sum of what `backward` was called on.
+            loss: not scaled; None: the sum of what `backward` was called on.
         """
         self._by_hand = True
         self._optimizer_hooks.close()
@@ -151,7 +149,9 @@ class ModelWatch:
             held = None
         scale = self._scale() if held is None or held.scale is None else held.scale
         norms_P = None if held is None else held.norms_P
-        loss = self._root_loss if self._loss is None else self._loss
+        loss = self._loss
+        if loss is None and self._root_loss is not None:
+            loss = self._root_loss if scale is None else self._root_loss / scale
         followed = self._names_of(self.optimizers) if self.optimizers else set()
         self.measurement.note_steps(followed, [optimizer] if optimizer is not None else self.optimizers)
         report = self.measurement.read(self.next_step - 1, loss, scale, norms_P, only=names, optimizer=key)
@@ -173,22 +173,21 @@ class ModelWatch:
             self._root_loss = None
         if self._held is not None and self._held.judged:
             self.measurement.note_zeroed(self._held.norms_P)
-        single = [root for root in roots if isinstance(root, Tensor) and root.numel() == 1 and not is_sharded(root)]
-        self._roots = single if len(single) == len(roots) else []
-
-    def leave_backward(self) -> None:
-        """The backward pass has ended, or failed."""
-        self._roots = []
+        # A scaled float16 loss may overflow although the loss is finite.
+        unsure = torch.float16 if self._scale() is not None else None
+        known = [
+            root.detach() for root in roots
+            if isinstance(root, Tensor) and root.numel() == 1 and root.dtype != unsure and not is_sharded(root)
+        ]  # fmt: skip
+        self._roots = known if len(known) == len(roots) else []
 
     @torch.no_grad()
-    def _add_roots(self, scale: Tensor | None) -> None:
-        """Add the losses of this backward pass; a scaled float16 loss may overflow although the loss is finite."""
-        if not self._roots or (scale is not None and any(root.dtype == torch.float16 for root in self._roots)):
-            return
-        device = self.measurement.device
-        loss = torch.stack([root.detach().to(device).reshape(()).float() for root in self._roots]).sum()
-        loss = loss if scale is None else loss / scale
-        self._root_loss = loss if self._root_loss is None else self._root_loss + loss
+    def _add_roots(self) -> None:
+        """Add the losses of this backward pass, still scaled."""
+        roots, self._roots = self._roots, []
+        if roots:
+            loss = torch.stack([root.to(self.measurement.device, torch.float32).reshape(()) for root in roots]).sum()
+            self._root_loss = loss if self._root_loss is None else self._root_loss + loss
 
     def _are_others(self, held: _Held, names: set[str]) -> bool:
         """Whether gradients were given to parameters that had none: not those of a backward pass."""
@@ -211,17 +210,6 @@ class ModelWatch:
         if self._held is not None and not self._held.judged and not followed:
             self._judge(None)
 
-    def _end(self, _model: nn.Module, _inputs: Any, named: Mapping[str, Any], output: Any) -> None:  # noqa: ANN401
-        """Record the loss. Trainer names the tokens of the whole step: then each pass computes a share of its loss."""
-        if not in_training_pass():
-            return
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            if named.get("num_items_in_batch") is not None:
-                before = 0 if self._loss is None else self._loss
-                loss = before + self.share_factor * loss.detach().reshape(())
-            self.note_loss(loss)
-
     def _await_end(self, name: str) -> None:
         """A gradient is there; the first one of a backward pass has the norms measured at its end."""
         self.measurement.with_gradient.add(name)
@@ -237,10 +225,10 @@ class ModelWatch:
 
     @torch.no_grad()
     def _hold(self) -> None:
-        norms_P, scale = gradient_norms([*self.measurement.parameters.values()]), self._scale()
+        norms_P = gradient_norms([*self.measurement.parameters.values()])
         self.measurement.sample_weights(stepped=self._held is not None and bool(self._held.judged))
-        self._held = _Held(norms_P, scale, self._gradients(), self.measurement.versions())
-        self._add_roots(scale)
+        self._held = _Held(norms_P, self._scale(), self._gradients(), self.measurement.versions())
+        self._add_roots()
 
     def _gradients(self) -> dict[str, tuple[int, int] | None]:
         grads = {name: parameter.grad for name, parameter in self.measurement.parameters.items()}
@@ -291,11 +279,7 @@ def _backward_of_loss(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the 
     tensors = args[0] if args else kwargs.get("tensors", ())
     for watch in watches:
         watch.enter_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
-    try:
-        _backward(*args, **kwargs)
-    finally:
-        for watch in watches:
-            watch.leave_backward()
+    _backward(*args, **kwargs)
 
 
 def _note_losses() -> None:

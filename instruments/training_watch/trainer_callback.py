@@ -31,7 +31,6 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
             self.watch.remove()
         first, on_severe = state.global_step + 1, self._on_severe
         self.watch = watch_model(model, config=self._config, log=self._log, first_step=first, on_severe=on_severe)
-        self.watch.share_factor = args.world_size if args.average_tokens_across_devices else 1
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Optimizer, **_: object
