@@ -105,7 +105,8 @@ def test_the_evaluation_measures_what_transformers_measures(carve, reopened):
     rest = models["dense"]["parameters"] - L * 3 * F * D
     routers = L * E * D
     assert models["carved"]["parameters"] == rest + experts + always_on + routers
-    assert models["carved"]["active_parameters"] == rest + L * K * 3 * 8 * D + always_on + routers
+    embedding = json.loads((carve.checkpoints["project"] / "config.json").read_text())["dense"]["vocab_size"] * D
+    assert models["carved"]["active_parameters"] == rest - embedding + L * K * 3 * 8 * D + always_on + routers
     assert record["shape"]["topology"] == "global_pool"
     assert all(layer["agreement"] is None and layer["error"] > 0 for layer in record["layers"])
     assert (Path(carve.evaluation).parents[3] / "latest" / "report.html").exists()
