@@ -138,13 +138,18 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
 
 
 def check_unused(state: State, frame: Frame) -> list[tuple[str, str]]:
-    """Report LP106 as a note for models that the file casts to 16 bits, if it neither trains nor evaluates them.
+    """Report notes for models that the file casts to 16 bits, if it neither trains nor evaluates them.
 
     Returns: (class, precision) of each 16-bit model whose class is in this file.
     """
     found = []
     for module in state.modules.values():
-        if module.cast is None or module.precision is None or module.idle or module.name not in frame.definitions.bases:
+        if module.cast is None or module.precision is None or module.idle:
+            continue
+        text = ast.unparse(module.cast)
+        if text.endswith(".half()") and not frame.definitions.trains:
+            frame.report("LP101", module.cast, f"{text}: to run a model, not to train it", NOTE)
+        if module.name not in frame.definitions.bases:
             continue
         found.append((module.name, module.precision))
         if not frame.definitions.trains:

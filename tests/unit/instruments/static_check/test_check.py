@@ -326,7 +326,7 @@ def test_a_file_that_only_defines_a_model_has_findings(tmp_path):
         "def build():\n    return Gate(8).half()\n"
     )
     assert {(one.line, one.code) for one in static_check(file).findings} == {
-        (10, "LP103"), (11, "LP102"), (11, "LP104"),
+        (10, "LP103"), (11, "LP102"), (11, "LP104"), (13, "LP101"),
     }  # fmt: skip
 
 
