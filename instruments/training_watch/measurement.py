@@ -189,15 +189,12 @@ class Measurement:
         if not self._sampled:
             return
         now_N = self._sample(self._sampled)
-        grads = (one.grad for one in self._sampled)
-        pairs = [
-            torch.zeros_like(one) if grad is None or grad.is_sparse else grad
-            for one, grad in zip(self._sampled, grads, strict=True)
-        ]
-        live_N = self._sample(pairs) != 0
+        pairs = [(one, one.grad) for one in self._sampled]
+        dense = [torch.zeros_like(one) if grad is None or grad.is_sparse else grad for one, grad in pairs]
+        live_N = self._sample(dense) != 0
         self._still, self._intact = None, now_N.isfinite().all()
-        if self._before is not None:
-            before_N, was_live_N = self._before
+        before_N, was_live_N = self._before or (now_N[:0], live_N[:0])
+        if now_N.shape == live_N.shape == before_N.shape:  # a weight may have got another shape
             if stepped:
                 count = was_live_N.sum()
                 self._still = torch.where(count > 0, ((now_N == before_N) & was_live_N).sum() / count, 0)
@@ -206,7 +203,7 @@ class Measurement:
         self._before = now_N, live_N
 
     def _sample(self, tensors: Sequence[Tensor]) -> Tensor:
-        values = (one.detach().reshape(-1)[:: -(-one.numel() // _VALUES)] for one in tensors)
+        values = (one.detach().reshape(-1)[:: max(1, one.numel() // _VALUES)] for one in tensors)
         return torch.cat([one.to(self.device, torch.float32) for one in values])
 
     def note_zeroed(self, norms_P: Tensor) -> None:
@@ -238,19 +235,15 @@ class Measurement:
         found = []
         if self._unzeroed == _UNZEROED:
             self._unzeroed = -1
-            what = (
-                f"the gradients of {_UNZEROED} steps were not zeroed before the next backward pass: they add up; call "
-            )
-            found.append(Anomaly("not_zeroed", WARNING, f"{what}optimizer.zero_grad() after each step"))
+            what = f"gradients of {_UNZEROED} steps were there at the next backward pass, which adds to them: zero them"
+            found.append(Anomaly("not_zeroed", WARNING, what))
         late = [name for name, count in self._unmoved.items() if count >= _UNMOVED and name not in self._moved]
         if late:
             self._moved.update(late)
             what = (
-                f"{len(late)} parameters have gradients, but no step changes them: {some(late, 6, ', ')}; are they in "
+                f"no step changes {len(late)} parameters with gradients: {some(late, 6, ', ')}; no optimizer has them"
             )
-            found.append(
-                Anomaly("not_stepped", WARNING, f"{what}an optimizer?", tuple(dict.fromkeys(map(layer_of, late))))
-            )
+            found.append(Anomaly("not_stepped", WARNING, what, tuple(dict.fromkeys(map(layer_of, late)))))
         return found
 
     def _judge_weights(self, still: float | None, intact: float | None, history: History) -> list[Anomaly]:
@@ -261,9 +254,7 @@ class Measurement:
             broken = [name for name, one in usable if not bool(as_real(one).isfinite().all())]
             if not broken:  # a float64 value beyond float32
                 return []
-            what = (
-                f"{len(broken)} of {len(usable)} parameters were not finite before this step: {some(broken, 3, ', ')}"
-            )
+            what = f"{len(broken)} of {len(usable)} parameters were not finite before the step: {some(broken, 3, ', ')}"
             what += "; in float16, Adam's eps of 1e-8 is 0" * (half and self._sampled[0].dtype == torch.float16)
             return [Anomaly("not_finite", SEVERE, what, tuple(dict.fromkeys(map(layer_of, broken))))]
         if half and still is not None and self._plain_optimizer:

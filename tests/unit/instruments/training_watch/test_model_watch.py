@@ -439,3 +439,15 @@ def test_weights_in_no_optimizer_are_named_and_those_of_a_slow_one_are_not(both)
             seldom.step()
         model.zero_grad()
     assert [(one.kind, one.where) for one in found] == ([] if both else [("not_stepped", ("head",))])
+
+
+def test_weights_may_get_another_shape_or_lose_their_memory():
+    model = nn.Linear(D, H)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with watch_model(model, optimizer) as watch:
+        for features in (D, D, 2 * D, 2 * D):
+            model.weight.data, model.weight.grad = torch.ones(H, features), None
+            model(torch.ones(3, features)).sum().backward()
+            optimizer.step()
+            model.weight.data = torch.empty(0)
+    assert watch.next_step == 4

@@ -18,7 +18,7 @@ from tiny_onn import watch_model
 @pytest.mark.parametrize(
     ("fault", "kind", "where", "words"),
     [
-        ("nan weight", "not_finite", "middle", "NaN first in the output of middle (float32); finite until norm"),
+        ("nan weight", "not_finite", "middle", "1 of 8 parameters were not finite before the step: middle.weight"),
         ("inf input", "not_finite", "first", "NaN first in the output of first (float32); it ran first: look at the"),
         ("overflowing norm", "exploding", "first", "the gradient explodes: its norm is inf"),
         ("gradient", "not_finite", "middle", "that of middle, of 3 layers, while all outputs of the model are finite"),
