@@ -50,7 +50,7 @@ def test_the_summary_of_a_file_that_was_not_closed(file, run):
     assert {"model       pico", "data        text"} < set(facts.splitlines())
     assert "sequences   4 of 12 tokens in 2 segments" in facts
     assert "torn tail   54 bytes that a killed writer had not sealed; not read" in facts
-    _head, _rule, *rows = (line.split("  ") for line in table.splitlines())
+    _head, *rows = (line.split("  ") for line in table.splitlines())
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[:4] for row in rows] == [
         ["model.embed_tokens", "1", "0", "3"],
