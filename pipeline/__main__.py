@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from io import TextIOWrapper
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
@@ -54,7 +54,11 @@ def _do(words: list[str]) -> int:
         sys.stdout.write(help_page())
         return 0
     if "--version" in words:
-        sys.stdout.write(f"tiny-onn {version('tiny-onn')}\n")
+        try:
+            number = version("tiny-onn")
+        except PackageNotFoundError:  # a clone that is not installed
+            number = "(not installed; the version is in pyproject.toml)"
+        sys.stdout.write(f"tiny-onn {number}\n")
         return 0
     if not find_workers().leads:
         os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; only the leading worker shows progress bars

@@ -57,24 +57,32 @@ def list_files(source: Source) -> list[Path]:
 def _list_files(path: Path, said: str, source: Source) -> list[Path]:
     where = f"{said}, from working folder {Path.cwd()}"
     try:
-        found = sorted(_visible_files(path)) if path.is_dir() else [path] if path.is_file() else []
+        files, _about, others = _sort_files(path)
     except OSError as error:
         what = f"cannot read {error.filename}: {error.strerror}"
         raise DataError(what, where=where, do="check its permissions") from error
-    files = [file for file in found if find_kind(file)]
-    if path.is_dir():
-        files = [file for file in files if not ABOUT.match(file.name)] or files
-        others = [file.relative_to(path).as_posix() for file in found if file.suffix.lower() in UNREAD]
-        if files and (others := [name for name in others if not find_kind(path / name)]):
-            what, do = (
-                f"the folder also holds data that is not read: {some(others)}",
-                "move these files, or convert them",
-            )
-            raise DataError(what, where=where, do=do)
+    if files and others:
+        what, do = f"the folder also holds data that is not read: {some(others)}", "move these files, or convert them"
+        raise DataError(what, where=where, do=do)
     if not files:
         do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, *COMPRESSED))}"
         raise DataError(f"{path} is no file that can be read as text, and no folder that holds one", where=where, do=do)
     return files
+
+
+def _sort_files(path: Path) -> tuple[list[Path], list[Path], list[str]]:
+    """The files that are read, those about the data, and names of other data. Raises OSError."""
+    if not path.is_dir():
+        return [path] if path.is_file() and find_kind(path) else [], [], []
+    found = sorted(_visible_files(path))
+    readable = [file for file in found if find_kind(file)]
+    about = [file for file in readable if ABOUT.match(file.name) and file.suffix in {*TEXT, ".json"}]
+    if len(about) == len(readable):  # a README alone is text
+        about = []
+    others = [
+        file.relative_to(path).as_posix() for file in found if file.suffix.lower() in UNREAD and not find_kind(file)
+    ]
+    return [file for file in readable if file not in about], about, others
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
@@ -91,10 +99,14 @@ def find_kind(file: Path) -> str:
     return suffixes[-1] if suffixes and suffixes[-1] in (*TEXT, *RECORDS) else ""
 
 
-def describe_files(files: Iterable[Path]) -> str:
-    """Numbers of files by kind."""
-    kinds = Counter(find_kind(file) for file in files)
-    return ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+def describe_files(source: Source) -> str:
+    """Numbers of the files by kind, and the names of files about the data; empty for a single file."""
+    sorted_files = [_sort_files(expand_user(name)) for name in source.paths or [str(source.path)]]
+    kinds = Counter(find_kind(file) for files, _about, _others in sorted_files for file in files)
+    about = [file.name for _files, files, _others in sorted_files for file in files]
+    numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    without = f", without {some(about, separator=', ')}" if about else ""
+    return f" ({numbers}{without})" if kinds.total() > 1 or about else ""
 
 
 def read_files(source: Source) -> Iterator[Document]:

@@ -16,7 +16,7 @@ from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig, Source, Split
 from stages.text.documents import Document
-from stages.text.files import describe_files, list_files
+from stages.text.files import describe_files
 from stages.text.sources import describe_emptiness, read_sources
 from stages.text.template import RenderingError
 
@@ -172,9 +172,8 @@ def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTr
     for note in describe_skipped(text.skipped):
         logger.warning("%s text: %s", source.role, note)
     counts = text.tokens, source.tokens, len(text.sequences)
-    files = list_files(source) if source.kind == "text" else []
-    named = f" ({describe_files(files)})" if len(files) > 1 else ""
-    logger.info("%s text: %d of %d tokens, %d sequences of %s%s", source.role, *counts, source.title, named)
+    files = describe_files(source) if source.kind == "text" else ""
+    logger.info("%s text: %d of %d tokens, %d sequences of %s%s", source.role, *counts, source.title, files)
     return text
 
 

@@ -67,7 +67,7 @@ class Chat:
         return f"{document.name}, tokenizer {self.tokenizer.name_or_path}"
 
     def apply(self, messages: Sequence[Message], tools: Sequence[Any], opened: bool) -> str:
-        """The rendering, or whatever the template raises."""
+        """The rendering. Raises what the template raises."""
         return str(
             self.tokenizer.apply_chat_template(
                 list(messages),

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,19 @@ def test_names_do_not_steer_the_terminal(tmp_path):
     assert done.returncode == 2
     assert b"\x1b" not in done.stderr
     assert rb"\x1b[2Jname" in done.stderr
+
+
+@pytest.mark.parametrize(("installed", "said"), [("1.2.3", "tiny-onn 1.2.3"), (None, "tiny-onn (not installed")])
+def test_the_version_is_said_also_of_a_clone_that_is_not_installed(monkeypatch, capsys, installed, said):
+    def version(name):
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("pipeline.__main__.version", version)
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig, Source, list_sources
-from stages.text.files import MAX_LINE, describe_files, list_files, read_file
+from stages.text.files import MAX_LINE, describe_files, read_file
 from stages.text.sources import read_sources
 
 
@@ -144,7 +144,9 @@ def test_hidden_files_and_files_about_the_data_are_left_out(tmp_path, write_json
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"\xff not text")
     assert texts(tmp_path) == ["one"]
-    assert describe_files(list_files(Source(path=str(tmp_path)))) == "1 .jsonl"
+    assert describe_files(Source(path=str(tmp_path))) == " (1 .jsonl, without LICENSE.txt, README.md)"
+    write_jsonl("license-texts.jsonl", [{"text": "two"}])  # records are no file about the data
+    assert sorted(texts(tmp_path)) == ["one", "two"]
 
 
 def test_a_readme_alone_is_text(tmp_path):
