@@ -15,6 +15,7 @@ REWRITTEN = [
     (rf"^(\s*)import ({OURS})\.", r"\1import tiny_onn.\2."),
     (r"python -m pipeline\b", "tiny-onn"),
     (r"(torchrun \S+) -m pipeline\b", r"\1 -m tiny_onn.pipeline"),
+    (rf"python -m ({OURS})\.", r"python -m tiny_onn.\1."),
 ]
 
 

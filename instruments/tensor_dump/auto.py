@@ -1,23 +1,29 @@
-"""Dump an unchanged training script: one line, `import instruments.tensor_dump.auto`, and environment variables.
+"""Dump an unchanged training script, with settings from environment variables.
 
-    TENSOR_SAVE_ENABLED=1 TENSOR_SAVE_DIR=dump CUSTOM_QUANT_TYPE=mxfp8 python train.py
+    TENSOR_SAVE_DIR=dump CUSTOM_QUANT_TYPE=mxfp8 python -m instruments.tensor_dump.auto train.py ARGUMENTS
 
 The first model that runs with gradients is dumped until the process ends, also inside DistributedDataParallel or
 Megatron's wrappers; a step ends with an optimizer step. TENSOR_SAVE_CONFIG='{"max_steps": 2}' holds settings of
-DumpConfig. Without TENSOR_SAVE_ENABLED nothing happens.
+DumpConfig, and TENSOR_SAVE_ENABLED=0 switches the dump off. A script that cannot be started in this way imports this
+module; then only TENSOR_SAVE_ENABLED=1 switches the dump on.
 """
 
+import argparse
 import atexit
 import logging
 import os
-from collections.abc import Mapping
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from instruments.tensor_dump.config import ENABLED, FOLDER, read_settings
+from instruments.errors import ConfigError, exit_code
+from instruments.tensor_dump.config import ENABLED, FOLDER, DumpConfig, read_control, read_settings
 from instruments.tensor_dump.tensor_dump import TensorDump, find_modules
 
 logger = logging.getLogger(__name__)
@@ -26,11 +32,10 @@ logger = logging.getLogger(__name__)
 class AutoDump:
     """Waits for a model in training, and dumps it."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Check every module call until a model in training runs. Raises ConfigError: invalid TENSOR_SAVE_CONFIG."""
+    def __init__(self, config: DumpConfig, environment: Mapping[str, str]) -> None:
+        """Check every module call until a model in training runs."""
         self.dump: TensorDump | None = None
-        self._environment = {FOLDER: "tensor_logs", **environment}
-        self._config = read_settings(environment)
+        self._config, self._environment = config, environment
         self._waiting = register_module_forward_pre_hook(self._before)
         self._stepping = register_optimizer_step_post_hook(self._after_step)
 
@@ -51,7 +56,8 @@ class AutoDump:
             self.dump = TensorDump(module, config=self._config, environment=self._environment).__enter__()
             if module is self.dump.root:
                 self.dump.begin_pass()  # the newly added hooks miss it
-            logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
+            if self.dump.enabled:  # on this rank
+                logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
 
     def _after_step(self, *_optimizer_and_arguments: object) -> None:
         """Hook after every optimizer; a second optimizer stepping for the same passes ends no step."""
@@ -59,7 +65,41 @@ class AutoDump:
             self.dump.step()
 
 
-running: AutoDump | None = None
-if os.environ.get(ENABLED, "").strip():
-    running = AutoDump(os.environ)
-    atexit.register(running.close)
+def start() -> None:
+    """Dump until the process ends, unless the environment switches it off. Raises ConfigError: an invalid variable."""
+    environment = {FOLDER: "tensor_logs", **os.environ}
+    enabled, _folder, config = read_control(None, read_settings(environment), environment)
+    if enabled:
+        atexit.register(AutoDump(config, environment).close)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a script as `python SCRIPT ARGUMENTS` does, with a dump; its exit code and its exceptions are the script's.
+
+    Returns 2 if the command line or the environment is wrong.
+    """
+    about = "Dump an unchanged training script, with settings from environment variables."
+    parser = argparse.ArgumentParser(prog="python -m instruments.tensor_dump.auto", description=about)
+    parser.add_argument("script", type=Path, help="the training script, or a folder with a __main__.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    wanted = parser.parse_args(words)
+    if code := exit_code(lambda: _prepare(wanted.script)):
+        return code
+    sys.argv = [str(wanted.script), *wanted.arguments]
+    sys.path.insert(0, str(wanted.script.resolve().parent))
+    runpy.run_path(str(wanted.script), run_name="__main__")
+    return 0
+
+
+def _prepare(script: Path) -> None:
+    if not script.exists():
+        do = "python -m instruments.tensor_dump.auto train.py"
+        raise ConfigError(f"there is no script {script}", where="command line", do=do)
+    start()
+
+
+if __name__ == "__main__":
+    sys.modules[__spec__.name] = sys.modules[__name__]  # a script that imports this module starts no second dump
+    sys.exit(main())
+elif os.environ.get(ENABLED, "").strip():
+    start()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from unit.instruments.tensor_dump.small_model import Small, inputs, run
 
 from instruments.errors import INVALID, ContractError
+from instruments.tensor_dump import auto
 from instruments.tensor_dump.command import main
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.reader import DumpReader
@@ -150,6 +151,58 @@ def test_an_unchanged_script_is_dumped_by_its_environment_alone(tmp_path):
         assert {record.label for record in reader.records} == {"mxfp8"}
         assert list(reader.manifests()[0].complaints()) == []
     assert "the folder holds a dump already" in train_with(tmp_path, TENSOR_SAVE_ENABLED="1").stderr
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from sibling import width  # of the script's folder
+import torch
+if __name__ == "__main__":
+    assert Path(__file__).name == "train.py"
+    model = torch.nn.Sequential(torch.nn.Linear(width, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+    print(sys.argv)
+    sys.exit(int(sys.argv[-1])) if sys.argv[-1] != "fail" else model(None)
+"""
+
+
+def test_a_script_runs_unchanged_below_the_command(tmp_path):
+    """With its arguments, its folder, its exit code and its traceback; switched off, the dump says nothing."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    (tmp_path / "scripts" / "sibling.py").write_text("width = 6\n")
+
+    def train(last, **environment):
+        words = [sys.executable, "-m", "instruments.tensor_dump.auto", "scripts/train.py", "--lr", last]
+        settings = ENVIRONMENT | environment
+        return subprocess.run(words, env=settings, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = train("3", TENSOR_SAVE_DIR="dump")
+    assert (done.returncode, done.stdout) == (3, "['scripts/train.py', '--lr', '3']\n"), done.stderr
+    assert done.stderr == "tensor dump: Sequential, every step, into dump\n"
+    with DumpReader(tmp_path / "dump") as reader:
+        assert {record.source.tensor for record in reader.records} == {"input", "weight", "grad_output"}
+        assert list(reader.manifests()[0].complaints()) == []
+    failed = train("fail", TENSOR_SAVE_ENABLED="0")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("Traceback")
+    assert "in <module>\n    sys.exit(" in failed.stderr
+    assert "TypeError: linear()" in failed.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dump", "scripts"]
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "said"),
+    [("nowhere.py", {}, "there is no script nowhere.py"), (__file__, {"CUSTOM_QUANT_TYPE": "fp3"}, "quant type 'fp3'")],
+)
+def test_a_command_that_cannot_start_runs_nothing(script, environment, said, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert auto.main([script]) == INVALID
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
