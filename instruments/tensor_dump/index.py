@@ -59,6 +59,7 @@ class TensorRecord:
     dtype: str
     device: str
     requires_grad: bool
+    is_leaf: bool
     quant_type: str  # real format: fp32, bf16, nf4 ...
     label: str | None  # the format that the user named
     autocast: str | None  # format of the computation under autocast
@@ -193,7 +194,7 @@ class Manifest:
             yield f"{self.lost} tensors lost to a disk that failed"
 
 
-FORMAT, VERSION = "tiny-onn tensor dump", 6
+FORMAT, VERSION = "tiny-onn tensor dump", 7
 
 
 def read_index(path: Path) -> tuple[int, list[TensorRecord], int]:

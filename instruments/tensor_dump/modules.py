@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ def find_parallel(root: nn.Module) -> Iterator[Watched]:
         elif layer_type == EMBEDDING:
             yield Watched(name, module, EMBEDDING, None, hook_layer, {"input": 1, "output": 1})
         elif layer_type:
-            hook = partial(hook_layer, takes_weight=package == _MEGATRON)
+            hook = partial(hook_layer, takes_weight=package == _MEGATRON, parallel=True)
             yield Watched(name, module, layer_type, layer, hook, {"input": 0, "output": 0})
 
 
@@ -133,10 +133,34 @@ def find_coordinates(root: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def hook_layer(watched: Watched, recorder: Recorder, *, takes_weight: bool = False) -> list[RemovableHandle]:
+def _describe_parallel(module: Any) -> dict[str, Any]:  # noqa: ANN401 - of a class of _PARALLEL
+    """What Megatron's tensor saver records of a layer."""
+    group, bias = getattr(module, "tp_group", None), getattr(module, "bias", None)
+    return {
+        "sequence_parallel": getattr(module, "sequence_parallel", None),
+        "use_bias": getattr(module, "use_bias", bias is not None),  # TransformerEngine's has an empty bias
+        "tp_group_size": group.size() if group is not None else None,
+    }
+
+
+def _computes_weight_gradient(module: Any) -> bool:  # noqa: ANN401
+    """Whether the backward pass computes the weight's gradient when it reaches the layer: not if frozen or deferred."""
+    store: Any = getattr(module, "wgrad_store", None)
+    config: Any = getattr(module, "config", None)
+    if module.weight is not None and not module.weight.requires_grad:
+        return False
+    if getattr(config, "defer_embedding_wgrad_compute", False) and module.grad_output_buffer is not None:
+        return bool(0 < config.wgrad_deferral_limit <= len(module.grad_output_buffer))
+    return store is None or not store.delay_wgrad_compute()
+
+
+def hook_layer(
+    watched: Watched, recorder: Recorder, *, takes_weight: bool = False, parallel: bool = False
+) -> list[RemovableHandle]:
     """Hooks that pass a layer's input (its first argument), weight, output and gradients to the recorder.
 
-    The weight is the module's, unless a call that `takes_weight`, as its second argument, has been given another.
+    The weight is the module's, unless a call that `takes_weight`, as its second argument, has been given another. A
+    `parallel` layer has the attributes of Megatron's or TransformerEngine's.
     """
     module: Any = watched.module
 
@@ -145,7 +169,8 @@ def hook_layer(watched: Watched, recorder: Recorder, *, takes_weight: bool = Fal
         if not _is_plain(inputs):
             recorder.leave_out(watched, TENSORS[watched.layer_type], f"the input is {_describe(inputs)}")
             return None
-        if (call := recorder.begin_call(watched, inputs)) is None:
+        facts = _describe_parallel(module) if parallel else {}
+        if (call := recorder.begin_call(watched, inputs, facts)) is None:
             return None
         recorder.take(call, "input", inputs)
         if is_parametrized(module, "weight"):
@@ -160,7 +185,8 @@ def hook_layer(watched: Watched, recorder: Recorder, *, takes_weight: bool = Fal
             recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(output)}")
             return
         recorder.take(call, "output", output)
-        recorder.take_gradient(call, "grad_output", output)
+        facts = (lambda: {"wgrad_compute": _computes_weight_gradient(module)}) if parallel else dict
+        recorder.take_gradient(call, "grad_output", output, facts)
 
     return _hook_calls(module, begin, end)
 
@@ -228,16 +254,21 @@ def _run_watched(
     call = None
     if module in _watchers:
         watched, recorder = _watchers[module]
-        call = _take_heads(watched, recorder, query, key, value)
+        mask = args[0] if args else kwargs.get("attention_mask")
+        call = _take_heads(watched, recorder, (query, key, value), _describe_mask(mask))
     result = kernel(module, query, key, value, *args, **kwargs)
     if call is not None:
         recorder.take(call, "output", result[0])
     return result
 
 
-def _take_heads(watched: Watched, recorder: Recorder, *heads: Tensor) -> Call | None:
+def _describe_mask(mask: object) -> dict[str, Any]:
+    return {"attention_mask_shape": [*shape] if (shape := getattr(mask, "shape", None)) is not None else None}
+
+
+def _take_heads(watched: Watched, recorder: Recorder, heads: Sequence[Tensor], facts: Mapping[str, Any]) -> Call | None:
     """Keep query, key and value of a call, and their gradients."""
-    call = recorder.begin_call(watched, heads[0])
+    call = recorder.begin_call(watched, heads[0], facts)
     if call is not None:
         for name, tensor in zip(_HEADS, heads, strict=True):
             recorder.take(call, name, tensor)
@@ -246,13 +277,18 @@ def _take_heads(watched: Watched, recorder: Recorder, *heads: Tensor) -> Call | 
 
 
 def hook_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Hooks on a module whose first three arguments are query, key and value."""
+    """Hooks on a module whose first arguments are query, key, value and the mask; its type is a keyword."""
+    module: Any = watched.module
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         named: list[Any] = [kwargs.get(name, kwargs.get(f"{name}_layer")) for name in _HEADS]
-        return _take_heads(watched, recorder, *args[:3], *named[len(args[:3]) :])
+        named.append(kwargs.get("attention_mask"))
+        *heads, mask = (*args[:4], *named[len(args[:4]) :])
+        kind = kwargs.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
+        facts = {**_describe_mask(mask), "attn_mask_type": getattr(kind, "name", kind)}
+        return _take_heads(watched, recorder, heads, facts)
 
-    return _hook_calls(watched.module, begin, lambda call, output: recorder.take(call, "output", output))
+    return _hook_calls(module, begin, lambda call, output: recorder.take(call, "output", output))
 
 
 def hook_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:

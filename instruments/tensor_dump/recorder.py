@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -71,6 +71,7 @@ class Call:
     number: int
     evaluation: bool
     recompute: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)  # metadata of its tensors
 
 
 class CallOrder:
@@ -166,8 +167,8 @@ class Recorder:
         """Forward passes with gradients in this step."""
         return self._microbatches[False]
 
-    def begin_call(self, watched: Watched, first_input: Tensor) -> Call | None:
-        """A watched module is called; None if this call is not dumped."""
+    def begin_call(self, watched: Watched, first_input: Tensor, facts: Mapping[str, Any] | None = None) -> Call | None:
+        """A watched module is called; None if this call is not dumped. `facts` become metadata of its tensors."""
         if not (self._active and self._open) or in_transform():
             return None
         # Outside a forward pass of the whole model, such as in model.encode(x), the call itself decides.
@@ -175,8 +176,10 @@ class Recorder:
         microbatch = max(self._microbatches[evaluation] - 1, 0)
         if in_backward():
             unknown = Call(watched, self._step, microbatch, 0, evaluation, recompute=True)
-            return self._calls.repeat(watched, first_input) or unknown
-        return self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
+            call = self._calls.repeat(watched, first_input) or unknown
+        else:
+            call = self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
+        return replace(call, facts=facts or {})
 
     def leave_out(self, watched: Watched, tensors: Sequence[str], why: str) -> None:
         """Report tensors of a module, as far as they are requested, that cannot be dumped; `why` says what they are."""
@@ -198,23 +201,28 @@ class Recorder:
             call.step, call.microbatch, call.number, call.evaluation, direction, watched.name, watched.layer,
             watched.layer_type, tensor_name,
         )  # fmt: skip
-        if is_sharded(tensor):
-            tensor = tensor.to_local()
+        local = tensor.to_local() if is_sharded(tensor) else tensor
         with self._lock, torch.no_grad():
-            kept = self._keep_tokens(tensor.detach(), watched.token_axes.get(tensor_name.removeprefix("grad_")))
-            held = self._recall(tensor, kept.shape) or self._hold(kept)
-            if (version := _version(tensor)) is not None:
-                self._seen[id(tensor)] = TensorWeakRef(tensor), version, kept.shape, held
-            captured = self._describe(source, tensor, kept, held.status), held
+            kept = self._keep_tokens(local.detach(), watched.token_axes.get(tensor_name.removeprefix("grad_")))
+            held = self._recall(local, kept.shape) or self._hold(kept)
+            if (version := _version(local)) is not None:
+                self._seen[id(local)] = TensorWeakRef(local), version, kept.shape, held
+            captured = self._describe(source, tensor, kept, held.status, call.facts), held
             if self._config.last_steps is None:
                 self._writer.put(captured)
             else:
                 self._kept[-1].append(captured)
 
-    def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor) -> None:
-        """Capture a tensor's gradient when the backward pass computes it; nothing if it requires none."""
+    def take_gradient(
+        self, call: Call, tensor_name: str, tensor: Tensor, facts: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        """Capture a tensor's gradient when the backward pass computes it, with `facts` of then; nothing without one."""
         if tensor.requires_grad and tensor_name in self._config.tensors:
-            tensor.register_hook(lambda gradient: self.take(call, tensor_name, gradient, BACKWARD))
+            tensor.register_hook(
+                lambda gradient: self.take(
+                    replace(call, facts={**call.facts, **facts()}), tensor_name, gradient, BACKWARD
+                )
+            )
 
     def end_step(self, *, finite: bool) -> None:
         """Begin the next step; with last_steps, write the kept captures if the loss was not finite."""
@@ -260,7 +268,9 @@ class Recorder:
         seen, version, kept, held = self._seen[id(tensor)]
         return held if seen() is tensor and version == _version(tensor) and kept == shape else None
 
-    def _describe(self, source: Source, tensor: Tensor, kept: Tensor, status: str) -> TensorRecord:
+    def _describe(
+        self, source: Source, tensor: Tensor, kept: Tensor, status: str, facts: Mapping[str, Any]
+    ) -> TensorRecord:
         """The record, without the fields that the writer computes from the content."""
         info, timestamp, quant_type = self._rank_info, now(), quant_type_of(tensor)
         counter = self._captured * info.world + info.rank
@@ -271,8 +281,9 @@ class Recorder:
         return TensorRecord(
             name=name, counter=counter, timestamp=timestamp, rank=info.rank, source=source, parallel=info.parallel,
             shape=tuple(kept.shape), dtype=dtype_name(tensor.dtype), device=str(tensor.device),
-            requires_grad=tensor.requires_grad, quant_type=quant_type, label=self._config.quant_type,
-            autocast=autocast_type_of(tensor), status=status, metadata=self._metadata,
+            requires_grad=tensor.requires_grad, is_leaf=tensor.is_leaf, quant_type=quant_type,
+            label=self._config.quant_type, autocast=autocast_type_of(tensor), status=status,
+            metadata={**facts, **self._metadata},
         )  # fmt: skip
 
     def _hold(self, kept: Tensor) -> Held:

@@ -40,7 +40,7 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     for record in progress(stored, "export"):
         source = record.source
         named = (source.layer_type, source.layer, source.direction, record.label or record.quant_type, source.tensor)
-        info = {"device": record.device, "requires_grad": record.requires_grad, "is_leaf": None}
+        info = {"device": record.device, "requires_grad": record.requires_grad, "is_leaf": record.is_leaf}
         more = {
             **vars(source), "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
             **record.metadata,
@@ -136,7 +136,7 @@ def _write(
     info: Mapping[str, Any],
     more: Mapping[str, Any],
 ) -> Path:
-    """Write a tensor; statistics are of the finite values, is_leaf is None where a dump did not record it."""
+    """Write a tensor; statistics are of the finite values."""
     name = make_name(f"{time:%Y%m%d_%H%M%S}", counter, *named)
     if not is_bare(name):
         raise ContractError(f"{name!r} is no name of a file", where="save_tensor", do="tensor_name='query'")

@@ -159,6 +159,19 @@ def test_each_process_holds_its_own_part(halves):
         assert len(set(names)) == len(names)
 
 
+def test_records_name_the_mask_and_how_a_layer_is_parallel(halves):
+    with DumpReader(halves / "dump") as reader:
+        (query,) = reader.select(module="*.1.self_attention.core_attention", tensor="query", step=1, rank=1)
+        assert query.metadata == {"attention_mask_shape": [1, 1, T, T], "attn_mask_type": "causal"}
+        (weight,) = reader.select(module="*.1.mlp.linear_fc1", tensor="weight", step=1, rank=1)
+        facts = {"sequence_parallel": False, "use_bias": False, "tp_group_size": 2}
+        assert (weight.metadata, weight.is_leaf) == (facts, True)
+        (gradient,) = reader.select(module="*.1.mlp.linear_fc1", tensor="grad_output", step=1, rank=1)
+        assert gradient.metadata == facts | {"wgrad_compute": True}
+        (given,) = reader.select(module="*.1.mlp.linear_fc1", tensor="input", step=1, rank=1)
+        assert given.is_leaf is False
+
+
 def test_parts_are_those_of_one_process(plain, halves):
     expected, losses, _ = plain
     run = torch.load(halves / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote

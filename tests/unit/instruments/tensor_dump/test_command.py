@@ -109,6 +109,7 @@ def test_export_writes_what_old_readers_open(dump, tmp_path, capsys, label):
             assert torch.equal(found["tensor"], reader.load(record))
             info, metadata = found["tensor_info"], found["metadata"]
             assert set(info) == set(INFO)
+            assert info["is_leaf"] is (record.source.module == "layers.0" or record.source.tensor != "input")
             assert (info["shape"], info["dtype"], info["min"]) == (
                 [*record.shape],
                 "torch.float32",
