@@ -1,7 +1,7 @@
 """Language-model losses, the teacher-forced forward pass, and the distance between two models' predictions."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,17 +91,36 @@ def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
     return (labels_BT[:, 1:] != IGNORED).sum(1)
 
 
+def predicts(labels_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Positions whose next token counts in the loss."""
+    return functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED) != IGNORED
+
+
 @dataclass(frozen=True)
 class MeanLoss:
     """Next-token loss over all supervised tokens of a text."""
 
     total: float  # nats
     tokens: int
+    divergence: float | None = None  # mean KL(dense ‖ model) per token, nats; None: not measured
+    sequences: Sequence[tuple[float, int]] = ()  # loss and tokens of each
 
     @property
     def nats(self) -> float:
         """Mean per token."""
         return self.total / self.tokens
+
+    def gap_error(self, dense: "MeanLoss") -> float | None:
+        """Standard error of the gap, over sequences that both models read; None for fewer than two.
+
+        The gap is a ratio of two sums over sequences, Σ gap_s / Σ tokens_s; this is the error of its linearisation.
+        """
+        count, gap = len(self.sequences), self.nats - dense.nats
+        if count < 2:
+            return None
+        pairs = zip(self.sequences, dense.sequences, strict=True)
+        rests = (ours - theirs - gap * tokens for (ours, tokens), (theirs, _) in pairs)
+        return math.sqrt(sum(rest * rest for rest in rests) * count / (count - 1)) / self.tokens
 
     @property
     def perplexity(self) -> float:
@@ -149,23 +168,57 @@ class _Divergence(torch.autograd.Function):
         return grad_NV, None, None
 
 
-@torch.no_grad()
 def measure_loss(
     model: PreTrainedModel, batches: Sequence[TokenBatch], name: str | None = None, workers: Workers = ALONE
 ) -> MeanLoss:
     """Next-token loss over all supervised tokens. Workers share the batches; no progress bar without a `name`."""
-    device, totals = input_device(model), []
-    mine = range(len(batches))[workers.rank :: workers.world]
-    hidden = name is None or not workers.leads
-    for number in tqdm(mine, desc=f"loss of the {name} model", unit="batch", disable=hidden):
-        batch = batches[number]
-        logits = model(**batch.inputs(device), use_cache=False).logits
-        totals.append(token_losses(logits, send(batch.labels, logits.device, torch.int64)).double().sum())
-    totals_B = torch.zeros(len(batches), dtype=torch.float64)
-    if totals:
-        totals_B[workers.rank :: workers.world] = torch.stack(totals).cpu()
-    workers.sum_(totals_B)
-    return MeanLoss(float(totals_B.sum()), sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
+    return measure_losses({name or "": model}, batches, workers)[name or ""]
+
+
+@torch.no_grad()
+def measure_losses(
+    models: Mapping[str, PreTrainedModel], batches: Sequence[TokenBatch], workers: Workers = ALONE
+) -> dict[str, MeanLoss]:
+    """The same of several models in one pass; with KL(first model ‖ model), if there are more.
+
+    Memory: every model's logits of one batch.
+    """
+    found: dict[str, dict[int, Tensor]] = {name: {} for name in models}
+    mine, title = range(len(batches))[workers.rank :: workers.world], " and ".join(models)
+    for number in tqdm(mine, desc=f"loss of the {title} model", unit="batch", disable=not (title and workers.leads)):
+        batch, first_BTV = batches[number], None
+        for name, model in models.items():
+            logits_BTV = model(**batch.inputs(input_device(model)), use_cache=False).logits
+            labels_BT = send(batch.labels, logits_BTV.device, torch.int64)
+            found[name][number] = sum_losses(logits_BTV, labels_BT, first_BTV)
+            if len(models) > 1 and first_BTV is None:
+                first_BTV = logits_BTV
+        del logits_BTV, first_BTV  # before the next batch
+    return {name: mean_loss(sums, batches, workers) for name, sums in found.items()}
+
+
+def sum_losses(
+    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], dense_BTV: Float[Tensor, "B T V"] | None = None
+) -> Float[Tensor, "B+2"]:
+    """Loss and KL(dense ‖ model) of a batch, then the loss of every sequence; nats, summed over tokens, fp64."""
+    losses_BT, distance = token_losses(logits_BTV, labels_BT).double(), logits_BTV.new_full((), math.nan)
+    if dense_BTV is not None:
+        distance = prediction_distance(logits_BTV, dense_BTV.to(logits_BTV.device), predicts(labels_BT))
+    return torch.cat([torch.stack([losses_BT.sum(), distance.double()]), losses_BT.sum(1)])
+
+
+def mean_loss(found: Mapping[int, Tensor], batches: Sequence[TokenBatch], workers: Workers = ALONE) -> MeanLoss:
+    """The mean from the `sum_losses` of this worker's batches by number; every worker gets that of all batches."""
+    counts = [supervised_tokens(batch.labels).tolist() for batch in batches]
+    sums = torch.zeros(len(batches), 2 + max(map(len, counts)), dtype=torch.float64)
+    for number, ours in found.items():
+        sums[number, : len(ours)] = ours
+    workers.sum_(sums)
+    total, distance = (float(column.contiguous().sum()) for column in sums.T[:2])
+    losses = [row[2 : 2 + len(tokens)].tolist() for row, tokens in zip(sums, counts, strict=True)]
+    sequences = [pair for batch in zip(losses, counts, strict=True) for pair in zip(*batch, strict=True)]
+    tokens = sum(count for _, count in sequences)
+    return MeanLoss(total, tokens, None if math.isnan(distance) else distance / tokens, tuple(sequences))
 
 
 def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logits: bool = False) -> Float[Tensor, "B"]:

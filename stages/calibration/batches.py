@@ -1,7 +1,7 @@
 """Data for fitting: the dense checkpoint, batches of calibration text and random tokens, and their layer passes."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from stages.artifacts.job import ALONE, Job, Workers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.share import Share, take_tokens
 from stages.calibration.token_memory import KEPT, Keep, TokenMemory, as_it_is, memory_limit
-from stages.losses import MeanLoss, supervised_tokens, token_losses
+from stages.losses import MeanLoss, mean_loss, sum_losses
 from stages.text.batches import IGNORED, TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import find_begin, load_text, missing_begin
@@ -197,21 +197,33 @@ class TokenStream:
             self._layer.add(passage, real_t, output_TD)
         self.inputs, self._layer = self._share([], []), None
 
-    @torch.no_grad()
-    def loss(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> MeanLoss:
-        """Next-token loss after the last layer, one sequence at a time because logits are large."""
-        logits, mine = stream.head(), batches[self._mine]
 
-        def measure(place: int) -> Tensor:
-            passage, losses = self.passages[place], []
-            for ids_T, hidden_TD, labels_T in zip(passage.ids_BT, passage.hidden_BTD, mine[place].labels, strict=True):
-                one = Passage(ids_T[None], hidden_TD[None], passage.handed)
-                losses.append(token_losses(logits(one), labels_T[None].to(stream.device)).double().sum())
-            return torch.stack(losses).sum()
+@torch.no_grad()
+def passed_losses(
+    streams: Mapping[str, TokenStream],
+    stream: LayerStream,
+    batches: Sequence[TokenBatch],
+    workers: Workers = ALONE,
+    dense: Sequence[Tensor] = (),
+) -> dict[str, MeanLoss]:
+    """Next-token losses of hidden states after the last layer, by name; one sequence at a time: logits are large.
 
-        hidden = [passage.hidden_BTD for passage in self.passages]
-        total = float(self._share(hidden, self._sizes).total((), measure))
-        return MeanLoss(total, sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
+    `dense` holds the dense model's (B, T, D) states after its last layer, for this worker's batches; without, no KL.
+    """
+    logits, found = stream.head(), {name: dict[int, Tensor]() for name in streams}
+    for place, number in enumerate(range(len(batches))[workers.rank :: workers.world]):
+        states = {name: tokens.passages[place].hidden_BTD for name, tokens in streams.items()}
+        sums: dict[str, list[Tensor]] = {name: [] for name in streams}
+        for row in range(len(batches[number].names)):
+            ids_1T, labels_1T = (ids_BT[row, None] for ids_BT in (batches[number].input_ids, batches[number].labels))
+            wanted_1TV = logits(Passage(ids_1T, dense[place][row, None].to(stream.device).float())) if dense else None
+            for name, hidden_BTD in states.items():
+                found_1TV = logits(Passage(ids_1T, hidden_BTD[row, None]))
+                sums[name].append(sum_losses(found_1TV, labels_1T.to(stream.device), wanted_1TV))
+        for name, rows in sums.items():
+            sums_3B = torch.stack(rows, dim=1)
+            found[name][number] = torch.cat([sums_3B[:2].sum(1), sums_3B[2]])
+    return {name: mean_loss(sums, batches, workers) for name, sums in found.items()}
 
 
 @dataclass

@@ -1,9 +1,11 @@
 """Compare dense model, carved model and baselines on held-out text: losses, FFN by FFN, size and speed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,9 +14,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig, MoEShape
-from models.ffn import DenseFFN, watch_ffns
+from models.ffn import DenseFFN, ffn_modules, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts, count_choices
 from models.stream import LayerStream, StreamLayer
@@ -22,14 +23,14 @@ from models.structure import decoder_layers
 from models.training import RouterWatch
 from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
-from stages.calibration.batches import TokenStream
+from stages.calibration.batches import TokenStream, passed_losses
 from stages.calibration.share import Share
-from stages.calibration.token_memory import TokenMemory
+from stages.calibration.token_memory import Keep, TokenMemory, as_it_is
 from stages.evaluate.baselines import FactsOf, LayerFacts, expert_grams, output_norms, route, start_baseline
 from stages.evaluate.config import PUBLISHED_TOKENS
 from stages.evaluate.published import PUBLISHED, first_text
 from stages.evaluate.report import LayerResult
-from stages.losses import MeanLoss, measure_loss
+from stages.losses import MeanLoss, measure_losses
 from stages.text.batches import TokenBatch
 
 
@@ -141,19 +142,19 @@ class LayerFidelity:
 
 
 def follow_ffns(
+    dense: PreTrainedModel,
     carved: PreTrainedModel,
     batches: Sequence[TokenBatch],
-    dense: Sequence[GatedFFN],
     facts_of: FactsOf,
     shape: MoEShape,
     workers: Workers = ALONE,
-) -> tuple[MeanLoss, list[LayerResult]]:
-    """The carved model's loss, and every layer compared with the dense FFN on the same inputs; workers share batches.
+) -> tuple[dict[str, MeanLoss], list[LayerResult]]:
+    """Both models' losses, and every layer compared with the dense FFN on the same inputs; workers share batches.
 
     The dense weights are read again for every batch. This costs nothing for plain weights; of offloaded or quantised
     ones, only one layer is in memory at a time.
     """
-    fidelities: dict[int, LayerFidelity] = {}
+    fidelities, ffns = dict[int, LayerFidelity](), ffn_modules(dense)
     read = iter(batches[workers.rank :: workers.world])
     rows_N: Tensor
 
@@ -163,7 +164,7 @@ def follow_ffns(
             rows_N = next(read).rows(x_BTD.device)
         if layer in shape.dense_layers:
             return
-        facts = facts_of(layer, DenseFFN.of(dense[layer], x_BTD))
+        facts = facts_of(layer, DenseFFN.of(ffns[layer], x_BTD))
         if layer not in fidelities:
             fidelities[layer] = LayerFidelity.start(facts)
         chosen_SK = routings.pop().chosen_TK.to(x_BTD.device)
@@ -171,14 +172,34 @@ def follow_ffns(
 
     watch = RouterWatch(carved)
     with watch.collect() as routings, watch_ffns(carved, on_ffn):
-        loss = measure_loss(carved, batches, "carved", workers)
+        losses = measure_losses({"dense": dense, "carved": carved}, batches, workers)
     watch.remove()
-    results = [LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)] * len(dense)  # as of layers that stay dense
-    for layer in range(len(dense)):
+    results = [LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)] * len(ffns)  # as of layers that stay dense
+    for layer in range(len(ffns)):
         if layer not in shape.dense_layers:
             unread = LayerFidelity(shape.top_k, torch.zeros(shape.experts), None, torch.zeros(3))
             results[layer] = fidelities.get(layer, unread).result(workers)
-    return loss, results
+    return losses, results
+
+
+@contextmanager
+def watch_states(model: PreTrainedModel, tokens: int, memory: TokenMemory | None) -> Iterator[list[Tensor]]:
+    """A list that gets the states after the last layer of each forward pass, (B, T, D); of `tokens` in all."""
+    states: list[Tensor] = []
+    keep: Keep = as_it_is
+
+    def on_layer(_layer: nn.Module, _inputs: object, output: Any) -> None:  # noqa: ANN401 - a tensor, or it and others
+        nonlocal keep
+        states_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
+        if memory and not states and states_BTD.device.type == "cpu":
+            keep = memory.reserve(tokens * states_BTD.shape[-1] * states_BTD.element_size())
+        states.append(keep(states_BTD))
+
+    handle = decoder_layers(model)[1][-1].register_forward_hook(on_layer)
+    try:
+        yield states
+    finally:
+        handle.remove()
 
 
 ALIGNED = "_aligned"
@@ -247,8 +268,11 @@ def run_baselines(
     replicated: bool,
     workers: Workers = ALONE,
     memory: TokenMemory | None = None,
+    dense: Sequence[Tensor] = (),
 ) -> dict[str, MeanLoss]:
     """Held-out loss of every baseline, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
+
+    `dense` holds the (B, T, D) states that `watch_states` kept, for the distance from the dense model's predictions.
 
     If neurons are `replicated`, unaligned baselines need weights for copies, see `start_baseline`. They are computed
     on the inputs of the unaligned carve, in one pass for all baselines that are not fitted, whose inputs differ little.
@@ -266,4 +290,4 @@ def run_baselines(
             cut.leave(
                 map(layer.ffn if facts.stays_dense else start_baseline("unaligned", facts, cut.inputs), cut.inputs)
             )
-    return {name: run.heldout.loss(stream, text.heldout) for name, run in runs.items()}
+    return passed_losses({name: run.heldout for name, run in runs.items()}, stream, text.heldout, workers, dense)

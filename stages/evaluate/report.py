@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.config import MoEShape
 from stages.artifacts.job import Table
-from stages.artifacts.rendering import in_millions
+from stages.artifacts.rendering import in_millions, show
 from stages.evaluate.config import BASELINES
 from stages.evaluate.samples import Sample
 from stages.losses import MeanLoss
@@ -54,6 +54,10 @@ class Evaluation:
         """Loss above the dense model's, nats per token."""
         return self.losses[name].nats - self.losses["dense"].nats
 
+    def gap_error(self, name: str) -> float | None:
+        """Its standard error over sequences; None for the dense model, and where there is one sequence."""
+        return None if name == "dense" else self.losses[name].gap_error(self.losses["dense"])
+
 
 def summarise(evaluation: Evaluation) -> Table:
     """One row per model."""
@@ -65,12 +69,14 @@ def summarise(evaluation: Evaluation) -> Table:
                 DESCRIPTIONS[name],
                 f"{loss.perplexity:.3f}",
                 f"{evaluation.gap(name):+.4f}",
+                show(evaluation.gap_error(name), ".4f"),
+                show(loss.divergence, ".4f"),
                 in_millions(cost.active_parameters) if cost else "",
                 in_millions(cost.parameters) if cost else "",
                 f"{cost.tokens_per_second:,.0f}" if cost and cost.tokens_per_second else "",
             ]
         )
-    columns = ["model", "perplexity", "loss gap (nats)", "active parameters", "parameters", "tokens/s"]
+    columns = ["model", "perplexity", "loss gap (nats)", "±", "KL", "active parameters", "parameters", "tokens/s"]
     return Table("evaluate", columns, rows, notes(evaluation))
 
 
@@ -99,6 +105,7 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
         f"mean reconstruction error of the FFN outputs {mean_error:.3f}{oracle}; load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
+        "±: standard error of the gap over sequences; KL: KL(dense ‖ model) per token, nats",
         "active parameters: without experts that a token is not sent to, and without an input embedding that is no "
         "output embedding, too: a token reads one row of it",
         *([trained] if evaluation.trained else []),
@@ -117,6 +124,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
         "heldout_tokens": evaluation.heldout_tokens,
         "models": {
             name: {"loss": loss.nats, "perplexity": loss.perplexity, "gap": evaluation.gap(name)}
+            | {"gap_error": evaluation.gap_error(name), "kl": loss.divergence}
             | (asdict(evaluation.costs[name]) if name in evaluation.costs else {})
             for name, loss in evaluation.losses.items()
         },

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from instruments.dtypes import dtype_name
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
-from models.ffn import DenseFFN, ffn_modules
+from models.ffn import DenseFFN
 from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Partition, Routers
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.calibration.alignment import AlignmentSettings
-from stages.calibration.batches import CalibrationContext, layer_seed
+from stages.calibration.batches import CalibrationContext, count_positions, layer_seed
 from stages.calibration.config import VocabularyConfig
 from stages.evaluate.baselines import FIRST_SEED, FactsOf, LayerFacts
 from stages.evaluate.comparison import (
@@ -28,6 +28,7 @@ from stages.evaluate.comparison import (
     load_carved,
     measure_speed,
     run_baselines,
+    watch_states,
 )
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
@@ -60,7 +61,7 @@ def run(
         return write_samples(models, tokenizer, data, evaluate.samples)
 
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
-    losses, costs, layers, samples = compare_models(job, context, text, carved_facts, evaluate, shape, write)
+    losses, costs, layers, samples, states = compare_models(job, context, text, carved_facts, evaluate, shape, write)
     dtype = resolve_dtype(context.model, context.device) or checkpoint_dtype(context.folder, "source")
     baselines: dict[str, MeanLoss] = {}
     if not shape.pooled:
@@ -68,7 +69,7 @@ def run(
         with LayerStream(context.folder, device=context.device) as stream:
             replicated, memory = int(partition.multiplicity.max()) > 1, context.memory
             baselines = run_baselines(
-                evaluate.baselines, stream, text, plain_facts, project, replicated, job.workers, memory
+                evaluate.baselines, stream, text, plain_facts, project, replicated, job.workers, memory, states
             )
     elif "unaligned" in evaluate.baselines:
         offloaded = job.scratch / f"assembled-{job.workers.rank}"
@@ -92,10 +93,10 @@ def compare_models(
     evaluate: EvaluateConfig,
     shape: MoEShape,
     write: Callable[[Mapping[str, PreTrainedModel]], list[Sample]],
-) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult], list[Sample]]:
+) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult], list[Sample], list[Tensor]]:
     """Losses and costs of both models by name, the results of every carved FFN, and what both models write.
 
-    The models are freed before the baselines run.
+    Also the dense model's states after the last layer, for the baselines: both models are freed before these run.
     """
     # The MoE is cut from the stored weights, so the dense model is not quantised, even if the scanned one was.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
@@ -103,13 +104,14 @@ def compare_models(
     carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / f"offloaded-{job.workers.rank}")
     models = {"dense": dense, "carved": carved}
     workers = job.workers
-    losses = {"dense": measure_loss(dense, text.heldout, "dense", workers)}
-    losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of, shape, workers)
+    positions = count_positions(text.heldout[workers.rank :: workers.world])
+    with watch_states(dense, positions, context.memory) as states:
+        losses, layers = follow_ffns(dense, carved, text.heldout, facts_of, shape, workers)
     # One worker measures while the others wait, since they would take memory bandwidth.
     timed = evaluate.speed_tokens
     speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
-    return losses, costs, layers, workers.lead(lambda: write(models))
+    return losses, costs, layers, workers.lead(lambda: write(models)), states
 
 
 def read_facts(job: Job, stage: str, context: CalibrationContext, partition: Partition, shape: MoEShape) -> FactsOf:

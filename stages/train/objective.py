@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from models.device import send
 from models.routing import count_choices
 from models.training import Part, RouterWatch, Routing, selection_bias
-from stages.losses import prediction_distance, supervised_tokens, token_losses
-from stages.text.batches import IGNORED, TokenBatch
+from stages.losses import prediction_distance, predicts, supervised_tokens, token_losses
+from stages.text.batches import TokenBatch
 from stages.train.config import TrainConfig
 
 
@@ -174,11 +173,6 @@ def stretch(routers: list[nn.Module], factor: float) -> None:
 def autocast(settings: TrainConfig, device: torch.device) -> torch.autocast:
     """The number format of matrix products; Trainer's own autocast would also copy the logits to float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
-
-
-def predicts(labels_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Positions whose next token counts in the loss."""
-    return pad(labels_BT[:, 1:], (0, 1), value=IGNORED) != IGNORED
 
 
 @dataclass

@@ -14,7 +14,7 @@ from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.stream import LayerStream
 from models.targets.config import MOE_TARGETS
-from stages.calibration.batches import TokenStream
+from stages.calibration.batches import TokenStream, passed_losses
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
 
@@ -81,7 +81,7 @@ def test_the_dense_stream_is_the_model(case, tie, tmp_path: Path, monkeypatch):
         for layer in stream.layers():
             tokens.enter(layer)
             tokens.leave(map(layer.ffn, tokens.inputs))
-        streamed = tokens.loss(stream, batches)
+        streamed = passed_losses({"": tokens}, stream, batches)[""]
         logits = stream.head()(tokens.passages[0])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():

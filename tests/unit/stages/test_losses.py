@@ -87,6 +87,31 @@ def test_losses_are_shifted_masked_and_averaged_per_sample():
     assert supervised_tokens(labels).tolist() == [4, 2]
 
 
+def test_the_error_of_a_gap_is_the_spread_of_repeated_texts():
+    """Over many texts of sequences drawn at random, the gap's standard deviation is about its estimate on each."""
+    generator = torch.Generator().manual_seed(0)
+    gaps, errors = [], []
+    for _ in range(400):
+        tokens = torch.randint(5, 40, (60,), generator=generator)
+        dense = tokens * 3 + torch.randn(60, generator=generator) * 20  # differs far more than the gap
+        carved = dense + tokens * 0.1 + torch.randn(60, generator=generator)
+        losses = [
+            MeanLoss(
+                float(sums.sum()), int(tokens.sum()), None, tuple(zip(sums.tolist(), tokens.tolist(), strict=True))
+            )
+            for sums in (dense, carved)
+        ]
+        gaps.append(losses[1].nats - losses[0].nats)
+        errors.append(losses[1].gap_error(losses[0]))
+    assert torch.tensor(errors).mean() == pytest.approx(float(torch.tensor(gaps).std()), rel=0.1)
+
+
+def test_one_sequence_has_no_error():
+    alone = MeanLoss(30.0, 10, None, ((30.0, 10),))
+    assert alone.gap_error(alone) is None
+    assert MeanLoss(30.0, 10).gap_error(alone) is None
+
+
 def test_perplexity_is_exp_of_the_mean():
     loss = MeanLoss(total=30.0, tokens=10)
     assert loss.nats == 3.0

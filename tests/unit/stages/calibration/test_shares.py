@@ -13,7 +13,7 @@ from models.routing import GateKind, LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.job import ALONE
 from stages.calibration.alignment import align_down, column_scale, relative_error
-from stages.calibration.batches import TokenStream, deal_layers
+from stages.calibration.batches import TokenStream, deal_layers, passed_losses
 from stages.calibration.share import Share, evenly_spaced, take_tokens
 from stages.routing.task import load_balance, make_loop, set_logit_std
 from stages.text.batches import TokenSequence, batch_sequences
@@ -118,7 +118,7 @@ def test_each_layer_is_dealt_to_one_worker_with_all_tokens(tmp_path):
             for layer in stream.layers():
                 tokens.enter(layer)
                 tokens.leave(map(layer.ffn, tokens.inputs))
-            losses = workers.gather(tokens.loss(stream, batches))
+            losses = workers.gather(passed_losses({"": tokens}, stream, batches, workers)[""])
             assert losses[0] == losses[1]
             assert losses[0].tokens == 4 * 8
 

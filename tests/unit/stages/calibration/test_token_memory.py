@@ -15,7 +15,7 @@ from models.loading import release_freed_memory
 from models.stream import LayerStream
 from pipeline.disk import explain_os_error
 from stages.artifacts.job import Job, Workers
-from stages.calibration.batches import CalibrationContext, TokenStream
+from stages.calibration.batches import CalibrationContext, TokenStream, passed_losses
 from stages.calibration.config import without_random_tokens
 from stages.calibration.share import take_rows
 from stages.calibration.token_memory import (
@@ -146,7 +146,7 @@ def passed(tmp_path_factory):
                 held = len(spilled_under(scratch))
                 found += [part.clone() for part in (*tokens.inputs, *wanted)]
                 tokens.leave(wanted)
-            return found, tokens.loss(stream, batches), held
+            return found, passed_losses({"": tokens}, stream, batches)[""], held
 
     return run
 

@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import ModelConfig, MoEShape
-from models.ffn import ffn_modules, watch_ffns
+from models.ffn import watch_ffns
 from models.loading import is_offloaded, load_dense
 from models.routing import LinearRouter
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 from models.training import find_routers
+from stages.calibration.token_memory import TokenMemory
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import (
     count_parameters,
@@ -21,11 +22,13 @@ from stages.evaluate.comparison import (
     load_carved,
     measure_speed,
     time_forward,
+    watch_states,
 )
 from stages.losses import measure_loss
 from stages.text.batches import TokenBatch
 
 L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,31 @@ def test_the_loss_is_that_of_each_sequence_alone(dense, batches):
         ]
     assert loss.tokens == 11
     assert loss.nats == pytest.approx(sum(count * float(nats) for count, nats in alone) / 11, rel=1e-6)
+
+
+def divergence(dense, other, batches):
+    """Mean KL(dense ‖ other) over the predictions that count."""
+    distances = []
+    for batch in batches:
+        with torch.no_grad():
+            wanted, found = (model(**batch.inputs(CPU)).logits.log_softmax(-1) for model in (dense, other))
+        counts = torch.nn.functional.pad(batch.labels[:, 1:], (0, 1), value=-100) != -100
+        distances.append((wanted.exp() * (wanted - found)).sum(-1)[counts])
+    return float(torch.cat(distances).mean())
+
+
+def test_the_states_after_the_last_layer_are_kept_on_disk_if_memory_is_short(dense, batches, tmp_path):
+    kept = []
+    for room in (0, 10**9):
+        with watch_states(dense, 14 + 5, TokenMemory(tmp_path, room)) as states:
+            measure_loss(dense, batches)
+        kept.append(states)
+    assert [tuple(states.shape) for states in kept[0]] == [(2, 7, D), (1, 5, D)]
+    assert all(map(torch.equal, *kept))
+    torch.testing.assert_close(
+        dense.lm_head(dense.model.norm(kept[0][1])), dense(batches[1].input_ids).logits, rtol=1e-5, atol=1e-5
+    )
+    assert_no_hooks(dense)
 
 
 def test_ffns_are_watched_in_order_and_no_hook_stays(dense, batches):
@@ -182,7 +210,9 @@ def test_load_is_that_of_the_models_own_choices(dense, batches, model_type):
         neurons_EN = torch.arange(E * N).view(E, N)
         return LayerFacts(ffn, neurons_EN, torch.arange(0), linear, torch.ones(E * N), MoEShape(E, N, K, 0), 0)
 
-    _, layers = follow_ffns(carved, batches, ffn_modules(dense), facts_of, MoEShape(E, N, K, 0))
+    losses, layers = follow_ffns(dense, carved, batches, facts_of, MoEShape(E, N, K, 0))
+    assert losses["dense"] == measure_loss(dense, batches)
+    assert losses["carved"].divergence == pytest.approx(divergence(dense, carved, batches), rel=1e-5)
     for layer, count_E in zip(layers, counts.double(), strict=True):
         assert layer.load == pytest.approx((count_E / count_E.mean()).tolist())
     assert_no_hooks(carved)

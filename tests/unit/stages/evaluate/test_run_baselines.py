@@ -1,3 +1,4 @@
+import copy
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,8 +10,8 @@ from models.config import MoEShape
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.comparison import Text, run_baselines
-from stages.losses import measure_loss
+from stages.evaluate.comparison import Text, run_baselines, watch_states
+from stages.losses import measure_loss, measure_losses
 from stages.text.batches import TokenSequence, batch_sequences
 
 L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
@@ -40,7 +41,7 @@ def text():
     return Text(batch_sequences(draw(60), 30, 0), batch_sequences(draw(9), 30, 0))
 
 
-def run(folder, text, *names, top_k=K, always_on=S):
+def run(folder, text, *names, top_k=K, always_on=S, states=()):
     shape = MoEShape(E, N, top_k, always_on)
 
     def facts_of(index, ffn):
@@ -52,7 +53,7 @@ def run(folder, text, *names, top_k=K, always_on=S):
         return LayerFacts(ffn, order[S:].view(E, N), order[:S], router, contribution_F, shape, seed=index)
 
     with LayerStream(folder, device=torch.device("cpu")) as stream:
-        return run_baselines(names, stream, text, facts_of, Settings(), replicated=False)
+        return run_baselines(names, stream, text, facts_of, Settings(), replicated=False, dense=states)
 
 
 @pytest.mark.parametrize("name", ["unaligned", "static_mask", "random_router", "oracle"])
@@ -62,6 +63,22 @@ def test_with_every_neuron_on_each_baseline_is_the_dense_model(folder, text, nam
     expected = measure_loss(dense, text.heldout, "dense")
     assert loss.tokens == expected.tokens
     assert loss.nats == pytest.approx(expected.nats, rel=1e-6)
+
+
+def test_a_baseline_is_as_far_from_the_dense_model_as_its_predictions(folder, text):
+    """With every neuron the mask is the dense model, with none the dense model without FFNs."""
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with watch_states(dense, 0, None) as states:
+        measure_loss(dense, text.heldout)
+    with_all = run(folder, text, "static_mask", top_k=E, states=states)["static_mask"]
+    assert with_all.divergence == pytest.approx(0, abs=1e-6)
+    found = run(folder, text, "static_mask", "oracle", top_k=0, always_on=0, states=states)["static_mask"]
+    bare = copy.deepcopy(dense)
+    for layer in bare.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()
+    wanted = measure_losses({"dense": dense, "bare": bare}, text.heldout)["bare"]
+    assert found.divergence == pytest.approx(wanted.divergence, rel=1e-4)
+    assert found.divergence > 0.001
 
 
 def test_baselines_do_not_disturb_each_other(folder, text):
