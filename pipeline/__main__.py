@@ -21,6 +21,7 @@ TOOLS = {
     "gguf": "pipeline.gguf",
     "mbpp": "pipeline.mbpp",
     "mscan": "instruments.parameter_scan.command",
+    "runs": "pipeline.runs",
     "serve_check": "pipeline.serve_check",
     "static_check": "instruments.static_check.check",
     "store": "pipeline.store",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from shutil import rmtree
@@ -210,6 +211,22 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)  # while still held: a process that has just opened this file then opens a new one
         lock.release()
+
+
+@contextmanager
+def output_in_use(output_dir: Path, *, alone: bool = False) -> Iterator[None]:
+    """Use the output folder together with other runs, or `alone`. Raises LockedError: a run is active.
+
+    Results that an active run will read are known to nobody else.
+    """
+    path = output_dir / "artifacts" / ".in_use"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB if alone else LOCK_SH)
+        except BlockingIOError as error:
+            raise LockedError("a run is active", where=str(output_dir), do="wait for its end") from error
+        yield
 
 
 class StagingDir:

@@ -19,9 +19,11 @@ from pipeline.interrupts import answered_interrupts
 from pipeline.overrides import first_word, flag_errors, hide_passwords, override_errors, parse_overrides
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
+from pipeline.runs import compare, find_runs
 from pipeline.settings import SHOWING, Settings, compose, run_hydra
-from pipeline.words import expand_words
+from pipeline.words import expand_words, quote
 from stages.artifacts.job import GO_ON, LostWorkerError, find_workers
+from stages.artifacts.rendering import render
 
 logger = logging.getLogger(__name__)
 
@@ -110,18 +112,42 @@ def start(words: Sequence[str]) -> list[Step]:
             raise InvalidSettingsError(errors)
         # Hydra requires all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
-        run_hydra(run_job if SWEEPING & flags else run_pipeline)
+        if SWEEPING & flags and not SHOWING & flags:
+            run_sweep(settings)
+        else:
+            run_hydra(run_pipeline)
         return []
     return run_pipeline(*compose(words), words)
 
 
-def sweep_errors(words: Sequence[str]) -> list[UserError]:
-    """The errors of all jobs of a sweep, each once with the jobs that have it; [] for another sweeper than Hydra's."""
-    if any(word.startswith("hydra/sweeper") for word in words):
-        return []
+def split_jobs(words: Sequence[str]) -> tuple[set[str], list[list[str]]]:
+    """The swept settings, and the words of all jobs; no jobs for another sweeper than Hydra's."""
     overrides = parse_overrides(words)
     swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
+    if any(word.startswith("hydra/sweeper") for word in words):
+        return swept, []
     (jobs,) = BasicSweeper.split_arguments(overrides, None)
+    return swept, jobs
+
+
+def run_sweep(words: Sequence[str]) -> None:
+    """Run all jobs, and compare them in a table at the end. Raises UserError: a job failed; the others still ran."""
+    swept, jobs = split_jobs(words)
+    if not jobs or "output_dir" in swept:
+        run_hydra(run_job)
+        return
+    settings, folder = compose([*jobs[0], "hydra.run.dir=${hydra.sweep.dir}"])
+    sys.argv.append(quote("hydra.sweep.dir", folder))  # which otherwise depends on the time
+    try:
+        run_hydra(run_job)
+    finally:
+        if (runs := find_runs(folder)) and find_workers().leads:
+            sys.stdout.write(f"\n{render(compare(Path(settings.output_dir), runs), 'simple')}\n")
+
+
+def sweep_errors(words: Sequence[str]) -> list[UserError]:
+    """The errors of all jobs of a sweep, each once with the jobs that have it."""
+    swept, jobs = split_jobs(words)
     found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for number, job in enumerate(jobs):
         name = " ".join([f"job {number},", *(word for word in job if word.partition("=")[0] in swept)])

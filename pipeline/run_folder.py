@@ -46,7 +46,8 @@ class StageRun:
 class RunRecord:
     """The command, the installed versions, and the stages in the order in which they finished."""
 
-    overrides: Sequence[str]
+    overrides: list[str]
+    results: list[str] = field(default_factory=list)  # of all planned stages: their folders below artifacts/
     versions: dict[str, str] = field(default_factory=installed_versions)
     stages: list[StageRun] = field(default_factory=list)
 
@@ -58,13 +59,20 @@ class RunRecord:
 class RunFolder:
     """`outputs/runs/<time>/`: config.yaml, run.log, stages.json, report.html, a link to the checkpoint."""
 
-    def __init__(self, folder: Path, settings: Settings, overrides: Sequence[str]) -> None:
-        """Create the folder; write the settings and an empty record."""
+    def __init__(
+        self, folder: Path, settings: Settings, overrides: Sequence[str], results: Sequence[Path] = ()
+    ) -> None:
+        """Create the folder; write the settings and the record, with the folders of all results that are planned."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.output_dir = Path(settings.output_dir).absolute()
-        self.record = RunRecord([redact(word) for word in overrides])
+        planned = [str(result.relative_to(self.output_dir / "artifacts")) for result in results]
+        self.record = RunRecord([redact(word) for word in overrides], planned)
         self.record.write(folder)
+        if not folder.absolute().is_relative_to(self.output_dir):  # `python -m pipeline runs` has to find it
+            runs = self.output_dir / "runs"
+            runs.mkdir(parents=True, exist_ok=True)
+            replace_link(runs / str(folder.absolute()).strip("/").replace("/", "_"), folder)
         config = OmegaConf.to_yaml(OmegaConf.structured(settings))
         (folder / "config.yaml").write_text(redact(config), encoding="utf-8")
 

@@ -1,0 +1,253 @@
+"""Runs are listed with their figures, and removed with the results that no other run uses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from instruments.errors import ConfigError, ContractError
+from pipeline.artifacts import LockedError, Manifest, artifact_folder, hold_lock, open_staging, output_in_use, publish
+from pipeline.cli import run_command
+from pipeline.run import Runner
+from pipeline.run_folder import RECORD, RunFolder
+from pipeline.runs import compare, find_runs, main, remove_runs
+from pipeline.settings import Settings
+from stages.artifacts.job import Table
+
+EVALUATED = Table(
+    "evaluate",
+    ["model", "perplexity", "loss gap (nats)", "active parameters", "parameters", "tokens/s"],
+    [
+        ["dense model", "3.000", "+0.0000", "5.00 M", "5.00 M", "7"],
+        ["this MoE", "4.000", "+0.2877", "3.00 M", "6.00 M", ""],
+    ],
+)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "outputs"
+
+
+def publish_result(out, stage, name, parents=(), label="pico"):
+    """A published result whose fingerprint depends on stage and name; returns its folder."""
+    mark = sha256(f"{stage} {name}".encode()).hexdigest()
+    folder = artifact_folder(out, label, stage, mark)
+    if not folder.exists():
+        recipe = {"stage": stage, "parents": {parent.parent.name: full_mark(parent) for parent in parents}, "read": {}}
+        with open_staging(folder, fresh=False) as staging:
+            (staging.out / "tensor.safetensors").write_text("x" * 1000)
+            publish(
+                staging, fingerprint=mark, recipe=recipe, table=EVALUATED if stage == "evaluate" else Table("", (), ())
+            )
+    return folder
+
+
+def full_mark(folder):
+    return Manifest.read(folder, remedy="").fingerprint
+
+
+def record(out, name, results, words=("stage=all",), planned=()):
+    run = RunFolder(out / name, Settings(output_dir=str(out)), [*words], [*results, *planned])
+    for folder in results:
+        run.record_stage(folder.parent.name, full_mark(folder))
+    return run
+
+
+@pytest.fixture
+def three(out):
+    """Two runs share a scan; `old` alone has a score, `new` alone an evaluation; returns the results by name."""
+    scan = publish_result(out, "scan", "both")
+    score = publish_result(out, "score", "old", [scan])
+    other = publish_result(out, "score", "new", [scan])
+    evaluated = publish_result(out, "evaluate", "new", [other])
+    record(out, "runs/old", [scan, score], ["score=wanda"])
+    record(out, "runs/new", [evaluated])  # its ancestors are in the manifests alone
+    return {"scan": scan, "score": score, "other": other, "evaluate": evaluated}
+
+
+def test_runs_are_listed_with_the_figures_of_their_evaluation(out, three, capsys):
+    assert main(["--output-dir", str(out)]) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["runs/old", "score", *"––––", "score=wanda"] in said
+    assert ["runs/new", "evaluate", "+0.2877", "4.000", "3.00", "M", "–", "stage=all"] in said
+
+
+def test_a_run_is_removed_with_what_only_it_uses(out, three):
+    said = remove_runs(out, ["runs/old"])
+    assert not three["score"].exists()
+    assert all(three[name].is_dir() for name in ("scan", "other", "evaluate"))
+    assert [run.name for run in find_runs(out)] == ["runs/new"]
+    assert "runs/old" in said
+    remove_runs(out, ["runs/new/"])
+    assert [path for path in (out / "artifacts").rglob("*") if path.is_file()] == [out / "artifacts" / ".in_use"]
+
+
+def test_the_same_fingerprint_of_another_model_stays(out):
+    ours, theirs = (publish_result(out, "scan", "x", label=label) for label in ("pico", "nano"))
+    record(out, "runs/ours", [ours])
+    record(out, "runs/theirs", [theirs])
+    remove_runs(out, ["runs/ours"])
+    assert (ours.exists(), theirs.exists()) == (False, True)
+
+
+def test_all_jobs_of_a_sweep_and_unfinished_work_are_removed(out, three):
+    planned = artifact_folder(out, "pico", "cluster", "ab" * 32)
+    with open_staging(planned, fresh=False) as staging:
+        (staging.scratch / "layer").write_text("kept for a resumption")
+    for job in range(11):
+        record(out, f"sweeps/then/{job}", [three["scan"]], [f"seed={job}", "n=8"], planned=[planned])
+    table = compare(out, find_runs(out / "sweeps" / "then"))
+    assert [(row[0], row[1], row[-1]) for row in table.rows] == [
+        (str(job), "scan (unfinished)", f"seed={job}") for job in range(11)
+    ]
+    remove_runs(out, ["sweeps/then"])
+    assert [run.name for run in find_runs(out)] == ["runs/new", "runs/old"]
+    assert three["scan"].exists()
+    assert list(planned.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "runs", "sweeps", "run", "runs/..", "../victim", "/", "artifacts", "latest", "runs/old/../new"],
+)
+def test_a_name_that_is_no_run(out, three, name):
+    (out / "latest").symlink_to("runs/old")
+    with pytest.raises(ConfigError):
+        remove_runs(out, ["runs/old", name])
+    assert all(folder.is_dir() for folder in three.values())
+
+
+def test_nothing_is_removed_while_a_run_is_active(out, three):
+    with output_in_use(out), output_in_use(out), pytest.raises(LockedError):
+        remove_runs(out, ["runs/old"])
+    with hold_lock(three["score"].with_name(f".{three['score'].name}.lock")), pytest.raises(LockedError):
+        remove_runs(out, ["runs/old"])  # of a version that does not announce its runs
+    assert three["score"].exists()
+    remove_runs(out, ["runs/old"])
+
+
+def test_an_active_run_keeps_all_others(out, three, monkeypatch):
+    def run(runner, steps, *, alone):
+        assert runner.run_folder.record.results == ["/".join(steps[0].folder.parts[-3:])]
+        with pytest.raises(LockedError):
+            remove_runs(out, ["runs/old"])
+
+    monkeypatch.setattr(Runner, "run", run)
+    assert run_command(["stage=scan", "model.device=cpu", f"output_dir={out}"]) == 0
+    remove_runs(out, ["runs/old"])
+
+
+def test_a_run_waits_until_a_removal_is_done(out):
+    code = "import sys; from pathlib import Path; from pipeline.artifacts import output_in_use\n"
+    code += "with output_in_use(Path(sys.argv[1])): print('begun', flush=True)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with output_in_use(out, alone=True):
+        run = subprocess.Popen([sys.executable, "-c", code, out], env=environment, stdout=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(3)
+    assert run.communicate(timeout=60)[0] == "begun\n"
+
+
+def test_links_are_removed_and_not_what_they_point_to(out, three, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("dear")
+    (out / "runs" / "old" / "notes").symlink_to(victim)
+    moved = three["score"].rename(tmp_path / "moved")
+    three["score"].symlink_to(moved)
+    remove_runs(out, ["runs/old"])
+    assert (victim / "file").exists()
+    assert (moved / "manifest.json").exists()
+    assert not three["score"].is_symlink()
+
+
+def test_a_run_whose_folder_is_elsewhere_counts(out, three, tmp_path):
+    record(out, tmp_path / "elsewhere", [three["score"]])
+    remove_runs(out, ["runs/old"])
+    assert three["score"].exists()
+    (linked,) = (run.name for run in find_runs(out) if run.folder.is_symlink())
+    remove_runs(out, [linked])
+    assert not three["score"].exists()
+    assert (tmp_path / "elsewhere" / RECORD).exists()
+
+
+def test_a_folder_of_results_that_is_a_link_out_is_refused(out, three, tmp_path):
+    stage = three["score"].parent
+    stage.rename(tmp_path / "score")
+    stage.symlink_to(tmp_path / "score")
+    with pytest.raises(ContractError):
+        remove_runs(out, ["runs/old"])
+    assert three["score"].exists()
+
+
+@pytest.mark.parametrize(
+    "result", ["../../victim/scan/0123456789abcdef", "/etc/scan/0123456789abcdef", "pico/scan/..", 7]
+)
+def test_a_hostile_record_removes_nothing_and_hides_nothing(out, three, result):
+    path = out / "runs" / "new" / RECORD
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"results": [result]}))
+    with pytest.raises(ContractError):
+        remove_runs(out, ["runs/old"])  # what `new` uses is unknown
+    assert [row[1] for row in compare(out, find_runs(out)).rows] == ["damaged record", "score"]
+    remove_runs(out, ["runs/new"])  # itself can go, without any result
+    assert all(folder.is_dir() for folder in three.values())
+
+
+def test_a_damaged_manifest_of_another_run_is_refused(out, three):
+    (three["other"] / "manifest.json").write_text("{")
+    with pytest.raises(ContractError):
+        remove_runs(out, ["runs/old"])
+    assert three["scan"].exists()
+    remove_runs(out, ["runs/new", "runs/old"])
+    assert not list((out / "artifacts").rglob("tensor.safetensors"))
+
+
+def test_folders_of_killed_runs(out, three):
+    (out / "runs" / "empty").mkdir()  # killed before its record was written, so it used nothing
+    record(out, "runs/none", [], planned=[three["score"]])  # planned to keep it
+    remove_runs(out, ["runs/old"])
+    assert three["score"].exists()
+
+
+def test_latest_does_not_point_to_nothing(out, three):
+    (out / "latest").symlink_to("runs/old")
+    remove_runs(out, ["runs/new"])
+    assert (out / "latest").is_symlink()
+    remove_runs(out, ["runs/old"])
+    assert not (out / "latest").is_symlink()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pipeline import runs
+left, delete = int(sys.argv[2]), runs._delete
+def counted(path):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    delete(path)
+runs._delete = counted
+runs.remove_runs(Path(sys.argv[1]), ["runs/old", "runs/new"])
+"""
+
+
+@pytest.mark.parametrize("deletions", [0, 1, 2, 5, 8, 13])
+def test_a_killed_removal_goes_on(out, three, deletions):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", KILLED, str(out), str(deletions)]
+    killed = subprocess.run(command, env=environment, check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    for folder in three.values():  # whole, or no result any more
+        assert not folder.exists() or (folder / "tensor.safetensors").exists()
+    remove_runs(out, [run.name for run in find_runs(out)])
+    assert not list((out / "artifacts").rglob("tensor.safetensors"))
+    assert find_runs(out) == []
