@@ -78,6 +78,18 @@ def quantise(source: str, out: str, outtype: str, threads: int) -> dict[str, str
     return {"out": out}
 
 
+def count(llama_cpp: str, file: str) -> dict[str, Any]:
+    """Type → weights and bytes of the tensors in a GGUF file."""
+    sys.path.insert(0, f"{llama_cpp}/gguf-py")
+    from gguf import GGUFReader  # noqa: PLC0415 - of llama.cpp
+
+    found: dict[str, list[int]] = {}
+    for tensor in GGUFReader(file).tensors:
+        weights, size = found.setdefault(tensor.tensor_type.name, [0, 0])
+        found[tensor.tensor_type.name] = [weights + int(tensor.n_elements), size + int(tensor.n_bytes)]
+    return found
+
+
 def measure_transformers(
     model: str, ids: Sequence[int], text: str, threads: int, experts: str | dict[str, str] | None, architecture: str
 ) -> dict[str, Any]:
@@ -163,6 +175,7 @@ STEPS: dict[str, Callable[..., dict[str, Any]]] = {
     "probe": probe,
     "convert": convert,
     "quantise": quantise,
+    "count": count,
     "transformers": measure_transformers,
     "llama.cpp": measure_llama,
     "vLLM": measure_vllm,

@@ -18,7 +18,8 @@ from pipeline.disk import explain_os_error
 from stages.artifacts.rendering import in_mib
 
 # Types that the converter writes, and those of the quantiser.
-CONVERTED, QUANTISED = ("f32", "f16", "bf16", "q8_0"), ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
+CONVERTED = ("f32", "f16", "bf16", "q8_0")
+QUANTISED = ("q4_0", "q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
 # The remedy for a carve that llama.cpp cannot run.
 OTHERS = "another assemble.target, see models/README.md (Runtimes), or serve it by transformers"
 INSTALL = {
@@ -49,8 +50,9 @@ def main(words: Sequence[str] | None = None) -> int:
         check_output(wanted.out)
         if wanted.out.exists():
             raise ConfigError(f"{wanted.out} exists already", where="command line", do="name another output file")
-        write_gguf(wanted.checkpoint, wanted.out, wanted.type, Clients.of(wanted))
-        say(f"{in_mib(wanted.out.stat().st_size)} in {wanted.out}\n")
+        clients = Clients.of(wanted)
+        write_gguf(wanted.checkpoint, wanted.out, wanted.type, clients)
+        say(f"{in_mib(wanted.out.stat().st_size)} in {wanted.out}: {describe_types(wanted.out, clients)}\n")
 
     return exit_code(work)
 
@@ -144,6 +146,15 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
     except OSError as error:
         do = "free some space there, or name a file in another folder"
         raise explain_os_error(error, where="gguf", folder=out.parent, do=do) or error from error
+
+
+def describe_types(file: Path, clients: Clients) -> str:
+    """Bits per weight of a GGUF file's tensors, and the share of weights in each type: rows may not fit a type."""
+    converter, python = _find_converter(clients)
+    found = run_client(python, "count", {"llama_cpp": str(converter), "file": str(file)})
+    weights, size = (sum(column) for column in zip(*found.values(), strict=True))
+    shares = sorted(((count / weights, name) for name, (count, _) in found.items()), reverse=True)
+    return f"{8 * size / weights:.2f} bits per weight; " + ", ".join(f"{name} {share:.1%}" for share, name in shares)
 
 
 def _find_converter(clients: Clients) -> tuple[Path, Path]:

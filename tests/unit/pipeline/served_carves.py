@@ -15,6 +15,21 @@ from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.targets.config import MOE_TARGETS
 
+# Stands for llama.cpp's package of the same name; of any file, it finds the same tensors.
+GGUF = """from types import SimpleNamespace as Some
+def tensor(name, weights, size):
+    return Some(tensor_type=Some(name=name), n_elements=weights, n_bytes=size)
+class GGUFReader:
+    def __init__(self, file):
+        self.tensors = [tensor("Q2_K", 256, 84), tensor("Q8_0", 64, 68), tensor("Q2_K", 512, 168)]
+"""
+
+
+def write_gguf_package(llama_cpp: Path) -> None:
+    """Write it into a folder that stands for llama.cpp's."""
+    (llama_cpp / "gguf-py").mkdir()
+    (llama_cpp / "gguf-py/gguf.py").write_text(GGUF)
+
 
 def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: int = 64, **config: Any) -> Path:
     """Carve a dense pico model with four heads and a tokenizer; its routers are random. Returns the MoE's folder."""

@@ -7,7 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from unit.pipeline.served_carves import change_settings, make_hostile, write_carve, write_wrapped_carve
+from unit.pipeline.served_carves import (
+    change_settings,
+    make_hostile,
+    write_carve,
+    write_gguf_package,
+    write_wrapped_carve,
+)
 
 from instruments.errors import CheckpointError, UserError
 from models.source import read_config
@@ -46,6 +52,7 @@ def llama_cpp(tmp_path):
     (folder / "conversion").mkdir(parents=True)
     (folder / "convert_hf_to_gguf.py").write_text(CONVERTER)
     (folder / "conversion" / "base.py").write_text(BASE)
+    write_gguf_package(folder)
     (folder / "conversion" / "hunyuan.py").write_text("class HunYuanMoEModel: ...")
     packages = tmp_path / "packages"
     for name in ("llama_cpp", "sentencepiece"):

@@ -4,10 +4,11 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from unit.pipeline.served_carves import write_carve
+from unit.pipeline.served_carves import write_carve, write_gguf_package
 
 from instruments.errors import ConfigError
 from models.source import read_config
@@ -173,3 +174,13 @@ def test_what_the_disk_refuses_has_a_remedy_of_this_command(tmp_path, capsys, ca
     monkeypatch.setattr(gguf, "_find_converter", lambda _clients: (tmp_path, Path("python")))
     _code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")
     assert "output_dir" not in said
+
+
+def test_bits_per_weight_are_those_of_the_types_in_the_file(tmp_path):
+    """The quantiser takes another type for a tensor whose rows do not fit the one that was asked for."""
+    write_gguf_package(tmp_path)
+    (tmp_path / "conversion").mkdir()
+    (tmp_path / "conversion/base.py").touch()
+    clients = gguf.Clients(tmp_path, {Path(sys.executable): {"sentencepiece": "0.2"}})
+    said = gguf.describe_types(tmp_path / "x.gguf", clients)
+    assert said == "3.08 bits per weight; Q2_K 92.3%, Q8_0 7.7%"
