@@ -1,16 +1,19 @@
-"""`python -m pipeline mscan FILE`: show an .mscan file as a table or a picture."""
+"""`python -m pipeline mscan FILE`: show an .mscan file as a table, and its ΔSC as numbers or a picture."""
 
 import argparse
+import csv
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instruments.errors import ConfigError, ContractError, align, check_output, exit_code, say
+from instruments.errors import ConfigError, ContractError, align, check_output, exit_code, say, some
+from instruments.files import write_text
 from instruments.parameter_scan.file_format import VERSION
 from instruments.parameter_scan.reader import Mscan, read_mscan
 from instruments.shapes import Float, Float32
@@ -94,6 +97,29 @@ def delta_sc(
     return np.where(measured_P > 0, total_P / np.maximum(measured_P, 1), np.nan)
 
 
+def score(scan: Mscan, other: Mscan | None = None) -> NDArray[np.float64]:
+    """(P,) ΔSC of every parameter, minus that of another scan of the same parameters.
+
+    Raises ContractError: the scans have other parameters.
+    """
+    values_P = delta_sc(scan.activation(), scan.gradient())
+    if other is None:
+        return values_P
+    if other.parameters.names != scan.parameters.names:
+        only = {*scan.parameters.names} ^ {*other.parameters.names}
+        what = f"the scans differ in {len(only)} parameters: {some(sorted(only), 3)}"
+        raise ContractError(what, where=f"{scan.path}, {other.path}", do="scan both models with the same patterns")
+    return values_P - delta_sc(other.activation(), other.gradient())
+
+
+def write_numbers(names: Sequence[str], values_P: Float[np.ndarray, "P"], path: Path) -> None:
+    """Write a row for each parameter, without a number where it was not measured."""
+    table = StringIO()
+    rows = [(name, "" if np.isnan(value) else value) for name, value in zip(names, values_P, strict=True)]
+    csv.writer(table, lineterminator="\n").writerows([("parameter", "delta_sc"), *rows])
+    write_text(path, table.getvalue())
+
+
 def grid_by_layer(names: Sequence[str], values_P: Float[np.ndarray, "P"]) -> Grid:
     """Arrange values of parameters by layer and module, modules in the order of first appearance."""
     placed = [locate(name) for name in names]
@@ -152,22 +178,32 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m pipeline mscan", description="Look into an .mscan file.")
     parser.add_argument("file", type=Path, help="the file")
-    parser.add_argument("--delta-sc", type=Path, metavar="OUT", help="draw z(activation) - z(gradient) as a PNG")
+    parser.add_argument(
+        "--delta-sc", type=Path, metavar="OUT", help="write z(activation) - z(gradient): numbers as .csv, else a PNG"
+    )
+    parser.add_argument("--minus", type=Path, metavar="OTHER", help="subtract that of another .mscan file first")
     wanted = parser.parse_args(words)
+    if wanted.minus and not wanted.delta_sc:
+        parser.error("--minus needs --delta-sc OUT")
     return exit_code(lambda: _run(wanted))
 
 
 def _run(wanted: argparse.Namespace) -> None:
     out: Path | None = wanted.delta_sc
     check_output(out)
-    if out and out.exists() and wanted.file.exists() and out.samefile(wanted.file):
-        raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
-    scan = read_mscan(wanted.file)
+    for file in filter(None, (wanted.file, wanted.minus)):
+        if out and out.exists() and file.exists() and out.samefile(file):
+            raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
+    scan, other = read_mscan(wanted.file), read_mscan(wanted.minus) if wanted.minus else None
     say(summarise(scan))
     if out:
-        grid = grid_by_layer(scan.parameters.names, delta_sc(scan.activation(), scan.gradient()))
-        title = f"ΔSC of {scan.header.model}\nmean of {len(scan.sequences)} sequences"
-        draw_delta_sc(grid, out, title=title)
+        names, values_P = scan.parameters.names, score(scan, other)
+        if out.suffix == ".csv":
+            write_numbers(names, values_P, out)
+        else:
+            title = f"ΔSC of {scan.header.model}" + (f" − ΔSC of {other.header.model}" if other else "")
+            title += f"\nmean of {len(scan.sequences)} sequences"
+            draw_delta_sc(grid_by_layer(names, values_P), out, title=title)
         sys.stdout.write(f"\n{out}\n")
     sys.stdout.flush()
     if not scan.closed:

@@ -141,6 +141,7 @@ class ScanPass:
     names: Sequence[str]
     source: str = ""
     per_token: bool = False
+    recorded: bool = True  # False: its modules are not measured, and a backward pass through it is none of the others'
     ids: dict[int, Tensor] = field(default_factory=dict)  # (B, T) ids of each embedding's look-up
     used: set[str] = field(default_factory=set)  # modules that have run
     squares: Squares = field(default_factory=Squares)
@@ -220,9 +221,11 @@ class Passes:
         self._running = scan_pass
 
     def enter(self, target: Target, name: str) -> ScanPass | None:
-        """The pass in which a module runs; None if it runs for the second time, or in no pass."""
+        """The pass in which a module runs; None if it runs for the second time, or in no recorded pass."""
         if self._running is None:
-            return self._reached[-1] if self._reached else None
+            return self._reached[-1] if self._reached and self._reached[-1].recorded else None
+        if not self._running.recorded:
+            return None
         if name in self._running.used:
             self.leave_out(target, "it ran twice in one forward pass")
             return None
@@ -243,7 +246,7 @@ class Passes:
         if scan_pass is None or (output is None and sys.exc_info()[0] is not None):
             return
         if not self.gradients:
-            self.finished.append((scan_pass, scan_pass.take()))
+            self._collect([scan_pass])
             return
         for tensor in [tensor for tensor in find_tensors(output).values() if tensor.requires_grad]:
             tensor.register_hook(partial(self.reach, scan_pass))
@@ -273,5 +276,8 @@ class Passes:
 
     def _finish(self) -> None:
         """Collect the measurements at the end of the whole backward pass."""
-        self.finished.extend((scan_pass, scan_pass.take()) for scan_pass in self._reached)
+        self._collect(self._reached)
         self._reached = []
+
+    def _collect(self, passes: Sequence[ScanPass]) -> None:
+        self.finished.extend((scan_pass, scan_pass.take()) for scan_pass in passes if scan_pass.recorded)

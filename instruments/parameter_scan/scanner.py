@@ -49,9 +49,11 @@ class ParameterTensorScanner:
             under no_grad or not; gradients are then NaN.
         samples: name of the argument whose dimension 0 are the samples; None: input_ids, inputs_embeds, or else the
             first tensor. Layers that mix or reorder samples are left out only where shapes show it.
+        every_steps: measure the first and then every n-th pass that could be recorded; the others cost next to nothing.
         product: gram, direct, or auto for the cheaper one; both are exact.
     Raises:
-        ConfigError: no parameter that can be scanned matches, or (on entering) the model is already being scanned.
+        ConfigError: no parameter that can be scanned matches, every_steps below 1, or (on entering) the model is
+            already being scanned.
     """
 
     def __init__(
@@ -63,8 +65,11 @@ class ParameterTensorScanner:
         gradients: bool = True,
         product: str = "auto",
         samples: str | None = None,
+        every_steps: int = 1,
     ) -> None:
         """Find the weights to watch; the model is changed only on entering."""
+        if every_steps < 1:
+            raise refusal(f"every_steps={every_steps} is below 1", "every_steps=8")
         self._model: nn.Module | None = model
         selection = Selection(model, patterns, block_width)
         self._targets: Sequence[Target] = selection.targets
@@ -80,7 +85,7 @@ class ParameterTensorScanner:
         self._names: Sequence[str] | None = None
         self._samples = samples
         self._source = ""
-        self._step = 0
+        self._step, self._every = 0, every_steps
 
     def __enter__(self) -> "ParameterTensorScanner":
         if self._model is None:
@@ -156,6 +161,9 @@ class ParameterTensorScanner:
         if not facts.samples * facts.length:
             return  # an empty batch
         self._step += 1
+        if (self._step - 1) % self._every:
+            self._passes.begin(ScanPass(facts, (), recorded=False))
+            return
         names = self._names or [f"step {self._step}, sample {sample + 1}" for sample in range(facts.samples)]
         if len(names) != facts.samples:
             raise ConfigError(

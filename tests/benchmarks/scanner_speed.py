@@ -4,15 +4,20 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.rows import Row
-from benchmarks.timing import Task, divide, take_turns, task_within
+from benchmarks.timing import Task, compute_clock, divide, take_turns, task_within
 from benchmarks.workbench import Workbench
 
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.writer import MscanWriter
 
+EVERY = 8
+
 
 def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
-    """Scanner on frozen weights ÷ training step, and training with it ÷ without, for the batch and for one sequence."""
+    """Scanner on frozen weights ÷ training step, and training with it ÷ without, for the batch and for one sequence.
+
+    Also training of which every eighth step is measured ÷ training without the scanner.
+    """
     rows = []
     for part in [bench, bench.first_sequence()]:
         tasks = {
@@ -20,7 +25,7 @@ def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
             "scanner, frozen": scanner_task(part, training=False),
             "scanner, training": scanner_task(part, training=True),
         }
-        found = take_turns(tasks, repetitions, part.device)
+        found = take_turns(tasks, repetitions, part.device, compute_clock(part.device))
         size = f"batch {len(part.batch.names)}"
         frozen = divide(found["scanner, frozen"], found["training"])
         training = divide(found["scanner, training"], found["training"])
@@ -28,7 +33,13 @@ def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
         bound = 1.05 if part is bench else None
         rows.append(Row(f"parameter scanner, weights frozen ÷ training step, {size}", frozen, at_most=bound))
         rows.append(Row(f"training with the parameter scanner ÷ without, {size}", training))
-    return rows
+    tasks = {
+        "training": Task(lambda: [bench.train_step() for _ in range(EVERY)], bench.thaw, bench.freeze),
+        "scanner": scanner_task(bench, training=True, steps=EVERY),
+    }
+    found = take_turns(tasks, repetitions, bench.device, compute_clock(bench.device))
+    one_of = divide(found["scanner"], found["training"])
+    return [*rows, Row(f"training with the parameter scanner at one step of {EVERY} ÷ without", one_of, at_most=1.05)]
 
 
 def measure_mscan(bench: Workbench, repetitions: int) -> list[Row]:
@@ -63,12 +74,13 @@ def measure_mscan(bench: Workbench, repetitions: int) -> list[Row]:
     ]
 
 
-def scanner_task(bench: Workbench, *, training: bool) -> Task:
-    """Forward, backward and the record, with the scanner already entered."""
+def scanner_task(bench: Workbench, *, training: bool, steps: int = 1) -> Task:
+    """Forward and backward of some steps and the record of the first, with the scanner already entered."""
 
-    def step(scanner: ParameterTensorScanner) -> None:
-        bench.train_step()
-        assert scanner.collect()
+    def run(scanner: ParameterTensorScanner) -> None:
+        for _ in range(steps):
+            bench.train_step()
+        assert len(scanner.collect()) == 1
 
     prepare = bench.thaw if training else bench.freeze
-    return task_within(lambda: ParameterTensorScanner(bench.model), step, prepare, bench.freeze)
+    return task_within(lambda: ParameterTensorScanner(bench.model, every_steps=steps), run, prepare, bench.freeze)

@@ -1,5 +1,6 @@
 """`python -m pipeline mscan` as users meet it."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from unit.instruments.parameter_scan.recordings import PARAMETERS, WIDTH, record
 
 from instruments.parameter_scan import command as mscan
-from instruments.parameter_scan.command import main
+from instruments.parameter_scan.command import delta_sc, main
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.writer import MscanWriter
 
@@ -71,6 +72,39 @@ def test_the_picture(file, run, tmp_path):
     assert code == 0
     assert str(out) in said
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def numbers_in(path):
+    with path.open(newline="") as table:
+        return {row["parameter"]: row["delta_sc"] for row in csv.DictReader(table)}
+
+
+def test_numbers_of_a_scan_and_of_two_subtracted(file, run, tmp_path):
+    scan, names = read_mscan(file), [parameter.name for parameter in PARAMETERS]
+    expected = delta_sc(scan.activation(), scan.gradient())
+    assert run(file, "--delta-sc", tmp_path / "all.csv")[0] == 0
+    assert numbers_in(tmp_path / "all.csv") == dict(zip(names, map(str, expected), strict=True))
+    with MscanWriter(tmp_path / "other.mscan", PARAMETERS, model="pico", block_width=WIDTH) as writer:
+        unmeasured = record([0])
+        unmeasured.gradient_BP[:, 2] = np.nan
+        writer.add(unmeasured)
+    other = read_mscan(tmp_path / "other.mscan")
+    assert run(file, "--minus", other.path, "--delta-sc", tmp_path / "two.csv")[0] == 0
+    found = numbers_in(tmp_path / "two.csv")
+    difference = expected - delta_sc(other.activation(), other.gradient())
+    assert found == dict(zip(names, map(str, difference), strict=True)) | {names[2]: ""}
+    run(file, "--minus", file, "--delta-sc", tmp_path / "none.csv")
+    assert {*numbers_in(tmp_path / "none.csv").values()} == {"0.0"}
+
+
+def test_scans_of_other_parameters_are_not_subtracted(file, run, tmp_path):
+    with MscanWriter(tmp_path / "other.mscan", PARAMETERS[1:], model="pico", block_width=WIDTH):
+        pass
+    code, _, err = run(file, "--minus", tmp_path / "other.mscan", "--delta-sc", tmp_path / "two.csv")
+    assert (code, err.splitlines()[0]) == (1, "the scans differ in 1 parameters: model.embed_tokens.weight")
+    with pytest.raises(SystemExit) as left:
+        run(file, "--minus", file)
+    assert left.value.code == 2
 
 
 def test_wrong_commands_are_refused(file, run, tmp_path):

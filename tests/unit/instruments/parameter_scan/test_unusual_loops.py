@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from instruments.errors import ConfigError
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
@@ -51,6 +53,7 @@ def check(scanner, expected, records=1):
         for column, parameter in enumerate(scanner.parameters):
             name = parameter.name.removeprefix("_orig_mod.")
             assert record.gradient_BP[:, column].tolist() == pytest.approx(expected[name], rel=1e-4)
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch.compile
@@ -70,6 +73,23 @@ def test_compiled_models(how):
         for _ in range(2):
             loss_of(called(input_ids=IDS)).backward()
     check(scanner, expected, records=2)
+
+
+def test_every_second_pass_is_measured_and_the_others_leave_no_trace():
+    """Also where both passes have one backward pass, which recomputes their layers."""
+    model = Net()
+    expected, run = truth(model), model.body.forward
+    model.body.forward = lambda x: checkpoint(run, x, use_reentrant=False)
+    with ParameterTensorScanner(model, every_steps=2) as scanner:
+        loss_of(model(input_ids=IDS)).backward()
+        with torch.no_grad():
+            model(input_ids=IDS)  # an evaluation is no step
+        second = loss_of(model(input_ids=IDS.flip(1)), IDS.flip(1))
+        (second + loss_of(model(input_ids=IDS))).backward()
+    records = check(scanner, expected, records=2)
+    assert [record.sequences[0].name for record in records] == ["step 1, sample 1", "step 3, sample 1"]
+    with pytest.raises(ConfigError):
+        ParameterTensorScanner(model, every_steps=0)
 
 
 @pytest.mark.parametrize("shape", [(0, T), (B, 0)])
