@@ -1,9 +1,12 @@
 """The READMEs' statements about the tree and the command line are true."""
 
+import csv
 import re
 import shlex
 import subprocess
 import tomllib
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,14 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tiny_onn
+from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE
 from pipeline.__main__ import TOOLS
 from pipeline.check import contradictions, find_errors
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose
 from pipeline.words import expand_words
+from stages.accumulators.redis_store import FIELDS
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -141,11 +147,22 @@ def test_there_are_commands_to_check():
     assert len(TORCHRUN) >= 4
 
 
+SCENARIOS = "## Three scenarios"
 BLOCKS = [
     pytest.param(page, code, id=f"{page} {number}")
     for page in (Path("instruments/README.md"), *INSTRUMENTS)
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", (REPOSITORY / page).read_text(), re.S))
+    for number, code in enumerate(
+        re.findall(r"```python\n(.*?)```", (REPOSITORY / page).read_text().partition(SCENARIOS)[0], re.S)
+    )
 ]
+
+
+def tiny_llama(layers=1):
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 12) | {"num_hidden_layers": layers, "vocab_size": 31}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_attention_heads=2, **sizes))
+
+
+BATCH = {"input_ids": torch.arange(7)[None], "labels": torch.arange(7)[None]}
 
 
 @pytest.mark.parametrize(("page", "code"), BLOCKS)
@@ -153,14 +170,77 @@ def test_examples_of_instruments_run(page, code, tmp_path, monkeypatch, capsys):
     """Every example prints or writes something; those of instruments/README.md have at most five lines."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("loss = binary_cross_entropy(model(x).half().softmax(-1), y)\n")
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 12) | {"num_hidden_layers": 1, "vocab_size": 31}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_attention_heads=2, **sizes))
-    batch = {"input_ids": torch.arange(7)[None], "labels": torch.arange(7)[None]}
+    model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     exec(code, {
-        "model": model, "batch": batch, "batches": [batch, batch], "optimizer": optimizer, "nn": torch.nn,
+        "model": model, "batch": BATCH, "batches": [BATCH, BATCH], "optimizer": optimizer, "nn": torch.nn,
         "scaler": torch.amp.GradScaler("cpu"),
         "gradient": torch.ones(3, 5), "path": "scan.mscan",
     })  # fmt: skip
     assert page != Path("instruments/README.md") or len([line for line in code.splitlines() if line]) <= 5
     assert capsys.readouterr().out or [path for path in tmp_path.iterdir() if path.name != "train.py"]
+
+
+@pytest.fixture
+def run_scenario(tmp_path, monkeypatch, capsys):
+    """Runs the code of a scenario of instruments/README.md, then its command; returns exit code and output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(number, **names):
+        section = (REPOSITORY / "instruments/README.md").read_text().partition(SCENARIOS)[2].split("### ")[number]
+        exec(re.search(r"```python\n(.*?)```", section, re.S)[1], names | {"torch": torch, "batch": BATCH})
+        tool, *words = re.search(r"^    python -m pipeline (.*)$", section, re.M)[1].split()
+        return import_module(TOOLS[tool]).main(words), capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_scenario_of_a_layer_that_fails_in_half_precision(run_scenario, fails):
+    model = tiny_llama(layers=3)
+    if fails:
+        model.model.layers[1].self_attn.q_proj.weight.data.fill_(3e4)  # queries beyond float16
+    code, out = run_scenario(1, model=model)
+    assert (code, ", 0 differ" in out) == ((3, False) if fails else (0, True))
+    if fails:
+        first = out.split("first divergence, in the order of capture\n")[1].splitlines()[1]
+        assert first.split()[:2] == ["model.layers.1.self_attn.q_proj", "output"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_scenario_of_a_training_loop(run_scenario, fails, tmp_path):
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), 1e6 if fails else 0.1)
+    code, out = run_scenario(2, model=model, optimizer=optimizer, batches=[BATCH] * 6)
+    assert code == 0
+    assert out.startswith("6 steps, 0 to 5; ")
+    assert ("0 findings" in out) != fails
+    assert (tmp_path / "steps.png").exists()
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_the_scenario_of_two_checkpoints(run_scenario, changed, tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "base")
+    if changed:
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(3)
+    model.save_pretrained(tmp_path / "tuned")
+    code, _out = run_scenario(3)
+    with (tmp_path / "change.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert code == 0
+    assert len(rows) == len([name for name, _ in model.named_parameters() if "norm" not in name])
+    assert any(float(row["delta_sc"]) for row in rows) == changed
+
+
+def test_every_name_of_the_documents_has_one_here():
+    table = (REPOSITORY / "instruments/README.md").read_text().partition("## Names in the documents")[2]
+    rows = [row.split("|")[1:3] for row in table.splitlines()[4:]]
+    assert len(rows) >= 7
+    in_redis = {field for places in FIELDS.values() for _projection, field in places}
+    for theirs, ours in rows:
+        names = [name for name in re.findall(r"`(\w+)`", ours + theirs * ("the same" in ours)) if name != "tiny_onn"]
+        modules = [shlex.split(words)[2:4] for words in re.findall("`(python -m .+?)`", ours)]
+        assert names or modules, theirs
+        assert {*names} <= {*tiny_onn.__all__, ENABLED, FOLDER, QUANT_TYPE, *in_redis}
+        assert all({*tool} <= {*TOOLS} if module == "pipeline" else find_spec(module) for module, *tool in modules)
