@@ -102,14 +102,17 @@ def score(scan: Mscan, other: Mscan | None = None) -> NDArray[np.float64]:
 
     Raises ContractError: the scans have other parameters.
     """
-    values_P = delta_sc(scan.activation(), scan.gradient())
+    values_P: NDArray[np.float64] = delta_sc(scan.activation(), scan.gradient())
     if other is None:
         return values_P
     if other.parameters.names != scan.parameters.names:
-        only = {*scan.parameters.names} ^ {*other.parameters.names}
-        what = f"the scans differ in {len(only)} parameters: {some(sorted(only), 3)}"
+        only = sorted({*scan.parameters.names} ^ {*other.parameters.names})
+        what = (
+            f"the scans differ in {len(only)} parameters: {some(only, 3)}" if only else "the parameters' order differs"
+        )
         raise ContractError(what, where=f"{scan.path}, {other.path}", do="scan both models with the same patterns")
-    return values_P - delta_sc(other.activation(), other.gradient())
+    values_P -= delta_sc(other.activation(), other.gradient())
+    return values_P
 
 
 def write_numbers(names: Sequence[str], values_P: Float[np.ndarray, "P"], path: Path) -> None:
