@@ -41,6 +41,8 @@ def render_card(
     rows: Mapping[str, object],
     dense: Decoder,
     pad_to: int | None = None,
+    *,
+    tied: bool = False,
 ) -> str:
     """The card as Markdown, with the front matter that hubs read.
 
@@ -51,6 +53,7 @@ def render_card(
         rows: what was done by which method, with its results.
         dense: the dense model.
         pad_to: see `expert_width`.
+        tied: input and output embedding are one tensor on disk.
     """
     # Without characters of markup.
     name = re.sub(r"[^\w .+/-]", "_", source if _REPOSITORY.fullmatch(source) else Path(source).name).strip() or "dense"
@@ -62,7 +65,7 @@ def render_card(
     seeing = dense.is_wrapper and not target.is_tiny_onn
     model_class, reader_class = _SEEING if seeing else _READING
     architecture = target.wrappers[str(dense.config_json["model_type"])][0] if seeing else target.architecture
-    lines = suitable_runtimes(target, shape, pad_to, dense.config, seeing=seeing)
+    lines = suitable_runtimes(target, shape, pad_to, dense.config, seeing=seeing, tied=tied)
     runtimes = "\n".join(f"- {line}" for line in lines)
     facts = {
         "architecture": f"`{architecture}`",
@@ -114,11 +117,17 @@ def _experts(shape: MoEShape, layers: int) -> str:
 
 
 def suitable_runtimes(
-    target: MoETarget, shape: MoEShape, pad_to: int | None, dense: Mapping[str, Any], *, seeing: bool = False
+    target: MoETarget,
+    shape: MoEShape,
+    pad_to: int | None,
+    dense: Mapping[str, Any],
+    *,
+    seeing: bool = False,
+    tied: bool = False,
 ) -> list[str]:
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    served = target.served_by(shape, dense)
+    served = target.served_by(shape, dense, tied=tied)
     lines = [_loading(target, seeing=seeing), *filter(None, [long_texts(target, dense)])]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
@@ -133,10 +142,12 @@ def suitable_runtimes(
         lines.append(f"{', '.join(name for name in served if name != 'llama.cpp')}: {_fused_kernels(shape, width)}")
     if "llama.cpp" in served:
         where = ", where there are as many key heads as query heads" if target.llama_cpp_equal_heads else ""
-        lines.append(f"llama.cpp: `python -m pipeline gguf` converts it{where}; {_blocks(width)}")
+        head = " and adds the output embedding, without which llama.cpp does not load it"
+        more = where + head * (tied and "llama.cpp" in target.needs_head)
+        lines.append(f"llama.cpp: `python -m pipeline gguf` converts it{more}; {_blocks(width)}")
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
-    lines += [f"{name}: {fault}." for name, fault in target.faults(shape, dense).items()]
+    lines += [f"{name}: {fault}." for name, fault in target.faults(shape, dense, tied=tied).items()]
     if absent := [name for name in RUNTIMES if name not in target.runtimes]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines

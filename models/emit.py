@@ -107,6 +107,7 @@ def emit_checkpoint(
     dtype: str = "source",
     pad_to: int | None = None,
     text_only: bool = False,
+    tied_embeddings: bool = True,
 ) -> None:
     """Write a Hugging Face folder that transformers loads, without remote code unless the target is TinyONN.
 
@@ -114,13 +115,15 @@ def emit_checkpoint(
     layer, `routers` gives ``(E, D)`` rows, written unchanged; `selection_bias` an ``(E,)`` bias of the choice only;
     `experts` unscaled experts, which are scaled here, and down rounded once to the number format of its gate. A pool
     holds them in layer order. With dtype=source every tensor keeps its number format, and routers take that of
-    config.json. `pad_to`: see `expert_width`; `text_only`: see `text_part`.
+    config.json. `pad_to`: see `expert_width`; `text_only`: see `text_part`; with `tied_embeddings`, embeddings that
+    the dense model ties are one tensor, otherwise two.
     Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
     if out_folder.resolve() == source_folder.resolve():
         raise CheckpointError("the MoE would overwrite its source", where=str(out_folder), do="choose another folder")
     with DenseReader(source_folder, text_only=text_only) as reader, ShardWriter(out_folder) as writer:
+        tied = tied_embeddings and reader.tied
         emission = _Emission(reader, writer, target, shape, pad_to, _main_dtype(reader, dtype), dtype == "source")
         emission.copy_frame()
         for layer in tqdm(range(reader.decoder.depth), desc="write checkpoint", unit="layer"):
@@ -129,8 +132,8 @@ def emit_checkpoint(
                 emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
                 emission.add_experts(layer, experts(layer))
                 emission.add_constants(layer)
-        emission.finish()
-        decoder, tied = reader.decoder, reader.tied
+        emission.finish(tied=tied)
+        decoder = reader.decoder
     copy_tokenizer_files(source_folder, out_folder, text_only=text_only)
     if target.is_tiny_onn:
         copy_code(out_folder)
@@ -204,14 +207,13 @@ class _Emission:
         for part, name in zip(PROJECTIONS, self.target.parts, strict=True):
             self._add(self._place(self.target.dense, layer, part=name), self.reader.projection(layer, part))
 
-    def finish(self) -> None:
-        """Write the experts of all layers as one pool, and the output embedding."""
+    def finish(self, *, tied: bool) -> None:
+        """Write the experts of all layers as one pool, and the output embedding unless it is the input's, too."""
         if self.shape.pooled:
             self._add_pool()
-        decoder, tied = self.reader.decoder, self.reader.tied
-        if not (self.target.is_tiny_onn and tied):
-            # Some runtimes do not tie embeddings, even if config.json says so.
-            head = self.reader.tensor(decoder.embedding if tied else decoder.head)
+        if not tied:
+            decoder = self.reader.decoder
+            head = self.reader.tensor(decoder.embedding if self.reader.tied else decoder.head)
             self._add(self._stored_name(decoder.head), head)
 
     def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:

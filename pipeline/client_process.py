@@ -22,12 +22,13 @@ def probe() -> dict[str, str]:
     return {client: version(distributions[client][0]) for client in CLIENTS if client in distributions}
 
 
-def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str, str]:
+def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str, head: bool) -> dict[str, str]:
     """Run llama.cpp's converter, with three corrections to its tokenizer code.
 
     The converter recognises pre-tokenizers by a hash that depends on the vocabulary, so plain byte-level ones with
     another vocabulary are set to GPT-2's. It also assumes that every Glm4Moe model has GLM's special tokens,
-    and every HunYuanMoEV1 the tokenizer in Python of one model.
+    and every HunYuanMoEV1 the tokenizer in Python of one model. `head`: tied embeddings are written twice, for the
+    classes of llama.cpp that demand an output embedding.
     """
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     import convert_hf_to_gguf  # type: ignore[import-not-found]  # noqa: PLC0415 - of llama.cpp
@@ -52,6 +53,14 @@ def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str
 
     TextModel.get_vocab_base_pre, TextModel._set_vocab_glm = pre_tokenizer, vocabulary
     HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2
+    if head:
+        index_tensors = TextModel.index_tensors
+
+        def with_head(model: Any, *args: Any, **keys: Any) -> dict[str, Any]:  # noqa: ANN401
+            tensors: dict[str, Any] = index_tensors(model, *args, **keys)
+            return {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}
+
+        TextModel.index_tensors = with_head
     # A carve has no layers that predict the second next token, without which Qwen3.5's class stops; as by --no-mtp.
     TextModel.no_mtp = True
     sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", outtype]

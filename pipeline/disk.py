@@ -31,7 +31,8 @@ def expected_bytes(stage: str, source: Decoder, shape: MoEShape | None, assemble
         carved_layers = source.depth - len(shape.dense_layers)
         return 3 * source.hidden * shape.neurons(carved_layers) * width
     target = select_target(source, assemble.target, shape)
-    return count_carved(source, target, shape, assemble.pad_to).total * BYTES.get(assemble.dtype, width)
+    count = count_carved(source, target, shape, assemble.pad_to, tied=assemble.tied_embeddings)
+    return count.total * BYTES.get(assemble.dtype, width)
 
 
 def scratch_bytes(stage: str, source: Decoder, shape: MoEShape | None, settings: Settings) -> int:

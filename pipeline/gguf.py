@@ -118,7 +118,7 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
         return f"llama.cpp gives {architecture} as many key heads as query heads, this model has fewer"
     if dense := config.get("mlp_only_layers"):
         return f"llama.cpp wants experts in every layer of {architecture}, and layers {dense} have none"
-    fault = target.faults(MoEShape(2, 1, 1, 0), config).get("llama.cpp")
+    fault = target.faults(MoEShape(2, 1, 1, 0), config, tied=False).get("llama.cpp")
     return f"llama.cpp {fault}" if fault else ""
 
 
@@ -135,7 +135,9 @@ def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> N
             TemporaryDirectory(dir=out.parent, prefix=".gguf-") as scratch,
         ):
             whole = Path(scratch) / "converted.gguf"
-            request = {"llama_cpp": str(converter), "checkpoint": str(readable), "out": str(whole)}
+            config = read_config(checkpoint)
+            head = config["tie_word_embeddings"] and "llama.cpp" in target_of(config)[0].needs_head
+            request = {"llama_cpp": str(converter), "checkpoint": str(readable), "out": str(whole), "head": head}
             run_client(python, "convert", request | {"outtype": "bf16" if quantiser else outtype})
             if quantiser:
                 smaller = Path(scratch) / "quantised.gguf"

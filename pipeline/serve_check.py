@@ -202,7 +202,8 @@ class Check:
     def _vllm(self, python: Path) -> dict[str, Any]:
         target, dense = self.target, text_of(self.config.get("dense") or self.config)
         shape = MoEShape(1, 1, 1, 0, topology=self.config.get("topology", PER_LAYER))
-        if fault := target.faults(shape, dense).get("vLLM"):
+        tied = bool(self.config.get("tie_word_embeddings"))
+        if fault := target.faults(shape, dense, tied=tied).get("vLLM"):
             raise UserError(f"vLLM {fault}")
         if "vLLM" not in target.runtimes:
             raise UserError("vLLM does not know this architecture")

@@ -66,7 +66,8 @@ class ShapeRequest:
 
     def count(self, shape: MoEShape) -> ParameterCount:
         """Parameters of the carved model. Raises ConfigError, as `target` does."""
-        return count_carved(self.source, self.target(shape), shape, self.assemble.pad_to)
+        assemble = self.assemble
+        return count_carved(self.source, self.target(shape), shape, assemble.pad_to, tied=assemble.tied_embeddings)
 
 
 def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
@@ -282,12 +283,15 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         f"{in_millions(dense.total)}), {in_millions(carved.active)} active per token "
         f"({carved.active / dense.active:.2f} x)",
     ]
-    if request.source.tied and not target.is_tiny_onn:
+    if request.source.tied and not request.assemble.tied_embeddings:
         head = in_millions(request.source.vocabulary * request.source.hidden)
         lines.append(f"            {head} of these are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
-    served = target.served_by(shape, request.source.config)
-    not_served = [name for name in RUNTIMES if name not in served]
+    tied = request.source.tied and request.assemble.tied_embeddings
+    served, could = (target.served_by(shape, request.source.config, tied=one) for one in (tied, False))
+    untied = [name for name in could if name not in served]
+    not_served = [name for name in RUNTIMES if name not in could]
     serving = f"{target.architecture}: {', '.join(['transformers', *served])}"
+    serving += f"; {', '.join(untied)} with assemble.tied_embeddings=false" if untied else ""
     serving += f"; not {', '.join(not_served)}" if not_served else ""
     return [*lines, f"checkpoint  about {in_mib(size)} on disk", f"serving     {serving}"]

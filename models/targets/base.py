@@ -23,6 +23,7 @@ RUNTIMES = ("vLLM", "SGLang", "llama.cpp")  # for serving
 # of other widths stay in 16 bits and are slow), and vLLM on a CPU needs 32, too. Fused kernels of serving runtimes are
 # fastest from 128 on, llama.cpp's K-quants need 256.
 ALIGNMENT, BLOCK = 8, 32
+_NO_TIES = "reads the output embedding only from a tensor of its own (`assemble.tied_embeddings=false` writes it)"
 # Zero neurons cost bytes and time: at most this share of the width is added to fill whole blocks.
 MOST_PADDING = 1 / 8
 
@@ -90,6 +91,8 @@ class MoETarget:
     transformers_4: bool = True  # transformers 4.57 loads it, too
     runtimes: tuple[str, ...] = ()  # serving runtimes that know the architecture by name
     runtime_note: str = ""  # one more line of the model card
+    # Runtimes that read its output embedding only from a tensor of its own; `pipeline gguf` writes that for llama.cpp.
+    needs_head: tuple[str, ...] = ()
     activation: str = "silu"  # of the experts in serving runtimes
     # llama.cpp assumes as many key heads as query heads, and ignores their number in config.json.
     llama_cpp_equal_heads: bool = False
@@ -168,15 +171,16 @@ class MoETarget:
         most = shape.n if self.one_shared_expert else math.inf
         return shape.always_on <= (most if self.has_shared else 0)
 
-    def served_by(self, shape: MoEShape, source: Mapping[str, Any]) -> tuple[str, ...]:
+    def served_by(self, shape: MoEShape, source: Mapping[str, Any], *, tied: bool) -> tuple[str, ...]:
         """The serving runtimes that compute this carve correctly."""
-        faults = self.faults(shape, source)
+        faults = self.faults(shape, source, tied=tied)
         return tuple(runtime for runtime in self.runtimes if runtime not in faults)
 
-    def faults(self, shape: MoEShape, source: Mapping[str, Any]) -> dict[str, str]:
+    def faults(self, shape: MoEShape, source: Mapping[str, Any], *, tied: bool) -> dict[str, str]:
         """Runtimes that know the architecture but do not compute this carve correctly → what they do not do.
 
-        `source`: config.json of the dense model, or of the carve if it is not TinyONN.
+        `source`: config.json of the dense model, or of the carve if it is not TinyONN; `tied`: the carve has one
+        tensor for both embeddings.
         """
         if shape.pooled:
             return dict.fromkeys(self.runtimes, "runs no pool of experts that layers share")
@@ -191,7 +195,8 @@ class MoETarget:
             faults = dict.fromkeys(wrong, "ignores the mscale and attention_factor of yarn")
         if "llama.cpp" in {*self.runtimes} - faults.keys() and (fault := self._llama_cpp_fault(shape, source)):
             faults["llama.cpp"] = fault
-        return {**self.lacks(source), **faults}
+        heads = [name for name in self.needs_head if tied and name != "llama.cpp"]
+        return {**dict.fromkeys(heads, _NO_TIES), **self.lacks(source), **faults}
 
     def _llama_cpp_fault(self, shape: MoEShape, source: Mapping[str, Any]) -> str:
         if shape.dense_layers and self.dense_layers in {"ends", "any"}:

@@ -31,7 +31,8 @@ def emit_config(
 ) -> dict[str, Any]:
     """The MoE's config.json, from the dense checkpoint's, which transformers 4 or 5 wrote.
 
-    `dtype` is float32, bfloat16 or float16; `pad_to`: see `expert_width`; `tied`: the embeddings are one tensor.
+    `dtype` is float32, bfloat16 or float16; `pad_to`: see `expert_width`; `tied`: the embeddings are one tensor
+    on disk.
     """
     gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
@@ -40,7 +41,7 @@ def emit_config(
     given = ConfigInput(decoder, {**dense, **rope}, tied, shape, width, shared, gate_scale, dtype)
     if target.is_tiny_onn:
         return target.config_keys(given)
-    config = _common_keys(target, shape, dtype)
+    config = _common_keys(target, shape, dtype, tied=tied)
     config |= (_carried_keys(decoder) | config if target.carries else _shared_keys(dense)) | rope
     if not target.selection_bias:
         # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
@@ -80,12 +81,12 @@ def _wrapped(decoder: Decoder, target: MoETarget, text: Mapping[str, Any]) -> di
     return {"architectures": [architecture], "model_type": model_type, **rest, **same, "text_config": of_text}
 
 
-def _common_keys(target: MoETarget, shape: MoEShape, dtype: str) -> dict[str, Any]:
+def _common_keys(target: MoETarget, shape: MoEShape, dtype: str, *, tied: bool) -> dict[str, Any]:
     return {
         "architectures": [target.architecture],
         "model_type": target.model_type,
         "num_experts_per_tok": shape.top_k,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
@@ -156,7 +157,9 @@ def count_dense(dense: Decoder) -> ParameterCount:
     return ParameterCount(total, total - (0 if dense.tied else dense.vocabulary * dense.hidden))
 
 
-def count_carved(dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> ParameterCount:
+def count_carved(
+    dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int | None = None, *, tied: bool = True
+) -> ParameterCount:
     """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
 
     A pool's K active experts count in every layer. Selection biases and other buffers do not count.
@@ -167,7 +170,7 @@ def count_carved(dense: Decoder, target: MoETarget, shape: MoEShape, pad_to: int
     layer += sum(prod(constant.shape) for constant in target.more(dense, shape).values())
     kept, carved = len(shape.dense_layers), dense.depth - len(shape.dense_layers)
     others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer
-    embedding, tied = dense.vocabulary * dense.hidden, dense.tied and target.is_tiny_onn
+    embedding, tied = dense.vocabulary * dense.hidden, dense.tied and tied
     if dense.tied and not tied:
         others += embedding
     others += kept * dense.count(dense.ffn_names) // dense.depth

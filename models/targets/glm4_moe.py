@@ -75,6 +75,7 @@ _GLM4_MOE = MoETarget(
     config_keys=_glm4_keys,
     copies=_in_halves,
     runtimes=("vLLM", "SGLang", "llama.cpp"),
+    needs_head=("vLLM", "SGLang"),
     runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; "
     "`python -m pipeline gguf` runs it with the vocabulary as it is.",
     shared=LAYER + "mlp.shared_experts.{part}.weight",
@@ -100,6 +101,7 @@ TARGETS = (
         config_keys=_dots1_keys,
         runtime_note="vLLM and llama.cpp give this architecture no sliding window and no bias on o_proj: serve such a "
         "source by transformers.",
+        needs_head=("vLLM", "SGLang", "llama.cpp"),
         llama_cpp_equal_heads=True,
         factor_key=False,
         output_bias=True,

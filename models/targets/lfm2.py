@@ -15,7 +15,7 @@ TARGETS = (
             "intermediate_size": given.decoder.width,
             # The dense family has other spellings of these.
             "layer_types": given.dense["layer_types"],
-            "tie_embedding": False,
+            "tie_embedding": given.tied,
             "num_dense_layers": len(given.shape.dense_layers),
             "use_expert_bias": True,
             # llama.cpp ignores it, so the scale goes into the down projections.

@@ -29,6 +29,7 @@ TARGETS = (
             }
         ),
         runtimes=("vLLM", "SGLang", "llama.cpp"),
+        needs_head=("SGLang", "llama.cpp"),
         shared=LAYER + "mlp.shared_expert.{part}.weight",
         shared_router=LAYER + "mlp.shared_expert_gate.weight",
         expert_modules=("experts", "shared_expert", "shared_expert_gate"),
@@ -43,6 +44,7 @@ TARGETS = (
         sources={"qwen3": 1},
         config_keys=lambda given: _expert_keys(given) | {"attention_bias": bool(given.dense.get("attention_bias"))},
         runtimes=("vLLM", "SGLang", "llama.cpp"),
+        needs_head=("SGLang",),
         dense_layers="any",
         output_bias=True,
     ),

@@ -72,6 +72,7 @@ class FormatSettings(Protocol):
     pad_to: int | None
     dtype: str
     text_only: bool
+    tied_embeddings: bool
 
     def balance_weight(self, *, pooled: bool) -> float:
         """Weight of uneven load in the router's objective."""
@@ -156,9 +157,11 @@ class CheckpointFormat:
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
             text_only=self.settings.text_only,
+            tied_embeddings=self.settings.tied_embeddings,
         )
         dense, pad_to = find_decoder(self.source, text_only=self.settings.text_only), self.settings.pad_to
-        active = count_carved(dense, self.target, self.shape, pad_to).active
+        tied = dense.tied and self.settings.tied_embeddings
+        active = count_carved(dense, self.target, self.shape, pad_to, tied=tied).active
         rows = {
             "active parameters": f"{in_millions(active)} of the dense model's {in_millions(count_dense(dense).active)}",
             "neurons left out": f"{partition.dropped} in all layers together",
@@ -167,5 +170,5 @@ class CheckpointFormat:
             "router": self.settings.router,
             "projection": projection,
         }
-        card = render_card(self.model.source_name, self.target, self.shape, rows, dense, pad_to)
+        card = render_card(self.model.source_name, self.target, self.shape, rows, dense, pad_to, tied=tied)
         (out / "checkpoint/README.md").write_text(card, encoding="utf-8")

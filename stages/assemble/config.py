@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.targets.config import MOE_TARGETS
 from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
-VERSION = 12
+VERSION = 13
 
 TARGETS = ("auto", *MOE_TARGETS)
 
@@ -28,6 +28,7 @@ class AssembleConfig:
     parity_logit_std: float = field(default=0.001, metadata={"needs": {"mode": "parity"}, "minimum": 0})
     pad_to: int | None = field(default=None, metadata={"minimum": 1, "maximum": 4096})
     text_only: bool = False
+    tied_embeddings: bool = True
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from pico import write_pico
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from zoo.checkpoints import IMAGE, write_checkpoint
 from zoo.images import image_inputs
@@ -114,6 +114,7 @@ class Case:
     dense_layers: tuple[int, ...] = ()
     warned: int = 0  # warnings of transformers 5, which the dense checkpoint also causes
     text_only: bool = False  # of a wrapper, without its images
+    tied_embeddings: bool = True
     tolerance: float = TOLERANCE  # more for models whose own noise is larger
     pico: dict[str, Any] = field(default_factory=dict)
 
@@ -136,6 +137,7 @@ class Case:
 
 CASES = {
     "qwen3": Case("qwen3", "qwen3_moe", pico={"tie": True}),
+    "qwen3-untied": Case("qwen3", "qwen3_moe", tied_embeddings=False, pico={"tie": True}),
     "qwen3-biased": Case("qwen3", "qwen3_moe", pico={"attention_bias": True}),
     "qwen2": Case("qwen2", "qwen2_moe"),
     "qwen2-always-on": Case("qwen2", "qwen2_moe", always_on=5),
@@ -144,7 +146,7 @@ CASES = {
     "llama": Case("llama", "mixtral"),
     "llama-llama3-rope": Case("llama", "mixtral", pico={"rope_parameters": LLAMA3_ROPE}),
     "llama-qwen2_moe": Case("llama", "qwen2_moe", always_on=5, pico={"head_dim": 6}),
-    "mistral": Case("mistral", "mixtral", pico={"sliding_window": 4}),
+    "mistral": Case("mistral", "mixtral", pico={"sliding_window": 4, "tie": True}),
     "qwen3-glm4": Case("qwen3", "glm4_moe", always_on=5),
     "qwen2-glm4": Case("qwen2", "glm4_moe", always_on=11),
     "llama-glm4": Case("llama", "glm4_moe", always_on=5),
@@ -224,12 +226,14 @@ CASES = {
     "gemma4-copies": Case("gemma4_text", "gemma4_text", always_on=5, copies=True, pico=GEMMA4),
     "gemma4-bfloat16": Case("gemma4_text", "gemma4_text", always_on=5, dtype=torch.bfloat16, pico=GEMMA4),
     "lfm2": Case("lfm2", "lfm2_moe", pico=LFM2 | {"tie": True}),
+    "lfm2-untied": Case("lfm2", "lfm2_moe", tied_embeddings=False, pico=LFM2 | {"tie": True}),
     "lfm2-dense-first": Case("lfm2", "lfm2_moe", dense_layers=(0,), pico=LFM2),
     "lfm2-bfloat16": Case("lfm2", "lfm2_moe", experts=4, n=8, dtype=torch.bfloat16, pico=LFM2),
     "nemotron": Case("nemotron", "tiny_onn", always_on=5),
     "nemotron-dense-last": Case("nemotron", "tiny_onn", dense_layers=(1,)),
     "nemotron-bfloat16": Case("nemotron", "tiny_onn", always_on=5, dtype=torch.bfloat16),
     "smollm3": Case("smollm3", "tiny_onn", always_on=5, pico=NO_ROTATION | {"tie": True}),
+    "smollm3-untied": Case("smollm3", "tiny_onn", 5, tied_embeddings=False, pico=NO_ROTATION | {"tie": True}),
     "smollm3-biased": Case("smollm3", "tiny_onn", pico=NO_ROTATION | {"attention_bias": True}),
     "qwen3-tiny_onn": Case("qwen3", "tiny_onn", always_on=5, pico=WINDOWS | {"use_sliding_window": True}),
     "qwen2-tiny_onn": Case("qwen2", "tiny_onn", always_on=5, pico={"rope_parameters": YARN_ROPE}),
@@ -261,22 +265,22 @@ CASES = {
     "gemma2-dense-first": Case("gemma2", "tiny_onn", always_on=5, dense_layers=(0,), pico=GEMMA),
     "phi3-tiny_onn-dense-last": Case("phi3", "tiny_onn", dense_layers=(1,)),
     "qwen3-padded": Case("qwen3", "qwen3_moe", pad_to=128),
-    "qwen2-padded": Case("qwen2", "qwen2_moe", always_on=5, pad_to=128),
+    "qwen2-padded": Case("qwen2", "qwen2_moe", always_on=5, pad_to=128, pico={"tie": True}),
     "glm4-padded": Case("qwen3", "glm4_moe", always_on=5, pad_to=128),
-    "granite-padded": Case("granite", "granitemoeshared", always_on=5, pad_to=128),
+    "granite-padded": Case("granite", "granitemoeshared", always_on=5, pad_to=128, pico={"tie": True}),
     "smollm3-padded": Case("smollm3", "tiny_onn", always_on=5, pad_to=128),
     "qwen3_5": Case("qwen3_5_text", "qwen3_5_moe_text", always_on=5, tolerance=3e-5, pico=HYBRID),
     "qwen3_5-none-always-on": Case("qwen3_5_text", "qwen3_5_moe_text", tolerance=3e-5, pico=HYBRID | {"tie": True}),
     "qwen3_5-bfloat16": Case("qwen3_5_text", "qwen3_5_moe_text", 5, 4, 8, dtype=torch.bfloat16, pico=HYBRID),
     "ministral3": Case("ministral3", "mixtral", pico={"rope_parameters": MINISTRAL_ROPE}),
-    "mistral3-image": Case("mistral3_image", "mixtral", 0, 4, 32),
-    "qwen3_vl-image": Case("qwen3_vl_image", "qwen3_vl_moe_text", 0, 4, 32, pad_to=40),
+    "mistral3-image": Case("mistral3_image", "mixtral", 0, 4, 32, pico={"tie": True}),
+    "qwen3_vl-image": Case("qwen3_vl_image", "qwen3_vl_moe_text", 0, 4, 32, pad_to=40, pico={"tie": True}),
     "qwen3_vl-dense-last-image": Case("qwen3_vl_image", "qwen3_vl_moe_text", 0, 4, 32, pad_to=40, dense_layers=(3,)),
     "mistral3-text": Case("mistral3_image", "mixtral", 0, 4, 32, text_only=True),
     "gemma4-text": Case("gemma4_image", "gemma4_text", 32, 4, 24, text_only=True),
     "gemma3-text": Case("gemma3_image", "tiny_onn", 32, 4, 24, text_only=True),
     "qwen3_5-text": Case("qwen3_5_image", "qwen3_5_moe_text", 32, 4, 24, text_only=True, tolerance=3e-5),
-    "qwen3_5-image": Case("qwen3_5_image", "qwen3_5_moe_text", 32, 4, 24, tolerance=3e-5),
+    "qwen3_5-image": Case("qwen3_5_image", "qwen3_5_moe_text", 32, 4, 24, tolerance=3e-5, pico={"tie": True}),
 }
 
 
@@ -284,6 +288,8 @@ def write_case(folder: Path, case: Case) -> None:
     """Write a dense checkpoint, its logits, and the MoE emitted from it."""
     if case.source.endswith(IMAGE):
         dense = write_checkpoint(case.source, folder / "dense")
+        if case.pico.get("tie"):
+            tie_embeddings(dense)
         whole = AutoModelForImageTextToText.from_pretrained(dense, dtype=torch.float32)
         batch = {"input_ids": torch.arange(33).view(3, 11)} if case.text_only else image_inputs(whole)
     else:
@@ -315,7 +321,18 @@ def write_case(folder: Path, case: Case) -> None:
             experts=experts,
             pad_to=case.pad_to,
             text_only=case.text_only,
+            tied_embeddings=case.tied_embeddings,
         )
+
+
+def tie_embeddings(folder: Path) -> None:
+    """Make the output embedding of a checkpoint that of the input."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for part in (config, config["text_config"]):
+        part["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensors[name] for name in tensors if "lm_head" not in name}, folder / "model.safetensors")
 
 
 def neurons_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

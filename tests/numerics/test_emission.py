@@ -73,10 +73,27 @@ def test_everything_but_the_ffns_is_carried_over(cases: Path) -> None:
     assert all(torch.equal(dense[name], moe[name]) for name in kept)
 
 
-def test_tied_embeddings_are_written_twice(cases: Path) -> None:
-    moe = tensors_in(cases / "qwen3" / "moe")
-    assert torch.equal(moe["lm_head.weight"], moe["model.embed_tokens.weight"])
-    assert "lm_head.weight" not in tensors_in(cases / "qwen3" / "dense")
+def test_every_target_keeps_tied_embeddings_as_one_tensor(cases: Path) -> None:
+    tied = {name: case.target for name, case in CASES.items() if not has_head(cases / name / "dense")}
+    assert {*tied.values()} == set(MOE_TARGETS)
+    assert all(has_head(cases / name / "moe") != CASES[name].tied_embeddings for name in tied)
+    assert all(has_head(cases / name / "moe") for name in CASES.keys() - tied.keys())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "lfm2", "smollm3"])
+def test_tied_embeddings_written_twice_on_request_give_the_same_logits(
+    report: dict[str, dict[str, Any]], cases: Path, name: str
+) -> None:
+    once, twice = (tensors_in(cases / name / "moe") for name in (name, f"{name}-untied"))
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    assert twice.keys() - once.keys() == {head}
+    assert torch.equal(twice[head], once[embedding])
+    assert report[f"{name}-untied"]["difference"] == report[name]["difference"]
+
+
+def has_head(folder: Path) -> bool:
+    """Whether a checkpoint has an output embedding of its own."""
+    return any(name.endswith("lm_head.weight") for name in tensors_in(folder))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

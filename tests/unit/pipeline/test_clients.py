@@ -24,16 +24,22 @@ from pipeline import clients, gguf, serve_check
 CONVERTER = """
 import json, runpy, sys
 from pathlib import Path
+from conversion.base import TextModel
 def main():
     folder, out = Path(sys.argv[1]), Path(sys.argv[3])
     for file in folder.rglob("*.py"):
         runpy.run_path(str(file))
     settings = {path.name: json.loads(path.read_text()) for path in folder.glob("*config.json")}
-    out.write_text(json.dumps(settings))
+    out.write_text(json.dumps(settings | {"tensors": TextModel().index_tensors()}))
     with open(Path(__file__).parent / "converted", "a") as log:
         log.write(f"{settings['config.json']['architectures'][0]} {sorted(path.name for path in folder.iterdir())}\\n")
 """
-BASE = "class TextModel:\n    get_vocab_base_pre = _set_vocab_glm = _set_vocab_gpt2 = None\n"
+BASE = """
+class TextModel:
+    get_vocab_base_pre = _set_vocab_glm = _set_vocab_gpt2 = None
+    def index_tensors(self):
+        return {"model.embed_tokens.weight": "one tensor for both"}
+"""
 SEEN = {
     "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json",
@@ -79,6 +85,19 @@ def test_the_converter_runs_no_python_of_a_checkpoint(tmp_path, carve, llama_cpp
     (log,) = (tmp_path / "llama.cpp" / "converted").read_text().splitlines()
     assert log.startswith("Qwen2MoeForCausalLM")
     assert ".py" not in log
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "tie", "written"),
+    [("qwen2_moe", "qwen2", True, True), ("qwen2_moe", "qwen2", False, False), ("qwen3_moe", "qwen3", True, False)],
+)
+def test_classes_that_llama_cpp_does_not_tie_get_the_input_embedding_twice(
+    tmp_path, llama_cpp, target, source, tie, written
+):
+    moe = write_carve(tmp_path, target, source, 0, tie=tie)
+    assert gguf.main([str(moe), str(tmp_path / "x.gguf"), "--type", "f16", *llama_cpp]) == 0
+    tensors = json.loads((tmp_path / "x.gguf").read_text())["tensors"]
+    assert tensors.pop("lm_head.weight", None) == (tensors["model.embed_tokens.weight"] if written else None)
 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_5_moe_text", "gemma4_text"])

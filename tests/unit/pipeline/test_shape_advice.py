@@ -53,11 +53,17 @@ def test_what_the_default_comes_to(said):
     assert lines == (
         "embedded: 4 layers of 1024 neurons -> 16 experts of 64, 4 per token, and 256 always on\n"
         "  neurons     512 of 1,024 serve a token (50% active), 256 of them chosen for it (50% routed)\n"
-        "  parameters  6.83 M (1.37 x the dense model's 4.98 M), 3.43 M active per token (0.69 x)\n"
-        "              1.05 M of these are the output embedding, in the dense model the input's\n"
-        "  checkpoint  about 13.0 MiB on disk\n"
-        "  serving     Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp\n"
+        "  parameters  5.79 M (1.16 x the dense model's 4.98 M), 3.43 M active per token (0.69 x)\n"
+        "  checkpoint  about 11.0 MiB on disk\n"
+        "  serving     Glm4MoeForCausalLM: transformers, llama.cpp; vLLM, SGLang with assemble.tied_embeddings=false\n"
     )
+    lines, _warning = said("embedded", "assemble.tied_embeddings=false")
+    assert lines.splitlines()[2:] == [
+        "  parameters  6.83 M (1.37 x the dense model's 4.98 M), 3.43 M active per token (0.69 x)",
+        "              1.05 M of these are the output embedding, in the dense model the input's",
+        "  checkpoint  about 13.0 MiB on disk",
+        "  serving     Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp",
+    ]
 
 
 def test_a_scan_has_no_shape(said):
@@ -91,7 +97,7 @@ def test_experts_that_are_typed_stay_as_typed(said):
 
 WARNED = [
     ("embedded", ["top_k=16", "always_on=0"], {"no saving", "no routing"}),
-    ("embedded", ["active=1"], {"no saving", "larger"}),
+    ("embedded", ["active=1"], {"no saving"}),
     ("embedded", ["experts=1", "assemble.target=tiny_onn"], {"no routing", "dropped"}),
     ("embedded", ["n=8"], {"little routing", "dropped"}),
     ("embedded", ["experts=100", "n=256", "always_on=0", "assemble.target=qwen3_moe"], {"larger"}),
@@ -161,8 +167,12 @@ def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
 @pytest.mark.parametrize(
     ("target", "dense", "said"),
     [
-        ("auto", (0,), "Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp"),
-        ("qwen3_moe", (0,), "Qwen3MoeForCausalLM: transformers, vLLM, SGLang; not llama.cpp"),
+        ("auto", (0,), "Glm4MoeForCausalLM: transformers, llama.cpp; vLLM, SGLang with assemble.tied_embeddings=false"),
+        (
+            "qwen3_moe",
+            (0,),
+            "Qwen3MoeForCausalLM: transformers, vLLM; SGLang with assemble.tied_embeddings=false; not llama.cpp",
+        ),
         ("tiny_onn", (), "TinyONNForCausalLM: transformers, vLLM; not SGLang, llama.cpp"),
     ],
 )

@@ -108,6 +108,18 @@ def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
     assert expected in "\n".join(runtimes(target, shape))
 
 
+def test_a_card_names_the_runtimes_that_read_no_tied_embeddings():
+    def said(target, tied):
+        return "\n".join(suitable_runtimes(MOE_TARGETS[target], SHAPE, None, PLAIN, tied=tied))
+
+    assert "\nSGLang: reads the output embedding only from" in said("qwen3_moe", tied=True)
+    assert "\nvLLM: expert count and" in said("qwen3_moe", tied=True)
+    assert "`python -m pipeline gguf` converts it and adds the output embedding" in said("qwen2_moe", tied=True)
+    for target in MOE_TARGETS:
+        assert ("tied_embeddings=false" in said(target, tied=True)) == bool(MOE_TARGETS[target].needs_head)
+        assert "output embedding" not in said(target, tied=False)
+
+
 def test_a_gate_that_cannot_speak_is_said():
     def said(experts, top_k):
         shape = MoEShape(experts, 256, top_k, 0)

@@ -98,6 +98,7 @@ def test_the_embedded_model_and_its_default_carve():
     count = count_dense(config)
     assert count_parameters(dense, shape) == (count.total, count.active) == (4_983_552, 4_983_552)
     target = select_target(config, "auto", shape)
-    assert count_carved(config, target, shape).active == 3_427_072
-    count = count_carved(config, target, shape)
-    assert count_parameters(carved(config, target.model_type, shape), shape) == (count.total, count.active)
+    for tied, total in ((True, 5_786_368), (False, 5_786_368 + 4096 * 256)):
+        count = count_carved(config, target, shape, tied=tied)
+        keys = emit_config(config, target, shape, "float32", tied=tied)
+        assert count_parameters(built(keys), shape) == (count.total, count.active) == (total, 3_427_072)
