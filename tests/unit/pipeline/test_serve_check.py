@@ -86,7 +86,7 @@ def test_every_target_is_right_in_llama_cpp(tmp_path, target):
         pytest.skip(
             "LLAMA_CPP (its source) and LLAMA_PYTHON (with llama-cpp-python, sentencepiece; joined by :) not set"
         )
-    moe = write_carve(tmp_path, target, *SERVED[target])
+    moe = write_carve(tmp_path, target, *SERVED[target], tie=True)  # llama.cpp wants a head in some
     words = [moe, "--types", "f32", "--llama-cpp", source]
     words += [word for python in pythons.split(os.pathsep) for word in ("--python", python)]
     assert serve_check.main([*map(str, words), "--json", str(tmp_path / "found.json")]) == 0
