@@ -103,6 +103,7 @@ class MeanLoss:
     total: float  # nats
     tokens: int
     divergence: float | None = None  # mean KL(dense ‖ model) per token, nats; None: not measured
+    agreement: float | None = None  # share of tokens where both models find the same token most likely
     sequences: Sequence[tuple[float, int]] = ()  # loss and tokens of each
 
     @property
@@ -199,26 +200,30 @@ def measure_losses(
 
 def sum_losses(
     logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], dense_BTV: Float[Tensor, "B T V"] | None = None
-) -> Float[Tensor, "B+2"]:
-    """Loss and KL(dense ‖ model) of a batch, then the loss of every sequence; nats, summed over tokens, fp64."""
-    losses_BT, distance = token_losses(logits_BTV, labels_BT).double(), logits_BTV.new_full((), math.nan)
+) -> Float[Tensor, "B+3"]:
+    """Loss, KL(dense ‖ model) and tokens of equal choice of a batch, then every sequence's loss; sums, nats, fp64."""
+    losses_BT = token_losses(logits_BTV, labels_BT).double()
+    distance = equal = logits_BTV.new_full((), math.nan)
     if dense_BTV is not None:
-        distance = prediction_distance(logits_BTV, dense_BTV.to(logits_BTV.device), predicts(labels_BT))
-    return torch.cat([torch.stack([losses_BT.sum(), distance.double()]), losses_BT.sum(1)])
+        dense_BTV, counts_BT = dense_BTV.to(logits_BTV.device), predicts(labels_BT)
+        distance = prediction_distance(logits_BTV, dense_BTV, counts_BT)
+        equal = (counts_BT & (logits_BTV.argmax(-1) == dense_BTV.argmax(-1))).sum()
+    return torch.cat([torch.stack([losses_BT.sum(), distance.double(), equal.double()]), losses_BT.sum(1)])
 
 
 def mean_loss(found: Mapping[int, Tensor], batches: Sequence[TokenBatch], workers: Workers = ALONE) -> MeanLoss:
     """The mean from the `sum_losses` of this worker's batches by number; every worker gets that of all batches."""
     counts = [supervised_tokens(batch.labels).tolist() for batch in batches]
-    sums = torch.zeros(len(batches), 2 + max(map(len, counts)), dtype=torch.float64)
+    sums = torch.zeros(len(batches), 3 + max(map(len, counts)), dtype=torch.float64)
     for number, ours in found.items():
         sums[number, : len(ours)] = ours
     workers.sum_(sums)
-    total, distance = (float(column.contiguous().sum()) for column in sums.T[:2])
-    losses = [row[2 : 2 + len(tokens)].tolist() for row, tokens in zip(sums, counts, strict=True)]
+    total, distance, equal = (float(column.contiguous().sum()) for column in sums.T[:3])
+    losses = [row[3 : 3 + len(tokens)].tolist() for row, tokens in zip(sums, counts, strict=True)]
     sequences = [pair for batch in zip(losses, counts, strict=True) for pair in zip(*batch, strict=True)]
     tokens = sum(count for _, count in sequences)
-    return MeanLoss(total, tokens, None if math.isnan(distance) else distance / tokens, tuple(sequences))
+    divergence, agreement = (None if math.isnan(each) else each / tokens for each in (distance, equal))
+    return MeanLoss(total, tokens, divergence, agreement, tuple(sequences))
 
 
 def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logits: bool = False) -> Float[Tensor, "B"]:

@@ -221,8 +221,8 @@ def passed_losses(
                 found_1TV = logits(Passage(ids_1T, hidden_BTD[row, None]))
                 sums[name].append(sum_losses(found_1TV, labels_1T.to(stream.device), wanted_1TV))
         for name, rows in sums.items():
-            sums_3B = torch.stack(rows, dim=1)
-            found[name][number] = torch.cat([sums_3B[:2].sum(1), sums_3B[2]])
+            sums_4B = torch.stack(rows, dim=1)
+            found[name][number] = torch.cat([sums_4B[:3].sum(1), sums_4B[3]])
     return {name: mean_loss(sums, batches, workers) for name, sums in found.items()}
 
 

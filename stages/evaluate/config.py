@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 8
+VERSION = 9
 
 BASELINES = {  # name → row of the table
     "unaligned": "this MoE before projection, weights as cut",

@@ -71,12 +71,23 @@ def summarise(evaluation: Evaluation) -> Table:
                 f"{evaluation.gap(name):+.4f}",
                 show(evaluation.gap_error(name), ".4f"),
                 show(loss.divergence, ".4f"),
+                show(loss.agreement, ".1%"),
                 in_millions(cost.active_parameters) if cost else "",
                 in_millions(cost.parameters) if cost else "",
                 f"{cost.tokens_per_second:,.0f}" if cost and cost.tokens_per_second else "",
             ]
         )
-    columns = ["model", "perplexity", "loss gap (nats)", "±", "KL", "active parameters", "parameters", "tokens/s"]
+    columns = [
+        "model",
+        "perplexity",
+        "loss gap (nats)",
+        "±",
+        "KL",
+        "same token",
+        "active parameters",
+        "parameters",
+        "tokens/s",
+    ]
     return Table("evaluate", columns, rows, notes(evaluation))
 
 
@@ -105,7 +116,8 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
         f"mean reconstruction error of the FFN outputs {mean_error:.3f}{oracle}; load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
-        "±: standard error of the gap over sequences; KL: KL(dense ‖ model) per token, nats",
+        "±: standard error of the gap over sequences; KL: KL(dense ‖ model) per token, nats; same token: where the "
+        "dense model's most likely next token is the model's, too",
         "active parameters: without experts that a token is not sent to, and without an input embedding that is no "
         "output embedding, too: a token reads one row of it",
         *([trained] if evaluation.trained else []),
@@ -125,6 +137,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
         "models": {
             name: {"loss": loss.nats, "perplexity": loss.perplexity, "gap": evaluation.gap(name)}
             | {"gap_error": evaluation.gap_error(name), "kl": loss.divergence}
+            | {"same_token": loss.agreement}
             | (asdict(evaluation.costs[name]) if name in evaluation.costs else {})
             for name, loss in evaluation.losses.items()
         },

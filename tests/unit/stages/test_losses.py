@@ -97,7 +97,11 @@ def test_the_error_of_a_gap_is_the_spread_of_repeated_texts():
         carved = dense + tokens * 0.1 + torch.randn(60, generator=generator)
         losses = [
             MeanLoss(
-                float(sums.sum()), int(tokens.sum()), None, tuple(zip(sums.tolist(), tokens.tolist(), strict=True))
+                float(sums.sum()),
+                int(tokens.sum()),
+                None,
+                None,
+                tuple(zip(sums.tolist(), tokens.tolist(), strict=True)),
             )
             for sums in (dense, carved)
         ]
@@ -107,7 +111,7 @@ def test_the_error_of_a_gap_is_the_spread_of_repeated_texts():
 
 
 def test_one_sequence_has_no_error():
-    alone = MeanLoss(30.0, 10, None, ((30.0, 10),))
+    alone = MeanLoss(30.0, 10, None, None, ((30.0, 10),))
     assert alone.gap_error(alone) is None
     assert MeanLoss(30.0, 10).gap_error(alone) is None
 

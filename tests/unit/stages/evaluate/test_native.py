@@ -64,15 +64,16 @@ def test_the_loss_is_that_of_each_sequence_alone(dense, batches):
     assert loss.nats == pytest.approx(sum(count * float(nats) for count, nats in alone) / 11, rel=1e-6)
 
 
-def divergence(dense, other, batches):
-    """Mean KL(dense ‖ other) over the predictions that count."""
-    distances = []
+def distances(dense, other, batches):
+    """Mean KL(dense ‖ other) over the predictions that count, and the share where both choose the same token."""
+    distances, equal = [], []
     for batch in batches:
         with torch.no_grad():
             wanted, found = (model(**batch.inputs(CPU)).logits.log_softmax(-1) for model in (dense, other))
         counts = torch.nn.functional.pad(batch.labels[:, 1:], (0, 1), value=-100) != -100
         distances.append((wanted.exp() * (wanted - found)).sum(-1)[counts])
-    return float(torch.cat(distances).mean())
+        equal.append((wanted.argmax(-1) == found.argmax(-1))[counts])
+    return float(torch.cat(distances).mean()), float(torch.cat(equal).double().mean())
 
 
 def test_the_states_after_the_last_layer_are_kept_on_disk_if_memory_is_short(dense, batches, tmp_path):
@@ -212,7 +213,8 @@ def test_load_is_that_of_the_models_own_choices(dense, batches, model_type):
 
     losses, layers = follow_ffns(dense, carved, batches, facts_of, MoEShape(E, N, K, 0))
     assert losses["dense"] == measure_loss(dense, batches)
-    assert losses["carved"].divergence == pytest.approx(divergence(dense, carved, batches), rel=1e-5)
+    found = losses["carved"].divergence, losses["carved"].agreement
+    assert found == pytest.approx(distances(dense, carved, batches), rel=1e-5)
     for layer, count_E in zip(layers, counts.double(), strict=True):
         assert layer.load == pytest.approx((count_E / count_E.mean()).tolist())
     assert_no_hooks(carved)

@@ -17,8 +17,8 @@ def evaluation():
         width=64,
         heldout_tokens=1234,
         losses={
-            "dense": MeanLoss(2468.0, 1234, None, ((1500.0, 700), (968.0, 534))),
-            "carved": MeanLoss(2591.4, 1234, 0.05, ((1600.0, 700), (991.4, 534))),
+            "dense": MeanLoss(2468.0, 1234, None, None, ((1500.0, 700), (968.0, 534))),
+            "carved": MeanLoss(2591.4, 1234, 0.05, 0.904, ((1600.0, 700), (991.4, 534))),
             "static_mask": MeanLoss(3085.0, 1234),
         },
         costs={"dense": ModelCost(2_000_000, 2_000_000, 5120.0), "carved": ModelCost(2_300_000, 1_600_000, None)},
@@ -28,12 +28,12 @@ def evaluation():
 
 def test_the_table_has_a_row_per_model(evaluation):
     table = summarise(evaluation)
-    columns = ["model", "perplexity", "loss gap (nats)", "±", "KL", "active parameters", "parameters", "tokens/s"]
-    assert table.columns == columns
+    measured = ["perplexity", "loss gap (nats)", "±", "KL", "same token"]
+    assert table.columns == ["model", *measured, "active parameters", "parameters", "tokens/s"]
     assert table.rows == [
-        ["dense model", "7.389", "+0.0000", "–", "–", "2.00 M", "2.00 M", "5,120"],
-        ["this MoE", "8.166", "+0.1000", "0.0486", "0.0500", "1.60 M", "2.30 M", ""],
-        ["static mask of the same width", "12.182", "+0.5000", "–", "–", "", "", ""],
+        ["dense model", "7.389", "+0.0000", "–", "–", "–", "2.00 M", "2.00 M", "5,120"],
+        ["this MoE", "8.166", "+0.1000", "0.0486", "0.0500", "90.4%", "1.60 M", "2.30 M", ""],
+        ["static mask of the same width", "12.182", "+0.5000", "–", "–", "–", "", "", ""],
     ]
     assert "router agrees with the output oracle on 62% of its choices (chance 50%)" in table.notes[1]
 
@@ -60,11 +60,12 @@ def test_the_record(evaluation, tmp_path):
         "gap": pytest.approx(0.1),
         "gap_error": pytest.approx(0.0486, abs=1e-4),
         "kl": 0.05,
+        "same_token": 0.904,
         "parameters": 2_300_000,
         "active_parameters": 1_600_000,
         "tokens_per_second": None,
     }
-    assert record["models"]["static_mask"].keys() == {"loss", "perplexity", "gap", "gap_error", "kl"}
+    assert record["models"]["static_mask"].keys() == {"loss", "perplexity", "gap", "gap_error", "kl", "same_token"}
     assert record["layers"][1] == {
         "error": 0.25,
         "agreement": 0.5,

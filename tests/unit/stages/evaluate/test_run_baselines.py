@@ -71,13 +71,14 @@ def test_a_baseline_is_as_far_from_the_dense_model_as_its_predictions(folder, te
     with watch_states(dense, 0, None) as states:
         measure_loss(dense, text.heldout)
     with_all = run(folder, text, "static_mask", top_k=E, states=states)["static_mask"]
-    assert with_all.divergence == pytest.approx(0, abs=1e-6)
+    assert (with_all.divergence, with_all.agreement) == (pytest.approx(0, abs=1e-6), 1)
     found = run(folder, text, "static_mask", "oracle", top_k=0, always_on=0, states=states)["static_mask"]
     bare = copy.deepcopy(dense)
     for layer in bare.model.layers:
         layer.mlp.down_proj.weight.data.zero_()
     wanted = measure_losses({"dense": dense, "bare": bare}, text.heldout)["bare"]
     assert found.divergence == pytest.approx(wanted.divergence, rel=1e-4)
+    assert found.agreement == wanted.agreement < 1
     assert found.divergence > 0.001
 
 
