@@ -10,23 +10,9 @@ from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
 from instruments.errors import INTERRUPTED
-from pipeline.help import help_page
+from pipeline.help import PROGRAMS, help_page
 from stages.artifacts.job import find_workers
 
-# Programs of their own, `python -m pipeline dump` or `tiny-onn dump` → module with their `main`.
-TOOLS = {
-    "auto_diff": "instruments.precision.command",
-    "dump": "instruments.tensor_dump.command",
-    "generate": "pipeline.generate",
-    "gguf": "pipeline.gguf",
-    "mbpp": "pipeline.mbpp",
-    "mscan": "instruments.parameter_scan.command",
-    "runs": "pipeline.runs",
-    "serve_check": "pipeline.serve_check",
-    "static_check": "instruments.static_check.check",
-    "store": "pipeline.store",
-    "watch_log": "instruments.training_watch.step_log",
-}
 _PREFIX = (__package__ or "").removesuffix("pipeline")  # in an installed package, all our names begin with its own
 
 
@@ -48,11 +34,11 @@ def main() -> int:
 
 
 def _do(words: list[str]) -> int:
-    if words and words[0] in TOOLS:
-        code: int = import_module(_PREFIX + TOOLS[words[0]]).main(words[1:])
+    if words and words[0] in PROGRAMS:
+        code: int = import_module(_PREFIX + PROGRAMS[words[0]][0]).main(words[1:])
         return code
     if {"-h", "--help", "help"} & set(words):
-        sys.stdout.write(help_page())
+        sys.stdout.write(help_page(words))
         return 0
     if "--version" in words:
         try:

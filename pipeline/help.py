@@ -1,7 +1,7 @@
 """The files under conf/ and the help page, written from them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
@@ -58,19 +58,45 @@ Groups (group=option; * is the default)
 {groups}
 
 Settings inside a group: group.setting=value, such as data.tokens=16384. The files under conf/ explain each setting.
+  python -m pipeline --help GROUP         the settings of a group, such as data, with their explanations
   python -m pipeline --cfg job --resolve  print all settings and their values
   python -m pipeline --hydra-help         Hydra's own flags
-  python -m pipeline mscan FILE           show the results of a parameter-level scan
-  python -m pipeline dump --help          show, plot or compare tensor dumps
-  python -m pipeline generate --help      print what a checkpoint writes after a prompt
-  python -m pipeline mbpp --help          count the programming tasks that checkpoints solve
-  python -m pipeline store --help         copy the sums of a scan between Redis and files
+
+Other programs: python -m pipeline PROGRAM --help
+{programs}
 """
+# Program → its module, which has a `main`, and what it does.
+PROGRAMS = {
+    "auto_diff": ("instruments.precision.command", "compare FP32 and low precision, module by module"),
+    "dump": ("instruments.tensor_dump.command", "show, plot or compare tensor dumps"),
+    "generate": ("pipeline.generate", "print what a checkpoint writes after a prompt"),
+    "gguf": ("pipeline.gguf", "convert a checkpoint for llama.cpp"),
+    "mbpp": ("pipeline.mbpp", "count the programming tasks that checkpoints solve"),
+    "mscan": ("instruments.parameter_scan.command", "show the results of a parameter-level scan"),
+    "runs": ("pipeline.runs", "list the runs with their figures, or remove some of them"),
+    "serve_check": ("pipeline.serve_check", "check a checkpoint's results in transformers, llama.cpp, vLLM"),
+    "static_check": ("instruments.static_check.check", "find faults in training code without running it"),
+    "store": ("pipeline.store", "copy the sums of a scan between Redis and files"),
+    "watch_log": ("instruments.training_watch.step_log", "show a watched training step by step"),
+}
 
 
-def help_page() -> str:
-    """The text of `python -m pipeline --help`."""
-    return PAGE.format(dials="\n".join(dial_lines()), groups="\n".join(group_lines()))
+def help_page(words: Iterable[str] = ()) -> str:
+    """The text of `python -m pipeline --help`; with names of groups among the words, the options of these groups."""
+    if asked := [word for word in words if word in groups()]:
+        return "\n".join(line for group in asked for line in option_lines(group)) + "\n"
+    programs = "\n".join(f"  {name:13}{about}" for name, (_module, about) in PROGRAMS.items())
+    return PAGE.format(dials="\n".join(dial_lines()), groups="\n".join(group_lines()), programs=programs)
+
+
+def option_lines(group: str) -> Iterator[str]:
+    """Every option of a group with the settings and explanations of its file, which may build on another option."""
+    for option in groups()[group]:
+        text = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8")
+        base = "".join(f", changes {name}" for name in re.findall(r"^  - (?!_self_)(\w+)$", text, re.MULTILINE))
+        yield f"{group}={option}{base}"
+        shown = re.sub(r"^defaults:\n(  - .*\n)+", "", text, flags=re.MULTILINE)
+        yield from (f"  {line}" for line in shown.splitlines())
 
 
 def dial_lines() -> Iterator[str]:

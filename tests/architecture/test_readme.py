@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_onn
 from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE
-from pipeline.__main__ import TOOLS
 from pipeline.check import contradictions, find_errors
+from pipeline.help import PROGRAMS
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose
 from pipeline.words import expand_words
@@ -110,7 +110,7 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes(command):
     words = expand_words(shlex.split(command))
-    if command.startswith("--") or command.partition(" ")[0] in TOOLS:  # flags or another program, no settings
+    if command.startswith("--") or command.partition(" ")[0] in PROGRAMS:  # flags or another program, no settings
         return
     sweep = "-m" in words[:1]
     words = words[sweep:]
@@ -190,7 +190,7 @@ def run_scenario(tmp_path, monkeypatch, capsys):
         section = (REPOSITORY / "instruments/README.md").read_text().partition(SCENARIOS)[2].split("### ")[number]
         exec(re.search(r"```python\n(.*?)```", section, re.S)[1], names | {"torch": torch, "batch": BATCH})
         tool, *words = re.search(r"^    python -m pipeline (.*)$", section, re.M)[1].split()
-        return import_module(TOOLS[tool]).main(words), capsys.readouterr().out
+        return import_module(PROGRAMS[tool][0]).main(words), capsys.readouterr().out
 
     return run
 
@@ -243,4 +243,4 @@ def test_every_name_of_the_documents_has_one_here():
         modules = [shlex.split(words)[2:4] for words in re.findall("`(python -m .+?)`", ours)]
         assert names or modules, theirs
         assert {*names} <= {*tiny_onn.__all__, ENABLED, FOLDER, QUANT_TYPE, *in_redis}
-        assert all({*tool} <= {*TOOLS} if module == "pipeline" else find_spec(module) for module, *tool in modules)
+        assert all({*tool} <= {*PROGRAMS} if module == "pipeline" else find_spec(module) for module, *tool in modules)

@@ -11,7 +11,7 @@ import pytest
 from models.config import DRIVERS
 from models.finding import find_decoder
 from models.source import EMBEDDED
-from pipeline.__main__ import TOOLS
+from pipeline.help import PROGRAMS
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 3
@@ -71,7 +71,7 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("program", sorted(TOOLS))
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
 def test_the_help_of_every_program_is_light(program):
     command = [sys.executable, "-c", OTHER, program, "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)

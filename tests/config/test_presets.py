@@ -18,7 +18,7 @@ from models.config import MoEShape
 from models.finding import find_decoder
 from pipeline.check import request_shape
 from pipeline.cli import run_command
-from pipeline.help import CONF, groups, help_page, summary
+from pipeline.help import CONF, PROGRAMS, groups, help_page, summary
 from pipeline.overrides import override_errors
 from pipeline.settings import Settings, compose
 from pipeline.shape import resolve_shape
@@ -139,6 +139,19 @@ def test_every_key_is_explained(path):
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_the_line_of_an_option_on_the_help_page_is_whole(group, option):
     assert re.search(r"[.?]$|=\S+$", summary(CONF / group / f"{option}.yaml"))
+
+
+def test_the_help_page_lists_every_program_and_explains_every_setting_of_a_group():
+    for name, (_module, about) in PROGRAMS.items():
+        assert f"  {name:13}{about}\n" in help_page()
+    for group, options in groups().items():
+        page = help_page(["--help", group])
+        titles = [re.match(r"\w+=(\w+)", line)[1] for line in page.splitlines() if line and line[0] != " "]
+        assert titles == options
+        for option in options:
+            settings = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+            assert all(f"\n  {name}:" in page for name in settings if name != "defaults")
+    assert "data=text, changes python_stdlib\n" in help_page(["--help", "data"])
 
 
 def test_the_help_page_shows_values_not_what_they_are_filled_from():

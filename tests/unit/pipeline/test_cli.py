@@ -14,9 +14,10 @@ import pytest
 from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline import cli
-from pipeline.__main__ import TOOLS, main
+from pipeline.__main__ import main
 from pipeline.artifacts import Manifest
 from pipeline.check import InvalidSettingsError
+from pipeline.help import PROGRAMS
 from pipeline.plan import Step, find_checkpoint
 from pipeline.run import NEXT, next_commands, written_files
 from pipeline.settings import STAGES, compose
@@ -119,7 +120,7 @@ def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
 
 @pytest.mark.parametrize("words", [["dump", "show"], ["mscan"], ["serve_check"], ["static_check"], ["watch_log"]])
 def test_a_path_that_the_system_does_not_take_is_refused_in_words(words, capsys):
-    assert import_module(TOOLS[words[0]]).main([*words[1:], "x" * 300]) == 1
+    assert import_module(PROGRAMS[words[0]][0]).main([*words[1:], "x" * 300]) == 1
     assert "File name too long" in capsys.readouterr().err
 
 
