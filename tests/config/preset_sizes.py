@@ -43,6 +43,7 @@ def _qwen2(*sizes, tied):
 CONFIGS = {
     "qwen1_5_4b": _qwen2(2560, 6912, 40, 20, 20, tied=False),
     "qwen2_5_0_5b": _qwen2(896, 4864, 24, 14, 2, tied=True),
+    "qwen2_5_coder_0_5b": _qwen2(896, 4864, 24, 14, 2, tied=True),
     "qwen3_0_6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
     "qwen3_1_7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
     "qwen3_4b_2507": _qwen3(2560, 9728, 36, 32, 8, tied=True),

@@ -31,10 +31,13 @@ PRESETS = {
 }
 # Numbers that the models' pages state, in billions; without heads for later tokens.
 PUBLISHED = {
-    "qwen1_5_4b": 3.95, "qwen2_5_0_5b": 0.49, "qwen3_0_6b": 0.60, "qwen3_1_7b": 1.72, "qwen3_4b_2507": 4.02,
+    "qwen1_5_4b": 3.95, "qwen2_5_0_5b": 0.49, "qwen2_5_coder_0_5b": 0.49, "qwen3_0_6b": 0.60,
+    "qwen3_1_7b": 1.72, "qwen3_4b_2507": 4.02,
     "qwen3_8b": 8.19, "qwen3_8_27b": 27.4, "llama3_2_1b": 1.24, "llama3_1_8b": 8.03, "ministral3_8b": 8.9,
     "gemma4_31b": 31, "lfm2_5_1_2b": 1.17,
 }  # fmt: skip
+
+HALF_BILLION = ("qwen2_5_0_5b", "qwen2_5_coder_0_5b")
 
 
 def test_every_preset_has_sizes_here():
@@ -92,7 +95,8 @@ def test_the_plain_command_carves_the_embedded_model():
 @pytest.mark.parametrize("preset", [*sorted(CONFIGS), "hub", "local"])
 def test_the_shape_of_a_real_model_follows_from_its_width(preset):
     settings = compose([f"model={preset}"])[0]
-    assert (settings.experts, settings.n, settings.top_k, settings.always_on) == (None, None, None, None)
+    assert (settings.experts, settings.top_k, settings.always_on) == (None, None, None)
+    assert settings.n == (32 if preset in HALF_BILLION else None)
     assert settings.model.trust_remote_code is False
     typed = compose([f"model={preset}", "experts=100", "n=256"])[0]
     assert (typed.experts, typed.n) == (100, 256)
@@ -110,6 +114,24 @@ def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
     assert experts * n + always_on == width
     assert always_on % 64 == 0
     assert 0.23 < always_on / width <= 0.25
+
+
+@pytest.mark.parametrize("preset", HALF_BILLION)
+def test_a_preset_of_half_a_billion_has_the_settings_of_the_measured_half(preset):
+    dials, tokens, steps, shares = ROWS["half"]
+    row, settings = row_settings("half", "a.jsonl", "b.jsonl"), compose([f"model={preset}"])[0]
+    shape = resolve_shape(request_shape(settings, replace(decoder_of("qwen2"), depth=24)), 4864)
+    assert (shape.experts, shape.n, shape.always_on) == (dials["experts"], dials["n"], dials["always_on"])
+    assert shape.top_k == dials["top_k"] + 1  # fills half of all layers' neurons
+    assert settings.dense_layers == row["dense_layers"]
+    assert (settings.data.tokens, settings.data.max_length) == (tokens, row["data.max_length"])
+    chats, web, encyclopedia, code = (source.share for source in settings.data.sources)
+    assert (chats, web + encyclopedia, code) == pytest.approx(shares)
+    project = settings.project
+    assert (project.descent_steps, project.rounds, project.penalties) == (steps, 0, row["project.penalties"])
+    assert project.gradient_projection  # of the default chain: validation undoes what does not help
+    assert settings.score.method == "s_p"
+    assert compose([f"model={preset}", "project=align"])[0].project.descent_steps == 0
 
 
 @pytest.mark.parametrize("group", sorted(NODES))
