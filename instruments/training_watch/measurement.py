@@ -118,6 +118,9 @@ class Measurement:
             what = "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers"
             do = "shard with torch.distributed.fsdp.fully_shard, or watch the model without sharding"
             raise ConfigError(what, where="watch_model", do=do)
+        if config.every_steps < 1:
+            what = f"every_steps={config.every_steps} is below 1"
+            raise ConfigError(what, where="watch_model", do="WatchConfig(every_steps=10)")
         self.model, self.config = model, config
         self.parameters = dict(model.named_parameters())  # frozen ones too, as they may be unfrozen later
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
@@ -131,6 +134,7 @@ class Measurement:
         self.scales: list[float] = []
         self._histories: dict[int | None, History] = defaultdict(History)  # by id of the optimizer
         self._was_read = False  # `peaks` have been reported; the next output starts new ones
+        self._looks = True  # at outputs, in this step
         self._order: dict[str, int] = {}  # module → place in the order of execution
         self._steps_without: Counter[str] = Counter()  # parameter → steps without a gradient
         self.with_gradient: set[str] = set()  # parameters that had one in any step
@@ -156,12 +160,14 @@ class Measurement:
         """`owns`: the module has parameters. Without, only outputs with a gradient count: others may be masks."""
 
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
-            if not in_training_pass():
+            if not (self._looks or self._was_read) or not in_training_pass():
                 return
             if self._was_read:  # the first output of the next step
                 self.peaks.clear()
                 self.calls.clear()
                 self._was_read = False
+            if not self._looks:
+                return
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
             parts = [as_real(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
@@ -297,6 +303,7 @@ class Measurement:
         if known_scale is not None:
             found += verdict.check_loss_scale(known_scale, self.scales)
             self.scales = [*self.scales[-verdict.FALLS :], known_scale]
+        self._looks = (step + 1) % self.config.every_steps == 0
         norm = math.hypot(*layers.values())
         return StepReport(step, known_loss, norm, known_scale, layers, tuple(found), _ranges(outputs))
 
@@ -364,7 +371,7 @@ class Measurement:
         """Find trained modules whose outputs no hook has recorded; reported once."""
         seen = {output.module for output in outputs}
         unseen = [name for name in layers if name in self._hooked and name not in seen]
-        if self._unseen < 0 or not unseen:
+        if self._unseen < 0 or not unseen or not self._looks:
             return []
         compiled = any(
             type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

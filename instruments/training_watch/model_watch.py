@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from instruments.errors import ConfigError, NumericsError
 from instruments.hooks import OwnHook, in_backward, in_training_pass
 from instruments.tensors import is_sharded
 from instruments.training_watch.measurement import Measurement, gradient_norms, logger
-from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
+from instruments.training_watch.step_log import SEVERE, Sink, StepLog, StepReport, WatchConfig
 
 LOG, RAISE = "log", "raise"
 
@@ -48,7 +47,7 @@ class ModelWatch:
         optimizers: Sequence[Any],
         scaler: GradScaler | None,
         config: WatchConfig,
-        log: Path | None,
+        log: Sink | None,
         first_step: int,
         on_severe: str = LOG,
     ) -> None:
@@ -302,7 +301,7 @@ def watch_model(
     scaler: GradScaler | None = None,
     config: WatchConfig | None = None,
     *,
-    log: Path | str | None = None,
+    log: Sink | None = None,
     first_step: int = 0,
     on_severe: str = LOG,
 ) -> ModelWatch:
@@ -314,12 +313,14 @@ def watch_model(
         model: parameters are left out while they are frozen, tied ones counted once.
         optimizer: whose steps are followed, one or several; a loop may call `watch.step` instead.
         scaler: the GradScaler that scales the loss; its scale is judged as well.
-        config: thresholds.
-        log: file of JSON lines, one per step; processes after the first add their rank to its name, watch-1.jsonl.
+        config: thresholds, and how often outputs are watched.
+        log: file of JSON lines, one per step; processes after the first add their rank to its name, watch-1.jsonl. Or
+            a SummaryWriter of TensorBoard, or a run of Weights & Biases.
         first_step: number of the first step, for a resumed run.
         on_severe: log, or raise: NumericsError at a step with a severe finding.
     Raises:
-        ConfigError: the model is sharded in a way that hides its layers, or another word for `on_severe`.
+        ConfigError: the model is sharded in a way that hides its layers, every_steps below 1, a log of another kind, or
+            another word for `on_severe`.
     """
     if on_severe not in {LOG, RAISE}:
         raise ConfigError(
@@ -329,7 +330,6 @@ def watch_model(
         logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
         old.remove()
     given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
-    log = None if log is None else Path(log)
     return ModelWatch(
         model, [_unwrap(one) for one in given], scaler, config or WatchConfig(), log, first_step, on_severe
     )

@@ -5,13 +5,14 @@ import json
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from instruments.errors import ContractError, check_output, exit_code, say
+from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
 from instruments.files import plain_json
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,33 @@ class StepReport:
         }
         return {name: plain_json(fact) for name, fact in facts.items() if fact is not None}
 
+    def scalars(self, *, layers: bool) -> dict[str, float]:
+        """The same as single numbers: findings are counted by kind."""
+        facts = {"loss": self.loss, "gradient_norm": self.gradient_norm, "loss_scale": self.loss_scale}
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        kinds = Counter(f"findings/{anomaly.kind}" for anomaly in self.anomalies)
+        norms = {f"gradient_norm/{layer}": norm for layer, norm in self.layers.items() if layers or self.anomalies}
+        return {f"watch/{name}": value for name, value in {**known, **kinds, **norms}.items()}
+
+
+@runtime_checkable
+class ScalarWriter(Protocol):
+    """A SummaryWriter of TensorBoard, and what resembles it."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write a number."""
+
+
+@runtime_checkable
+class Run(Protocol):
+    """A run of Weights & Biases, and what resembles it."""
+
+    def log(self, data: dict[str, Any]) -> object:
+        """Write numbers by name."""
+
+
+Sink = Path | str | ScalarWriter | Run
+
 
 @dataclass
 class WatchConfig:
@@ -68,23 +96,29 @@ class WatchConfig:
     exploding: float = 100.0
     activations: bool = True  # also watch outputs: the first NaN or inf, and values close to their format's limit
     repeat_steps: int = 100  # steps after which a finding that persists is logged again
+    every_steps: int = 1  # outputs are watched at the first step, and at those that this number divides
 
 
 _LAYER_STEPS = 10  # steps between two lines with the norm of every layer
 
 
 class StepLog:
-    """Writes reports to a file, and logs each finding once in `repeat_steps` steps."""
+    """Writes reports to a file or to a writer of others, and logs each finding once in `repeat_steps` steps."""
 
-    def __init__(self, path: Path | None, config: WatchConfig) -> None:
-        """Reports are appended to the file at `path`, of other processes than the first to `file_of_rank`.
+    def __init__(self, log: Sink | None, config: WatchConfig) -> None:
+        """Reports are appended to the file at `log`, of other processes than the first to `file_of_rank`.
 
-        None: findings are only logged.
+        None: findings are only logged. Raises ConfigError: a log of another kind.
         """
-        self.path, self.config = path, config
+        self.path = Path(log) if isinstance(log, Path | str) else None
+        self.writer = log if isinstance(log, ScalarWriter | Run) else None
+        self.config = config
         self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → step at which it was last logged
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        elif self.writer is None and log is not None:
+            what = f"a log of type {type(log).__name__} is no file, no SummaryWriter of TensorBoard, no run of W&B"
+            raise ConfigError(what, where="watch_model", do="log='watch.jsonl'")
 
     def write(self, report: StepReport) -> None:
         """Write a line, and log each finding that is new or was last logged long ago."""
@@ -93,8 +127,13 @@ class StepLog:
             if key not in self._said or report.step - self._said[key] >= self.config.repeat_steps:
                 self._said[key] = report.step
                 logger.log(_LEVELS[anomaly.severity], "step %d: %s", report.step, anomaly.message)
+        layers = report.step % _LAYER_STEPS == 0
+        if isinstance(self.writer, ScalarWriter):
+            for name, value in report.scalars(layers=layers).items():
+                self.writer.add_scalar(name, value, report.step)
+        elif self.writer is not None:  # without step=, which drops numbers of steps before the run's own
+            self.writer.log({**report.scalars(layers=layers), "watch/step": report.step})
         if self.path is not None:
-            layers = report.step % _LAYER_STEPS == 0
             with file_of_rank(self.path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(report.record(layers=layers)) + "\n")
 

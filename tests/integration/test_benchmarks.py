@@ -8,7 +8,7 @@ import pytest
 from benchmarks.__main__ import main
 from pico import write_pico
 
-ROWS = 25
+ROWS = 27
 GROUPS = ["scan", "forward", "scanner", "memory", "mscan", "dump", "watch"]
 
 

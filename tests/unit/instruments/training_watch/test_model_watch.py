@@ -1,6 +1,7 @@
 """watch_model in training loops: which steps it sees, by which hooks, and that nothing else changes."""
 
 import gc
+import math
 import weakref
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from unit.instruments.training_watch.watched_net import D, H, Net, batch, hooks_of, loss_of, norm_of, train
 
 from instruments.errors import ConfigError, NumericsError
-from instruments.training_watch.step_log import read_step_log
+from instruments.training_watch.step_log import WatchConfig, read_step_log
 from tiny_onn import WatchCallback, watch_model
 
 
@@ -59,6 +60,26 @@ def test_norms_of_layers_and_ranges_of_outputs(tmp_path):
     assert report.layers == pytest.approx(expected, rel=1e-6)
     seen = model.first(batch()[0])
     assert report.outputs["first"] == (seen.min().item(), seen.max().item())
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_outputs_are_watched_at_every_nth_step_and_gradients_at_all(every, caplog):
+    """Also the first that is not finite, which with `every` is found by the loss and gradients alone."""
+    model, seen = Net(), []
+    with watch_model(model, config=WatchConfig(every_steps=every)) as watch:
+        for step in range(7):
+            if step == 5:
+                model.head.weight.data[0] = math.nan
+            loss_of(model, step).backward()
+            report = watch.step()
+            seen.append((bool(report.outputs), report.gradient_norm > 0, [one.kind for one in report.anomalies]))
+            model.zero_grad()
+    assert [step for step, (outputs, *_) in enumerate(seen) if outputs] == [*range(0, 7, every)]
+    assert all(norm and kinds == [] for _, norm, kinds in seen[:5])
+    assert all("not_finite" in kinds for *_, kinds in seen[5:])
+    with pytest.raises(ConfigError):
+        watch_model(model, config=WatchConfig(every_steps=0))
+    assert hooks_of(model) == []
 
 
 def test_nothing_grows_without_steps_and_a_forgotten_watch_dies_with_its_model():

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from unit.instruments.training_watch.watched_net import Net, loss_of
+from unit.instruments.training_watch.watched_net import Net, hooks_of, loss_of, train
 
+from instruments.errors import ConfigError
 from instruments.training_watch.step_log import Anomaly, StepReport, main
 from tiny_onn import watch_model
 
@@ -71,6 +72,54 @@ def test_findings_are_logged_by_severity(caplog):
         scaler.scale(loss_of(model)).backward()
         watch.step()
     assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+class SummaryWriter:
+    """The method of TensorBoard's that is used."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def add_scalar(self, tag, scalar_value, global_step=None, walltime=None, new_style=False):
+        self.rows[tag, global_step] = scalar_value
+
+
+class WandbRun:
+    """The method of W&B's that is used; it keeps one step per call."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def log(self, data, step=None, commit=None):
+        assert step is None
+        self.rows |= {(tag, data["watch/step"]): value for tag, value in data.items() if tag != "watch/step"}
+
+
+@pytest.mark.parametrize("make", [SummaryWriter, WandbRun])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_log_of_other_tools(make, lost, tmp_path):
+    """It gets the numbers of the file; findings are counted by kind."""
+    found = []
+    for sink in (make(), tmp_path / "log.jsonl"):
+        model = Net()
+        model.head.weight.data[0] = math.nan if lost else 1.0
+        with watch_model(model, torch.optim.SGD(model.parameters(), 0.05), log=sink, first_step=9) as watch:
+            train(model, 3, optimizer=watch.optimizers[0])
+        found.append(sink)
+    rows, lines = found[0].rows, [json.loads(line) for line in found[1].read_text().splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        for name in ("loss", "gradient_norm"):
+            assert rows[f"watch/{name}", line["step"]] == pytest.approx(float(line[name]), nan_ok=True)
+        assert (("watch/findings/not_finite", line["step"]) in rows) == lost
+    assert (("watch/gradient_norm/head", 10) in rows, ("watch/gradient_norm/head", 11) in rows) == (True, lost)
+
+
+def test_a_log_of_no_known_kind_is_refused_before_any_hook():
+    model = Net()
+    with pytest.raises(ConfigError):
+        watch_model(model, log=object())
+    assert hooks_of(model) == []
 
 
 def test_the_log_is_strict_json(tmp_path):
