@@ -8,17 +8,28 @@ import json
 from contextlib import closing
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import torch
 from redis import Redis
 
 from instruments.errors import ContractError
 from instruments.safetensors_files import save_tensors
 from stages.accumulators.config import START_OVER
 from stages.accumulators.redis_connection import in_words
-from stages.accumulators.redis_store import BITS, FIELDS, LAYOUT_VERSION, PROJECTIONS, RedisStore, pack_identity
+from stages.accumulators.redis_store import (
+    BITS,
+    FIELDS,
+    KEYS_AT_ONCE,
+    LAYOUT_VERSION,
+    PROJECTIONS,
+    RedisStore,
+    pack_identity,
+)
 from stages.accumulators.sums import ScanSums, load_sums
 
 MOST_ELEMENTS = 2**34
+AVERAGES = ("avg_act", "avg_grad_norm", "freq_act")
 # Keys of an identity that are no facts of the scan, see `pack_identity`.
 PACKED = ("layout", "sums", "weights")
 # What foreign content raises.
@@ -26,7 +37,39 @@ FOREIGN = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursio
 
 
 def export_sums(client: Redis, place: str, prefix: str, path: Path) -> ScanSums:
-    """Write all sums of a namespace to a file, atomically; adds pending chunks first.
+    """Write all sums of a namespace to a file, atomically; adds pending chunks first. Raises: see `_open_namespace`."""
+    store, content = _open_namespace(client, place, prefix)
+    sums = store.collect()
+    identity = json.dumps({key: fact for key, fact in content.items() if key not in PACKED}, sort_keys=True)
+    facts = {"identity": identity, "weights": content["weights"], "counters": sums.counters, "done": sorted(sums.done)}
+    save_tensors(path, sums.tensors, **facts)
+    return sums
+
+
+def write_averages(client: Redis, place: str, prefix: str) -> ScanSums:
+    """Write the averages of the sums that the namespace holds now into the same hashes; no scan reads them.
+
+    `avg_act` and `freq_act` are per token, `avg_grad_norm` per sample. Raises: see `_open_namespace`.
+    """
+    store, _content = _open_namespace(client, place, prefix)
+    sums = store.collect()
+    tokens, samples = (max(sums.counters.get(name, 0), 1) for name in ("tokens", "samples"))
+    with in_words(place):
+        for layer, rows in enumerate(store.rows):
+            act_F, active_F = (sums.tensors[name][layer].double() / tokens for name in ("sum_abs", "active_count"))
+            for projection, row in zip(PROJECTIONS, rows, strict=True):
+                grad_F = sums.tensors[f"grad_norm_{projection}"][layer].double() / samples
+                values_F3 = torch.stack([act_F, grad_F, active_F], dim=1).tolist()
+                for first in range(0, len(values_F3), KEYS_AT_ONCE):
+                    with client.pipeline(transaction=False) as pipe:
+                        for neuron, values in enumerate(values_F3[first : first + KEYS_AT_ONCE], start=first):
+                            pipe.hset(f"{row}{neuron}", mapping=dict(zip(AVERAGES, values, strict=True)))
+                        pipe.execute()
+    return sums
+
+
+def _open_namespace(client: Redis, place: str, prefix: str) -> tuple[RedisStore, dict[str, Any]]:
+    """The store of a namespace, and its identity.
 
     Raises ContractError: the namespace holds no scan, or one of another layout; or see `RedisStore.collect`.
     """
@@ -45,11 +88,7 @@ def export_sums(client: Redis, place: str, prefix: str, path: Path) -> ScanSums:
     except FOREIGN as error:
         what = f"the scan under the namespace {name} has another layout than {LAYOUT_VERSION}"
         raise ContractError(what, where=place, do=f"{START_OVER}; or the release that wrote it") from error
-    sums = store.collect()
-    identity = json.dumps({key: fact for key, fact in content.items() if key not in PACKED}, sort_keys=True)
-    facts = {"identity": identity, "weights": content["weights"], "counters": sums.counters, "done": sorted(sums.done)}
-    save_tensors(path, sums.tensors, **facts)
-    return sums
+    return store, content
 
 
 def import_sums(client: Redis, place: str, prefix: str, path: Path) -> ScanSums:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from instruments.safetensors_files import save_tensors
 from pipeline.store import main
-from stages.accumulators.redis_store import RedisStore
+from stages.accumulators.redis_store import PROJECTIONS, RedisStore
 from stages.accumulators.sums import LocalStore, load_sums
 
 
@@ -104,10 +104,28 @@ def test_a_batch_that_another_worker_flushes_during_an_import_is_not_reported_as
     assert store.collect().done == {1}
 
 
-def test_a_namespace_without_a_scan(server, command, tmp_path):
-    code, said = command("export", tmp_path / "sums.safetensors", "--namespace", "")
+@pytest.mark.parametrize("words", [("export", "sums.safetensors"), ("averages",)])
+def test_a_namespace_without_a_scan(server, command, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    code, said = command(*words, "--namespace", "")
     assert code == 1
     assert said.startswith("there is no scan under the namespace (empty)\n")
+
+
+def test_averages_beside_the_sums_change_no_sum(server, command):
+    store = open_store(server.url)
+    for batches in ([0], [0, 1]):  # the scan goes on, and the averages are written again
+        flush(store, batches[-1])
+        told = f"{len(batches)} batches, {5 * len(batches)} tokens in Redis at 127.0.0.1:{server.port}, database 0\n"
+        assert command("averages", "--namespace", "t:") == (0, told)
+        part = make_part(*batches)
+        assert_equal(store.collect(), part)
+        for projection, row in zip(PROJECTIONS, store.rows[-1], strict=True):
+            sums = [part.tensors[name][-1, 2] for name in ("sum_abs", f"grad_norm_{projection}", "active_count")]
+            counts = [part.counters[name] for name in ("tokens", "samples", "tokens")]
+            found = server.client().hmget(f"{row}2", "avg_act", "avg_grad_norm", "freq_act")
+            expected = [float(total) / count for total, count in zip(sums, counts, strict=True)]
+            assert [float(value) for value in found] == pytest.approx(expected)
 
 
 def test_files_that_cannot_be_read_or_written(server, command, tmp_path):
