@@ -1,6 +1,7 @@
 """static_check: find where training code loses precision, without running it."""
 
 import argparse
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,14 +69,19 @@ def find_files(paths: Iterable[Path | str], exclude: Sequence[str] = ()) -> Iter
 
 def check_file(path: Path, device: str) -> set[Finding]:
     """All findings in a file."""
-    source = read_source(path)
-    if not isinstance(source, Source):
-        return {source}
+    collects = gc.isenabled()
+    gc.disable()  # a tree has no cycles, and looking for them takes longer than to parse it
     try:
+        source = read_source(path)
+        if not isinstance(source, Source):
+            return {source}
         facts = FileFacts(source, find_definitions(source.tree), device)
         walk_file(facts)
     except RecursionError:
         return {unreadable(path, 1, "is nested too deeply to be checked")}
+    finally:
+        if collects:
+            gc.enable()
     return facts.findings | set(source.unread)
 
 

@@ -31,7 +31,9 @@ class Policy:
 class Definitions:
     """Definitions of one file."""
 
-    imports: dict[str, str]  # local name → dotted name
+    nodes: list[ast.AST]  # of the file, each before its parts
+    spans: dict[int, tuple[int, int]]  # by id of a statement: places of its nodes
+    imports: dict[str, str] = field(default_factory=dict)  # local name → dotted name
     functions: dict[str, Function] = field(default_factory=dict)  # by name, methods as Class.name
     parents: dict[int, int] = field(default_factory=dict)  # function within a function, by id of the nodes
     bases: dict[str, list[str]] = field(default_factory=dict)
@@ -41,6 +43,11 @@ class Definitions:
     trains: bool = False  # calls backward or a library's trainer
     scales: bool = False  # uses a GradScaler
     has_masters: bool = False
+
+    def within(self, statement: ast.stmt) -> list[ast.AST]:
+        """All nodes of a statement."""
+        first, end = self.spans[id(statement)]
+        return self.nodes[first:end]
 
     def full_name(self, node: ast.expr) -> str:
         """Full dotted name of an imported object; empty if it was not imported."""
@@ -92,32 +99,55 @@ class Definitions:
 
 
 def find_definitions(tree: ast.Module) -> Definitions:
-    """Collect the definitions of a file."""
-    found = Definitions(find_imports(tree))
+    """Collect the definitions of a file in one walk."""
+    found = Definitions([], {})
+    _number(tree, found.nodes, found.spans)
+    found.imports = find_imports(found.nodes)
     words: set[str] = set()
-    for node in ast.walk(tree):
+    methods: dict[str, Function] = {}
+    functions: list[Function] = []
+    for node in found.nodes:
         match node:
-            case ast.ClassDef():
-                found.bases[node.name] = [text for base in node.bases if (text := text_of(base))]
-                methods = [part for part in node.body if isinstance(part, Function)]
-                found.functions.update({f"{node.name}.{method.name}": method for method in methods})
-                inner = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
-                found.parts[node.name] = {last_word(text_of(part)) for part in inner}
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                children = (part for part in ast.walk(node) if isinstance(part, Function) and part is not node)
-                found.parents.update({id(child): id(node) for child in children})
-            case ast.Call():
-                _note_call(node, found)
             case ast.Name(word) | ast.keyword(str(word)) | ast.arg(word) | ast.Attribute(attr=word):
                 words.add(word)
-    owned = {id(method) for name, method in found.functions.items() if "." in name}
-    for node in ast.walk(tree):
-        if isinstance(node, Function) and id(node) not in owned:
-            found.functions.setdefault(node.name, node)
-    found.scales |= any("scaler" in last_word(found.imports.get(word, word)).lower() for word in words)
+            case ast.Call():
+                _note_call(node, found)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                functions.append(node)
+            case ast.ClassDef():
+                found.bases[node.name] = [text for base in node.bases if (text := text_of(base))]
+                methods.update({f"{node.name}.{part.name}": part for part in node.body if isinstance(part, Function)})
+                parts = found.within(node)
+                found.parts[node.name] = {getattr(part, "attr", getattr(part, "id", "")) for part in parts}
+    owned = {id(method) for method in methods.values()}
+    for function in sorted(functions, key=lambda function: function.col_offset):  # the outer ones first
+        inner = found.within(function)[1:]
+        found.parents.update({id(child): id(function) for child in inner if isinstance(child, Function)})
+        if id(function) not in owned:
+            found.functions.setdefault(function.name, function)
+    found.functions = methods | found.functions
+    found.scales = any("scaler" in last_word(found.imports.get(word, word)).lower() for word in words)
     imported = {*found.imports, *found.imports.values()}
     found.has_masters = any(_MASTERS.search(word) for word in words | imported)
     return found
+
+
+_LEAVES = {"ctx", "op", "ops", "id", "attr", "arg"}
+
+
+def _number(node: ast.AST, nodes: list[ast.AST], spans: dict[int, tuple[int, int]]) -> None:
+    first = len(nodes)
+    nodes.append(node)
+    for name in node._fields:
+        part = None if name in _LEAVES else getattr(node, name, None)
+        if isinstance(part, list):
+            for inner in part:
+                if isinstance(inner, ast.AST):
+                    _number(inner, nodes, spans)
+        elif isinstance(part, ast.AST):
+            _number(part, nodes, spans)
+    if isinstance(node, ast.stmt):
+        spans[id(node)] = first, len(nodes)
 
 
 # What these names mean where `from module import *` gives them.
@@ -125,14 +155,14 @@ _USUAL = {"torch": "torch", "nn": "torch.nn", "F": "torch.nn.functional", "np": 
 _EXPORTS = AUTOCASTS | {"lightning.Trainer", "lightning.pytorch.Trainer", "pytorch_lightning.Trainer"}
 
 
-def find_imports(tree: ast.Module) -> dict[str, str]:
+def find_imports(nodes: list[ast.AST]) -> dict[str, str]:
     """Local name → dotted name, for every import in the file.
 
     `from module import *` gives the functions and classes that are used and bound nowhere in the file.
     """
     names: dict[str, str] = {}
     starred: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.partition(".")[0]
@@ -145,16 +175,16 @@ def find_imports(tree: ast.Module) -> dict[str, str]:
     if not starred:
         return names
     others = [module for module in starred if module.partition(".")[0] != "torch"] or starred
-    for word in _find_free(tree).difference(names):
+    for word in _find_free(nodes).difference(names):
         known = [module for module in starred if f"{module}.{word}" in _EXPORTS]
         names[word] = _USUAL.get(word, f"{(known or others)[-1]}.{word}")
     return names | {f"{module}.*": f"{module}.*" for module in starred}
 
 
-def _find_free(tree: ast.Module) -> set[str]:
+def _find_free(nodes: list[ast.AST]) -> set[str]:
     """Modules, functions and classes that are used and nowhere bound, builtins aside."""
     used, bound = {*_USUAL}, {*dir(builtins)}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Call(ast.Name(word)):
                 used.add(word)

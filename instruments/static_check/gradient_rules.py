@@ -125,7 +125,7 @@ def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> Non
 
 def _knows_manager(frame: Frame) -> bool:
     """Whether the function also calls the library's own backward, on another branch."""
-    around = ast.walk(frame.stack[-1]) if frame.stack else ()
+    around = frame.definitions.within(frame.stack[-1]) if frame.stack else ()
     owners = [node.value for node in around if isinstance(node, ast.Attribute) and node.attr.endswith("backward")]
     return any(last_word(text_of(owner)) in {"accelerator", "fabric", "self"} for owner in owners)
 
@@ -193,9 +193,9 @@ def read_condition(test: ast.expr, way: State) -> tuple[str, bool]:
     return (_MIXED_FACT if _MIXED.search(text) else text), positive
 
 
-def touches_scaling(statement: ast.stmt) -> bool:
+def touches_scaling(statement: ast.stmt, frame: Frame) -> bool:
     """Whether a statement calls a method that scales, unscales or uses gradients."""
-    return any(isinstance(node, ast.Attribute) and node.attr in _SCALING for node in ast.walk(statement))
+    return any(getattr(node, "attr", "") in _SCALING for node in frame.definitions.within(statement))
 
 
 def depends_on(fact: str, names: set[str]) -> bool:

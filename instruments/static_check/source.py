@@ -8,6 +8,7 @@ import tokenize
 import tomllib
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 SEVERE, WARNING, NOTE = "severe", "warning", "note"
@@ -45,9 +46,14 @@ class Source:
 
     path: str
     tree: ast.Module
-    silenced: dict[int, frozenset[str]]  # line → codes, or EVERY
+    code: list[tuple[int, bytes]]  # lines above, code
     cells: list[tuple[str, int]] = field(default_factory=list)  # of a notebook: (cell, line in it) for each line
     unread: list[Finding] = field(default_factory=list)  # cells that cannot be parsed
+
+    @cached_property
+    def silenced(self) -> dict[int, frozenset[str]]:
+        """Line → codes silenced there, or EVERY; looked for at the first finding."""
+        return {above + line: codes for above, code in self.code for line, codes in find_silenced(code).items()}
 
     def is_silenced(self, code: str, node: ast.expr) -> bool:
         """Whether a `noqa` comment on one of the node's lines silences the rule."""
@@ -70,7 +76,7 @@ def read_source(path: Path) -> Source | Finding:
             warnings.simplefilter("ignore")  # such as invalid escapes, which are no precision faults
             if path.suffix == ".ipynb":
                 return _read_notebook(path, data)
-            return Source(str(path), ast.parse(data), find_silenced(data))
+            return Source(str(path), ast.parse(data), [(0, data)])
     except OSError as error:
         return unreadable(path, 1, f"cannot be read: {error.strerror}")
     except SyntaxError as error:
@@ -85,7 +91,7 @@ _MAGIC = re.compile(r"^([ \t]*)(?:[%!?]|[\w.]+\?+[ \t]*$|[\w, ]+=[ \t]*[%!])(?:.
 
 def _read_notebook(path: Path, data: bytes) -> Source:
     """All code cells as one tree; a cell that does not parse is a finding, after `%%` another language."""
-    source = Source(str(path), ast.Module([], []), {})
+    source = Source(str(path), ast.Module([], []), [])
     for number, cell in enumerate(json.loads(data)["cells"], 1):
         if cell["cell_type"] != "code":
             continue
@@ -103,7 +109,7 @@ def _read_notebook(path: Path, data: bytes) -> Source:
             continue
         above = len(source.cells)
         source.tree.body.extend(ast.increment_lineno(node, above) for node in tree.body)
-        source.silenced.update({above + line: codes for line, codes in find_silenced(code.encode()).items()})
+        source.code.append((above, code.encode()))
         source.cells.extend((f"cell {number}", line) for line in range(1, code.count("\n") + 2))
     return source
 

@@ -30,7 +30,7 @@ def walk_file(file: FileFacts) -> None:
     end = join(walk_body(file.source.tree.body, [start], frame))
     file.outer, file.modules = end.values, file.modules | end.modules
     methods = [(function, name.rpartition(".")[0] or None) for name, function in definitions.functions.items()]
-    called = {called_name(node) for node in ast.walk(file.source.tree) if isinstance(node, ast.Call)}
+    called = {called_name(node) for node in definitions.nodes if isinstance(node, ast.Call)}
     # First functions that are not called in the file: they call the others inside the right autocast regions.
     for function, owner in sorted(methods, key=lambda pair: pair[0].name in called or pair[0].name == "forward"):
         if id(function) not in file.walked:
@@ -222,9 +222,9 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
     given = evaluate(statement.test if isinstance(statement, ast.While) else statement.iter, way, frame)
     inner = replace(frame, in_loop=frame.in_loop + 1)
     ways = [way]
-    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name | ast.Attribute))
-    changing = {last_word(text_of(node)) for node in names if isinstance(node.ctx, ast.Store)}
-    for turn in range(2 if touches_scaling(statement) and frame.in_loop < _MOST_LOOPS else 1):
+    inside = frame.definitions.within(statement)
+    changing = {last_word(text_of(node)) for node in inside if isinstance(getattr(node, "ctx", None), ast.Store)}
+    for turn in range(2 if touches_scaling(statement, frame) and frame.in_loop < _MOST_LOOPS else 1):
         for one in ways if turn else ():
             one.facts = {fact: met for fact, met in one.facts.items() if not depends_on(fact, changing)}
             for sure in ("surely_unscaled", "stepped", "done"):  # a rebound name may be another optimizer
@@ -240,7 +240,7 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
 def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     evaluate(statement.test, way, frame)
     fact, positive = read_condition(statement.test, way)
-    matters = (frame.definitions.scales or bool(frame.definitions.policies)) and touches_scaling(statement)
+    matters = (frame.definitions.scales or bool(frame.definitions.policies)) and touches_scaling(statement, frame)
     if matters and fact in way.facts:
         return walk_body(statement.body if way.facts[fact] == positive else statement.orelse, [way], frame)
     met, other = way, way.copy()
