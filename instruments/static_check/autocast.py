@@ -110,10 +110,15 @@ def autocast_table(device: str) -> dict[str, str]:
 
 def text_of(node: ast.expr | None) -> str:
     """`a.b.c` for names and attributes; empty for anything else."""
-    if isinstance(node, ast.Attribute):
+    if isinstance(node, ast.Name):
+        return node.id
+    if not isinstance(node, ast.Attribute):
+        return ""
+    known: dict[str, str] = vars(node)  # kept at the node: asked for several times a call
+    if "text" not in known:
         head = text_of(node.value)
-        return head and f"{head}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
+        known["text"] = head and f"{head}.{node.attr}"
+    return known["text"]
 
 
 def called_name(call: ast.Call) -> str:

@@ -50,7 +50,7 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
             return _either(evaluate(node.body, state, frame), evaluate(node.orelse, state, frame))
         case ast.Compare() | ast.BoolOp():
             _look_inside(node, state, frame)
-            return Value(tag=f"?{ast.unparse(node)}")
+            return Value(tag="condition", ref=node)
         case ast.NamedExpr():
             value = state.values[node.target.id] = evaluate(node.value, state, frame)
             return value

@@ -180,9 +180,9 @@ def read_condition(test: ast.expr, way: State) -> tuple[str, bool]:
     positive = True
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, positive = test.operand, not positive
-    tag = way.values.get(text_of(test), UNKNOWN).tag
-    if tag.startswith("?") and not _MIXED.search(text_of(test)):
-        test = ast.parse(tag[1:], mode="eval").body  # a variable that holds a condition
+    held = way.values.get(text_of(test), UNKNOWN)  # a variable may hold a condition
+    if held.tag == "condition" and isinstance(held.ref, ast.expr) and not _MIXED.search(text_of(test)):
+        test = held.ref
     if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
         operator, constant = test.ops[0], test.comparators[0].value
         if (constant is None or constant is False) and isinstance(operator, ast.Is | ast.Eq):

@@ -118,15 +118,18 @@ class State:
         self.float16_forward |= region.enabled and region.certain and region.dtype == FLOAT16
 
     def adopt(self, other: "State") -> None:
-        """Copy another state into this one, in place."""
-        self.__dict__.update(other.copy().__dict__)
+        """Become another state, which ends."""
+        self.__dict__.update(other.__dict__)
 
 
 def join(states: Sequence[State]) -> State:
     """Join ways: facts that hold on all of them; optimizers that may have been unscaled on any."""
     first = states[0].copy()
     for other in states[1:]:
-        first.values = {name: value for name, value in first.values.items() if other.values.get(name) == value}
+        there = other.values.get  # the same object mostly: cheaper to see than that it is equal
+        first.values = {
+            name: value for name, value in first.values.items() if there(name) is value or there(name) == value
+        }
         first.modules = other.modules | first.modules
         first.facts = {fact: met for fact, met in first.facts.items() if other.facts.get(fact) == met}
         for way in ("scaled", "plain", "ended"):

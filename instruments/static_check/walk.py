@@ -239,12 +239,12 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
 
 def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     evaluate(statement.test, way, frame)
-    fact, positive = read_condition(statement.test, way)
-    matters = (frame.definitions.scales or bool(frame.definitions.policies)) and touches_scaling(statement, frame)
-    if matters and fact in way.facts:
-        return walk_body(statement.body if way.facts[fact] == positive else statement.orelse, [way], frame)
     met, other = way, way.copy()
+    matters = (frame.definitions.scales or bool(frame.definitions.policies)) and touches_scaling(statement, frame)
     if matters:
+        fact, positive = read_condition(statement.test, way)
+        if fact in way.facts:
+            return walk_body(statement.body if way.facts[fact] == positive else statement.orelse, [way], frame)
         met.facts[fact], other.facts[fact] = positive, not positive
     ends = [*walk_body(statement.body, [met], frame), *walk_body(statement.orelse, [other], frame)]
     if matters:
