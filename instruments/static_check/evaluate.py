@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import replace
+from functools import reduce
 
 from instruments.static_check import modules, numeric_rules
 from instruments.static_check.autocast import ACTIVATIONS, DTYPES, FLOAT16, KNOWN, called_name, last_word, text_of
@@ -16,6 +17,7 @@ from instruments.static_check.state import (
     Module,
     State,
     Value,
+    either,
     element_of,
     mix,
     read_region,
@@ -56,6 +58,10 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
             return value
         case ast.Tuple() | ast.List():
             return Value(kind="parts", ref=tuple(evaluate(part, state, frame) for part in node.elts))
+        case ast.Dict():
+            every = [evaluate(part, state, frame) for part in (*node.keys, *node.values) if part]
+            one_of = reduce(_either, every[-len(node.values) :]) if every else UNKNOWN
+            return one_of if one_of.kind == "dtype" else UNKNOWN  # one of the types, by a key
         case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
             for generator in node.generators:
                 bind(generator.target, element_of(evaluate(generator.iter, state, frame)), state)
@@ -115,13 +121,11 @@ def _item(base: Value, index: Value) -> Value:
 
 
 def _either(first: Value, second: Value) -> Value:
-    if first == second:
-        return first
     for kind in ("region", "module", "scaler", "optimizer"):
         one = next((value for value in (first, second) if value.kind == kind), None)
         if one is not None:
             return one
-    return Value(kind="dtype") if first.kind == second.kind == "dtype" else UNKNOWN
+    return either(first, second) or (Value(kind="dtype") if first.kind == second.kind == "dtype" else UNKNOWN)
 
 
 def bind(target: ast.expr, value: Value, way: State) -> None:
@@ -152,8 +156,9 @@ _PRODUCTS = dict.fromkeys(("mm", "mv", "addmm", "baddbmm"), "matmul") | dict.fro
 _NEW = {"zeros", "ones", "full", "tensor", "empty", "zeros_like", "ones_like"}
 _PASSING = {
     "softmax", "sigmoid", "exp", "shifted", "negative", "max", "square", "mean", "mean_square", "square_mean", "new",
+    "positions",
 }  # fmt: skip
-_METHODS_OF_MODULES = {*_CASTS, *modules.SAME_MODULE, "parameters", "named_parameters", "state_dict"}
+_METHODS_OF_MODULES = {*_CASTS, *modules.SAME_MODULE, "parameters", "named_parameters", "state_dict", "type_as"}
 
 
 def _call(node: ast.Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
@@ -179,6 +184,7 @@ def _call(node: ast.Call, state: State, frame: Frame) -> Value:  # noqa: C901, P
         key = modules.module_key(func.value, base, state, frame, surely=listed)
         cast = _read_cast(node, every, frame)
         if cast and key is None:
+            numeric_rules.check_positions(node, base, cast, frame)
             place = base.cast if base.cast is not None and word not in _CASTS else node
             return Value(cast, "cast", base.tag if base.tag in _PASSING else "", base.scaled, cast=place)
         if key is not None:
@@ -210,8 +216,8 @@ def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:
         return None
     if func.attr in _CASTS and not given:
         return _CASTS[func.attr]
-    if func.attr in {"to", "type"}:
-        return next((value.precision for value in given if value.kind == "dtype" and value.precision), None)
+    if func.attr in {"to", "type", "type_as"}:
+        return next((value.precision for value in given if value.kind in {"", "dtype"} and value.precision), None)
     return None
 
 
@@ -224,7 +230,8 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: PLR0
         return Value(kind="region", ref=region)
     if word.endswith("GradScaler"):
         given = [one.value for one in node.keywords if one.arg == "enabled"]
-        return OTHER if any(isinstance(one, ast.Constant) and not one.value for one in given) else Value(kind="scaler")
+        off = any(isinstance(one, ast.Constant) and not one.value for one in given)
+        return OTHER if off else Value(kind="scaler", tag="" if given or node.args else "always on")
     if word.endswith("Scaler") and word[:1].isupper():
         return OTHER
     if word in {"Accelerator", "Fabric"}:
@@ -308,6 +315,8 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
     """Value of all other calls: tensor methods keep the type; most others are unknown."""
     node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
     numeric_rules.check_names(call, frame)
+    if word == "getattr" and every[1:] and every[1].constant in DTYPES and text_of(node.args[0]) == "torch":
+        return Value(DTYPES[str(every[1].constant)], kind="dtype")
     if word in _NO_TENSORS | _PLAIN or "loss" in word.lower() or numeric_rules.CRITERION.fullmatch(word):
         return UNKNOWN
     full, asked = frame.definitions.full_name(func), call.words.get("dtype", UNKNOWN)
@@ -318,14 +327,15 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
     if full.startswith("torch.") and asked.precision in LOWS:
         for value in every:
             numeric_rules.check_constant(node, value.number, asked, frame)
-        if word == "arange":
-            frame.report("LP110", node, f"{ast.unparse(node)}: integers in {asked.precision}")
+        numeric_rules.check_positions(node, numeric_rules.read_positions(call), str(asked.precision), frame)
         return Value(asked.precision, "cast", "new" if word in _NEW else "", cast=node)
     if method and base.precision is not None and not base.kind:
         if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
             return UNKNOWN
         kept = base.tag if word in numeric_rules.KEEPING else ""
         return replace(base, tag=kept, cast=base.cast if word in modules.SAME_MODULE else None)
+    if full in {"torch.arange", "torch.outer"}:
+        return numeric_rules.read_positions(call)
     if full == "torch.finfo" and every and every[0].precision == "float32":
         return Value(tag="finfo32")
     if full.startswith("torch.") and word in _NEW:

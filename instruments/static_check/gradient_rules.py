@@ -40,6 +40,8 @@ def check_gradients(call: Call, state: State, frame: Frame) -> Value | None:
         return UNKNOWN
     if owner is None:
         return None
+    if word == "step":
+        state.backed, state.clipped = False, None
     if word == "unscale_gradients":
         state.unscaled |= {"accelerate"}
     if word in {"backward", "manual_backward"}:
@@ -65,6 +67,7 @@ def _step(node: ast.Call, optimizer: str, value: Value, state: State, frame: Fra
 
 
 def _clip(node: ast.Call, owner: ast.expr | None, base: Value, state: State, frame: Frame) -> None:
+    state.clipped = None if state.backed else node
     text, full = text_of(owner), frame.definitions.full_name(node.func)
     mine = owner is not None and last_word(text) in _MANAGERS
     of_torch = owner is None or "torch" in full or last_word(text) in {"utils", "clip_grad"}
@@ -78,6 +81,9 @@ def _clip(node: ast.Call, owner: ast.expr | None, base: Value, state: State, fra
 
 def _backward(call: Call, loss: ast.expr, state: State, frame: Frame) -> None:
     node, base, owner = call.node, call.base, last_word(text_of(loss))
+    if state.clipped is not None:
+        frame.report("LP207", state.clipped, f"{ast.unparse(state.clipped)} before {ast.unparse(node)}")
+    state.backed, state.clipped = True, None
     outer = owner in _MANAGERS or base.kind in {"accelerator", "optimizer", "module"} or is_optimizer(loss, base)
     if frame.region.enabled and not outer and not frame.is_lightning:
         frame.report("LP301", node, f"{ast.unparse(node.func)}() inside an autocast block")
@@ -91,7 +97,7 @@ def _backward(call: Call, loss: ast.expr, state: State, frame: Frame) -> None:
         # Not in the else branch of `if use_amp: scaler.scale(loss).backward()`.
         state.plain = not any(_SCALED.search(fact) and not met for fact, met in state.facts.items())
         managed = frame.definitions.scales or frame.definitions.policies or frame.definitions.has_masters
-        if state.float16_forward and not managed:
+        if FLOAT16 in state.forward and not managed:
             frame.report("LP302", node, "backward of a loss from float16 autocast, without loss scaling")
         _check_manager(node, "backward", state, frame)
 
@@ -135,6 +141,8 @@ def _scaler(call: Call, scaler: ast.expr, state: State, frame: Frame) -> Value |
     given = call.every[0] if call.every else UNKNOWN
     optimizer = {ast.unparse(node.args[0]) if node.args else ""}
     if call.word == "scale":
+        if call.base.tag == "always on" and state.forward == {BFLOAT16}:
+            frame.report("LP303", node, f"{text} of a loss from bfloat16 autocast")
         return replace(given, scaled=True, tag="")
     if call.word == "unscale_":
         if optimizer <= state.surely_unscaled:

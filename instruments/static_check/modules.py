@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import replace
 
-from instruments.static_check.autocast import BFLOAT16, DTYPES, FLOAT16, LOSS_MODULES, last_word, text_of
+from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, last_word, text_of
 from instruments.static_check.source import NOTE, WARNING
 from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Call, Frame, Module, State, Value
 
@@ -128,11 +128,11 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
         module = state.modules.get(key, Module())
         if module.cast is None or (module.idle and not module.trained) or frame.definitions.has_masters:
             continue
-        if module.precision == FLOAT16 or (module.precision == BFLOAT16 and held and optimizer.tag == "torch"):
+        if module.precision == FLOAT16 or (module.precision in LOWS and held and optimizer.tag == "torch"):
             what = "the default type" if module.cast is state.default else "the weights"
             text = ast.unparse(module.cast)
             brief = text if len(text) <= 80 else text[:77] + "..."
-            severity = WARNING if module.precision == BFLOAT16 else None  # other optimizers may round stochastically
+            severity = None if module.precision == FLOAT16 else WARNING  # other optimizers may round stochastically
             frame.report("LP101", module.cast, f"{brief}: {what} of a model that is trained", severity)
         _check_batch_norm(module, frame)
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOSSES, NORMS, PRODUCTS, REDUCTIONS, SOFTMAXES
 from instruments.static_check.source import NOTE, WARNING
-from instruments.static_check.state import LOWS, UNKNOWN, Call, Frame, Value, mix
+from instruments.static_check.state import LOWS, OFF, UNKNOWN, Call, Frame, Value, mix
 
 _BINARY = "binary_cross_entropy"
 LARGEST, SMALLEST = 65520.0, 2.0**-25  # float16: at least the first is inf, at most the second is zero
@@ -31,6 +31,8 @@ def check_operation(
     _check_formula(node, operation, inputs, frame)
     if operation == _BINARY:
         _check_binary(node, inputs, frame)
+    if operation in PRODUCTS:
+        _check_angles(node, node.args, frame)
     result = _result(operation, inputs, frame)
     if asked is not None:
         return Value(tag=tag)  # dtype is a variable
@@ -60,13 +62,13 @@ def _check_binary(node: ast.Call, inputs: list[Value], frame: Frame) -> None:
     elif any(value.is_low for value in inputs):
         under = " under autocast" if frame.region.enabled else ""
         frame.report("LP104", node, f"{_BINARY}{under}, of probabilities in 16 bits", WARNING)
-    elif frame.class_name and not (
+    elif not (
         full
         or frame.definitions.trains
         or frame.definitions.policies
         or any(finding.code == "LP104" for finding in frame.file.findings)
     ):
-        frame.report("LP104", node, f"{_BINARY} in a module: under float16 autocast it raises", NOTE)
+        frame.report("LP104", node, f"{_BINARY}: under float16 autocast it raises", NOTE)
 
 
 def _result(operation: str, inputs: list[Value], frame: Frame) -> Value:
@@ -133,6 +135,8 @@ def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
     mixed = mix([left, right])
     if left.is_constant and right.is_constant:
         return _fold(node, left, right)
+    if isinstance(node.op, ast.MatMult):
+        _check_angles(node, [node.left, node.right], frame)
     if isinstance(node.op, ast.MatMult) and frame.region.enabled:
         return Value(frame.region.dtype, "autocast") if frame.region.certain else UNKNOWN
     for value, other in ((left, right), (right, left)) if isinstance(node.op, ast.Add | ast.Sub) else ():
@@ -173,6 +177,9 @@ def _fold(node: ast.BinOp, left: Value, right: Value) -> Value:
     return Value(constant="?")
 
 
+_HELD = {"sum_square", "sum", "softmax", "sigmoid", "sum_exp", "positions"}
+
+
 def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C901, PLR0911, PLR0912 - a case a kind
     pair, numbers = (left.tag, right.tag), (left.number or 0, right.number or 0)
     match node.op:
@@ -185,7 +192,7 @@ def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C
         case ast.Mult() if "negative" in pair or any(number < 0 for number in numbers):
             return "negative"
         case ast.Mult():
-            return next((tag for tag in pair if tag == "exp"), "")
+            return next((tag for tag in pair if tag in {"exp", "positions"}), "")
         case ast.Sub() if pair == ("mean_square", "square_mean"):
             return "difference"
         case ast.Sub() if left.tag == "sum_exp":
@@ -197,8 +204,8 @@ def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C
         case ast.Add() if 1 in {left.constant, right.constant} and "exp" in pair:
             return "one_plus_exp"
         case ast.Add():
-            held = next((tag for tag in pair if tag in {"sum_square", "sum", "softmax", "sigmoid", "sum_exp"}), "")
-            if held in {"sum_square", "sum", ""}:
+            held = next((tag for tag in pair if tag in _HELD), "")
+            if held in {"sum_square", "sum", "positions", ""}:
                 return held
             return f"{held}+eps" if left.is_constant or right.is_constant else ""
         case ast.Div() if pair == ("exp", "sum_exp"):
@@ -216,6 +223,30 @@ def check_constant(node: ast.expr, constant: float | None, value: Value, frame: 
         return
     becomes = "zero" if size <= SMALLEST else "out of range"
     frame.report("LP107", node, f"{ast.unparse(node)}: {constant:g} is {becomes} in float16")
+
+
+def read_positions(call: Call) -> Value:
+    """Value of an arange that 16 bits round, and of products with one."""
+    counts = [value.number for value in call.arguments]
+    short = all(count is not None and count <= 257 for count in counts)  # bfloat16 holds 256
+    made = call.word == "arange" and not short
+    return Value(tag="positions" if made or any(value.tag == "positions" for value in call.every) else "")
+
+
+def check_positions(node: ast.expr, value: Value, precision: str, frame: Frame) -> None:
+    """LP110: positions, or angles computed from them, in 16 bits."""
+    if value.tag == "positions" and precision in LOWS:
+        frame.report("LP110", node, f"{ast.unparse(node)}: positions in {_words(precision)}")
+
+
+def _check_angles(node: ast.expr, factors: list[ast.expr], frame: Frame) -> None:
+    """LP110: the angles of a rotary embedding by a product, which autocast runs in 16 bits, here or around a call."""
+    inside = frame.region.enabled
+    made_once = any(function.name == "__init__" for function in frame.stack)
+    open_to_callers = frame.region is OFF and bool(frame.stack) and not made_once
+    if (inside or open_to_callers) and any(re.search(r"inv_?freq", ast.unparse(factor)) for factor in factors):
+        where = "autocast" if inside else "a caller's autocast"
+        frame.report("LP110", node, f"{ast.unparse(node)}: angles in 16 bits under {where}", None if inside else NOTE)
 
 
 def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:

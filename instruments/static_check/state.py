@@ -94,7 +94,9 @@ class State:
     surely_unscaled: frozenset[str] = frozenset()
     stepped: frozenset[str] = frozenset()  # optimizers with a certain scaler.step() since scaler.update()
     done: frozenset[str] = frozenset()  # optimizers with a certain scaler.step() since the last backward
-    float16_forward: bool = False
+    forward: frozenset[str] = frozenset()  # formats of the autocast regions so far
+    backed: bool = False  # a backward pass since the last step
+    clipped: ast.expr | None = None  # where gradients were clipped before it
     default: ast.expr | None = None  # where float16 became the default type of new tensors
     returned: Value | None = None
     ended: bool = False  # by return, raise, continue or break
@@ -114,32 +116,40 @@ class State:
         self.scaled, self.unscaled, self.surely_unscaled = False, frozenset(), frozenset()
 
     def note_region(self, region: Region) -> None:
-        """Record a float16 forward pass, which needs loss scaling (LP302)."""
-        self.float16_forward |= region.enabled and region.certain and region.dtype == FLOAT16
+        """Record the format of a forward pass: float16 needs loss scaling (LP302), bfloat16 does not (LP303)."""
+        self.forward |= {region.dtype} if region.enabled and region.certain else frozenset()
 
     def adopt(self, other: "State") -> None:
         """Become another state, which ends."""
         self.__dict__.update(other.__dict__)
 
 
+def either(first: Value | None, second: Value | None) -> Value | None:
+    """Value that is one of two: of two types or tensors in 16 bits, one in 16 bits; None if nothing is known of it."""
+    if first is second or first == second:
+        return first
+    if first and second and first.kind == second.kind and {first.precision, second.precision} <= LOWS:
+        return Value(LOW, first.origin, kind=first.kind) if first.kind in {"", "dtype"} else None
+    return None
+
+
 def join(states: Sequence[State]) -> State:
     """Join ways: facts that hold on all of them; optimizers that may have been unscaled on any."""
     first = states[0].copy()
     for other in states[1:]:
-        there = other.values.get  # the same object mostly: cheaper to see than that it is equal
-        first.values = {
-            name: value for name, value in first.values.items() if there(name) is value or there(name) == value
-        }
+        both = ((name, either(value, other.values.get(name))) for name, value in first.values.items())
+        first.values = {name: value for name, value in both if value is not None}
         first.modules = other.modules | first.modules
         first.facts = {fact: met for fact, met in first.facts.items() if other.facts.get(fact) == met}
-        for way in ("scaled", "plain", "ended"):
+        for way in ("scaled", "plain", "ended", "clipped"):
             setattr(first, way, getattr(first, way) and getattr(other, way))
         first.unscaled |= other.unscaled
         for sure in ("surely_unscaled", "stepped", "done"):
             setattr(first, sure, getattr(first, sure) & getattr(other, sure))
-        first.float16_forward |= other.float16_forward
+        first.forward |= other.forward
+        first.backed |= other.backed
         first.default = first.default or other.default
-        first.returned = first.returned if first.returned == other.returned else None
+        first.returned = either(first.returned, other.returned)
     return first
 
 
@@ -243,6 +253,9 @@ def read_region(call: Call, frame: Frame) -> Region | None:
         word = frame.definitions.called_name(node)
     full = frame.definitions.full_name(node.func)
     if full not in AUTOCASTS:
+        off = any(one.arg == "enabled" and getattr(one.value, "value", True) is False for one in node.keywords)
+        if off and "autocast" in word:
+            return Region(enabled=False)
         if word not in _MANAGED:
             return None
         policy = frame.definitions.policy("accelerate", "lightning")

@@ -9,7 +9,7 @@ from instruments.static_check.definitions import Function
 from instruments.static_check.evaluate import bind, evaluate
 from instruments.static_check.gradient_rules import depends_on, read_condition, touches_scaling
 from instruments.static_check.modules import check_unused, module_key
-from instruments.static_check.numeric_rules import check_growing
+from instruments.static_check.numeric_rules import check_constant, check_growing
 from instruments.static_check.state import UNKNOWN, FileFacts, Frame, Region, State, Value, element_of, join
 
 _MOST_WAYS = 8
@@ -190,6 +190,8 @@ def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]
                         kept = evaluate(owner, way, frame)
                         if kept.kind == "parameter" and ast.unparse(target) in ast.unparse(average):
                             check_growing(average, kept, frame)
+                    case ast.Subscript(owner), _:  # x[mask] = -1e9
+                        check_constant(target, value.number, evaluate(owner, way, frame), frame)
                 bind(target, value, way)
         case ast.AnnAssign() if statement.value is not None:
             bind(statement.target, evaluate(statement.value, way, frame), way)
@@ -232,6 +234,8 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
         if not isinstance(statement, ast.While):
             for one in ways:
                 bind(statement.target, element_of(given), one)
+        for one in ways:
+            one.clipped = None
         done = [one for one in ways if one.ended]
         ways = [*done, *_revived(walk_body(statement.body, [one for one in ways if not one.ended], inner))]
     return _revived(walk_body(statement.orelse, ways, frame))
@@ -239,6 +243,7 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
 
 def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     evaluate(statement.test, way, frame)
+    before = dict(way.modules)
     met, other = way, way.copy()
     matters = (frame.definitions.scales or bool(frame.definitions.policies)) and touches_scaling(statement, frame)
     if matters:
@@ -249,8 +254,13 @@ def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     ends = [*walk_body(statement.body, [met], frame), *walk_body(statement.orelse, [other], frame)]
     if matters:
         return ends
-    going = [end for end in ends if not end.ended]
-    return [*([join(going)] if going else []), *(end for end in ends if end.ended)]
+    going, ended = [end for end in ends if not end.ended], [end for end in ends if end.ended]
+    if not going:
+        return ended
+    joined = join(going)
+    for end in reversed(going):  # a cast on one branch is one
+        joined.modules |= {key: module for key, module in end.modules.items() if module != before.get(key)}
+    return [joined, *ended]
 
 
 def _walk_with(statement: ast.With | ast.AsyncWith, way: State, frame: Frame) -> list[State]:
