@@ -108,7 +108,7 @@ def autocast_table(device: str) -> dict[str, str]:
             torch.set_autocast_enabled(device, was)
 
 
-def text_of(node: ast.expr | None) -> str:
+def text_of(node: ast.AST | None) -> str:
     """`a.b.c` for names and attributes; empty for anything else."""
     if isinstance(node, ast.Name):
         return node.id

@@ -117,7 +117,7 @@ def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> Non
         frame.report("LP402", node, f"{ast.unparse(node.func)}() in a LightningModule", severity)
         return
     visible = any(value.kind == "accelerator" for value in state.values.values())
-    decided = any("accelerat" in fact.lower() for fact in state.facts)
+    decided = any(re.search(r"accelerat\w*(?!.*sync)", fact, re.IGNORECASE) for fact in state.facts)
     policy = frame.definitions.policy("accelerate")
     if not visible or decided or policy is None:
         return

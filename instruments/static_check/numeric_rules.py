@@ -139,10 +139,12 @@ def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
         _check_angles(node, [node.left, node.right], frame)
     if isinstance(node.op, ast.MatMult) and frame.region.enabled:
         return Value(frame.region.dtype, "autocast") if frame.region.certain else UNKNOWN
-    for value, other in ((left, right), (right, left)) if isinstance(node.op, ast.Add | ast.Sub) else ():
-        check_constant(node, value.number, mixed, frame)
-        if value.tag.startswith("times "):
-            check_constant(node, float(value.tag[6:]), other, frame)
+    for value, other in ((left, right), (right, left)):
+        if isinstance(node.op, ast.Mult):
+            check_constant(node, other.number if value.tag == "complement" else None, value, frame)  # a mask
+        elif isinstance(node.op, ast.Add | ast.Sub):
+            check_constant(node, value.number, mixed, frame)
+            check_constant(node, float(value.tag[6:]) if value.tag.startswith("times ") else None, other, frame)
     tag = _combined_tag(node, left, right)
     worse = next((value.precision for value in (left, right) if value.is_low), mixed.precision)
     if tag == "difference":
@@ -199,8 +201,8 @@ def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C
             return "sum_exp"
         case ast.Sub() if right.tag == "max":
             return "shifted"
-        case ast.Sub() if left.constant == 1 and right.tag == "sigmoid":
-            return "sigmoid"
+        case ast.Sub() if left.constant == 1:
+            return "sigmoid" if right.tag == "sigmoid" else "complement"
         case ast.Add() if 1 in {left.constant, right.constant} and "exp" in pair:
             return "one_plus_exp"
         case ast.Add():
@@ -239,14 +241,18 @@ def check_positions(node: ast.expr, value: Value, precision: str, frame: Frame) 
         frame.report("LP110", node, f"{ast.unparse(node)}: positions in {_words(precision)}")
 
 
+_ANGLES = re.compile(r"inv_?freq|position_ids")
+
+
 def _check_angles(node: ast.expr, factors: list[ast.expr], frame: Frame) -> None:
     """LP110: the angles of a rotary embedding by a product, which autocast runs in 16 bits, here or around a call."""
-    inside = frame.region.enabled
     made_once = any(function.name == "__init__" for function in frame.stack)
-    open_to_callers = frame.region is OFF and bool(frame.stack) and not made_once
-    if (inside or open_to_callers) and any(re.search(r"inv_?freq", ast.unparse(factor)) for factor in factors):
-        where = "autocast" if inside else "a caller's autocast"
-        frame.report("LP110", node, f"{ast.unparse(node)}: angles in 16 bits under {where}", None if inside else NOTE)
+    where = "autocast" if frame.region.enabled else "a caller's autocast"
+    if not frame.region.enabled and (frame.region is not OFF or made_once or not frame.stack):
+        return
+    if any(_ANGLES.search(ast.unparse(factor)) for factor in factors):
+        severity = None if frame.region.enabled else NOTE
+        frame.report("LP110", node, f"{ast.unparse(node)}: angles in 16 bits under {where}", severity)
 
 
 def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:

@@ -33,3 +33,64 @@ def test_a_rule_finds_its_example_and_nothing_in_the_healthy_twin(name, tmp_path
     assert {one.line for one in check.static_check(file).findings if one.code == name[:5]} == expected
     file.write_text(healthy)
     assert [str(one) for one in check.static_check(file).findings] == []
+
+
+LOOP = "for x in b:\n    loss = model(x).loss\n{}    loss.backward()\n    o.step()\n    o.zero_grad()\n"
+CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+TRAINED = "o = torch.optim.AdamW(model.parameters())\n" + LOOP.format("")
+SCALED = (
+    "for x in b:\n    with autocast('cuda', dtype=torch.bfloat16):\n        loss = model(x).loss\n"
+    "    s.scale(loss).backward()\n    s.step(o)\n    s.update()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "risky", "healthy"),
+    [
+        # Types that are known as one of two, or from a function, a table or a name.
+        ("LP103", "t = torch.half if old else torch.bfloat16\nF.softmax(x.to(t), -1)", ("torch.half", "torch.float")),
+        ("LP103", "def t():\n    if a:\n        return torch.half\n    return torch.bfloat16\nF.softmax(x.to(t()), -1)",
+         ("torch.half", "torch.float32")),
+        ("LP103", "t = {1: torch.half, 2: torch.bfloat16}\nF.softmax(x.to(t[k]), -1)", ("torch.half", "torch.float")),
+        ("LP103", "F.softmax(x.to(getattr(torch, 'bfloat16')), -1)", ("bfloat16", "float32")),
+        ("LP103", "if old:\n    t = torch.half\nelse:\n    t = torch.bfloat16\nF.softmax(x.to(t), -1)",
+         ("torch.half", "torch.float32")),
+        ("LP101", "t = torch.half if a else torch.bfloat16\nmodel = Auto.from_pretrained(n, torch_dtype=t)\n" + TRAINED,
+         (", torch_dtype=t", "")),
+        ("LP101", "model = Net()\nif a == 1:\n    pass\nelif a == 2:\n    model = model.half()\n" + TRAINED,
+         ("model = model.half()", "vae = vae.half()")),
+        # Clipping before there are gradients; a scaler that nothing needs.
+        ("LP207", LOOP.format(CLIP), (CLIP + "    loss.backward()\n", "    loss.backward()\n" + CLIP)),
+        ("LP207", LOOP.format("    acc.clip_grad_norm_(ps, 1.0)\n"),
+         ("    loss.backward()", "    o.step()\n    loss.backward()")),
+        ("LP303", "s = GradScaler()\n" + SCALED, ("torch.bfloat16", "torch.float16")),
+        ("LP303", "s = GradScaler()\n" + SCALED, ("GradScaler()", "GradScaler(enabled=t == torch.float16)")),
+        # Positions and angles.
+        ("LP110", "t = torch.arange(n).to(torch.bfloat16)", ("n", "256")),
+        ("LP110", "t = torch.arange(n).float()\nf = torch.outer(t, w).half()", (".half()", ".cos().half()")),
+        ("LP110", "q = q.half()\nt = torch.arange(n).type_as(q)", ("q = q.half()", "pass")),
+        ("LP110", "q = q.half()\nf = (torch.arange(n)[:, None] * w).to(q.dtype)",
+         (".to(q.dtype)", ".sin().to(q.dtype)")),
+        ("LP110", "def angles(w, position_ids):\n    return (w[:, None] @ position_ids.float()).cos()", (" @ ", " * ")),
+        ("LP110", "def angles(t, inv_freq):\n    with autocast('cuda'):\n        return torch.einsum(e, t, inv_freq)",
+         ("'cuda'", "'cuda', enabled=False")),
+        # Constants.
+        ("LP107", "x = x.half()\nx[m] = -1e9", ("-1e9", "float('-inf')")),
+        ("LP107", "m = (1.0 - m.half()) * -1e9", ("1.0 - ", "2.0 * ")),
+        ("LP107", "s = x.half().masked_fill(m, torch.finfo(torch.float32).min)", ("float32", "float16")),
+        # Formulas, and calls that another object makes.
+        ("LP108", "y = torch.exp(x.half() ** 2)", ("x.half()", "-x.half()")),
+        ("LP108", "y = torch.exp(x.half().square() / 2)", ("exp(", "exp(-0.5 * ")),
+        ("LP104", "def loss(x, y):\n    return F.binary_cross_entropy(torch.sigmoid(x), y)",
+         ("binary_cross_entropy(torch.sigmoid(x)", "binary_cross_entropy_with_logits(x")),
+        ("LP401", "from accelerate import Accelerator\na = Accelerator(mixed_precision='fp16')\na.backward(loss)\n"
+         "if a.sync_gradients:\n    nn.utils.clip_grad_norm_(ps, 1.0)", ("nn.utils", "a")),
+    ],
+)  # fmt: skip
+def test_a_fault_is_found_and_its_healthy_twin_is_not(rule, risky, healthy, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(HEAD + risky)
+    assert [one.code for one in check.static_check(file).findings] == [rule]
+    assert healthy[0] in risky
+    file.write_text(HEAD + risky.replace(*healthy))
+    assert [str(one) for one in check.static_check(file).findings] == []
