@@ -145,6 +145,7 @@ def suitable_runtimes(
         head = " and adds the output embedding, without which llama.cpp does not load it"
         more = where + head * (tied and "llama.cpp" in target.needs_head)
         lines.append(f"llama.cpp: `python -m pipeline gguf` converts it{more}; {_blocks(width)}")
+        lines.append("llama.cpp, with less GPU memory than weights: `-ot exps=CPU` keeps the experts in RAM.")
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
     lines += [f"{name}: {fault}." for name, fault in target.faults(shape, dense, tied=tied).items()]

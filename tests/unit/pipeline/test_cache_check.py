@@ -1,0 +1,138 @@
+"""`cache_check`: exact hits of caches, bytes of every target, and refused inputs."""
+
+import numpy as np
+import pytest
+from unit.pipeline.served_carves import change_settings, write_carve
+
+from models.source import EMBEDDED, read_config
+from models.targets.config import MOE_TARGETS, target_of
+from pipeline import cache_check
+from pipeline.cache_check import Trace, ffn_bytes, recency_ranks, render
+
+L, T, E, K = 3, 90, 7, 2
+N, D, EXPERTS, LAYERS = 32, 64, 5, 2
+
+
+def draw(layers=L, tokens=T, seed=0):
+    """Experts of skewed frequency, often those of the token before."""
+    rng = np.random.default_rng(seed)
+    chosen = np.empty((layers, tokens, K), dtype=np.int64)
+    for layer in range(layers):
+        for token in range(tokens):
+            again = token and rng.random() < 0.4
+            drawn = rng.choice(E, K, replace=False, p=np.arange(1, E + 1) / (E * (E + 1) / 2))
+            chosen[layer, token] = chosen[layer, token - 1][::-1] if again else drawn
+    return chosen
+
+
+def count_by_loop(chosen_TK, size):
+    """Hits of an LRU cache, which serves all experts of a token before any of them is moved."""
+    cache, hits = [], []
+    for experts in chosen_TK.tolist():
+        hits.append([expert in cache for expert in experts])
+        cache = experts + [expert for expert in cache if expert not in experts]
+        del cache[size:]
+    return np.array(hits)
+
+
+@pytest.mark.parametrize("size", [*range(K, E + 1)])
+def test_hits_are_those_of_a_plain_lru_cache(size):
+    for chosen_TK in draw():
+        assert ((recency_ranks(chosen_TK, E) < size) == count_by_loop(chosen_TK, size)).all()
+
+
+def test_rates_are_of_the_second_half_and_the_fixed_set_is_of_the_first():
+    chosen = draw()
+    ((lru, fixed),) = Trace(chosen, E, 1).hits([3])
+    assert lru == pytest.approx(np.mean([count_by_loop(each, 3)[T // 2 :] for each in chosen]))
+    rates = []
+    for chosen_TK in chosen:
+        uses = np.bincount(chosen_TK[: T // 2].ravel(), minlength=E)
+        kept = sorted(range(E), key=lambda expert: -uses[expert])[:3]
+        rates.append(np.isin(chosen_TK[T // 2 :], kept).mean())
+    assert fixed == pytest.approx(np.mean(rates))
+    assert Trace(chosen, E, 1).hits([0, E]) == [(0.0, 0.0), (1.0, 1.0)]
+
+
+def test_reuse_is_what_a_cache_of_one_tokens_experts_hits():
+    chosen = draw(tokens=2000)
+    same, chance = Trace(chosen, E, 1).reuse()
+    assert same == pytest.approx(np.mean([count_by_loop(each, K) for each in chosen]), abs=1e-3)
+    order = np.random.default_rng(1).permutation(2000)
+    assert Trace(chosen[:, order], E, 1).reuse()[0] == pytest.approx(chance, abs=0.02)
+    assert same > chance + 0.1
+
+
+def test_the_layers_of_a_pool_share_one_cache():
+    chosen = draw()
+    pooled = chosen.swapaxes(0, 1).reshape(1, -1, K)
+    (row,) = [line for line in render(Trace(pooled, E, L), (E << 20, 0, "BF16"), [4]).splitlines() if "| 4" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    hits = count_by_loop(pooled[0], 4)[L * T // 2 :].mean()
+    assert cells[1:3] == ["4.0 MiB", f"{hits:.1%}"]
+    assert cells[4] == f"{L * K * (1 - hits):.1f} MiB"
+    assert cells[6:] == ["–", "–"]
+
+
+TARGETS = [("qwen2_moe", "qwen2", 64), ("tiny_onn", "qwen3", 64), ("mixtral", "llama", 0),
+           ("granitemoeshared", "granite", 64), ("glm4_moe", "llama", 64)]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda case: case[0])
+def carve(request, tmp_path_factory):
+    return write_carve(tmp_path_factory.mktemp("carve"), *request.param)
+
+
+def test_bytes_are_those_of_the_targets_tensors(carve):
+    target = target_of(read_config(carve))[0]
+    routed, others, dtype = ffn_bytes(carve)
+    size = {"F32": 4, "BF16": 2}[dtype]
+    assert routed == LAYERS * EXPERTS * 3 * N * D * size
+    always_on = next(always_on for name, _, always_on in TARGETS if MOE_TARGETS[name] is target)
+    assert others == LAYERS * 3 * always_on * D * size
+
+
+def run(capsys, *words):
+    code = cache_check.main([str(word) for word in (*words, "--device", "cpu")])
+    return code, *capsys.readouterr()
+
+
+def test_a_carve_has_a_row_for_every_size(carve, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("A cache holds what was used last.\n" * 40)
+    code, out, _ = run(capsys, carve, "--text", tmp_path / "text.txt", "--tokens", 100, "--cached", "5,2,0")
+    assert code == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line[:1] == "|"][2:]
+    assert [row[0] for row in rows] == ["0", "2", "5"]
+    assert [rows[0][2], rows[2][2], rows[2][7]] == ["0.0%", "100.0%", "–"]
+    assert float(rows[0][7]) == pytest.approx(EXPERTS / K, abs=0.01)
+    llama = "llama.cpp" in target_of(read_config(carve))[0].runtimes
+    assert ("-ot exps=CPU" in out) == llama
+    assert ("llama.cpp knows no" in out) == (not llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "where"),
+    [
+        ({"--cached": "2,6"}, 2, "--cached"),
+        ({"--cached": "1"}, 2, "--cached"),
+        ({"--cached": "half"}, 2, "--cached"),
+        ({"--text": "none.txt"}, 1, "--text"),
+        ({"--text": "empty.txt"}, 1, "--text"),
+        ({"CHECKPOINT": EMBEDDED}, 1, str(EMBEDDED)),
+    ],
+)
+def test_wrong_inputs(changes, code, where, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("A cache.\n" * 40)
+    (tmp_path / "empty.txt").touch()
+    words = {"CHECKPOINT": write_carve(tmp_path, "qwen2_moe", "qwen2", 64), "--text": "text.txt", **changes}
+    checkpoint = words.pop("CHECKPOINT")
+    found, _, said = run(capsys, checkpoint, *(word for pair in words.items() for word in pair))
+    assert found == code
+    assert f"  where: {where}" in said
+
+
+def test_a_target_that_llama_cpp_computes_wrongly_is_said(tmp_path):
+    moe = write_carve(tmp_path, "qwen2_moe", "qwen2", 64)
+    change_settings(moe, "config.json", mlp_only_layers=[0])
+    assert cache_check.describe_runtimes(read_config(moe)).startswith("llama.cpp wants experts in every layer")
