@@ -29,7 +29,7 @@ UNUSUAL_MOES = {
 }  # fmt: skip
 
 
-def make_moe(model_type):
+def make_moe(model_type, **more):
     """Random weights: 2 layers of 5 experts with 8 neurons each, top-2, hidden size 24."""
-    keys = SIZES | {**MOES, **UNUSUAL_MOES}[model_type]
+    keys = SIZES | {**MOES, **UNUSUAL_MOES}[model_type] | more
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys))

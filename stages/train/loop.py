@@ -269,7 +269,9 @@ class PhaseLoop:
     def save(self, folder: Path, moments: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Write a checkpoint with these tensors of the optimizer and the record so far; then remove older ones."""
         start = time.perf_counter()
-        weights = {name: whole_tensor(tensor) for name, tensor in self.model.state_dict().items()}
+        sharded = self.model.state_dict(keep_vars=True)
+        whole = {tensor: whole_tensor(tensor.detach()) for tensor in sharded.values()}  # once where embeddings are tied
+        weights = {name: whole[tensor] for name, tensor in sharded.items()}
         if self.context.record is not None:
             self.model.save_pretrained(folder, state_dict=weights)
             save_file(dict(moments), folder / OPTIMIZER)

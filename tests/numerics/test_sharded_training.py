@@ -21,7 +21,7 @@ def test_two_processes_train_and_resume_like_one(tmp_path):
     from numerics.sharded_training import main, train
 
     torch.manual_seed(0)
-    make_moe("qwen3_moe").save_pretrained(tmp_path / "start")
+    make_moe("qwen3_moe", tie_word_embeddings=True).save_pretrained(tmp_path / "start")
     run_ranks(1, lambda _rank: train(tmp_path / "start", tmp_path / "alone", Workers()))
     port = free_port()
     run_ranks(2, lambda rank: main(rank, port, tmp_path))
