@@ -33,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _copy(wanted: argparse.Namespace) -> None:
-    name, file = wanted.command, getattr(wanted, "file", Path())
+    name, file = wanted.command, vars(wanted).get("file", Path())
     if name == "export":
         check_output(file)
     from stages.accumulators.redis_connection import connect  # noqa: PLC0415 - without torch
@@ -44,10 +44,8 @@ def _copy(wanted: argparse.Namespace) -> None:
 
     try:
         with client:
-            if name == "averages":
-                sums = write_averages(client, place, wanted.namespace)
-            else:
-                sums = (export_sums if name == "export" else import_sums)(client, place, wanted.namespace, file)
+            act = {"export": export_sums, "import": import_sums, "averages": write_averages}[name]
+            sums = act(client, place, wanted.namespace, file)
     except (OSError, SafetensorError) as error:
         explained = explain_os_error(error, where=wanted.command, folder=file.absolute().parent, do="name another FILE")
         unread = UserError(f"the file cannot be read or written: {error}", where=str(file), do="name another FILE")

@@ -1,18 +1,17 @@
 """`python -m pipeline mscan FILE`: show an .mscan file as a table, and its ΔSC as numbers or a picture."""
 
 import argparse
-import csv
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instruments.errors import ConfigError, ContractError, align, check_output, exit_code, say, some
+from instruments.errors import ConfigError, ContractError, align, check_output, exit_code, say
 from instruments.files import write_text
 from instruments.parameter_scan.file_format import VERSION
 from instruments.parameter_scan.reader import Mscan, read_mscan
@@ -97,32 +96,6 @@ def delta_sc(
     return np.where(measured_P > 0, total_P / np.maximum(measured_P, 1), np.nan)
 
 
-def score(scan: Mscan, other: Mscan | None = None) -> NDArray[np.float64]:
-    """(P,) ΔSC of every parameter, minus that of another scan of the same parameters.
-
-    Raises ContractError: the scans have other parameters.
-    """
-    values_P: NDArray[np.float64] = delta_sc(scan.activation(), scan.gradient())
-    if other is None:
-        return values_P
-    if other.parameters.names != scan.parameters.names:
-        only = sorted({*scan.parameters.names} ^ {*other.parameters.names})
-        what = (
-            f"the scans differ in {len(only)} parameters: {some(only, 3)}" if only else "the parameters' order differs"
-        )
-        raise ContractError(what, where=f"{scan.path}, {other.path}", do="scan both models with the same patterns")
-    values_P -= delta_sc(other.activation(), other.gradient())
-    return values_P
-
-
-def write_numbers(names: Sequence[str], values_P: Float[np.ndarray, "P"], path: Path) -> None:
-    """Write a row for each parameter, without a number where it was not measured."""
-    table = StringIO()
-    rows = [(name, "" if np.isnan(value) else value) for name, value in zip(names, values_P, strict=True)]
-    csv.writer(table, lineterminator="\n").writerows([("parameter", "delta_sc"), *rows])
-    write_text(path, table.getvalue())
-
-
 def grid_by_layer(names: Sequence[str], values_P: Float[np.ndarray, "P"]) -> Grid:
     """Arrange values of parameters by layer and module, modules in the order of first appearance."""
     placed = [locate(name) for name in names]
@@ -197,14 +170,21 @@ def _run(wanted: argparse.Namespace) -> None:
     for file in filter(None, (wanted.file, wanted.minus)):
         if out and out.exists() and file.exists() and out.samefile(file):
             raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
-    scan, other = read_mscan(wanted.file), read_mscan(wanted.minus) if wanted.minus else None
+    scan, *others = (read_mscan(file) for file in (wanted.file, wanted.minus) if file)
     say(summarise(scan))
     if out:
-        names, values_P = scan.parameters.names, score(scan, other)
+        names, values_P = scan.parameters.names, delta_sc(scan.activation(), scan.gradient())
+        for other in others:
+            if other.parameters.names != names:
+                what = "the scans have different parameters, or in another order"
+                raise ContractError(what, where=f"{scan.path}, {other.path}", do="scan both with the same patterns")
+            values_P = values_P - delta_sc(other.activation(), other.gradient())
         if out.suffix == ".csv":
-            write_numbers(names, values_P, out)
+            numbers = zip(names, values_P.tolist(), strict=True)
+            rows = [f"{name},{'' if math.isnan(value) else value}\n" for name, value in numbers]
+            write_text(out, "".join(["parameter,delta_sc\n", *rows]))
         else:
-            title = f"ΔSC of {scan.header.model}" + (f" − ΔSC of {other.header.model}" if other else "")
+            title = " − ".join(f"ΔSC of {one.header.model}" for one in (scan, *others))
             title += f"\nmean of {len(scan.sequences)} sequences"
             draw_delta_sc(grid_by_layer(names, values_P), out, title=title)
         sys.stdout.write(f"\n{out}\n")

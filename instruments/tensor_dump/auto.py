@@ -65,8 +65,14 @@ class AutoDump:
             self.dump.step()
 
 
-def start() -> None:
-    """Dump until the process ends, unless the environment switches it off. Raises ConfigError: an invalid variable."""
+def start(script: Path | None = None) -> None:
+    """Dump until the process ends, unless the environment switches it off.
+
+    Raises ConfigError: an invalid variable, or there is no such script.
+    """
+    if script is not None and not script.exists():
+        do = "python -m instruments.tensor_dump.auto train.py"
+        raise ConfigError(f"there is no script {script}", where="command line", do=do)
     environment = {FOLDER: "tensor_logs", **os.environ}
     enabled, _folder, config = read_control(None, read_settings(environment), environment)
     if enabled:
@@ -78,24 +84,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
     Returns 2 if the command line or the environment is wrong.
     """
-    about = "Dump an unchanged training script, with settings from environment variables."
-    parser = argparse.ArgumentParser(prog="python -m instruments.tensor_dump.auto", description=about)
+    parser = argparse.ArgumentParser("python -m instruments.tensor_dump.auto", description="Dump a training script.")
     parser.add_argument("script", type=Path, help="the training script, or a folder with a __main__.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     wanted = parser.parse_args(words)
-    if code := exit_code(lambda: _prepare(wanted.script)):
+    if code := exit_code(lambda: start(wanted.script)):
         return code
     sys.argv = [str(wanted.script), *wanted.arguments]
     sys.path.insert(0, str(wanted.script.resolve().parent))
     runpy.run_path(str(wanted.script), run_name="__main__")
     return 0
-
-
-def _prepare(script: Path) -> None:
-    if not script.exists():
-        do = "python -m instruments.tensor_dump.auto train.py"
-        raise ConfigError(f"there is no script {script}", where="command line", do=do)
-    start()
 
 
 if __name__ == "__main__":

@@ -135,23 +135,15 @@ def find_coordinates(root: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _describe_parallel(module: Any) -> dict[str, Any]:  # noqa: ANN401 - of a class of _PARALLEL
     """What Megatron's tensor saver records of a layer."""
-    group, bias = getattr(module, "tp_group", None), getattr(module, "bias", None)
+    group, store, bias = (getattr(module, name, None) for name in ("tp_group", "wgrad_store", "bias"))
+    defers = getattr(getattr(module, "config", None), "defer_embedding_wgrad_compute", False)
+    defers = (defers and module.grad_output_buffer is not None) or (store is not None and store.delay_wgrad_compute())
     return {
         "sequence_parallel": getattr(module, "sequence_parallel", None),
         "use_bias": getattr(module, "use_bias", bias is not None),  # TransformerEngine's has an empty bias
         "tp_group_size": group.size() if group is not None else None,
+        "wgrad_compute": not defers and (module.weight is None or module.weight.requires_grad),
     }
-
-
-def _computes_weight_gradient(module: Any) -> bool:  # noqa: ANN401
-    """Whether the backward pass computes the weight's gradient when it reaches the layer: not if frozen or deferred."""
-    store: Any = getattr(module, "wgrad_store", None)
-    config: Any = getattr(module, "config", None)
-    if module.weight is not None and not module.weight.requires_grad:
-        return False
-    if getattr(config, "defer_embedding_wgrad_compute", False) and module.grad_output_buffer is not None:
-        return bool(0 < config.wgrad_deferral_limit <= len(module.grad_output_buffer))
-    return store is None or not store.delay_wgrad_compute()
 
 
 def hook_layer(
@@ -170,7 +162,7 @@ def hook_layer(
             recorder.leave_out(watched, TENSORS[watched.layer_type], f"the input is {_describe(inputs)}")
             return None
         facts = _describe_parallel(module) if parallel else {}
-        if (call := recorder.begin_call(watched, inputs, facts)) is None:
+        if (call := recorder.begin_call(watched, inputs, **facts)) is None:
             return None
         recorder.take(call, "input", inputs)
         if is_parametrized(module, "weight"):
@@ -185,8 +177,7 @@ def hook_layer(
             recorder.leave_out(watched, ["output", "grad_output"], f"the output is {_describe(output)}")
             return
         recorder.take(call, "output", output)
-        facts = (lambda: {"wgrad_compute": _computes_weight_gradient(module)}) if parallel else dict
-        recorder.take_gradient(call, "grad_output", output, facts)
+        recorder.take_gradient(call, "grad_output", output)
 
     return _hook_calls(module, begin, end)
 
@@ -255,20 +246,19 @@ def _run_watched(
     if module in _watchers:
         watched, recorder = _watchers[module]
         mask = args[0] if args else kwargs.get("attention_mask")
-        call = _take_heads(watched, recorder, (query, key, value), _describe_mask(mask))
+        call = _take_heads(watched, recorder, (query, key, value), mask)
     result = kernel(module, query, key, value, *args, **kwargs)
     if call is not None:
         recorder.take(call, "output", result[0])
     return result
 
 
-def _describe_mask(mask: object) -> dict[str, Any]:
-    return {"attention_mask_shape": [*shape] if (shape := getattr(mask, "shape", None)) is not None else None}
-
-
-def _take_heads(watched: Watched, recorder: Recorder, heads: Sequence[Tensor], facts: Mapping[str, Any]) -> Call | None:
+def _take_heads(
+    watched: Watched, recorder: Recorder, heads: Sequence[Tensor], mask: object, **facts: str | None
+) -> Call | None:
     """Keep query, key and value of a call, and their gradients."""
-    call = recorder.begin_call(watched, heads[0], facts)
+    shape = getattr(mask, "shape", None)
+    call = recorder.begin_call(watched, heads[0], attention_mask_shape=shape and [*shape], **facts)
     if call is not None:
         for name, tensor in zip(_HEADS, heads, strict=True):
             recorder.take(call, name, tensor)
@@ -285,8 +275,7 @@ def hook_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle
         named.append(kwargs.get("attention_mask"))
         *heads, mask = (*args[:4], *named[len(args[:4]) :])
         kind = kwargs.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
-        facts = {**_describe_mask(mask), "attn_mask_type": getattr(kind, "name", kind)}
-        return _take_heads(watched, recorder, heads, facts)
+        return _take_heads(watched, recorder, heads, mask, attn_mask_type=getattr(kind, "name", kind))
 
     return _hook_calls(module, begin, lambda call, output: recorder.take(call, "output", output))
 

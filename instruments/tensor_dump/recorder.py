@@ -167,7 +167,7 @@ class Recorder:
         """Forward passes with gradients in this step."""
         return self._microbatches[False]
 
-    def begin_call(self, watched: Watched, first_input: Tensor, facts: Mapping[str, Any] | None = None) -> Call | None:
+    def begin_call(self, watched: Watched, first_input: Tensor, **facts: Any) -> Call | None:  # noqa: ANN401 - JSON values
         """A watched module is called; None if this call is not dumped. `facts` become metadata of its tensors."""
         if not (self._active and self._open) or in_transform():
             return None
@@ -179,7 +179,7 @@ class Recorder:
             call = self._calls.repeat(watched, first_input) or unknown
         else:
             call = self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
-        return replace(call, facts=facts or {})
+        return replace(call, facts=facts)
 
     def leave_out(self, watched: Watched, tensors: Sequence[str], why: str) -> None:
         """Report tensors of a module, as far as they are requested, that cannot be dumped; `why` says what they are."""
@@ -213,16 +213,10 @@ class Recorder:
             else:
                 self._kept[-1].append(captured)
 
-    def take_gradient(
-        self, call: Call, tensor_name: str, tensor: Tensor, facts: Callable[[], Mapping[str, Any]] = dict
-    ) -> None:
-        """Capture a tensor's gradient when the backward pass computes it, with `facts` of then; nothing without one."""
+    def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor) -> None:
+        """Capture a tensor's gradient when the backward pass computes it; nothing if it requires none."""
         if tensor.requires_grad and tensor_name in self._config.tensors:
-            tensor.register_hook(
-                lambda gradient: self.take(
-                    replace(call, facts={**call.facts, **facts()}), tensor_name, gradient, BACKWARD
-                )
-            )
+            tensor.register_hook(lambda gradient: self.take(call, tensor_name, gradient, BACKWARD))
 
     def end_step(self, *, finite: bool) -> None:
         """Begin the next step; with last_steps, write the kept captures if the loss was not finite."""

@@ -47,7 +47,7 @@ class ModelWatch:
         optimizers: Sequence[Any],
         scaler: GradScaler | None,
         config: WatchConfig,
-        log: Sink | None,
+        log: Sink,
         first_step: int,
         on_severe: str = LOG,
     ) -> None:
@@ -301,7 +301,7 @@ def watch_model(
     scaler: GradScaler | None = None,
     config: WatchConfig | None = None,
     *,
-    log: Sink | None = None,
+    log: Sink = None,
     first_step: int = 0,
     on_severe: str = LOG,
 ) -> ModelWatch:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
 from instruments.files import plain_json
@@ -62,29 +62,12 @@ class StepReport:
     def scalars(self, *, layers: bool) -> dict[str, float]:
         """The same as single numbers: findings are counted by kind."""
         facts = {"loss": self.loss, "gradient_norm": self.gradient_norm, "loss_scale": self.loss_scale}
-        known = {name: fact for name, fact in facts.items() if fact is not None}
-        kinds = Counter(f"findings/{anomaly.kind}" for anomaly in self.anomalies)
+        facts |= Counter(f"findings/{anomaly.kind}" for anomaly in self.anomalies)
         norms = {f"gradient_norm/{layer}": norm for layer, norm in self.layers.items() if layers or self.anomalies}
-        return {f"watch/{name}": value for name, value in {**known, **kinds, **norms}.items()}
+        return {f"watch/{name}": value for name, value in (facts | norms).items() if value is not None}
 
 
-@runtime_checkable
-class ScalarWriter(Protocol):
-    """A SummaryWriter of TensorBoard, and what resembles it."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write a number."""
-
-
-@runtime_checkable
-class Run(Protocol):
-    """A run of Weights & Biases, and what resembles it."""
-
-    def log(self, data: dict[str, Any]) -> object:
-        """Write numbers by name."""
-
-
-Sink = Path | str | ScalarWriter | Run
+Sink = Any  # path of a file, SummaryWriter of TensorBoard, or run of Weights & Biases
 
 
 @dataclass
@@ -105,18 +88,18 @@ _LAYER_STEPS = 10  # steps between two lines with the norm of every layer
 class StepLog:
     """Writes reports to a file or to a writer of others, and logs each finding once in `repeat_steps` steps."""
 
-    def __init__(self, log: Sink | None, config: WatchConfig) -> None:
+    def __init__(self, log: Sink, config: WatchConfig) -> None:
         """Reports are appended to the file at `log`, of other processes than the first to `file_of_rank`.
 
         None: findings are only logged. Raises ConfigError: a log of another kind.
         """
         self.path = Path(log) if isinstance(log, Path | str) else None
-        self.writer = log if isinstance(log, ScalarWriter | Run) else None
+        self.writer: Any = log if self.path is None else None
         self.config = config
         self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → step at which it was last logged
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        elif self.writer is None and log is not None:
+        elif not (log is None or hasattr(log, "add_scalar") or hasattr(log, "log")):
             what = f"a log of type {type(log).__name__} is no file, no SummaryWriter of TensorBoard, no run of W&B"
             raise ConfigError(what, where="watch_model", do="log='watch.jsonl'")
 
@@ -128,7 +111,7 @@ class StepLog:
                 self._said[key] = report.step
                 logger.log(_LEVELS[anomaly.severity], "step %d: %s", report.step, anomaly.message)
         layers = report.step % _LAYER_STEPS == 0
-        if isinstance(self.writer, ScalarWriter):
+        if hasattr(self.writer, "add_scalar"):
             for name, value in report.scalars(layers=layers).items():
                 self.writer.add_scalar(name, value, report.step)
         elif self.writer is not None:  # without step=, which drops numbers of steps before the run's own

@@ -14,7 +14,7 @@ from instruments.training_watch.step_log import Sink, WatchConfig
 class WatchCallback(TrainerCallback):  # type: ignore[misc]
     """Watches the model during training; `watch` is its ModelWatch from the start of training on."""
 
-    def __init__(self, config: WatchConfig | None = None, *, log: Sink | None = None, on_severe: str = LOG) -> None:
+    def __init__(self, config: WatchConfig | None = None, *, log: Sink = None, on_severe: str = LOG) -> None:
         """The arguments are those of `watch_model`."""
         self._config, self._log, self._on_severe = config, log, on_severe
         self.watch: ModelWatch | None = None

@@ -17,15 +17,7 @@ from instruments.errors import ContractError
 from instruments.safetensors_files import save_tensors
 from stages.accumulators.config import START_OVER
 from stages.accumulators.redis_connection import in_words
-from stages.accumulators.redis_store import (
-    BITS,
-    FIELDS,
-    KEYS_AT_ONCE,
-    LAYOUT_VERSION,
-    PROJECTIONS,
-    RedisStore,
-    pack_identity,
-)
+from stages.accumulators.redis_store import BITS, FIELDS, LAYOUT_VERSION, PROJECTIONS, RedisStore, pack_identity
 from stages.accumulators.sums import ScanSums, load_sums
 
 MOST_ELEMENTS = 2**34
@@ -46,25 +38,25 @@ def export_sums(client: Redis, place: str, prefix: str, path: Path) -> ScanSums:
     return sums
 
 
-def write_averages(client: Redis, place: str, prefix: str) -> ScanSums:
+def write_averages(client: Redis, place: str, prefix: str, _path: Path) -> ScanSums:
     """Write the averages of the sums that the namespace holds now into the same hashes; no scan reads them.
 
     `avg_act` and `freq_act` are per token, `avg_grad_norm` per sample. Raises: see `_open_namespace`.
     """
     store, _content = _open_namespace(client, place, prefix)
     sums = store.collect()
-    tokens, samples = (max(sums.counters.get(name, 0), 1) for name in ("tokens", "samples"))
+    counts = [max(sums.counters.get(name, 0), 1) for name in ("tokens", "samples", "tokens")]
     with in_words(place):
         for layer, rows in enumerate(store.rows):
-            act_F, active_F = (sums.tensors[name][layer].double() / tokens for name in ("sum_abs", "active_count"))
             for projection, row in zip(PROJECTIONS, rows, strict=True):
-                grad_F = sums.tensors[f"grad_norm_{projection}"][layer].double() / samples
-                values_F3 = torch.stack([act_F, grad_F, active_F], dim=1).tolist()
-                for first in range(0, len(values_F3), KEYS_AT_ONCE):
-                    with client.pipeline(transaction=False) as pipe:
-                        for neuron, values in enumerate(values_F3[first : first + KEYS_AT_ONCE], start=first):
-                            pipe.hset(f"{row}{neuron}", mapping=dict(zip(AVERAGES, values, strict=True)))
-                        pipe.execute()
+                fields = ("sum_abs", f"grad_norm_{projection}", "active_count")
+                values_3F = [
+                    sums.tensors[name][layer].double() / count for name, count in zip(fields, counts, strict=True)
+                ]
+                with client.pipeline(transaction=False) as pipe:
+                    for neuron, values in enumerate(torch.stack(values_3F, dim=1).tolist()):
+                        pipe.hset(f"{row}{neuron}", mapping=dict(zip(AVERAGES, values, strict=True)))
+                    pipe.execute()
     return sums
 
 

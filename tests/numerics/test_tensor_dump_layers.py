@@ -222,9 +222,9 @@ def transformer_engine(monkeypatch):
 def run_layer(folder):
     torch.manual_seed(0)
     model, x = nn.Sequential(Layer(), Layer()), torch.randn(T, B, D)
-    # All weight gradients but that of 1.qkv, whose buffer is full, are deferred or not computed.
-    for layer, buffer in zip(model, ([], [x]), strict=True):
-        layer.qkv.config = SimpleNamespace(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=1)
+    # All weight gradients but that of 1.qkv, which has no buffer, are deferred or not computed.
+    for layer, buffer in zip(model, ([], None), strict=True):
+        layer.qkv.config = SimpleNamespace(defer_embedding_wgrad_compute=True)
         layer.qkv.grad_output_buffer = buffer
     model[0].proj.wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: True)
     model[1].proj.weight.requires_grad_(False)
@@ -255,7 +255,12 @@ def test_transformer_engine_is_known_by_name(tmp_path, transformer_engine):
         assert reader.select(module="1.attention", tensor="grad_value")[0].shape == (T, B, 4, 6)
         computed = {one.source.module for one in reader.records if one.metadata.get("wgrad_compute")}
         assert computed == {"1.qkv"}
-        assert given.metadata == {"sequence_parallel": False, "use_bias": False, "tp_group_size": None}
+        assert given.metadata == {
+            "sequence_parallel": False,
+            "use_bias": False,
+            "tp_group_size": None,
+            "wgrad_compute": False,
+        }
         assert all(record.name.count("_") == 6 + record.source.tensor.count("_") for record in reader.records)
 
 

@@ -164,10 +164,8 @@ def test_records_name_the_mask_and_how_a_layer_is_parallel(halves):
         (query,) = reader.select(module="*.1.self_attention.core_attention", tensor="query", step=1, rank=1)
         assert query.metadata == {"attention_mask_shape": [1, 1, T, T], "attn_mask_type": "causal"}
         (weight,) = reader.select(module="*.1.mlp.linear_fc1", tensor="weight", step=1, rank=1)
-        facts = {"sequence_parallel": False, "use_bias": False, "tp_group_size": 2}
+        facts = {"sequence_parallel": False, "use_bias": False, "tp_group_size": 2, "wgrad_compute": True}
         assert (weight.metadata, weight.is_leaf) == (facts, True)
-        (gradient,) = reader.select(module="*.1.mlp.linear_fc1", tensor="grad_output", step=1, rank=1)
-        assert gradient.metadata == facts | {"wgrad_compute": True}
         (given,) = reader.select(module="*.1.mlp.linear_fc1", tensor="input", step=1, rank=1)
         assert given.is_leaf is False
 

@@ -101,7 +101,7 @@ def test_scans_of_other_parameters_are_not_subtracted(file, run, tmp_path):
     with MscanWriter(tmp_path / "other.mscan", PARAMETERS[1:], model="pico", block_width=WIDTH):
         pass
     code, _, err = run(file, "--minus", tmp_path / "other.mscan", "--delta-sc", tmp_path / "two.csv")
-    assert (code, err.splitlines()[0]) == (1, "the scans differ in 1 parameters: model.embed_tokens.weight")
+    assert (code, err.splitlines()[0]) == (1, "the scans have different parameters, or in another order")
     with pytest.raises(SystemExit) as left:
         run(file, "--minus", file)
     assert left.value.code == 2
