@@ -136,13 +136,16 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
 
 def _type_fault(key: str, value: object) -> str:
     """Why the schema does not accept a value; empty if it does."""
-    untyped, name = OmegaConf.create(OmegaConf.to_container(_TRIED)), _ITEM.sub(".0.", key)
+    name = _ITEM.sub(".0.", key)
+    group, _dot, rest = name.partition(".")
     try:
-        OmegaConf.update(deepcopy(_TRIED), name, value)
-        OmegaConf.update(untyped, name, value)
+        # A copy of the group alone: the whole schema takes ten times as long.
+        OmegaConf.update(deepcopy(_TRIED[group] if rest else _TRIED), rest or name, value)
     except OmegaConfBaseException as error:
         return str(error).splitlines()[0]
-    return "; ".join(find_wrong_values(Settings, OmegaConf.to_container(untyped)))
+    for part in reversed(name.split(".")):
+        value = [value] if part == "0" else {part: value}
+    return "; ".join(find_wrong_values(Settings, value))
 
 
 def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:

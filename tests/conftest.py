@@ -1,4 +1,4 @@
-"""Settings of all tests: one CPU thread, shapes checked at every call, no downloads."""
+"""Settings of all tests: one CPU thread, shapes of tensors checked, no downloads."""
 
 import gc
 import os
@@ -11,10 +11,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("XDG_CACHE_HOME", str(Path(gettempdir()) / f"tiny-onn-tests-{os.getuid()}"))
 
 import pytest
-from jaxtyping import install_import_hook
+import shape_checking
 
-# Only modules imported after this call have their jaxtyping annotations checked.
-install_import_hook(["models", "stages"], "shape_checking.check")
+shape_checking.install(["models", "stages"])
+
+
+@pytest.fixture(autouse=True)
+def _checked_calls():
+    """Every test checks the first calls of a function."""
+    shape_checking.calls.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")
