@@ -12,8 +12,22 @@ os.environ.setdefault("XDG_CACHE_HOME", str(Path(gettempdir()) / f"tiny-onn-test
 
 import pytest
 import shape_checking
+from hydra._internal.config_repository import ConfigRepository
 
 shape_checking.install(["models", "stages"])
+
+# A file under conf/ is read once, not for each of the two thousand compositions of the tests.
+_load_config, _loaded = ConfigRepository.load_config, {}
+
+
+def _load_once(self: ConfigRepository, config_path: str) -> object:
+    key = config_path, *(source.path for source in self.sources)
+    if key not in _loaded:
+        _loaded[key] = _load_config(self, config_path)
+    return _loaded[key]
+
+
+ConfigRepository.load_config = _load_once
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import traceback
 from functools import reduce
 from importlib import import_module
 from itertools import count
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,18 +19,45 @@ from pipeline.cli import run_command
 from stages.artifacts.job import Workers
 
 
-def start(command, said: Path | None = None):
-    """Run the command in a child; its output goes to the file `said`, or nowhere."""
+def start(command, said: Path | None = None, *, work=run_command, **environment):
+    """Run the command, or `work(command)`, in a child; its output goes to the file `said`, or nowhere."""
 
     def run():
         sink = os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
-        os._exit(run_command(command))
+        # Those of pytest write to files of their own.
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        code = 1
+        try:
+            code = work(command)
+        finally:
+            os._exit(code)
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     return child
+
+
+def run_workers(count, command, folder, *, work=run_command):
+    """Run the command in `count` workers as torchrun does: if one fails, the others get SIGTERM.
+
+    Returns each worker's exit code and output.
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
+    folder.mkdir(exist_ok=True)
+    children = [
+        start(command, folder / f"said{rank}", work=work, **place, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(count)
+    ]
+    left = {child.sentinel: child for child in children}
+    while ended := wait(left, timeout=240):
+        if any([left.pop(sentinel).exitcode for sentinel in ended]):
+            for child in left.values():
+                child.terminate()
+    return [(child.exitcode, (folder / f"said{rank}").read_text()) for rank, child in enumerate(children)]
 
 
 def kill_at(command, place, calls):

@@ -2,13 +2,14 @@
 
 import json
 import resource
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 
 import pytest
+from integration.forked import start
 from pico import write_pico
+
+from pipeline.cli import run_command
 
 GIANT = 64 * 2**30  # bytes; hashing them takes at least half a minute
 SECONDS = 5  # of processor time until the refusal
@@ -21,31 +22,24 @@ def source(tmp_path):
     return write_pico(tmp_path / "pico", "qwen3", tokenizer=True)
 
 
-def refusal(source, *words, memory=resource.RLIM_INFINITY):
-    """Exit code, error text and processor seconds of a scan in `memory` bytes of address space."""
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "stage=scan",
-        "model=local",
-        f"model.path={source}",
-        "data=python_stdlib",
-        *SHAPE,
-    ]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [*command, "data.tokens=1000", f"output_dir={source.parent / 'outputs'}", *words],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory)),
-    )
+def refusal(source, *words, memory=0):
+    """Exit code, error text and processor seconds of a scan in so many bytes more than this process; 0: any number."""
+    command = ["stage=scan", "model=local", f"model.path={source}", "data=python_stdlib", *SHAPE, "data.tokens=1000"]
+    command += [f"output_dir={source.parent / 'outputs'}", *words]
+
+    def run(command):
+        if memory:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+        return run_command(command)
+
+    said, before = source.parent / "said", resource.getrusage(resource.RUSAGE_CHILDREN)
+    child = start(command, said, work=run)
+    child.join(240)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "Traceback" not in done.stderr, done.stderr
+    assert "Traceback" not in said.read_text(), said.read_text()
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return done.returncode, done.stderr, seconds
+    return child.exitcode, said.read_text(), seconds
 
 
 def stretch(path, change):
@@ -95,7 +89,7 @@ def test_giant_tensors_of_which_config_says_less(source):
 
 def test_lack_of_memory(source):
     set_vocabulary(source, 5_000_000)
-    code, text, _seconds = refusal(source, memory=16 * 2**30)
+    code, text, _seconds = refusal(source, memory=8 * 2**30)
     what, where, do = text.splitlines()[-3:]
     assert code == 1
     assert what.startswith("out of memory: ")

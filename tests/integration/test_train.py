@@ -6,15 +6,13 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from integration.forked import start
+from integration.forked import run_workers, start
 from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -24,7 +22,6 @@ from pipeline.artifacts import verify
 from pipeline.cli import run_command
 from stages.artifacts.carve import Routers
 
-REPOSITORY = Path(__file__).parents[2]
 QUICK = (
     "train.tokens=4000", "train.batch=4", "train.micro_batch=2", "train.log_steps=2", "train.heldout_steps=4",
     "train.save_steps=4", "train.heldout_sequences=3", "train.tensorboard=false", "train.router_share=0.3",
@@ -177,11 +174,8 @@ def test_two_processes_train_like_one(projected, tmp_path):
     assert run_command([*(word for word in words if "micro_batch" not in word), "train.micro_batch=4"]) == 0
     alone = lines_of(published(words))
     words = copy_untrained(words, tmp_path / "outputs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pipeline"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, cwd=REPOSITORY,
-                          env=environment)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    found = run_workers(2, words, tmp_path / "said")
+    assert [code for code, _ in found] == [0, 0], found
     together = lines_of(published(words))
     assert [line["phase"] for line in together] == [line["phase"] for line in alone]
     for one, other in zip(together, alone, strict=True):

@@ -3,44 +3,27 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from integration.carving import words_of_pico
+from integration.forked import run_workers
 from pico import write_pico
 from safetensors.torch import load_file
 
+from instruments.errors import FAILED, INVALID
 from pipeline.cli import run_command
 from stages.artifacts.job import GO_ON
-
-REPOSITORY = Path(__file__).parents[2]
-
-# The command, but worker 1 kills itself before its n-th batch, once worker 0 has flushed.
-DYING = """
-import os, signal, sys, time
-from pathlib import Path
-from unittest.mock import patch
 from stages.scan.passes import Scanner
 
-calls, *words = sys.argv[1:]
-original, left = Scanner.scan, [int(calls)]
-outputs = Path(words[-1].removeprefix("output_dir="))
-
-def counted(*args, **kwargs):
-    left[0] -= 1
-    if not left[0] and os.environ["RANK"] == "1":
-        while not [*outputs.glob("artifacts/pico/scan/.*/scratch/sums.0.safetensors")]:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **kwargs)
-
-from pipeline.cli import run_command
-with patch.object(Scanner, "scan", counted):
-    sys.exit(run_command(words))
-"""
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +42,8 @@ def words(tmp_path_factory):
     ]
 
 
-def torchrun(count, outputs, words, program=("-m", "pipeline"), limit=60):
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone", *program]
+def torchrun(workers, outputs, words, program=("-m", "pipeline"), limit=300):
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone", *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [*map(str, start), *words, f"output_dir={outputs}"]
     return subprocess.run(
@@ -107,12 +90,21 @@ def test_two_processes_equal_one(words, alone, tmp_path):
 @pytest.fixture(scope="module")
 def lost(words, tmp_path_factory):
     """The outputs of a job that lost a worker."""
-    outputs = tmp_path_factory.mktemp("lost")
-    script = tmp_path_factory.mktemp("script") / "dying.py"
-    script.write_text(DYING)
-    died = torchrun(2, outputs, words, program=(script, "3"))
-    assert died.returncode != 0
-    assert GO_ON in died.stderr
+    outputs, left = tmp_path_factory.mktemp("lost"), count(2, -1)
+    original = Scanner.scan
+
+    def scan(*args, **kwargs):
+        """Worker 1 kills itself before its third batch, once worker 0 has flushed."""
+        if not next(left) and os.environ["RANK"] == "1":
+            while not [*outputs.glob("artifacts/pico/scan/.*/scratch/sums.0.safetensors")]:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    with patch.object(Scanner, "scan", scan):
+        (code, said), (died, _) = run_workers(2, [*words, f"output_dir={outputs}"], tmp_path_factory.mktemp("said"))
+    assert (code, died) == (FAILED, -signal.SIGKILL)
+    assert GO_ON in said
     scratch = next((outputs / "artifacts" / "pico" / "scan").glob(".*/scratch"))
     assert {path.name for path in scratch.glob("*.safetensors")} == {"sums.0.safetensors", "sums.1.safetensors"}
     return outputs
@@ -120,17 +112,17 @@ def lost(words, tmp_path_factory):
 
 @pytest.mark.parametrize("later", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_lost_worker_stops_the_job_and_another_team_finishes_it(words, alone, lost, tmp_path, later):
-    shutil.copytree(lost, tmp_path, dirs_exist_ok=True)
-    done = torchrun(later, tmp_path, words)
-    assert done.returncode == 0, done.stderr
-    assert "went on from an earlier run at token" in done.stdout
-    assert_equal(statistics(tmp_path), alone)
+    outputs = shutil.copytree(lost, tmp_path / "outputs")
+    (code, said), *others = run_workers(later, [*words, f"output_dir={outputs}"], tmp_path / "said")
+    assert [code, *(other for other, _ in others)] == [0] * later, said
+    assert "went on from an earlier run at token" in said
+    assert_equal(statistics(outputs), alone)
 
 
 def test_wrong_settings_are_said_once(words, tmp_path):
-    done = torchrun(2, tmp_path, [*words, "scan.batch_tokens=0"])
-    assert done.returncode != 0
-    assert done.stderr.count("scan.batch_tokens=0 must be at least 1") == 1
+    found = run_workers(2, [*words, "scan.batch_tokens=0", f"output_dir={tmp_path / 'outputs'}"], tmp_path)
+    assert [code for code, _ in found] == [INVALID] * 2
+    assert sum(said.count("scan.batch_tokens=0 must be at least 1") for _, said in found) == 1
 
 
 # The command, but worker 1 kills itself before the n-th call of a function that all workers call.
@@ -212,13 +204,13 @@ def assert_same_carve(outputs, alone, stages=CARVED):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "memory"),
+    ("workers", "memory"),
     [(2, "100GB"), (2, "0GB"), (4, "100GB")],  # 4: more than layers, and than batches of held-out text
 )
-def test_the_whole_chain_of_several_processes_is_that_of_one(chain, tmp_path, count, memory):
+def test_the_whole_chain_of_several_processes_is_that_of_one(chain, tmp_path, workers, memory):
     """In memory, and with the hidden states of each process on disk."""
     words, alone = chain
-    done = torchrun(count, tmp_path, [*words, f"model.hidden_memory={memory}"], limit=300)
+    done = torchrun(workers, tmp_path, [*words, f"model.hidden_memory={memory}"])
     assert done.returncode == 0, done.stderr
     for stage in CARVED:
         assert done.stdout.count(f"{stage:9} done in") == 1
@@ -248,12 +240,12 @@ def test_a_worker_that_dies_in_any_stage_ends_the_job_and_the_same_command_goes_
         shutil.copytree(path, outputs / "artifacts" / "pico" / path.name)
     script = tmp_path / "dying.py"
     script.write_text(DYING_LATER)
-    died = torchrun(2, outputs, words, program=(script, target, calls), limit=300)
+    died = torchrun(2, outputs, words, program=(script, target, calls))
     assert died.returncode != 0
     assert GO_ON in died.stderr
     assert "worker 0: " in died.stderr
     assert not list((outputs / "artifacts" / "pico" / stage).glob("[!.]*"))
-    done = torchrun(2, outputs, words, limit=300)
+    done = torchrun(2, outputs, words)
     assert done.returncode == 0, done.stderr
     assert_same_carve(outputs, alone, later)
 
@@ -264,7 +256,7 @@ def test_a_pool_is_that_of_one_process(chain, tmp_path):
     other = {"experts", "always_on", "vocabulary.tokens", "evaluate.baselines"}
     pooled = [word for word in words if word.partition("=")[0] not in other]
     pooled += ["topology=global_pool", "experts=6", "always_on=0", "evaluate.baselines=[unaligned]"]
-    done = torchrun(2, tmp_path / "two", pooled, limit=300)
+    done = torchrun(2, tmp_path / "two", pooled)
     assert done.returncode == 0, done.stderr
     assert torchrun(1, tmp_path / "one", pooled, limit=300).returncode == 0
     assert_same_carve(tmp_path / "two", tmp_path / "one")
