@@ -5,11 +5,12 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from functools import reduce
 from importlib import import_module
 from itertools import count
-from multiprocessing.connection import wait
+from multiprocessing import Process
 from pathlib import Path
 from unittest.mock import patch
 
@@ -52,11 +53,12 @@ def run_workers(count, command, folder, *, work=run_command):
         start(command, folder / f"said{rank}", work=work, **place, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(count)
     ]
-    left = {child.sentinel: child for child in children}
-    while ended := wait(left, timeout=240):
-        if any([left.pop(sentinel).exitcode for sentinel in ended]):
-            for child in left.values():
-                child.terminate()
+    while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):
+        time.sleep(0.05)
+    for end in (lambda _: None, Process.terminate, Process.kill):
+        for child in children:
+            end(child)
+            child.join(2)
     return [(child.exitcode, (folder / f"said{rank}").read_text()) for rank, child in enumerate(children)]
 
 
