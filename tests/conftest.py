@@ -2,6 +2,7 @@
 
 import gc
 import os
+from copy import deepcopy
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -24,7 +25,7 @@ def _load_once(self: ConfigRepository, config_path: str) -> object:
     key = config_path, *(source.path for source in self.sources)
     if key not in _loaded:
         _loaded[key] = _load_config(self, config_path)
-    return _loaded[key]
+    return deepcopy(_loaded[key])
 
 
 ConfigRepository.load_config = _load_once
