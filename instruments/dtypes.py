@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 # Name in safetensors files → name in torch, bytes per number.
 SAFETENSORS = {
     "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1),
-    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "F8_E8M0": ("float8_e8m0fnu", 1),
     "U16": ("uint16", 2), "I16": ("int16", 2), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
     "U32": ("uint32", 4), "I32": ("int32", 4), "F32": ("float32", 4),
     "U64": ("uint64", 8), "I64": ("int64", 8), "F64": ("float64", 8),

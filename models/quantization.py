@@ -12,6 +12,8 @@ from instruments.errors import ConfigError
 
 # Storage formats that are read; None: unquantised.
 DECODED = {None, "nf4", "fp4", "int8", "fp8"}
+# Formats of compressed-tensors that are FP8 weights with scales.
+_COMPRESSED_FP8 = {"float-quantized", "mxfp8-quantized"}
 
 
 def stored_quantization(config: Mapping[str, Any]) -> str | None:
@@ -25,7 +27,10 @@ def stored_quantization(config: Mapping[str, Any]) -> str | None:
         return "int8"
     if stored.get("load_in_4bit"):
         return str(stored.get("bnb_4bit_quant_type", "fp4"))
-    return str(stored.get("quant_method", "unknown"))
+    method = str(stored.get("quant_method", "unknown"))
+    # Rotated weights would need their rotations.
+    plain = stored.get("format") in _COMPRESSED_FP8 and not stored.get("transform_config")
+    return "fp8" if method == "compressed-tensors" and plain else method
 
 
 def missing_bitsandbytes(what: str) -> ConfigError:

@@ -175,9 +175,9 @@ class PackedEntry:
     `.nested_absmax`), and `.quant_map` the decoded values. The JSON bytes of `.quant_state.bitsandbytes__nf4` (or fp4)
     give shape, number format and block size. 8 bits: `X.weight` is int8, `X.SCB` holds each row's largest magnitude.
     FP8: `X.weight` times its scale, one for the tensor, for each row or for each block, in `X.weight_scale_inv` (which
-    is no inverse) or `X.weight_scale`.
+    is no inverse) or `X.weight_scale`, possibly as an exponent (E8M0).
     Source: bitsandbytes.functional.QuantState.as_dict and bitsandbytes.nn.Linear8bitLt;
-    transformers.integrations.finegrained_fp8.
+    transformers.integrations.finegrained_fp8; compressed_tensors.compressors.
     """
 
     kind: str  # nf4, fp4, int8 or fp8
@@ -245,6 +245,7 @@ def _check_dtypes(entries: Mapping[str, Entry], folder: Path) -> Iterator[Checkp
 
 
 _FP8, _FP8_SCALES = {"F8_E4M3", "F8_E5M2"}, ("_scale_inv", "_scale")
+_POWERS = {"F8_E8M0", "U8"}  # scales that are powers of two, stored as their exponent + 127
 # Tensors that belong to a packed weight, and that no decoding needs: FP8 scales of a layer's input.
 _BESIDE = ("SCB", "weight_format", "activation_scale", "input_scale")
 _STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
@@ -314,7 +315,7 @@ def _fp8(entries: Mapping[str, TensorEntry], weight: str, blocks: tuple[int, int
     if scales is None:
         raise CheckpointError("FP8 weight without a scale (weight_scale_inv or weight_scale)", where=where, do=do)
     block = _shared_block(entry.shape, scales.shape, blocks)
-    if block is None or SAFETENSORS[scales.dtype][0] not in COMPUTED:
+    if block is None or (SAFETENSORS[scales.dtype][0] not in COMPUTED and scales.dtype not in _POWERS):
         size = f"{blocks[0]} x {blocks[1]}" if blocks else "a size that config.json does not say"
         what = (
             f"FP8 weight of {list(entry.shape)} with scales of {list(scales.shape)} in {scales.dtype}, blocks of {size}"
@@ -372,8 +373,20 @@ def _shared_block(
 def _fp8_blocks(folder: Path) -> tuple[int, int] | None:
     """Rows and columns of a block of FP8 weights that share a scale; None: config.json does not say."""
     try:
-        rows, columns = read_json(folder / "config.json")["quantization_config"]["weight_block_size"]
-    except (OSError, ValueError, KeyError, TypeError):  # `read_config` reports what is no configuration at all
+        stored = read_json(folder / "config.json")["quantization_config"]
+        if groups := stored.get("config_groups"):  # of compressed-tensors
+            settings = [group["weights"] for group in groups.values()]
+            sizes = {tuple(one.get("block_structure") or (1, one["group_size"])) for one in settings}
+            ((rows, columns),) = sizes  # several would be ambiguous
+        else:
+            rows, columns = stored["weight_block_size"]
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # `read_config` reports what is no configuration at all
         return None
     return (rows, columns) if all(type(size) is int and size > 0 for size in (rows, columns)) else None
 

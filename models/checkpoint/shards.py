@@ -117,6 +117,7 @@ def _scaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """FP8 weights times the scale of their block, in fp32; the last blocks may be smaller."""
     rows_RC = weight.float().view(-1, weight.shape[-1])
     rows, columns = rows_RC.shape
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
     grid = scales.float().view(-(-rows // block[0]), -(-columns // block[1]))
     for first, row_scales in enumerate(grid.unbind()):
         part = rows_RC[first * block[0] : (first + 1) * block[0]]

@@ -16,6 +16,7 @@ from models.checkpoint.folder import check_shards
 from models.checkpoint.shards import DenseReader
 from models.config import ModelConfig
 from models.loading import load_dense
+from models.quantization import stored_quantization
 
 E4M3 = torch.float8_e4m3fn
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -37,6 +38,10 @@ def block_scales(weight, block):
     return grid
 
 
+def power_above(scales):
+    return 2 ** scales.log2().ceil()
+
+
 def expanded(scales, shape, block):
     return scales.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
 
@@ -49,9 +54,10 @@ def store_fp8(plain, folder, form, block=(16, 8)):
         if not name.endswith("_proj.weight"):
             continue
         wide = weight.float()
-        if form == "blocks":
+        if form in {"blocks", "exponents"}:
             scales = block_scales(wide, block)
-            every, stored = expanded(scales, wide.shape, block), {"weight_scale_inv": scales}
+            scales = power_above(scales).to(torch.float8_e8m0fnu) if form == "exponents" else scales
+            every, stored = expanded(scales.float(), wide.shape, block), {"weight_scale_inv": scales}
         elif form == "rows":
             every = wide.abs().amax(1, keepdim=True) / 448
             stored = {"weight_scale": every.to(torch.bfloat16)}
@@ -65,14 +71,20 @@ def store_fp8(plain, folder, form, block=(16, 8)):
         tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    sizes = {"weight_block_size": list(block) if form == "blocks" else None}
+    sizes = {"weight_block_size": list(block) if block else None}
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", **sizes}
     (folder / "config.json").write_text(json.dumps(config))
     return decoded
 
 
 @pytest.mark.parametrize(
-    ("form", "block"), [("blocks", (16, 8)), ("blocks", (7, 9)), ("rows", None), ("tensor", None), ("static", None)]
+    ("form", "block"),
+    [
+        *((form, block) for form in ("blocks", "exponents") for block in ((16, 8), (7, 9))),
+        ("rows", None),
+        ("tensor", None),
+        ("static", None),
+    ],
 )
 def test_weights_are_decoded_by_the_formula_for_stream_and_model(plain, tmp_path, form, block):
     decoded = store_fp8(plain, tmp_path / "fp8", form, block)
@@ -86,6 +98,42 @@ def test_weights_are_decoded_by_the_formula_for_stream_and_model(plain, tmp_path
             assert torch.equal(reader.tensor(name), weight)
             assert torch.equal(model[name], weight.float())
         assert torch.equal(reader.projection(1, "gate"), decoded[GATE])
+
+
+@pytest.mark.parametrize(
+    ("group", "sides"),
+    [
+        ({"strategy": "channel"}, (1, 64)),
+        ({"strategy": "tensor"}, (64, 64)),
+        ({"strategy": "block", "block_structure": [8, 8]}, (8, 8)),
+        ({"strategy": "group", "group_size": 8}, (1, 8)),
+        ({"strategy": "group", "group_size": 8, "scale_dtype": torch.uint8}, (1, 8)),  # MXFP8
+    ],
+)
+def test_weights_of_compressed_tensors_are_decoded_as_by_it(plain, tmp_path, group, sides):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    weights = quantization.QuantizationArgs(num_bits=8, type="float", symmetric=True, **group)
+    scheme, powers = quantization.QuantizationScheme(targets=["Linear"], weights=weights), "scale_dtype" in group
+    kind = compressors.MXFP8QuantizationCompressor if powers else compressors.FloatQuantizationCompressor
+    folder, tensors, decoded = shutil.copytree(plain, tmp_path / "fp8"), load_file(plain / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scales = block_scales(weight := tensors.pop(name).float(), sides)
+        packed = kind.compress({"weight": weight, "weight_scale": power_above(scales) if powers else scales}, scheme)
+        decoded[name] = kind.decompress(packed, scheme)["weight"].to(torch.bfloat16)
+        tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    named = "mxfp8-quantized" if powers else "float-quantized"
+    stored = quantization.QuantizationConfig(config_groups={"group_0": scheme}, format=named).model_dump_json()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": json.loads(stored)}))
+    assert check_source(ModelConfig(kind="local", path=str(folder))) == []
+    model = load_dense(ModelConfig(device="cpu"), folder).state_dict()
+    with DenseReader(folder) as reader:
+        assert {*reader.names} == {*load_file(plain / "model.safetensors")}
+        for name, weight in decoded.items():
+            assert torch.equal(reader.tensor(name), weight)
+            assert torch.equal(model[name], weight.float())
 
 
 @pytest.mark.parametrize(("form", "block"), [("blocks", (8, 8)), ("static", None)])
@@ -173,6 +221,13 @@ def test_other_formats_are_refused_by_name(tmp_path, plain, method, place):
     (error,) = check_source(ModelConfig(kind="local", path=str(folder)))
     assert error.what == f"weights quantised by {method} cannot be sliced"
     assert error.do == "give the unquantised model, or one in FP8 or of bitsandbytes"
+
+
+def test_rotated_weights_are_refused():
+    stored = {"quant_method": "compressed-tensors", "format": "float-quantized", "transform_config": {}}
+    assert stored_quantization({"quantization_config": stored}) == "fp8"
+    stored["transform_config"] = {"config_groups": {"R1": {"type": "hadamard"}}}
+    assert stored_quantization({"quantization_config": stored}) == "compressed-tensors"
 
 
 def test_fp8_is_not_quantised_again(plain, tmp_path):
