@@ -13,7 +13,7 @@ from models.config import MoEShape, setting_word
 from models.source import read_config
 from models.targets.base import rope_type_of
 from models.targets.config import carved_target, target_of, text_of
-from pipeline.clients import Clients, readable_copy, require_config, run_client
+from pipeline.clients import Clients, explained_settings, readable_copy, require_config, run_client
 from pipeline.disk import explain_os_error
 from stages.artifacts.rendering import in_mib
 
@@ -43,9 +43,10 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = parser.parse_args(words)
 
     def work() -> None:
-        check_carve(wanted.checkpoint)
-        for note in check_convertible(read_config(wanted.checkpoint)):
-            say(f"{note}\n")
+        with explained_settings(wanted.checkpoint):
+            check_carve(wanted.checkpoint)
+            for note in check_convertible(read_config(wanted.checkpoint)):
+                say(f"{note}\n")
         check_tokenizer(wanted.checkpoint)
         check_output(wanted.out)
         if wanted.out.exists():

@@ -112,7 +112,7 @@ def in_words(place: str) -> Iterator[None]:
 
     try:
         yield
-    except RedisError as error:
+    except (RedisError, RecursionError) as error:  # the client reads nested answers by recursion
         raise _explain(error, place) from error
 
 
@@ -147,6 +147,7 @@ _REFUSALS: list[tuple[set[str], str, str]] = [
         f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
     ),
     ({"WRONGTYPE", "hash value is not a float"}, "sums in Redis were changed by somebody else", START_OVER),
+    ({"RecursionError"}, "the server's answer is nested too deeply for Redis", "store.url of a Redis server"),
     (
         {"RedisError"},
         "the Redis server refuses",

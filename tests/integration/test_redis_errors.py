@@ -1,8 +1,10 @@
 """Messages when the server cannot be reached, refuses access, or cannot be trusted."""
 
 import shutil
+import socketserver
 import subprocess
 import sys
+import threading
 
 import pytest
 from integration.redis_parts import assert_equal, close_stores, flush, make_part, open_store
@@ -75,6 +77,21 @@ def test_nobody_answers():
     assert error.what.startswith("the Redis server cannot be reached: ")
     assert error.where == "Redis at 127.0.0.1:9, database 2"
     assert "without fresh=true: it goes on from the last flush" in error.do
+
+
+def test_an_answer_that_is_nested_without_end():
+    class Nest(socketserver.BaseRequestHandler):
+        def handle(self):
+            while self.request.recv(4096):
+                self.request.sendall(b"*1\r\n" * 50_000 + b":1\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Nest) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        error = refusal(f"redis://127.0.0.1:{server.server_address[1]}/0").value
+        server.shutdown()
+    assert error.what.startswith("the server's answer is nested too deeply")
+    assert error.do == "store.url of a Redis server"
 
 
 def test_the_server_goes_away_for_good(server, monkeypatch):
