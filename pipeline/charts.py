@@ -12,12 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 WIDTH = 520  # CSS pixels, which are matplotlib's points (72 per inch)
 MAX_LOAD = 4  # times the even share, from which the colour is the same
-SHOWN = (0.002, 0.998)  # quantiles of scores at the ends of their axis
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "tiny-onn", "font.size": 12, "text.parse_math": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
@@ -104,13 +103,19 @@ def draw_loads(title: str, caption: str, loads_LE: NDArray[np.float64]) -> Chart
     return draw(title, caption, paint)
 
 
-def draw_distributions(title: str, caption: str, values_LF: NDArray[np.float64]) -> Chart:
-    """The distribution of each layer's values, with the median."""
+def draw_groups(
+    title: str, caption: str, groups: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]], x: str, y: str
+) -> Chart:
+    """Named groups of points, both axes logarithmic; values that are not positive are left out."""
 
     def paint(axes: Axes) -> None:
-        rows = list(np.clip(values_LF, *np.quantile(values_LF, SHOWN)))
-        axes.violinplot(rows, range(len(rows)), widths=0.9, showextrema=False, showmedians=True, points=60)
-        axes.set(xlabel="layer")
-        axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        for (name, points), colour in zip(groups.items(), [*LINES, INK], strict=False):
+            axes.scatter(*points, s=7, alpha=0.6, linewidths=0, color=colour, label=name, rasterized=True)
+        axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
+        axes.figure.legend(loc="outside upper left", ncols=len(groups), markerscale=3, handletextpad=0.1)
 
-    return draw(title, caption, paint)
+    return draw(title, caption, paint, 300)

@@ -1,6 +1,7 @@
 """An output folder with the files that the report reads: manifests, evaluations, scores, a picture."""
 
 import json
+from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pipeline.artifacts import Manifest, artifact_folder
 from pipeline.report import read_chain
 from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import PROJECTED, TRAINED, with_ancestors
-from stages.artifacts.carve import Scores
+from stages.artifacts.carve import NeuronStatistics, Partition, Scores
 from stages.artifacts.job import Table
 
 LAYERS, WIDTH = 3, 40
@@ -88,9 +89,20 @@ class Outputs:
             chosen_LF = torch.from_numpy(rng.normal(size=(LAYERS, WIDTH)).astype(np.float32))
             Scores("s_p", "s_p", chosen_LF).save(folder)
             return ["scores.safetensors"]
+        if name == "scan":
+            sums = {
+                spec.name: torch.ones(LAYERS, WIDTH) for spec in fields(NeuronStatistics) if spec.type is torch.Tensor
+            }
+            sums |= {"sum_abs": torch.from_numpy(rng.lognormal(size=(LAYERS, WIDTH)))}
+            plain = {"tokens": 7, "samples": 3, "samples_with_gradient": 3, "mean_loss": 2.0, "reservoir_tokens": 8}
+            NeuronStatistics(**sums, **plain).save(folder)
+            return ["statistics.safetensors"]
         if name == "cluster":
+            neurons, always_on = torch.arange(20, dtype=torch.int32), torch.arange(20, 24, dtype=torch.int32)
+            home = torch.arange(LAYERS, dtype=torch.int32).repeat_interleave(2)
+            Partition(WIDTH, neurons.view(2, 10).repeat(LAYERS, 1), home, always_on.repeat(LAYERS, 1)).save(folder)
             (folder / "neuron_map_layer_002.png").write_bytes(PIXEL)
-            return ["neuron_map_layer_002.png"]
+            return ["neuron_map_layer_002.png", "partition.safetensors"]
         if name == "train":
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in TRAINING))
             return ["metrics.jsonl"]
