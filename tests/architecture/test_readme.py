@@ -27,8 +27,8 @@ REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
 PACKAGES = ("pipeline", "stages", "models", "instruments")
 INSTRUMENTS = sorted(page.relative_to(REPOSITORY) for page in (REPOSITORY / "instruments").glob("*/README.md"))
-PAGES = [Path("README.md"), *(Path(name) / "README.md" for name in PACKAGES), *INSTRUMENTS]
-# Rows that the README's table of extensions must have.
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *(Path(name) / "README.md" for name in PACKAGES), *INSTRUMENTS]
+# Rows that CONTRIBUTING's table of extensions must have.
 ADDED = ("a score", "a router", "a MoE target", "a text source", "a baseline")
 
 
@@ -86,7 +86,7 @@ def test_links_lead_somewhere(page):
             assert anchor in {title.lower().replace(" ", "-") for title in titles}, target
 
 
-def test_the_map_names_the_file_for_what_is_added():
+def test_contributing_names_the_file_for_what_is_added():
     rows = {words[0]: words[1:] for words in table_rows() if words[0].startswith("a ")}
     assert set(ADDED) <= rows.keys()
     for places in rows.values():
@@ -95,7 +95,8 @@ def test_the_map_names_the_file_for_what_is_added():
 
 
 def table_rows():
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line[:1] == "|"]
+    lines = (REPOSITORY / "CONTRIBUTING.md").read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
 
 
 COMMANDS = sorted(
