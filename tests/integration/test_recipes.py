@@ -101,6 +101,17 @@ def test_trl(checkpoint, tmp_path):
     assert_trained(tmp_path, checkpoint)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of PEFT's own
+def test_peft(checkpoint, tmp_path):
+    pytest.importorskip("peft", reason="needs pip install peft")
+    cook("PEFT", checkpoint, tmp_path)
+    before, after = weights(checkpoint), weights(tmp_path)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    adapted = (".q_proj.", ".v_proj.", ".experts.gate_up_proj", ".experts.down_proj")
+    assert changed == {name for name in before if any(part in name for part in adapted) and "shared" not in name}
+    assert not list(tmp_path.glob("adapter*"))
+
+
 def test_trainer_does_not_load_the_experts_of_its_best_checkpoint_and_from_pretrained_does(checkpoint, tmp_path):
     """If this fails because transformers loads them, the warning in the recipe is out of date."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
