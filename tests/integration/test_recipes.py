@@ -20,7 +20,7 @@ RECIPES = Path(__file__).parents[2] / "stages/train/RECIPES.md"
 def checkpoint(tmp_path_factory):
     """A carve made for training."""
     folder = tmp_path_factory.mktemp("recipes")
-    write_pico(folder / "pico", "qwen3", tokenizer=True)
+    write_pico(folder / "pico", "qwen3", tokenizer=True, tie=True)
     (folder / "text.txt").write_text("\n\n".join(f"{number} larks met {number % 9} swifts." for number in range(200)))
     words = [
         *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text", "cluster.map=none"),
