@@ -88,6 +88,11 @@ def test_the_active_width_and_the_pool_of_a_card():
         ("qwen3_moe", MoEShape(64, 64, 8, 0), "converts it; N = 64 suits Q8_0 and Q4_0; K-quants want"),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "12 always-on neurons are padded with zero neurons to 16."),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
+        (
+            "qwen3_moe",
+            SHAPE,
+            "\nllama.cpp, with less GPU memory than weights: `-ot exps=CPU` keeps the experts in RAM.",
+        ),
         ("flex_olmo", SHAPE, "\nSGLang, llama.cpp: do not know this architecture."),
         ("tiny_onn", SHAPE, "needs `trust_remote_code=True`"),
         ("qwen3_moe", SHAPE, "transformers 4.57 and 5: loads without remote code"),
