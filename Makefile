@@ -4,6 +4,8 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
+# What is installed: the packages of a run, or with the tools of the tests. The second stamp covers the first.
+RUNS := $(VENV)/.runs
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -12,10 +14,10 @@ INSTALLED := $(VENV)/.installed
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(INSTALLED) ## create .venv with the tested versions
+install: $(INSTALLED) ## create .venv with the tested versions, and the tools of the tests
 
-# The stamp skips the installation until pyproject.toml or constraints.txt changes.
-$(INSTALLED): pyproject.toml constraints.txt
+# The stamps skip the installation until pyproject.toml or constraints.txt changes.
+$(RUNS) $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
 	  echo "  do:    make $(or $(MAKECMDGOALS),install) PYTHON=/path/to/python3.11"; exit 2; } >&2
@@ -25,10 +27,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  exit 2; } >&2
 	@# A working environment is kept: creating it again with another Python would mix the two.
 	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(if $(filter %.installed,$@),[dev])'
+	@touch $(RUNS) $@
 
-run: install ## carve the embedded model, end to end (make run ARGS="experts=8 n=128")
+run: $(RUNS) ## carve the embedded model, end to end (make run ARGS="experts=8 n=128")
 	$(BIN)/python -m pipeline $(ARGS)
 
 # One process per core (at most 8); the tests of a file run in one process, since they share fixtures.
