@@ -1,6 +1,7 @@
 """Every experiment has a question, a command and settings; LOG.md holds its results."""
 
 import shlex
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -22,6 +23,11 @@ LONGEST = 94
 MOST_LINES = 12
 
 
+@cache
+def composed(*words):
+    return compose(words)[0]
+
+
 def read(name):
     return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -41,6 +47,7 @@ def test_a_command_of_the_log_runs(command):
     check_command(command)
 
 
+@cache  # most are in the log and in an experiment
 def check_command(command):
     """The command has no wrong setting; of a sweep, neither has the first nor the last combination."""
     program, words = shlex.split(command)[:3], shlex.split(command)[3:]
@@ -48,7 +55,7 @@ def check_command(command):
     assert not override_errors([word for word in words if word != "-m"], sweep="-m" in words)
     combinations = expand_sweep(words)
     for combination in {tuple(combinations[0]), tuple(combinations[-1])}:
-        settings, _folder = compose(combination)
+        settings = composed(*combination)
         if settings.model.kind == "embedded" and settings.data.kind == "python_stdlib":  # others have to be there
             assert find_errors(settings, combination) == []
 
@@ -77,8 +84,7 @@ def test_entries_are_complete():
 
 
 def test_every_experiment_sets_something():
-    plain, _folder = compose([])
-    assert [name for name in EXPERIMENTS if compose([f"experiment={name}"])[0] == plain] == []
+    assert [name for name in EXPERIMENTS if composed(f"experiment={name}") == composed()] == []
 
 
 def test_the_help_page_has_a_line_for_each():

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import get_type_hints
 
@@ -38,6 +39,12 @@ PUBLISHED = {
 }  # fmt: skip
 
 HALF_BILLION = ("qwen2_5_0_5b", "qwen2_5_coder_0_5b")
+
+
+@cache
+def composed(*words):
+    """The settings that these words select. Read-only."""
+    return compose(words)[0]
 
 
 def test_every_preset_has_sizes_here():
@@ -79,7 +86,7 @@ NODES = {name: kind for name, kind in get_type_hints(Settings).items() if is_dat
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group, option):
-    settings = compose([f"{group}={option}"])[0]
+    settings = composed(f"{group}={option}")
     assert isinstance(settings, Settings)
     assert group == "experiment" or settings.experts == settings.model.experts
 
@@ -94,11 +101,11 @@ def test_the_plain_command_carves_the_embedded_model():
 
 @pytest.mark.parametrize("preset", [*sorted(CONFIGS), "hub", "local"])
 def test_the_shape_of_a_real_model_follows_from_its_width(preset):
-    settings = compose([f"model={preset}"])[0]
+    settings = composed(f"model={preset}")
     assert (settings.experts, settings.top_k, settings.always_on) == (None, None, None)
     assert settings.n == (32 if preset in HALF_BILLION else None)
     assert settings.model.trust_remote_code is False
-    typed = compose([f"model={preset}", "experts=100", "n=256"])[0]
+    typed = composed(f"model={preset}", "experts=100", "n=256")
     assert (typed.experts, typed.n) == (100, 256)
 
 
@@ -107,7 +114,7 @@ def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
     """The preset's first line names layers, F, E, N, K, S: E·N + S = F, with about a quarter always on."""
     line = (CONF / "model" / f"{preset}.yaml").read_text().splitlines()[0]
     layers, width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?=,| [a-z])", line))
-    settings = compose([f"model={preset}"])[0]
+    settings = composed(f"model={preset}")
     request = request_shape(settings, replace(decoder_of("qwen2"), depth=layers))
     dense = tuple(sorted(layer % layers for layer in settings.model.dense_layers))
     assert resolve_shape(request, width) == MoEShape(experts, n, top_k, always_on, dense_layers=dense)
@@ -119,7 +126,7 @@ def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
 @pytest.mark.parametrize("preset", HALF_BILLION)
 def test_a_preset_of_half_a_billion_has_the_settings_of_the_measured_half(preset):
     dials, tokens, steps, shares = ROWS["half"]
-    row, settings = row_settings("half", "a.jsonl", "b.jsonl"), compose([f"model={preset}"])[0]
+    row, settings = row_settings("half", "a.jsonl", "b.jsonl"), composed(f"model={preset}")
     shape = resolve_shape(request_shape(settings, replace(decoder_of("qwen2"), depth=24)), 4864)
     assert (shape.experts, shape.n, shape.always_on) == (dials["experts"], dials["n"], dials["always_on"])
     assert shape.top_k == dials["top_k"] + 1  # fills half of all layers' neurons

@@ -28,14 +28,9 @@ GLM4 = "assemble.target=glm4_moe"
 # All experts on: equal to the dense model.
 EXACT = {
     "qwen3": ("qwen3", *ALL_ON, *PARTITION),
-    "qwen3-copies": ("qwen3", *ALL_ON, *COPIES),
-    "qwen3-glm4": ("qwen3", *ALL_ON, *PARTITION, GLM4),
-    "qwen2": ("qwen2", *ALL_ON, "experts=4", "n=10", "top_k=4"),
     "qwen2-always-on": ("qwen2", *ALL_ON, "experts=4", "n=8", "top_k=4", "always_on=8"),
     "qwen2-glm4-copies": ("qwen2", *ALL_ON, *COPIES, GLM4),
-    "llama": ("llama", *ALL_ON, *PARTITION),
     "llama-copies": ("llama", *ALL_ON, *COPIES, "stage=project"),
-    "llama-glm4": ("llama", *ALL_ON, *PARTITION, GLM4),
 }
 # Some experts on. None is the embedded model.
 SPARSE = {

@@ -102,7 +102,7 @@ def failed(tmp_path, monkeypatch, capsys):
     def run(*words):
         assert run_command(["stage=scan", *words, "output_dir=outputs"]) == FAILED
         written = {path.name for path in Path("outputs", "artifacts").rglob("*") if path.is_file()}
-        assert written <= {"hashes.json"}  # cached hashes of the source's files
+        assert written <= {"hashes.json", ".in_use"}  # cached hashes of the source's files, and the lock of the folder
         assert not Path("outputs", "latest").exists()
         return capsys.readouterr().err.rpartition("]\n")[2].lstrip("\n")
 

@@ -44,7 +44,7 @@ class Carve:
 def carve(tmp_path_factory, text):
     """Run the command for a small model; `wide` has matrices that runtimes have fast kernels for."""
     folder = tmp_path_factory.mktemp("advice")
-    write_pico(folder / "narrow", "qwen3", intermediate=136, tokenizer=True)
+    write_pico(folder / "narrow", "qwen3", layers=1, intermediate=136, tokenizer=True)
     write_pico(folder / "wide", "qwen3", layers=1, hidden=256, intermediate=1024, tokenizer=True)
 
     def run(*words, source="narrow"):

@@ -10,7 +10,7 @@ from pico import write_pico
 
 from pipeline.cli import run_command
 
-WORDS = ("stage=assemble", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none")
+WORDS = ("stage=assemble", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "assemble=random")
 SCORES = {
     "s_p": [],
     "random": ["score=random"],

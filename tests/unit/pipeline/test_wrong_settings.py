@@ -53,7 +53,7 @@ WRONG = [
     *("model.gpu_memory=20GiB", "model.device_map=auto model.cpu_memory=lots", "store=redis store.url=here"),
     *("store=redis store.url=http://a:1", "data.max_length=1", "data=mixture", "data.labels=none"),
     *(
-        "data=mixture data.sources=[{path:/usr,name:b,share:1}]",
+        f"data=mixture data.sources=[{{path:{CONF},name:b,share:1}}]",
         "assemble.router=eror",
         "data.tokens=5 data.max_length=64",
     ),
