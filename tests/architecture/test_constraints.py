@@ -1,5 +1,7 @@
 """The pinned development environment can be installed by every Python that pyproject.toml names."""
 
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -30,3 +32,20 @@ def test_every_pin_has_a_wheel(python, tmp_path):
     command = [sys.executable, "-m", "pip", "install", *words.split(), tmp_path / "pins.txt"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_a_run_installs_no_tools_of_the_tests(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+
+    def installed(target):
+        done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return re.findall(r"pip install .* -e '(.*)'", done.stdout)
+
+    assert (installed("run"), installed("test")) == (["."], [".[dev]"])
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.runs").touch()
+    assert (installed("run"), installed("test")) == ([], [".[dev]"])
+    (tmp_path / ".venv/.installed").touch()
+    assert (installed("run"), installed("test")) == ([], [])
