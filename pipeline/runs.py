@@ -110,18 +110,19 @@ def remove_runs(output_dir: Path, names: Sequence[str]) -> str:
             manifest is damaged, so that what it uses is unknown, or a link leads out of artifacts/.
     """
     artifacts = output_dir / "artifacts"
+    command = shlex.join(["python", "-m", "pipeline", "runs", "--output-dir", str(output_dir)])
     with output_in_use(output_dir, alone=True):
         runs, names = find_runs(output_dir), [name.rstrip("/") for name in names]
         if unknown := [name for name in names if not any(run.is_named(name) for run in runs)]:
-            do = shlex.join(["python", "-m", "pipeline", "runs", "--output-dir", str(output_dir)])
-            raise ConfigError(f"there is no run {some(unknown)}", where=str(output_dir), do=do)
+            raise ConfigError(f"there is no run {some(unknown)}", where=str(output_dir), do=command)
         gone = [run for run in runs if any(map(run.is_named, names))]
         kept = [run for run in runs if run not in gone]
         if damaged := [run for run in kept if run.fault]:
-            what = f"records of other runs are damaged, so that their results are unknown: {damaged[0].fault}"
-            do = shlex.join(["python", "-m", "pipeline", "runs", "remove", *(run.name for run in damaged)])
+            what = f"records of other runs are damaged or old, so that their results are unknown: {damaged[0].fault}"
+            do = f"{command} remove {shlex.join(run.name for run in damaged)}"
             raise ContractError(what, where=some(str(run.folder / RECORD) for run in damaged), do=do)
-        own = find_results(artifacts, gone, strict=False) - find_results(artifacts, kept, strict=True)
+        used = {(artifacts / result).resolve() for result in find_results(artifacts, kept, strict=True)}
+        own = [one for one in find_results(artifacts, gone, strict=False) if (artifacts / one).resolve() not in used]
         # Ancestors first: after a kill, the manifests that name them are still there.
         folders = [artifacts / result for stage in STAGES for result in sorted(own) if f"/{stage}/" in result]
         outside = (folder for folder in folders if not folder.parent.resolve().is_relative_to(artifacts.resolve()))

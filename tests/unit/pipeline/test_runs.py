@@ -177,6 +177,19 @@ def test_a_run_whose_folder_is_elsewhere_counts(out, three, tmp_path):
     assert (tmp_path / "elsewhere" / RECORD).exists()
 
 
+@pytest.mark.parametrize("removed", ["pico", "nano"])
+def test_a_result_with_two_names_is_one(out, removed):
+    """A link to the results of another model."""
+    scan = publish_result(out, "scan", "x", label="pico")
+    (out / "artifacts" / "nano").symlink_to("pico")
+    for label in ("pico", "nano"):
+        record(out, f"runs/{label}", [out / "artifacts" / label / "scan" / scan.name])
+    remove_runs(out, [f"runs/{removed}"])
+    assert (scan / "tensor.safetensors").exists()
+    remove_runs(out, [run.name for run in find_runs(out)])
+    assert not scan.exists()
+
+
 def test_a_folder_of_results_that_is_a_link_out_is_refused(out, three, tmp_path):
     stage = three["score"].parent
     stage.rename(tmp_path / "score")
