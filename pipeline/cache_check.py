@@ -5,6 +5,7 @@ disk), and each layer has a cache of experts in fast memory. Bytes are counted, 
 """
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from jaxtyping import Int
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, DataError, exit_code, say
-from instruments.safetensors_files import read_header
+from instruments.safetensors_files import TensorEntry, read_header
 from models.checkpoint.folder import list_shards
 from models.source import read_config
 from models.targets.config import target_of
+from pipeline.clients import require_config
 from pipeline.generate import add_limits
 from pipeline.gguf import check_carve, llama_cpp_fault
 from stages.artifacts.rendering import in_mib
@@ -34,16 +36,18 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline cache_check", description=told)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a carve")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text, or a folder of it")
+    parser.add_argument("--dense", type=Path, metavar="FOLDER", help="the dense model, to compare with")
     parser.add_argument("--cached", metavar="C,...", help="experts per layer in the cache; default: some sizes")
     add_limits(parser, tokens=8192)
     wanted = parser.parse_args(words)
 
     def work() -> None:
         check_carve(wanted.checkpoint)
+        ffn = ffn_bytes(wanted.checkpoint, wanted.dense)
         config = read_config(wanted.checkpoint)
         trace = trace_routing(wanted.checkpoint, wanted.text, wanted.tokens, wanted.device)
         sizes = trace.cache_sizes(wanted.cached)
-        say(f"{render(trace, ffn_bytes(wanted.checkpoint), sizes)}{describe_runtimes(config)}\n")
+        say(f"{render(trace, ffn, sizes)}{describe_runtimes(config)}\n")
 
     return exit_code(work)
 
@@ -132,41 +136,52 @@ def trace_routing(checkpoint: Path, text: Path, tokens: int, device: str) -> Tra
     return Trace(chosen_LTK, experts, 1)
 
 
-def ffn_bytes(checkpoint: Path) -> tuple[int, int, str]:
-    """Bytes of all experts in a carve's files, of its other FFN weights, and the experts' number format."""
+def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]:
+    """Bytes of all experts in a carve's files, of its other FFN weights, of the dense model's FFNs, and the format.
+
+    The dense model's (0: not named) are counted in the experts' number format; a carve may hold copies of neurons.
+    Raises CheckpointError: the dense model cannot be read.
+    """
     target = target_of(read_config(checkpoint))[0]
 
-    def sum_tensors(*templates: str) -> tuple[int, str]:
+    def find(*templates: str) -> list[TensorEntry]:
         """The tensors of these names, also within a wrapper, of any layer and expert."""
         named = {each.replace("{part}", part).removeprefix("model.") for each in templates for part in target.parts}
         numbered = "|".join(re.escape(re.sub(r"\{\w+\}", "0", name)).replace("0", r"\d+") for name in named)
-        entries = [entry for name, entry in found.items() if re.search(rf"(?:^|\.)(?:{numbered})$", name)]
-        return sum(entry.nbytes for entry in entries), entries[0].dtype if entries else ""
+        return [entry for name, entry in found.items() if re.search(rf"(?:^|\.)(?:{numbered})$", name)]
 
     shards = [path for path in list_shards(checkpoint) if path.suffix == ".safetensors"]
     found = {name: entry for shard in shards for name, entry in read_header(shard).items()}
-    routed, dtype = sum_tensors(target.experts, *(target.packed or ()), *(target.packed_pool or ()))
-    always_on = filter(None, [target.shared, *(target.packed_shared or ())])
-    return routed, sum_tensors(target.dense, *always_on)[0], dtype
+    routed = find(target.experts, *(target.packed or ()), *(target.packed_pool or ()))
+    others = find(target.dense, *filter(None, [target.shared, *(target.packed_shared or ())]))
+    numbers = 0
+    if dense:
+        from models.checkpoint.shards import DenseReader  # noqa: PLC0415 - imports torch
+
+        require_config(dense)
+        with DenseReader(dense) as reader:
+            numbers = 3 * reader.decoder.depth * reader.decoder.hidden * reader.decoder.width
+    whole = numbers * routed[0].nbytes // math.prod(routed[0].shape)
+    return sum(entry.nbytes for entry in routed), sum(entry.nbytes for entry in others), whole, routed[0].dtype
 
 
-def render(trace: Trace, ffn: tuple[int, int, str], sizes: Sequence[int]) -> str:
+def render(trace: Trace, ffn: tuple[int, int, int, str], sizes: Sequence[int]) -> str:
     """The table, one row for each size of the cache, and the reuse between neighbouring tokens; `ffn`: `ffn_bytes`."""
-    (routed, others, dtype), (caches, requests, top_k) = ffn, trace.chosen.shape
+    (routed, others, whole, dtype), (caches, requests, top_k) = ffn, trace.chosen.shape
     expert, rows = routed / (caches * trace.experts), []
     for size, rates in zip(sizes, trace.hits(sizes), strict=True):
         fast = others + caches * size * expert
         lru, most_used = (expert * caches * trace.passes * top_k * (1 - rate) for rate in rates)
-        dense = routed + others - fast
-        ratio = [in_mib(round(dense)), f"{dense / lru:.2f}" if lru else "–"] if trace.passes == 1 else ["–", "–"]
+        dense = max(0, whole - fast)
+        ratio = [in_mib(round(dense)) if whole else "–", f"{dense / lru:.2f}" if whole and lru else "–"]
         read = [in_mib(round(each)) for each in (lru, most_used)]
         rows.append([size, in_mib(round(fast)), *(f"{rate:.1%}" for rate in rates), *read, *ratio])
     same, chance = trace.reuse()
     return (
         f"{tabulate(rows, COLUMNS, tablefmt='github', disable_numparse=True)}\n\n"
         f"{requests // trace.passes:,} tokens, hits on the second half; read: bytes of FFN weights ({dtype}) per "
-        "generated token from slow memory; fast memory: always-on neurons and caches; dense: as many FFN bytes without "
-        f"experts, of which as many are in fast memory\n{same:.1%} of a token's experts are among those of the token "
+        "generated token from slow memory; fast memory: always-on neurons and caches; dense: the dense model with as "
+        f"many bytes of its FFNs there (--dense)\n{same:.1%} of a token's experts are among those of the token "
         f"before; in random order it would be {chance:.1%}\n"
     )
 

@@ -66,12 +66,14 @@ def test_reuse_is_what_a_cache_of_one_tokens_experts_hits():
 def test_the_layers_of_a_pool_share_one_cache():
     chosen = draw()
     pooled = chosen.swapaxes(0, 1).reshape(1, -1, K)
-    (row,) = [line for line in render(Trace(pooled, E, L), (E << 20, 0, "BF16"), [4]).splitlines() if "| 4" in line]
+    (row,) = [
+        line for line in render(Trace(pooled, E, L), (E << 20, 0, 9 << 20, "BF16"), [4]).splitlines() if "| 4" in line
+    ]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     hits = count_by_loop(pooled[0], 4)[L * T // 2 :].mean()
     assert cells[1:3] == ["4.0 MiB", f"{hits:.1%}"]
     assert cells[4] == f"{L * K * (1 - hits):.1f} MiB"
-    assert cells[6:] == ["–", "–"]
+    assert cells[6:] == ["5.0 MiB", f"{5 / (L * K * (1 - hits)):.2f}"]
 
 
 TARGETS = [("qwen2_moe", "qwen2", 64), ("tiny_onn", "qwen3", 64), ("mixtral", "llama", 0),
@@ -85,11 +87,13 @@ def carve(request, tmp_path_factory):
 
 def test_bytes_are_those_of_the_targets_tensors(carve):
     target = target_of(read_config(carve))[0]
-    routed, others, dtype = ffn_bytes(carve)
+    routed, others, whole, dtype = ffn_bytes(carve, carve.parent / "dense")
     size = {"F32": 4, "BF16": 2}[dtype]
     assert routed == LAYERS * EXPERTS * 3 * N * D * size
     always_on = next(always_on for name, _, always_on in TARGETS if MOE_TARGETS[name] is target)
     assert others == LAYERS * 3 * always_on * D * size
+    assert whole == routed + others
+    assert ffn_bytes(carve, None)[2] == 0
 
 
 def run(capsys, *words):
@@ -99,7 +103,8 @@ def run(capsys, *words):
 
 def test_a_carve_has_a_row_for_every_size(carve, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("A cache holds what was used last.\n" * 40)
-    code, out, _ = run(capsys, carve, "--text", tmp_path / "text.txt", "--tokens", 100, "--cached", "5,2,0")
+    words = ["--text", tmp_path / "text.txt", "--tokens", 100, "--cached", "5,2,0", "--dense", carve.parent / "dense"]
+    code, out, _ = run(capsys, carve, *words)
     assert code == 0
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line[:1] == "|"][2:]
     assert [row[0] for row in rows] == ["0", "2", "5"]
@@ -119,6 +124,7 @@ def test_a_carve_has_a_row_for_every_size(carve, tmp_path, capsys):
         ({"--text": "none.txt"}, 1, "--text"),
         ({"--text": "empty.txt"}, 1, "--text"),
         ({"CHECKPOINT": EMBEDDED}, 1, str(EMBEDDED)),
+        ({"--dense": "none"}, 1, "none"),
     ],
 )
 def test_wrong_inputs(changes, code, where, tmp_path, capsys, monkeypatch):
