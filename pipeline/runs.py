@@ -53,6 +53,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         folder = wanted.output_dir.absolute()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"there is no folder {folder}", where="--output-dir", do="name the output_dir of your runs"
+            )
         removed = remove_runs(folder, wanted.names) if "names" in wanted else None
         say(f"{removed or render(compare(folder, find_runs(folder)), 'simple')}\n")
 
@@ -164,11 +168,10 @@ def compare(output_dir: Path, runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         last = run.finished[-1] if run.finished else "none"
-        state = "damaged record" if run.fault else last + " (unfinished)" * (len(run.finished) < len(run.results))
-        settings = " ".join(word for word in run.words if word not in common)
-        rows.append(
-            [run.name, state, *_figures(output_dir / "artifacts", run), shorten(settings, 100, placeholder=" …")]
-        )
+        state = last + " (unfinished)" * (len(run.finished) < len(run.results))
+        settings = shorten(" ".join(word for word in run.words if word not in common), 100, placeholder=" …")
+        figures = _figures(output_dir / "artifacts", run)
+        rows.append([run.name, "damaged record" if run.fault else state, *figures, settings])
     return Table(f"{len(runs)} runs", ["run", "last stage", *FIGURES, "settings"], rows)
 
 

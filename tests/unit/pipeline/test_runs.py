@@ -71,6 +71,11 @@ def three(out):
     return {"scan": scan, "score": score, "other": other, "evaluate": evaluated}
 
 
+def test_a_folder_that_does_not_exist_is_not_made(out):
+    assert main(["--output-dir", str(out), "remove", "runs/old"]) == 2
+    assert not out.exists()
+
+
 def test_runs_are_listed_with_the_figures_of_their_evaluation(out, three, capsys):
     assert main(["--output-dir", str(out)]) == 0
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
