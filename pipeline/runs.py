@@ -81,7 +81,8 @@ def read_run(name: str, path: Path) -> Run:
     except UNREADABLE as error:
         return Run(name, path.parent, fault=str(error))
     finished = [stage["stage"] for stage in record["stages"]]
-    return Run(name, path.parent, record["overrides"], record["results"], finished)
+    words = [word for word in record["overrides"] if not word.startswith("output_dir=")]
+    return Run(name, path.parent, words, record["results"], finished)
 
 
 def find_results(artifacts: Path, runs: Iterable[Run], *, strict: bool) -> set[str]:
