@@ -1,15 +1,18 @@
 """Run in a fresh process: load the named TinyONN checkpoints and report what they compute.
 
-    python -W error reload_tiny_onn.py <folder of cases> registered|remote <case>...
+    python -W error reload_tiny_onn.py <folder of cases> '{"registered": [<case>...], "remote": [<case>...]}'
 
-`registered` imports the project; `remote` uses only the code in the checkpoint's folder. Reads `<case>/moe` and
-`<case>/dense_logits.safetensors`, writes `report.json`. Runs with transformers 4.57 and 5.
+`registered` imports the project; `remote` uses only the code in the checkpoint's folder, in a fork that has imported
+transformers alone. Reads `<case>/moe` and `<case>/dense_logits.safetensors`, writes `<registered or remote>.json`. Runs
+with transformers 4.57 and 5.
 """
 
 import importlib
 import json
 import logging
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -18,19 +21,37 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 
 def main() -> None:
-    folder, remote = Path(sys.argv[1]), sys.argv[2] == "remote"
+    folder = Path(sys.argv[1])
+    for how, names in json.loads(sys.argv[2]).items():
+        if not (child := os.fork()):
+            code = 1
+            try:
+                write_report(folder, how, names)
+                code = 0
+            finally:
+                if code:
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                os._exit(code)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
+
+
+def write_report(folder: Path, how: str, names: list[str]) -> None:
+    remote = how == "remote"
     if not remote:
+        sys.path.insert(0, str(Path(__file__).parents[2]))
         importlib.import_module("models.tiny_onn.register")
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("transformers").addHandler(handler)
     report = {}
-    for name in sys.argv[3:]:
+    for name in names:
         warned.clear()
         report[name] = reload(folder / name, trust_remote_code=remote) | {"warnings": list(warned)}
         report[name]["decoder"] = reload_decoder(folder / name, trust_remote_code=remote)
-    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    (folder / f"{how}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
 @torch.no_grad()

@@ -2,14 +2,11 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
+from numerics.tiny_onn_carves import reload
 from pico import write_pico
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -133,22 +130,15 @@ def test_a_module_that_replaces_the_pool_is_used(model):
         torch.testing.assert_close(model(IDS).logits, copied(IDS).logits)
 
 
-@pytest.mark.parametrize("how", ["registered", "remote"])
-def test_it_loads_in_a_fresh_process_and_speaks(case, model, how):
-    """`registered` imports the project; `remote` uses only the code in the checkpoint's folder."""
+def test_it_loads_in_a_fresh_process_and_speaks(case, model):
+    """With the project imported, and with only the code in the checkpoint's folder."""
     folder, _loops = case
     with torch.no_grad():
         save_file({"ids": IDS, "logits": model(IDS).logits}, folder / "dense_logits.safetensors")
-    script = Path(__file__).with_name("reload_tiny_onn.py")
-    path = str(Path(__file__).parents[2]) if how == "registered" else ""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, folder.parent, how, folder.name], capture_output=True, text=True,
-        check=False, cwd=folder, env=os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(folder / "modules")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads((folder.parent / "report.json").read_text())[folder.name]
-    assert found["difference"] < 1e-6
-    assert found["again"] == 0
-    assert found["decoder"] is None
-    assert (found["loading"], found["warnings"]) == ({}, [])
-    assert found["cached"] == found["uncached"]
+    for report in reload(folder.parent, registered=[folder.name], remote=[folder.name]).values():
+        found = report[folder.name]
+        assert found["difference"] < 1e-6
+        assert found["again"] == 0
+        assert found["decoder"] is None
+        assert (found["loading"], found["warnings"]) == ({}, [])
+        assert found["cached"] == found["uncached"]

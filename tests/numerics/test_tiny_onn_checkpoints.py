@@ -1,17 +1,11 @@
 """All experts on, zero routers: in a fresh process, TinyONN gives the dense logits with and without the project."""
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from numerics.emission_cases import LLAMA3_ROPE, PLAIN_ROPE, TOLERANCE
-from numerics.tiny_onn_carves import write_carve
+from numerics.tiny_onn_carves import reload, write_carve
 
-ROOT = Path(__file__).parents[2]
 GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e2},
     "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
@@ -46,34 +40,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def registered(cases: Path) -> dict[str, dict[str, object]]:
-    return reload(cases, "registered", CASES)
-
-
-@pytest.fixture(scope="module")
-def remote(cases: Path) -> dict[str, dict[str, object]]:
-    return reload(cases, "remote", REMOTE)
-
-
-def reload(cases: Path, how: str, names: Iterable[str]) -> dict[str, dict[str, object]]:
-    script = Path(__file__).with_name("reload_tiny_onn.py")
-    path = str(ROOT) if how == "registered" else ""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, cases, how, *names], capture_output=True, text=True, check=False,
-        cwd=cases, env=os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(cases / "modules")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads((cases / "report.json").read_text())
+def reloaded(cases: Path) -> dict[str, dict[str, dict[str, object]]]:
+    return reload(cases, registered=[*CASES], remote=[*REMOTE])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_experts_on_equals_dense_in_a_fresh_process(registered, name: str) -> None:
-    check(registered[name], name, module="models")
+def test_all_experts_on_equals_dense_in_a_fresh_process(reloaded, name: str) -> None:
+    check(reloaded["registered"][name], name, module="models")
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_the_code_beside_the_weights_is_enough(remote, name: str) -> None:
-    check(remote[name], name, module="transformers_modules")
+def test_the_code_beside_the_weights_is_enough(reloaded, name: str) -> None:
+    check(reloaded["remote"][name], name, module="transformers_modules")
 
 
 def check(found: dict[str, object], name: str, *, module: str) -> None:

@@ -1,6 +1,9 @@
 """TinyONN checkpoints of pico dense models, with tensors written by hand as the class documents them."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +75,14 @@ def save(folder: Path, moe: dict[str, Tensor], dense: Path, *, always_on: int, t
     keys = emit_config(find_decoder(dense), MOE_TARGETS["tiny_onn"], shape, "float32", tied=tie) | softmax
     (folder / "config.json").write_text(json.dumps(keys))
     copy_code(folder)
+
+
+def reload(cases: Path, **names: list[str]) -> dict[str, dict[str, dict[str, object]]]:
+    """What the cases compute in a fresh process: registered or remote → case → findings."""
+    script = Path(__file__).with_name("reload_tiny_onn.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script, cases, json.dumps(names)], capture_output=True, text=True, check=False,
+        cwd=cases, env=os.environ | {"PYTHONPATH": "", "HF_MODULES_CACHE": str(cases / "modules")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {how: json.loads((cases / f"{how}.json").read_text()) for how in names}
