@@ -79,7 +79,7 @@ def find_lost(document, text):
     """The contents that are not in a text, each looked for in what the longer ones leave of it."""
     left, lost = squeeze(text), []
     pieces = [m[field] for m in document.messages for field in ("reasoning_content", "content") if m.get(field)]
-    for piece in sorted(pieces, key=len, reverse=True):
+    for piece in sorted(pieces, key=lambda piece: len(squeeze(piece)), reverse=True):
         found = next((words for words in spellings(piece) if words in left), None)
         left = left if found is None else left.replace(found, "\0", 1)
         lost += [piece] if found is None else []
