@@ -31,12 +31,10 @@ KNOWN = (
 FLOAT16, BFLOAT16, LOW, FLOAT32 = "float16", "bfloat16", "low", "float32"  # LOW: one of the 16-bit formats
 DTYPES = {
     "float16": FLOAT16, "half": FLOAT16, "fp16": FLOAT16, "bfloat16": BFLOAT16, "bf16": BFLOAT16,
-    "float32": FLOAT32, "float": FLOAT32, "float64": FLOAT32, "double": FLOAT32, "fp32": FLOAT32,
+    "float32": FLOAT32, "float": FLOAT32, "float64": FLOAT32, "double": FLOAT32, "fp32": FLOAT32, LOW: LOW,
 }  # fmt: skip
-AUTOCASTS = {
-    "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast",
-    "torch.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast",
-}  # fmt: skip
+_PLACES = ("", "amp.", "cuda.amp.", "cpu.amp.", "amp.autocast_mode.", "cuda.amp.autocast_mode.")
+AUTOCASTS = {f"torch.{place}autocast" for place in _PLACES}
 
 
 @cache

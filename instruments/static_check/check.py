@@ -97,17 +97,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="device of autocast if a file names none (default: cuda)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the findings as JSON")
     wanted = parser.parse_args(words)
-    return exit_code(lambda: _run(wanted))
 
+    def run() -> int:
+        check_output(wanted.json)
+        report = static_check(wanted.paths, device=wanted.device, severity=wanted.severity, exclude=wanted.exclude)
+        say("".join(f"{finding}\n" for finding in report.findings))
+        say(f"{report.files:,} files checked, {len(report.findings):,} findings\n")
+        if wanted.json:
+            write_json(wanted.json, [vars(finding) for finding in report.findings])
+        return report.exit_code
 
-def _run(wanted: argparse.Namespace) -> int:
-    check_output(wanted.json)
-    report = static_check(wanted.paths, device=wanted.device, severity=wanted.severity, exclude=wanted.exclude)
-    lines = [*map(str, report.findings), f"{report.files:,} files checked, {len(report.findings):,} findings"]
-    say("\n".join(lines) + "\n")
-    if wanted.json:
-        write_json(wanted.json, [vars(finding) for finding in report.findings])
-    return report.exit_code
+    return exit_code(run)
 
 
 if __name__ == "__main__":

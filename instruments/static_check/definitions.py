@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from instruments.static_check.autocast import AUTOCASTS, BFLOAT16, FLOAT16, FLOAT32, called_name, last_word, text_of
@@ -85,17 +86,18 @@ class Definitions:
 
     def classes_within(self, name: str) -> list[str]:
         """The class and the classes of this file that its code names, recursively."""
-        found = [name]
-        for one in found:
-            found += [part for part in sorted(self.parts.get(one, ())) if part in self.bases and part not in found]
-        return found
+        return _reach(name, {one: sorted(parts & self.bases.keys()) for one, parts in self.parts.items()})
 
     def lineage(self, class_name: str) -> list[str]:
         """The class and its bases, as far as this file defines them."""
-        found = [class_name]
-        for one in found:
-            found += [base for base in self.bases.get(one, []) if base not in found]
-        return found
+        return _reach(class_name, self.bases)
+
+
+def _reach(first: str, following: Mapping[str, list[str]]) -> list[str]:
+    found = [first]
+    for one in found:
+        found += [name for name in following.get(one, ()) if name not in found]
+    return found
 
 
 def find_definitions(tree: ast.Module) -> Definitions:

@@ -5,23 +5,20 @@ from dataclasses import replace
 from functools import reduce
 
 from instruments.static_check import modules, numeric_rules
-from instruments.static_check.autocast import ACTIVATIONS, DTYPES, FLOAT16, KNOWN, called_name, last_word, text_of
+from instruments.static_check.autocast import (
+    ACTIVATIONS,
+    BFLOAT16,
+    DTYPES,
+    FLOAT16,
+    FLOAT32,
+    KNOWN,
+    called_name,
+    last_word,
+    text_of,
+)
 from instruments.static_check.definitions import Function
 from instruments.static_check.gradient_rules import check_gradients
-from instruments.static_check.state import (
-    LOWS,
-    OTHER,
-    UNKNOWN,
-    Call,
-    Frame,
-    Module,
-    State,
-    Value,
-    either,
-    element_of,
-    mix,
-    read_region,
-)
+from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Call, Frame, State, Value, either, mix, read_region
 
 
 def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
@@ -64,7 +61,7 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
             return one_of if one_of.kind == "dtype" else UNKNOWN  # one of the types, by a key
         case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
             for generator in node.generators:
-                bind(generator.target, element_of(evaluate(generator.iter, state, frame)), state)
+                bind(generator.target, evaluate(generator.iter, state, frame).element, state)
                 for condition in generator.ifs:
                     evaluate(condition, state, frame)
             return evaluate(node.elt, state, frame)  # the element that is repeated
@@ -121,11 +118,10 @@ def _item(base: Value, index: Value) -> Value:
 
 
 def _either(first: Value, second: Value) -> Value:
-    for kind in ("region", "module", "scaler", "optimizer"):
-        one = next((value for value in (first, second) if value.kind == kind), None)
-        if one is not None:
-            return one
-    return either(first, second) or (Value(kind="dtype") if first.kind == second.kind == "dtype" else UNKNOWN)
+    kinds = ("region", "module", "scaler", "optimizer")
+    made = next((value for kind in kinds for value in (first, second) if value.kind == kind), None)
+    neither = Value(kind="dtype") if first.kind == second.kind == "dtype" else UNKNOWN
+    return made or either(first, second) or neither
 
 
 def bind(target: ast.expr, value: Value, way: State) -> None:
@@ -184,7 +180,9 @@ def _call(node: ast.Call, state: State, frame: Frame) -> Value:  # noqa: C901, P
         key = modules.module_key(func.value, base, state, frame, surely=listed)
         cast = _read_cast(node, every, frame)
         if cast and key is None:
-            numeric_rules.check_positions(node, base, cast, frame)
+            named = last_word(text_of(func.value)) == "position_ids"
+            numeric_rules.check_positions(node, Value(tag="positions") if named else base, cast, frame)
+            numeric_rules.check_constant(node, base.number, Value(cast), frame)
             place = base.cast if base.cast is not None and word not in _CASTS else node
             return Value(cast, "cast", base.tag if base.tag in _PASSING else "", base.scaled, cast=place)
         if key is not None:
@@ -198,7 +196,7 @@ def _call(node: ast.Call, state: State, frame: Frame) -> Value:  # noqa: C901, P
     value = state.values.get(text_of(func), UNKNOWN) if isinstance(func, ast.Name | ast.Attribute) else base
     key = modules.module_key(func, value, state, frame)
     if key is not None:
-        return _call_module(call, state.modules.get(key, Module()), state, frame)
+        return _call_module(call, key, state, frame)
     function, owner = _local_function(node, base, value, state, frame)
     if function is not None:
         return frame.file.follow(frame, state, function, owner, node, every)
@@ -231,7 +229,7 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: PLR0
     if word.endswith("GradScaler"):
         given = [one.value for one in node.keywords if one.arg == "enabled"]
         off = any(isinstance(one, ast.Constant) and not one.value for one in given)
-        return OTHER if off else Value(kind="scaler", tag="" if given or node.args else "always on")
+        return OTHER if off else Value(kind="scaler", tag="" if given or len(node.args) > 1 else "always on")
     if word.endswith("Scaler") and word[:1].isupper():
         return OTHER
     if word in {"Accelerator", "Fabric"}:
@@ -246,7 +244,7 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: PLR0
         state.default = node if half or "HalfTensor" in ast.unparse(node) else None
         return OTHER
     if word in {"zip", "enumerate"}:
-        parts = tuple(element_of(value) for value in every)
+        parts = tuple(value.element for value in every)
         return Value(kind="zip", ref=parts if word == "zip" else (UNKNOWN, *parts[:1]))
     instance = Value(kind="instance", ref=text_of(node.func)) if text_of(node.func) in frame.definitions.bases else None
     return modules.make_module(call, state, frame) or modules.make_optimizer(node, state, frame) or instance
@@ -275,14 +273,15 @@ def _local_function(
     elif base.kind == "instance":
         owner = str(base.ref)
     elif base.kind == "module":
-        owner = state.modules.get(base.ref, Module()).name
+        owner = state.module(base.ref).name
     elif value.kind == "instance":
         owner, name = str(value.ref), "__call__"
     return (definitions.method(owner, name) if owner and name else None), owner
 
 
-def _call_module(call: Call, module: Module, state: State, frame: Frame) -> Value:
+def _call_module(call: Call, key: object, state: State, frame: Frame) -> Value:
     """Output of a module: from its forward if it is in the file, else in the type of autocast or of its weights."""
+    module = state.module(key)
     weights = None if module.idle else module.precision or frame.weights
     arguments = [replace(value, origin="weights") if value.is_low else value for value in call.arguments]
     inner = replace(frame, weights=weights)
@@ -311,12 +310,14 @@ def _output(arguments: list[Value], frame: Frame, *, idle: bool = False) -> Valu
     return Value(low.precision, "weights" if low.is_low else "", "output")
 
 
-def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
+def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
     """Value of all other calls: tensor methods keep the type; most others are unknown."""
     node, func, word, base, every = call.node, call.node.func, call.word, call.base, call.every
     numeric_rules.check_names(call, frame)
     if word == "getattr" and every[1:] and every[1].constant in DTYPES and text_of(node.args[0]) == "torch":
         return Value(DTYPES[str(every[1].constant)], kind="dtype")
+    if word == "float" and every and every[0].number is not None:
+        return every[0]
     if word in _NO_TENSORS | _PLAIN or "loss" in word.lower() or numeric_rules.CRITERION.fullmatch(word):
         return UNKNOWN
     full, asked = frame.definitions.full_name(func), call.words.get("dtype", UNKNOWN)
@@ -332,11 +333,11 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
     if method and base.precision is not None and not base.kind:
         if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
             return UNKNOWN
-        kept = base.tag if word in numeric_rules.KEEPING else ""
+        kept = "negative" if word == "neg" else base.tag if word in numeric_rules.KEEPING else ""
         return replace(base, tag=kept, cast=base.cast if word in modules.SAME_MODULE else None)
-    if full in {"torch.arange", "torch.outer"}:
+    if full in {"torch.arange", "torch.outer", "torch.cat", "torch.stack"}:
         return numeric_rules.read_positions(call)
-    if full == "torch.finfo" and every and every[0].precision == "float32":
+    if full == "torch.finfo" and (not every or every[0].precision in {FLOAT32, BFLOAT16}):
         return Value(tag="finfo32")
     if full.startswith("torch.") and word in _NEW:
         return Value(tag="new", constant=every[0].number if word == "tensor" and every else None)

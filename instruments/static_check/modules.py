@@ -55,7 +55,7 @@ def make_module(call: Call, state: State, frame: Frame) -> Value | None:
         key = module_key(node.args[0], arguments[0], state, frame, surely=True) if node.args else None
         return Value(kind="module", ref=key) if key is not None else OTHER if word == "ModuleList" else None
     if word in {"deepcopy", "get_peft_model"} and arguments and arguments[0].kind == "module":
-        copied = replace(state.modules.get(arguments[0].ref, Module()), trained=False, idle=True)
+        copied = replace(state.module(arguments[0].ref), trained=False, idle=True)
         state.modules[id(node)] = copied if word == "deepcopy" else Module()  # adapters are trained in float32
         return Value(kind="module", ref=id(node))
     of_torch = full.startswith("torch.nn.") and word[:1].isupper() and ".utils." not in full
@@ -80,7 +80,7 @@ def make_module(call: Call, state: State, frame: Frame) -> Value | None:
 
 def cast_module(key: object, precision: str, node: ast.Call, state: State, frame: Frame) -> Value:
     """Cast a module in place, as `.half()` does."""
-    module = state.modules.get(key, Module())
+    module = state.module(key)
     low = precision in LOWS
     state.modules[key] = replace(module, precision=precision if low else None, cast=node if low else None)
     if low and _NORM.search(module.name) and not module.idle and module.name not in frame.definitions.bases:
@@ -90,7 +90,7 @@ def cast_module(key: object, precision: str, node: ast.Call, state: State, frame
 
 def module_method(node: ast.Call, word: str, key: object, state: State) -> Value | None:
     """Value of a method that returns, freezes or lists a module; None for other methods."""
-    module = state.modules.get(key, Module())
+    module = state.module(key)
     if word in {"parameters", "named_parameters", "state_dict"}:
         return Value(module.precision, "weights", kind="parameters", ref=key)
     first = node.args[0] if node.args else None
@@ -113,7 +113,7 @@ def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value | None:
     values = [state.values.get(text_of(part), UNKNOWN) for part in parts]
     held = [value.ref for value in values if value.kind in {"module", "parameters"}]
     for key in held:
-        state.modules[key] = replace(state.modules.get(key, Module()), trained=True)
+        state.modules[key] = replace(state.module(key), trained=True)
     made = Value(kind="optimizer", ref=tuple(held), tag="torch" if full.startswith("torch.optim.") else "")
     if held and frame.is_lightning:  # the step is in its Trainer
         check_trained(made, state, frame)
@@ -125,7 +125,7 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
     held = optimizer.ref if optimizer.kind == "optimizer" and isinstance(optimizer.ref, tuple) else ()
     visible = [(text, value.ref) for text, value in state.values.items() if value.kind == "module"]
     for key in held or [key for text, key in visible if named_like_model(text)]:
-        module = state.modules.get(key, Module())
+        module = state.module(key)
         if module.cast is None or (module.idle and not module.trained) or frame.definitions.has_masters:
             continue
         if module.precision == FLOAT16 or (module.precision in LOWS and held and optimizer.tag == "torch"):

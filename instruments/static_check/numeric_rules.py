@@ -86,28 +86,30 @@ def _words(precision: str | None) -> str:
     return "16-bit" if precision == "low" else str(precision)
 
 
-def _tag(operation: str, inputs: list[Value], node: ast.Call) -> str:  # noqa: PLR0911 - a case a kind
+def _tag(operation: str, inputs: list[Value], node: ast.Call) -> str:
     """Tag of the result, for rules on formulas."""
     of = inputs[0].tag if inputs else ""
     if any(word.arg == "axis" for word in node.keywords):
         return ""  # NumPy
-    if operation in {"softmax", "sigmoid"}:
-        return operation
-    if operation == "exp":
-        return "" if of in _SAFE else "exp"
-    if operation in {"max", "amax"}:
-        return "max"
-    if operation == "sum":
-        return {"exp": "sum_exp", "square": "sum_square"}.get(of, "sum")
-    if operation == "mean":
-        return "mean_square" if of == "square" else "mean"
-    squares = operation == "square" or (operation == "pow" and len(inputs) > 1 and inputs[1].constant == 2)
-    return square_of(of) if squares else ""
+    if operation == "square" or (operation == "pow" and len(inputs) > 1 and inputs[1].constant == 2):
+        return square_of(of)
+    if operation in PRODUCTS:
+        return "positions" if any(value.tag == "positions" for value in inputs) else ""
+    kept = {"softmax": "softmax", "sigmoid": "sigmoid", "max": "max", "amax": "max", "sum": "sum", "mean": "mean"}
+    changed = {("sum", "exp"): "sum_exp", ("sum", "square"): "sum_square", ("mean", "square"): "mean_square"}
+    safe = {"exp": "" if of in _SAFE else "exp"}
+    return changed.get((operation, of)) or (kept | safe).get(operation, "")
 
 
 def square_of(tag: str) -> str:
     """Tag of the square of a value with this tag."""
     return "square_mean" if tag == "mean" else "square"
+
+
+_STABLE = {
+    ("log", "softmax"): "log_softmax", ("log", "sigmoid"): "logsigmoid", ("log", "sum_exp"): "logsumexp",
+    ("log", "one_plus_exp"): "softplus", ("log1p", "exp"): "softplus",
+}  # fmt: skip
 
 
 def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> None:
@@ -116,14 +118,11 @@ def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: F
     severity, fate = frame.grade(of.precision), frame.fate(operation)
     if severity == NOTE and of.precision == FLOAT32:
         return
-    if operation == "log":
-        known = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum_exp": "logsumexp", "one_plus_exp": "softplus"}
-        tag = of.tag.removesuffix("+eps")
-        if tag in known and (tag == of.tag or severity != NOTE):
-            message = f"{ast.unparse(node)}: log of {tag}, for which there is {known[tag]}"
+    tag = of.tag.removesuffix("+eps")
+    if stable := _STABLE.get((operation, tag)):
+        if severity != NOTE or (operation == "log" and tag == of.tag):
+            message = f"{ast.unparse(node)}: {operation} of {tag}, for which there is {stable}"
             frame.report("LP108", node, message, severity)
-    elif operation == "log1p" and of.tag == "exp" and severity != NOTE:
-        frame.report("LP108", node, f"{ast.unparse(node)}: log1p of exp, for which there is softplus", severity)
     elif operation == "exp" and fate == "kept" and of.precision == FLOAT16 and not (of.tag in _SAFE or frame.no_grad):
         frame.report("LP108", node, f"{ast.unparse(node)} in float16: inf above 11")
 
@@ -162,7 +161,7 @@ _NUMBERS = re.compile(r"scal|temp|tau|sqrt|dim|d_?k\b|eps|size|gamma|beta|alpha|
 
 def _as_number(node: ast.expr, value: Value) -> Value:
     unknown = value in (UNKNOWN, Value(tag="negative"))
-    return Value(constant="?") if unknown and _NUMBERS.search(ast.unparse(node).lower()) else value
+    return Value(constant="?", tag=value.tag) if unknown and _NUMBERS.search(ast.unparse(node).lower()) else value
 
 
 def _fold(node: ast.BinOp, left: Value, right: Value) -> Value:
@@ -193,7 +192,7 @@ def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C
             return f"times {huge[0]}"
         case ast.Mult() if "negative" in pair or any(number < 0 for number in numbers):
             return "negative"
-        case ast.Mult():
+        case ast.Mult() | ast.MatMult():
             return next((tag for tag in pair if tag in {"exp", "positions"}), "")
         case ast.Sub() if pair == ("mean_square", "square_mean"):
             return "difference"
@@ -232,7 +231,8 @@ def read_positions(call: Call) -> Value:
     counts = [value.number for value in call.arguments]
     short = all(count is not None and count <= 257 for count in counts)  # bfloat16 holds 256
     made = call.word == "arange" and not short
-    return Value(tag="positions" if made or any(value.tag == "positions" for value in call.every) else "")
+    parts = [part for value in call.every for part in (value.ref if isinstance(value.ref, tuple) else (value,))]
+    return Value(tag="positions" if made or any(part.tag == "positions" for part in parts) else "")
 
 
 def check_positions(node: ast.expr, value: Value, precision: str, frame: Frame) -> None:
@@ -263,6 +263,7 @@ def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:
 
 _BOUNDS = {
     "masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where", "new_full", "full_like", "fill_",
+    "new_tensor",
 }  # fmt: skip
 
 

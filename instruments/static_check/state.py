@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from instruments.static_check.autocast import AUTOCASTS, BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table
+from instruments.static_check.autocast import AUTOCASTS, BFLOAT16, DTYPES, FLOAT16, FLOAT32, LOW, autocast_table
 from instruments.static_check.definitions import Definitions, Function
 from instruments.static_check.source import NOTE, RULES, SEVERE, WARNING, Finding, Source
 
@@ -48,6 +48,15 @@ class Value:
     def number(self) -> float | None:
         """The constant, if it is a number."""
         return self.constant if isinstance(self.constant, float | int) else None
+
+    @property
+    def element(self) -> "Value":
+        """Its element in a loop over it."""
+        if self.kind in {"zip", "parameters"}:
+            return replace(self, kind="parts" if self.kind == "zip" else "parameter")
+        if self.kind == "parts" and isinstance(self.ref, tuple) and self.ref:
+            return self.ref[0] if all(part == self.ref[0] for part in self.ref) else UNKNOWN
+        return self if self.kind in {"", "module", "parameter", "optimizer"} and not self.is_constant else UNKNOWN
 
 
 UNKNOWN = Value()
@@ -102,6 +111,10 @@ class State:
     ended: bool = False  # by return, raise, continue or break
     owners: set[str] = field(default_factory=set)  # names whose attributes have values, on any way
 
+    def module(self, key: object) -> Module:
+        """The module with this key; one of which nothing is known if there is none."""
+        return self.modules.get(key, Module())
+
     def copy(self) -> "State":
         """An independent copy; only `owners` is shared."""
         return replace(self, values=dict(self.values), modules=dict(self.modules), facts=dict(self.facts))
@@ -126,11 +139,12 @@ class State:
 
 def either(first: Value | None, second: Value | None) -> Value | None:
     """Value that is one of two: of two types or tensors in 16 bits, one in 16 bits; None if nothing is known of it."""
-    if first is second or first == second:
-        return first
-    if first and second and first.kind == second.kind and {first.precision, second.precision} <= LOWS:
-        return Value(LOW, first.origin, kind=first.kind) if first.kind in {"", "dtype"} else None
-    return None
+    if first is second or first is None or second is None or first == second:
+        return first if second is not None else None
+    if first.is_constant and {DTYPES.get(str(one.constant)) for one in (first, second)} <= LOWS:
+        return Value(constant=LOW)
+    low = first.precision in LOWS and second.precision in LOWS and first.kind == second.kind in {"", "dtype"}
+    return Value(LOW, first.origin, kind=first.kind) if low else None
 
 
 def join(states: Sequence[State]) -> State:
@@ -162,17 +176,6 @@ def mix(values: Sequence[Value]) -> Value:
     if not precisions or None in precisions:
         return UNKNOWN
     return Value(precisions.pop() if len(precisions) == 1 else LOW, origin=tensors[0].origin)
-
-
-def element_of(value: Value) -> Value:
-    """Element of a value in a loop over it."""
-    if value.kind == "zip":
-        return replace(value, kind="parts")
-    if value.kind == "parameters":
-        return replace(value, kind="parameter")
-    if value.kind == "parts" and isinstance(value.ref, tuple) and value.ref:
-        return value.ref[0] if all(part == value.ref[0] for part in value.ref) else UNKNOWN
-    return value if value.kind in {"", "module", "parameter", "optimizer"} and not value.is_constant else UNKNOWN
 
 
 OFF = Region(enabled=False)

@@ -10,7 +10,7 @@ from instruments.static_check.evaluate import bind, evaluate
 from instruments.static_check.gradient_rules import depends_on, read_condition, touches_scaling
 from instruments.static_check.modules import check_unused, module_key
 from instruments.static_check.numeric_rules import check_constant, check_growing
-from instruments.static_check.state import UNKNOWN, FileFacts, Frame, Region, State, Value, element_of, join
+from instruments.static_check.state import UNKNOWN, FileFacts, Frame, Region, State, Value, join
 
 _MOST_WAYS = 8
 _DEEPEST = 6
@@ -233,7 +233,7 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
                 setattr(one, sure, frozenset(name for name in getattr(one, sure) if not depends_on(name, changing)))
         if not isinstance(statement, ast.While):
             for one in ways:
-                bind(statement.target, element_of(given), one)
+                bind(statement.target, given.element, one)
         for one in ways:
             one.clipped = None
         done = [one for one in ways if one.ended]
