@@ -31,7 +31,7 @@ def check_operation(
     _check_formula(node, operation, inputs, frame)
     if operation == _BINARY:
         _check_binary(node, inputs, frame)
-    if operation in PRODUCTS:
+    if operation in PRODUCTS and operation != "linear":
         _check_angles(node, node.args, frame)
     result = _result(operation, inputs, frame)
     if asked is not None:
