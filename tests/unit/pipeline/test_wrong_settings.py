@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from shutil import copytree
 
@@ -65,13 +66,17 @@ def stage_of(word):
     return f"stage={group if group in STAGES else 'project'}"
 
 
+@cache
+def composed(*words):
+    return compose(words)[0]
+
+
 def find_faults(words):
     """Errors that the command reports for these words."""
     faults = override_errors(words, sweep=False)
     found = [error for errors in faults.values() for error in errors]
-    settings, _folder = compose([word for word in words if word not in faults])
     sound = [word for word in words if word not in faults]
-    return [*found, *find_errors(settings, sound, {first_word(word) for word in faults})]
+    return [*found, *find_errors(composed(*sound), {first_word(word) for word in faults})]
 
 
 @pytest.mark.parametrize("typed", WRONG)
