@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -248,8 +248,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
     """
     checked, workers = validate(settings, overrides), find_workers()
     workers.pick_device(settings.model.device)
-    used = workers.leads and not settings.plan
-    with workers.connected(), artifacts.output_in_use(Path(settings.output_dir)) if used else nullcontext():
+    with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
         due = [step.stage.name for step in steps if step.due]
         if settings.plan:
@@ -264,8 +263,11 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
             run_shared_steps(steps, workers, overrides)
             return steps
         try:
-            run_folder = RunFolder(folder, settings, overrides, [step.folder for step in steps])
-            with logging_to(folder / "run.log"):
+            with ExitStack() as held:
+                # A result that was removed since the plan was made is found missing when it is verified.
+                held.enter_context(artifacts.output_in_use(Path(settings.output_dir)))
+                run_folder = RunFolder(folder, settings, overrides, [step.folder for step in steps])
+                held.enter_context(logging_to(folder / "run.log"))
                 log_shape(checked.request, checked.shape, settings.model.label)
                 for warning in memory_warnings(checked, due):
                     log.warning("%s\n", warning)
