@@ -259,7 +259,7 @@ def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
         return ended
     joined = join(going)
     for end in reversed(going):  # a cast on one branch is one
-        joined.modules |= {key: module for key, module in end.modules.items() if module != before.get(key)}
+        joined.modules |= {key: module for key, module in end.modules.items() if module is not before.get(key)}
     return [joined, *ended]
 
 
