@@ -11,7 +11,9 @@ from pipeline.overrides import flag_errors, override_errors
 from pipeline.words import expand_words
 
 REMEDIES = {
-    "model=qwen": "model=/FOLDER, model=OWNER/NAME or a preset such as model=qwen1_5_4b or qwen2_5_0_5b or qwen2_5_coder_0_5b",
+    "model=qwen": (
+        "model=/FOLDER, model=OWNER/NAME or a preset such as model=qwen1_5_4b or qwen2_5_0_5b or qwen2_5_coder_0_5b"
+    ),
     "path=/a/model": "model=/a/model",
     "model_name=Qwen/Qwen2.5-0.5B": "model=Qwen/Qwen2.5-0.5B",
     "dataset=wiki.txt": "data=wiki.txt",
