@@ -380,14 +380,8 @@ def _fp8_blocks(folder: Path) -> tuple[int, int] | None:
             ((rows, columns),) = sizes  # several would be ambiguous
         else:
             rows, columns = stored["weight_block_size"]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # `read_config` reports what is no configuration at all
-        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # `read_config` reports what is no configuration at all
     return (rows, columns) if all(type(size) is int and size > 0 for size in (rows, columns)) else None
 
 
