@@ -16,7 +16,7 @@ from stages.text.python_stdlib import list_modules
 from stages.text.sources import find_template_file, read_documents
 
 # Incremented when a change of the readers gives other tokens for the same text.
-READER_VERSION = 6
+READER_VERSION = 7
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:

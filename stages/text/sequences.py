@@ -3,9 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +16,6 @@ from stages.text.config import DataConfig, Source, Split
 from stages.text.documents import Document
 from stages.text.files import describe_files
 from stages.text.sources import describe_emptiness, read_sources
-from stages.text.template import RenderingError
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +75,6 @@ REMEDIES = {
     NO_ROOM: "a larger data.max_length",
     NOTHING_WRITTEN: "prompts that call for an answer",
 }
-
-
-# Records that are tried after one that the chat template does not write whole, to say how many are like it.
-COUNTED = 99
 
 
 @dataclass(frozen=True)
@@ -164,7 +157,7 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
 
 
 def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> LoadedText:
-    encoded = _encode_documents(iter(documents), tokenizer, source)
+    encoded = (encode_document(document, tokenizer, source) for document in documents)
     build = pack_documents if source.packing == "packed" else truncate_documents
     text = select_usable(build(encoded, source.max_length, find_begin(tokenizer)), source.tokens)
     require_sequences(text, source)
@@ -175,26 +168,6 @@ def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTr
     files = describe_files(source) if source.kind == "text" else ""
     logger.info("%s text: %d of %d tokens, %d sequences of %s%s", source.role, *counts, source.title, files)
     return text
-
-
-def _encode_documents(
-    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, source: Source
-) -> Iterator[TokenSequence]:
-    """Tokenize documents; the error for a conversation that is not written whole counts further ones."""
-    for document in documents:
-        try:
-            yield encode_document(document, tokenizer, source)
-        except RenderingError as error:
-            read = refused = 0
-            with suppress(DataError):  # a record that cannot be read
-                for other in islice(documents, COUNTED):
-                    read += 1
-                    try:
-                        encode_document(other, tokenizer, source)
-                    except RenderingError:
-                        refused += 1
-            what = f"{error.what}; and those of {refused} of the next {read} records"
-            raise RenderingError(what, where=error.where, do=error.do) from error
 
 
 def _mix(parts: Sequence[tuple[Source, LoadedText]]) -> LoadedText:

@@ -7,9 +7,8 @@ from instruments.errors import DataError
 from stages.text.chat import encode_conversation, encode_prompt
 from stages.text.config import Source
 from stages.text.documents import Document
-from stages.text.template import RenderingError
 
-# The embedded tokenizer's format with a newline after each turn and without generation marks.
+# The embedded tokenizer's format with a newline after each turn.
 UNMARKED = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -60,7 +59,7 @@ def supervise(messages, tokenizer):
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (None, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),  # generation marks
+        (None, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
         (UNMARKED, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
         (THINKING, "A crustacean.<|endoftext|><think>\n\n</think>\n\n龙虾 🦞<|endoftext|>"),
         # The token " A" joins the template's space and the answer's first letter.
@@ -73,12 +72,6 @@ def test_the_answers_and_their_ends_are_supervised(tokenizer, conversation, temp
     assert supervise(conversation, tokenizer) == (expected, text)
     ids, counts = encode(conversation, tokenizer, "full_sequence")
     assert (tokenizer.decode(ids), counts) == (text, [True] * len(ids))
-
-
-def test_marked_and_unmarked_templates_agree(tokenizer, conversation):
-    marked = encode(conversation, tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    assert encode(conversation, tokenizer) == marked
 
 
 @pytest.mark.parametrize("template", [UNMARKED, THINKING])
@@ -102,7 +95,7 @@ def test_special_tokens_are_those_the_template_writes(tokenizer, conversation):
 
 
 @pytest.mark.parametrize("labels", ["completion", "full_sequence", None])
-@pytest.mark.parametrize(("template", "what"), [(None, "has no chat template"), (REFUSING, "roles must alternate")])
+@pytest.mark.parametrize(("template", "what"), [(None, "no default chat template"), (REFUSING, "roles must alternate")])
 def test_a_template_that_is_missing_or_refuses(tokenizer, conversation, labels, template, what):
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=what):
@@ -134,7 +127,7 @@ CALLING = (
         (THINKING, {"content": "<think>Hm.</think>A crustacean."}, "the content of message 2"),
         (UNMARKED, {"reasoning_content": "Hm."}, "the reasoning_content of message 2"),
         (UNMARKED, {"tool_calls": [CALL]}, "a tool call of message 2"),
-        (UNMARKED.replace("m['content']", "m['content'][:9]"), {}, "the content of message 1"),
+        (UNMARKED.replace("m['content']", "m['content'][:9]"), {}, "the content of message"),
         # The content is also a part of the template, and of another message.
         (FORGETFUL, {"content": "user"}, "all of message 2"),
         (FORGETFUL, {"content": "What"}, "all of message 2"),
@@ -144,7 +137,7 @@ CALLING = (
 def test_a_template_that_leaves_something_out(tokenizer, conversation, labels, template, change, missing):
     tokenizer.chat_template = template
     conversation[1] |= change
-    with pytest.raises(RenderingError, match=f"leaves out {missing}"):
+    with pytest.raises(DataError, match=f"leaves out {missing}"):
         encode(conversation, tokenizer, labels)
     ids, counts = encode(conversation, tokenizer, "completion", chat_template="plain")
     text = "".join(tokenizer.decode(ids).split())
@@ -158,24 +151,15 @@ def test_tools_and_calls_of_them_are_written(tokenizer, conversation, template):
     tokenizer.chat_template = template or tokenizer.chat_template
     conversation[1] |= {"content": "", "tool_calls": [CALL]}
     if template is None:
-        with pytest.raises(RenderingError, match="a tool call of message 2"):
+        with pytest.raises(DataError, match="a tool call of message 2"):
             encode(conversation, tokenizer, tools=[TOOL])
         conversation[1] = {"role": "assistant", "content": "No."}
-        with pytest.raises(RenderingError, match="the tools"):
+        with pytest.raises(DataError, match="the tools"):
             encode(conversation, tokenizer, tools=[TOOL])
     else:
         text = tokenizer.decode(encode(conversation, tokenizer, "full_sequence", tools=[TOOL])[0])
         assert text.startswith('{"type": "function", "function": {"name": "weigh", "description"')
         assert '<|assistant|>\n{"name": "weigh", "arguments": {"what": "a lobster", "unit": null}}' in text
-
-
-@pytest.mark.parametrize("template", [None, UNMARKED])
-def test_an_answer_that_the_record_takes_out_is_not_supervised(tokenizer, conversation, template):
-    tokenizer.chat_template = template or tokenizer.chat_template
-    conversation[1]["train"] = False
-    if template is None:
-        tokenizer.chat_template = UNMARKED + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
-    assert supervise(conversation, tokenizer)[0] == "龙虾 🦞<|endoftext|>"
 
 
 def test_a_template_is_one_of_several_names_or_a_file(tokenizer, conversation, tmp_path):
@@ -201,17 +185,13 @@ def test_a_template_that_refuses_the_beginning_of_a_conversation(tokenizer, conv
 
 def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
     """transformers renders no empty conversation, so that nothing shows where this answer begins."""
-    opened = conversation[1:]
-    assert supervise(opened, tokenizer)[0] == "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"
-    tokenizer.chat_template = UNMARKED
     with pytest.raises(DataError, match="does not show where"):
-        supervise(opened, tokenizer)
+        supervise(conversation[1:], tokenizer)
 
 
-@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
 @pytest.mark.parametrize("labels", ["completion", "full_sequence", None])
-def test_roles_that_the_template_leaves_out(tokenizer, conversation, labels, marks):
-    tokenizer.chat_template = KNOWN_ROLES + marks
+def test_roles_that_the_template_leaves_out(tokenizer, conversation, labels):
+    tokenizer.chat_template = KNOWN_ROLES
     messages = [*conversation[:2], {"role": "human", "content": "Why  so?"}, {"role": "gpt", "content": ""}]
     with pytest.raises(DataError, match="role 'human'"):
         encode(messages, tokenizer, labels)
@@ -226,9 +206,8 @@ def test_roles_whose_messages_are_written_in_other_quotes(tokenizer, conversatio
     assert r"{\"legs\": 10}" in tokenizer.decode(encode(messages, tokenizer, "full_sequence")[0])
 
 
-@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
-def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch, marks):
-    tokenizer.chat_template = DATED + marks
+def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch):
+    tokenizer.chat_template = DATED
 
     def encode_on(day):
         clock = type("clock", (), {"now": lambda: datetime(2031, 5, day, tzinfo=UTC)})
