@@ -10,13 +10,10 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from instruments.errors import ConfigError
-from models.checkpoint.shards import DenseReader
-from models.config import ModelConfig, MoEShape
+from models.config import MoEShape
 from models.ffn import DenseFFN
-from models.source import resolve_folder
 from stages.artifacts.carve import NeuronStatistics, Partition, Scores
 from stages.cluster import methods
-from stages.cluster.config import ClusterConfig
 
 FEATURES, GROUPING, LAYOUT = range(3)  # purposes of a layer's random number streams
 
@@ -28,7 +25,6 @@ class LayerEvidence:
     """A layer's statistics and scores, and its activity if the settings need a pass."""
 
     layer: int
-    model: ModelConfig
     statistics: NeuronStatistics  # of all layers, like the scores
     scores: Scores | None  # None: nothing is ranked by score
     seed: int
@@ -36,8 +32,8 @@ class LayerEvidence:
     activity: Activity | None = None  # on the calibration text; None: no pass was made
 
     def sample(self) -> Activity:
-        """The activity, which needs a pass."""
-        assert self.activity is not None, "no pass was made, see needs_pass in config.py"
+        """The activity."""
+        assert self.activity is not None, "no pass was made, which only router_aware makes"
         return self.activity
 
     @property
@@ -61,26 +57,19 @@ class LayerEvidence:
         return np.random.default_rng((self.seed, self.layer, purpose))
 
 
-def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tensor, "F C"]:
-    """Features of a layer's neurons, of the kind that `cluster.features` names, computed on the device.
+def view_neurons(evidence: LayerEvidence) -> Float[Tensor, "F C"]:
+    """Features of a layer's neurons, from the tokens on which they fire, computed on the device.
 
     Raises:
-        ConfigError: the scan did not keep them.
+        ConfigError: the scan did not keep activation bits.
     """
-    rng = evidence.draw(FEATURES)
-    if cluster.features == "gate_rows":
-        folder = resolve_folder(evidence.model)
-        with DenseReader(folder) as reader:
-            gate_FD = reader.projection(evidence.layer, "gate").to(evidence.device).float()
-        return methods.project_on_top_directions(gate_FD, methods.FEATURE_DIMS, rng).cpu()
-    statistics = evidence.statistics
-    if not statistics.reservoir_tokens:
-        what = "the scan kept no activation bitmaps to compare neurons by"
-        do = "scan.reservoir_tokens=4096, or cluster.features=gate_rows"
-        raise ConfigError(what, where="stage=cluster, setting cluster.features", do=do)
-    bits_FR = methods.unpack_bits(evidence.active_bits_Fr, statistics.reservoir_tokens)
+    tokens = evidence.statistics.reservoir_tokens
+    if not tokens:
+        what, where = "the scan kept no activation bitmaps to compare neurons by", "stage=cluster"
+        raise ConfigError(what, where=where, do="scan.reservoir_tokens=4096")
+    bits_FR = methods.unpack_bits(evidence.active_bits_Fr, tokens)
     # Up to the projection, the cosine of two rows is |i∩j| / √(|i|·|j|) of the tokens on which the neurons fire.
-    return methods.project_on_top_directions(bits_FR, methods.FEATURE_DIMS, rng).cpu()
+    return methods.project_on_top_directions(bits_FR, methods.FEATURE_DIMS, evidence.draw(FEATURES)).cpu()
 
 
 def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoEShape]:
@@ -133,16 +122,15 @@ ALWAYS_ON, DROPPED = -1, -2  # homes of neurons that no expert holds
 
 
 def split_neurons(
-    measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int
+    scores_F: Float[Tensor, "F"], *, always_on: int, slots: int
 ) -> tuple[Int[Tensor, "S"], Int[Tensor, "U"], Int[Tensor, "X"]]:
-    """Always-on neurons (S of highest measure), routed ones (`slots` others of highest score), and dropped ones.
+    """Always-on neurons (the S of highest score), routed ones (the next `slots`), and dropped ones.
 
     `slots` is the number of places in experts, E·N. Ties go to the lower index; the results ascend.
     """
-    by_measure_F = measure_F.argsort(descending=True, stable=True)
-    rest = by_measure_F[always_on:].sort().values
-    by_score = rest[scores_F[rest].argsort(descending=True, stable=True)]
-    return by_measure_F[:always_on].sort().values, by_score[:slots].sort().values, by_score[slots:].sort().values
+    best_F = scores_F.argsort(descending=True, stable=True)
+    routed = best_F[always_on : always_on + slots]
+    return best_F[:always_on].sort().values, routed.sort().values, best_F[always_on + slots :].sort().values
 
 
 @dataclass(frozen=True)
@@ -178,7 +166,6 @@ def save_partition(
 
 
 def partition_layer(
-    measure_F: Float[Tensor, "F"],
     scores_F: Float[Tensor, "F"],
     features: Callable[[], Float[Tensor, "F C"]],
     shape: MoEShape,
@@ -189,20 +176,20 @@ def partition_layer(
 ) -> LayerPartition:
     """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
-    Neurons of highest `measure_F` are always on; `scores_F` ranks the others for dropping and for method rank.
-    `features` is called only by methods that compare neurons, `sample` (the FFN and some of its inputs) by
-    router_aware. `shape` has N ≤ F − S; in a pool it comes from `layer_shapes`.
+    `scores_F` ranks neurons to be always on, dropped, or dealt out by method rank. `features` is called only by methods
+    that compare neurons, `sample` (the FFN and some of its inputs) by router_aware. `shape` has N ≤ F − S; in a pool it
+    comes from `layer_shapes`.
 
     Returns:
         Indices into the layer's F neurons, ascending within every expert.
     """
-    roles = split_neurons(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
+    roles = split_neurons(scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
     always_on_S, routed_U, _ = roles
     if not shape.experts:  # this layer gives no expert to the pool
         return LayerPartition(*roles, routed_U.clone(), routed_U.new_empty(0, shape.n))
 
     def energy() -> methods.TokenEnergy:
-        assert sample is not None, "router_aware needs a pass, see needs_pass in config.py"
+        assert sample is not None, "router_aware needs a pass"
         return methods.measure_energy(*sample(), routed_U, always_on_S, top_k=shape.top_k)
 
     labels_U, affinity_UE = methods.group_neurons(

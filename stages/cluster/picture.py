@@ -181,7 +181,6 @@ DRAWING = Lock()  # neither matplotlib nor numba's parallel code, which UMAP run
 MAP_NEURONS = 8192  # drawn at most, evenly spaced over the layer
 MAP_NEIGHBORS = 15  # neighbours in UMAP, perplexity in t-SNE
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
-FEATURE_NAMES = {"coactivation": "co-activation", "gate_rows": "gate rows"}
 
 
 def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = ()) -> list[int]:
@@ -216,6 +215,6 @@ def plot_layer(
     picture = NeuronMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
     neurons = f"{width} neurons" if len(shown) == width else f"{len(shown)} of {width} neurons"
     copies = ", coloured by first home" if experts * size > len(partition.routed_U) else ""
-    source = f"{MAP_NAMES[cluster.map]} of {FEATURE_NAMES[cluster.features]}"
+    source = f"{MAP_NAMES[cluster.map]} of co-activation"
     png = plot_neuron_map(picture, title=f"Layer {layer}: {neurons}, {experts} experts of {size}{copies} ({source})")
     return {f"neuron_map_layer_{layer:03}.png": png}

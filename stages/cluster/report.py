@@ -87,23 +87,16 @@ def tabulate_layers(
 
 
 def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | None) -> str:
-    """One sentence on the method and the criteria for always-on, dropped and dealt-out neurons.
+    """One sentence on the method, and which neurons the score chose.
 
     `score` describes the score; None if it had no effect.
     """
-    how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
-    said = [f"experts by {cluster.method}{how}"]
-    ranking = "alignment" if cluster.aligns(shape, width) else score
-    if shape.pooled:
-        said += [f"neurons of the pool by {score}"]
-        said += [f"always-on neurons by {ranking}"] if shape.always_on else []
-    elif cluster.ranks(shape, width):
-        roles = {
-            "always-on": shape.always_on > 0,
-            "dropped": drops(shape, width),
-            "dealt-out": cluster.method == "rank",
-        }
-        said += [f"{' and '.join(role for role, taken in roles.items() if taken)} neurons by {ranking}"]
-    else:
-        said += [NOTHING_RANKED]
-    return "; ".join(said)
+    chosen = {
+        "always-on": shape.always_on > 0,
+        "dropped": drops(shape, width) and not shape.pooled,
+        "dealt-out": cluster.method == "rank" and not shape.pooled,
+        "pooled": shape.pooled,
+    }
+    roles = " and ".join(role for role, taken in chosen.items() if taken)
+    said = f"{roles} neurons by {score}" if score else NOTHING_RANKED
+    return f"experts by {cluster.method}; {said}"

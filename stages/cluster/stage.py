@@ -10,8 +10,6 @@ from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from tqdm import tqdm
 
 from instruments.device import free_device_memory
@@ -23,7 +21,6 @@ from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import CalibrationContext, deal_layers
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.elimination import rank_by_alignment
 from stages.calibration.share import sample_rows
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import (
@@ -64,12 +61,12 @@ def run(
     done = workers.lead(lambda: find_done(job, shape, layers))
     device = resolve_device(replace(model, device=workers.pick_device(model.device)))
     activities: Iterable[Activity | None] = repeat(None, turns)
-    if cluster.needs_pass(shape, width) and None in done.values():
+    if cluster.method == "router_aware" and None in done.values():
         context = CalibrationContext.of(model, data, vocabulary, cluster.batch_tokens, seed, job)
         activities = open_activities(context, cluster.sample_tokens)
 
     def group(layer: int, activity: Activity | None) -> GroupedLayer | None:
-        evidence = LayerEvidence(layer, model, statistics, scores, seed, device, activity)
+        evidence = LayerEvidence(layer, statistics, scores, seed, device, activity)
         draw = layer in drawn
         return group_layer(cluster, evidence, shapes[layer], done[layer], draw=draw) if layer in done else None
 
@@ -154,10 +151,10 @@ def group_layer(
     cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape, partition: LayerPartition | None, *, draw: bool
 ) -> GroupedLayer:
     """Group the neurons of one layer, or take the `partition` of an earlier run; `draw` a map."""
-    features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
+    features = lru_cache(maxsize=1)(partial(view_neurons, evidence))
     if partition is None:
         partition = partition_layer(
-            *rank_neurons(cluster, evidence, shape),
+            torch.zeros(evidence.statistics.sum_abs.shape[1]) if evidence.scores is None else evidence.score_F,
             features,
             shape,
             method=cluster.method,  # type: ignore[arg-type] # checked against the field's choices
@@ -169,25 +166,3 @@ def group_layer(
         with DRAWING:
             pictures = plot_layer(partition, features(), evidence, cluster)
     return GroupedLayer(evidence.layer, partition, measure_layer(partition, evidence), pictures)
-
-
-def rank_neurons(
-    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape
-) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
-    """Criteria for choosing the always-on neurons, and for dropping others when the experts are full.
-
-    They differ only in a pool: its experts get the neurons of highest score, even if alignment chooses the always-on
-    ones.
-    """
-    width = evidence.statistics.sum_abs.shape[1]
-    if not cluster.ranks(shape, width) and not shape.pooled:
-        flat_F = torch.zeros(width)
-        return flat_F, flat_F
-    if cluster.aligns(shape, width):
-        # Without always-on neurons, the ranking separates routed from dropped neurons, and orders them for method rank.
-        keep = shape.always_on or min(shape.experts * shape.n, width - 1)
-        ffn, sample_TD = evidence.sample()
-        measure_F = rank_by_alignment(ffn, [sample_TD], keep)
-    else:
-        measure_F = evidence.score_F
-    return measure_F, evidence.score_F if shape.pooled else measure_F

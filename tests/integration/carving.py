@@ -44,7 +44,6 @@ SPARSE = {
         "n=8",
         "top_k=2",
         "always_on=0",
-        "cluster.always_on_by=score",
     ),
     "qwen3-hundred": ("qwen3", "stage=assemble", "experts=100", "n=3", "top_k=2", "always_on=0"),
 }

@@ -65,10 +65,3 @@ def test_every_score_makes_another_checkpoint(carved):
 def test_the_card_says_what_ranked_the_neurons(carved):
     assert "always-on neurons by random |" in card(carved["random"])
     assert "always-on neurons by s_p without its gradient term (the scan was f" in card(carved["forward only"])
-
-
-def test_a_score_that_is_not_read_changes_nothing(carve):
-    aligned = carve("cluster.always_on_by=alignment")
-    assert weights(carve("cluster.always_on_by=alignment", "score=random")) == weights(aligned)
-    assert "always-on neurons by alignment" in card(aligned)
-    assert "s_p" not in card(aligned)

@@ -8,7 +8,7 @@ from pipeline.check import field_errors, find_errors, validate
 from pipeline.settings import compose, unneeded
 from stages.text.config import DataConfig, SourceConfig
 
-POOL, ONN, ALIGNED = "topology=global_pool", "assemble.target=tiny_onn", "cluster.always_on_by=alignment"
+POOL, ONN = "topology=global_pool", "assemble.target=tiny_onn"
 
 
 @pytest.fixture

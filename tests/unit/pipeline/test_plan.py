@@ -191,7 +191,6 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
         ("data.tokens=70000", {"scan", "score", "cluster", "extract", "assemble"}),  # these read the first tokens only
         ("data.sample_tokens=1000", set()),
         ("score=taylor", {"scan"}),
-        ("cluster.always_on_by=alignment", {"scan", "score"}),
         ("cluster=rank", {"scan", "score"}),
         ("assemble=residual_ridge", {"scan", "score", "cluster", "extract"}),
         ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
@@ -250,13 +249,10 @@ def test_what_a_method_does_not_read_recomputes_nothing(steps, given, unread):
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        (
-            [],
-            ["score=random", "score.gradient_weight=5", "score.activation_weight=5", "cluster.always_on_by=alignment"],
-        ),
-        (["always_on=0", "experts=15", "n=64"], ["score=random", "cluster.always_on_by=alignment"]),
+        ([], ["score=random", "score.gradient_weight=5", "score.activation_weight=5"]),
+        (["always_on=0", "experts=15", "n=64"], ["score=random"]),
         (["always_on=0", "experts=16", "n=64", "cluster=rank"], ["score=random"]),
-        (["topology=global_pool", "cluster.always_on_by=alignment", "always_on=8"], ["score=random"]),
+        (["topology=global_pool", "always_on=8"], ["score=random"]),
     ],
 )
 def test_what_a_method_reads_makes_another_partition(steps, given, read):

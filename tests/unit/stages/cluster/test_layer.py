@@ -11,10 +11,8 @@ F, R = 27, 90
 
 def partition(shape, planted, *, method="balanced_kmeans", seed=0):
     statistics = planted.statistics
-    measure_F, scores_F = statistics.sum_abs[0].float(), statistics.sum_sq[0].float()
     return partition_layer(
-        measure_F,
-        scores_F,
+        statistics.sum_abs[0].float(),
         lambda: project_on_top_directions(unpack_bits(statistics.active_bits[0], R), 8, np.random.default_rng(seed)),
         shape,
         method=method,
@@ -91,24 +89,16 @@ def test_the_same_seed_gives_the_same_partition(planted):
     assert not torch.equal(random, partition(shape, planted, method="random", seed=1).neurons_EN)
 
 
-MEASURE = torch.tensor([0.1, 0.9, 0.3, 0.8, 0.2, 0.7])
-SCORES = torch.tensor([6.0, 1.0, 4.0, 2.0, 5.0, 3.0])
-
-
-def listed(roles):
-    return [neurons.tolist() for neurons in roles]
-
-
-def test_the_highest_stay_on_and_all_others_are_routed():
-    assert listed(split_neurons(MEASURE, SCORES, always_on=2, slots=4)) == [[1, 3], [0, 2, 4, 5], []]
-    assert listed(split_neurons(MEASURE, SCORES, always_on=2, slots=400)) == [[1, 3], [0, 2, 4, 5], []]
-
-
-def test_the_lowest_scored_of_the_others_are_dropped():
-    assert listed(split_neurons(MEASURE, SCORES, always_on=2, slots=3)) == [[1, 3], [0, 2, 4], [5]]
-    assert listed(split_neurons(MEASURE, SCORES, always_on=0, slots=2)) == [[], [0, 4], [1, 2, 3, 5]]
-
-
-def test_ties_go_to_the_lower_index():
-    flat = torch.zeros(5)
-    assert listed(split_neurons(flat, flat, always_on=1, slots=3)) == [[0], [1, 2, 3], [4]]
+@pytest.mark.parametrize(
+    ("scores", "always_on", "slots", "roles"),
+    [
+        ([6.0, 1.0, 4.0, 2.0, 5.0, 3.0], 2, 4, [[0, 4], [1, 2, 3, 5], []]),
+        ([6.0, 1.0, 4.0, 2.0, 5.0, 3.0], 2, 400, [[0, 4], [1, 2, 3, 5], []]),
+        ([6.0, 1.0, 4.0, 2.0, 5.0, 3.0], 2, 3, [[0, 4], [2, 3, 5], [1]]),
+        ([6.0, 1.0, 4.0, 2.0, 5.0, 3.0], 0, 2, [[], [0, 4], [1, 2, 3, 5]]),
+        ([0.0] * 5, 1, 3, [[0], [1, 2, 3], [4]]),  # ties go to the lower index
+    ],
+)
+def test_the_highest_stay_on_and_the_lowest_are_dropped(scores, always_on, slots, roles):
+    found = split_neurons(torch.tensor(scores), always_on=always_on, slots=slots)
+    assert [neurons.tolist() for neurons in found] == roles

@@ -54,34 +54,19 @@ def test_share_of_a_layer():
     assert share_of(torch.zeros(4), torch.tensor([1])) == 0.0
 
 
-SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
-
-
 @pytest.mark.parametrize(
-    ("settings", "shape", "said"),
+    ("method", "shape", "said"),
     [
-        (SCORE, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by s_p"),
-        (SCORE, MoEShape(4, 5, 2, 8), "experts by router_aware; always-on and dropped neurons by s_p"),
-        (SCORE, MoEShape(4, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
-        (ALIGNMENT, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by alignment"),
-        (
-            ALIGNMENT | {"method": "rank"},
-            MoEShape(4, 6, 2, 8),
-            "experts by rank; always-on and dealt-out neurons by alignment",
-        ),
-        (
-            {"method": "balanced_kmeans", "features": "gate_rows"},
-            MoEShape(4, 6, 2, 8),
-            "experts by balanced_kmeans on gate_rows; always-on neurons by s_p",
-        ),
-        (
-            ALIGNMENT,
-            MoEShape(4, 6, 2, 8, "global_pool"),
-            "experts by router_aware; neurons of the pool by s_p; always-on neurons by alignment",
-        ),
+        ("router_aware", MoEShape(4, 6, 2, 8), "always-on neurons by s_p"),
+        ("router_aware", MoEShape(4, 5, 2, 8), "always-on and dropped neurons by s_p"),
+        ("router_aware", MoEShape(4, 8, 2, 0), "no neuron is always on or dropped"),
+        ("rank", MoEShape(4, 6, 2, 8), "always-on and dealt-out neurons by s_p"),
+        ("rank", MoEShape(4, 8, 2, 0), "dealt-out neurons by s_p"),
+        ("router_aware", MoEShape(4, 6, 2, 8, "global_pool"), "always-on and pooled neurons by s_p"),
+        ("rank", MoEShape(4, 6, 2, 0, "global_pool"), "pooled neurons by s_p"),
     ],
 )
-def test_nothing_is_said_to_decide_that_did_not(settings, shape, said):
-    cluster = ClusterConfig(**settings)
+def test_nothing_is_said_to_decide_that_did_not(method, shape, said):
+    cluster = ClusterConfig(method=method)
     score = "s_p" if cluster.reads_score(shape, 32) else None
-    assert describe(cluster, shape, 32, score) == said
+    assert describe(cluster, shape, 32, score) == f"experts by {method}; {said}"

@@ -98,7 +98,6 @@ def test_every_shape_is_grouped(activity, experts, size):
     (ffn, inputs), rank_F = activity, torch.arange(float(F))
     found = partition_layer(
         rank_F,
-        rank_F,
         lambda: ffn.gate_FD,
         MoEShape(experts=experts, n=size, top_k=1, always_on=len(ALWAYS_S)),
         method="router_aware",
