@@ -8,8 +8,8 @@ from instruments.errors import ConfigError
 from pipeline.artifacts import Manifest, is_complete
 from pipeline.cli import start
 from pipeline.help import groups
+from pipeline.overrides import find_words, quote
 from pipeline.plan import find_checkpoint
-from pipeline.words import find_words, quote
 from stages.artifacts.job import NOTHING, Table
 from stages.artifacts.rendering import render
 

@@ -23,12 +23,10 @@ from models.decoder import Decoder
 from models.finding import source_decoder
 from models.targets.base import ALIGNMENT, MoETarget, expert_width, long_texts
 from models.targets.config import check_target
-from pipeline.advice import SYNONYMS, other_values, presets_like
 from pipeline.disk import nearest_existing
-from pipeline.help import OVERLAYS, groups
+from pipeline.help import LOCAL, OVERLAYS, groups
 from pipeline.settings import LOOKING, TRAINED, Settings, enables, unneeded
 from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolve_shape, shape_faults
-from pipeline.words import LOCAL
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
 from stages.calibration.config import POOL_ROUTERS, ROUTERS
@@ -139,12 +137,12 @@ def default_text(spec: Field[Any]) -> str:
 def unknown_choice(name: str, value: object, choices: Iterable[object], *, listed: bool = False) -> ConfigError:
     """The error for a name outside the choices, with the closest one as the remedy; `listed`: the setting is a list."""
     known = [str(choice) for choice in choices]
-    close = get_close_matches(str(value), known, n=1, cutoff=0.8 if name in LOCAL else 0.5)
-    meant = [str(other) for other in other_values(value) if str(other) in known] or close
-    word = f"{name}=[{(meant or known)[0]}]" if listed else f"{name}={(meant or known)[0]}"
-    do = SYNONYMS.get(f"{name}={value}", word)
-    if name in LOCAL and not meant:
-        do = presets_like(name, str(value))
+    lowered = {choice.lower(): choice for choice in known}
+    close = get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.8 if name in LOCAL else 0.5)
+    meant = lowered[close[0]] if close else known[0]
+    do = f"{name}=[{meant}]" if listed else f"{name}={meant}"
+    if name in LOCAL and not close:
+        do = f"{name}=A_PATH_THAT_EXISTS, {name}=OWNER/NAME of the hub, or one of these"
     return ConfigError(f"{name}={value} is none of {', '.join(known)}", where=f"setting {name}", do=do)
 
 

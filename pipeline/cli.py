@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
@@ -14,14 +14,20 @@ from hydra.core.hydra_config import HydraConfig
 
 from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
-from pipeline.help import CONF
 from pipeline.interrupts import answered_interrupts
-from pipeline.overrides import first_word, flag_errors, hide_passwords, override_errors, parse_overrides
+from pipeline.overrides import (
+    expand_words,
+    first_word,
+    flag_errors,
+    hide_passwords,
+    override_errors,
+    parse_overrides,
+    quote,
+)
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
 from pipeline.runs import compare, find_runs
 from pipeline.settings import SHOWING, Settings, compose, run_hydra
-from pipeline.words import expand_words, quote
 from stages.artifacts.job import GO_ON, LostWorkerError, find_workers
 from stages.artifacts.rendering import render
 
@@ -64,26 +70,6 @@ def stop_in_words(_signal: int, _frame: object) -> None:
     os._exit(FAILED)
 
 
-def refuse_flags(flags: Set[str]) -> None:
-    """Raises ConfigError: Hydra would run code from a file, ignore its files, or end in a traceback.
-
-    Users may abbreviate flags.
-    """
-    if any(flag.startswith("--e") for flag in flags):
-        what = "--experimental-rerun opens a pickle, which can run any code"
-        raise ConfigError(what, where="command line", do="the command in the run's report.html")
-    if any(flag.startswith(("--s", "-sc")) for flag in flags):
-        do = "python -m pipeline --help, or --cfg job for all settings"
-        raise ConfigError("--shell-completion is not supported", where="command line", do=do)
-    if any(flag.startswith("--res") for flag in flags) and not flags & {"--cfg", "-c", "--help", "-h"}:
-        what = "--resolve goes with settings that are shown"
-        raise ConfigError(what, where="command line", do="python -m pipeline --cfg job --resolve")
-    if any(flag.startswith(("--config", "-cd", "-cn", "-cp")) for flag in flags):
-        what = f"settings are read from {CONF} alone: --config-dir, --config-name and --config-path are not supported"
-        do = "copy your file, in the form of conf/debug/tiny.yaml, to conf/experiment, and name it in experiment="
-        raise ConfigError(what, where="command line", do=do)
-
-
 def start(words: Sequence[str]) -> list[Step]:
     """Check the words, then compose the settings and carve; returns the run's steps.
 
@@ -97,9 +83,8 @@ def start(words: Sequence[str]) -> list[Step]:
             "lines; TINY_ONN_REDIS_PASSWORD in the environment is safer"
         )
     flags = {word for word in words if word.startswith("-")}
-    if wrong := flag_errors(words):
+    if wrong := flag_errors(flags):
         raise InvalidSettingsError(wrong)
-    refuse_flags(flags)
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
     if faults := override_errors(settings, sweep=bool(SWEEPING & flags)):
         errors: list[UserError] = [error for found in faults.values() for error in found]

@@ -17,6 +17,8 @@ def find_workspace() -> Path:
 
 # Groups whose options can change any setting.
 OVERLAYS = ("experiment", "debug")
+# Groups with options for what a user names → the option for a path.
+LOCAL = {"model": "local", "data": "text"}
 
 
 def groups() -> dict[str, list[str]]:

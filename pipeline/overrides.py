@@ -1,4 +1,4 @@
-"""Checks each word of the command line before Hydra reads it, so that all mistakes are reported at once."""
+"""The words of a command line: what they stand for, and all mistakes in them before Hydra reads one."""
 
 import re
 import shlex
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,16 +18,62 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
-from pipeline.advice import COMMANDS, flag_words, other_values, other_words
-from pipeline.check import as_word, default_text, find_fields, folder_errors, unknown_choice, value_errors
-from pipeline.help import groups
-from pipeline.settings import Settings, find_removed, find_wrong_values
-from pipeline.words import expand_words, find_words
+from pipeline.check import default_text, find_fields, folder_errors, unknown_choice
+from pipeline.help import LOCAL, groups
+from pipeline.settings import STAGES, Settings, find_wrong_values
 from stages.accumulators.config import hide_password
 from stages.text.config import DataConfig, SourceConfig
 
 WHERE = "command line"
 _NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
+
+
+def expand_words(words: Iterable[str]) -> list[str]:
+    """The words, with `model=/a/path` as `model=local model.path=/a/path ...`; other words stay as they are."""
+    words = list(words)
+    expanded = []
+    for word in words:
+        group, _equals, value = word.partition("=")
+        found = find_words(group, value.strip("'\"")) if group in LOCAL else []
+        expanded += [new for new in found if not _is_typed(new, words)] or [word]
+    return expanded
+
+
+def _is_typed(word: str, words: Iterable[str]) -> bool:
+    """Whether a setting of this word has a word of its own."""
+    key = word.partition("=")[0]
+    return "." in key and any(other.partition("=")[0] == key for other in words)
+
+
+def find_words(group: str, value: str) -> list[str]:
+    """The words for a path, or for a name on the hub such as owner/name; [] for other values, such as options."""
+    if value in groups()[group] or "," in value:
+        return []
+    is_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value, re.ASCII)) and value[0] not in ".~"
+    path = expand_user(value)
+    if "/" not in value and not path.is_dir() and not re.search(r"\.[a-z]{2,}$", value):
+        return []
+    if is_name and not path.exists():
+        words, label = [f"{group}=hub", quote(f"{group}.name", value)], path.name
+    else:
+        words, label = [f"{group}={LOCAL[group]}", quote(f"{group}.path", str(path))], path.absolute().name
+    return [*words, f"model.label={re.sub(r'[^a-zA-Z0-9.+-]+', '_', label)}"] if group == "model" else words
+
+
+def quote(name: str, value: object) -> str:
+    """A setting as a word that Hydra reads."""
+    return f"{name}={_value(value)}"
+
+
+def _value(value: object) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_value, value))}]"
+    if isinstance(value, str | Path):
+        return shlex.split(setting_word("", str(value)))[0][1:]
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def command_line(overrides: Sequence[str], **changes: object) -> str:
@@ -102,8 +149,7 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
             return
         elif fault := _type_fault(key, value):
             what = fault if fault.startswith(f"{key}=") else f"{key}={value}: {fault}"
-            meant = next((as_word(other) for other in other_values(value) if not _value_faults(key, other, spec)), None)
-            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec) if meant is None else meant}")
+            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec)}")
 
 
 def _hydra_errors(key: str, value: str) -> Iterator[ConfigError]:
@@ -115,12 +161,12 @@ def _hydra_errors(key: str, value: str) -> Iterator[ConfigError]:
         yield ConfigError(what, where=WHERE, do="python -m pipeline -m seed=0,1")
 
 
-def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError:
+def _unreadable_word(word: str, options: dict[str, list[str]]) -> ConfigError:
     """The error for a word that is not key=value, or whose value needs quotes."""
     key, equals, value = word.lstrip("+").partition("=")
     spec = find_field(key)
     if not equals or not (spec or key in options or key.startswith("hydra")):
-        do = COMMANDS.get(key) or (find_words("model", key) or ["stage=scan, or another key=value"])[0]
+        do = f"stage={key}" if key in STAGES else "stage=scan, or another key=value"
         return ConfigError(f"{word[:200]} is no setting", where=WHERE, do=do)
     if spec is None or spec.type in {str, str | None}:
         # The shell does not expand ~ inside quotes.
@@ -148,48 +194,27 @@ def _type_fault(key: str, value: object) -> str:
     return "; ".join(find_wrong_values(Settings, value))
 
 
-def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
-    """The error for a setting that does not exist, with its new name or the closest existing one as the remedy."""
+def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
+    """The error for a setting that does not exist, with the closest one that takes the value as the remedy."""
     key, _equals, value = word.lstrip("+").partition("=")
-    if removed := find_removed(key, value, WHERE):
-        return removed
-    return ConfigError(f"there is no setting {key}", where=WHERE, do=_nearest_word(key, value, options))
-
-
-def _nearest_word(key: str, value: str, options: Mapping[str, list[str]]) -> str:
-    """A word that can be typed and may be what was meant: of another program, or of a similar name."""
     last_words = {name.rpartition(".")[2]: name for name in [*options, *FIELDS]}
     close = get_close_matches(key, [*FIELDS, *options], n=2, cutoff=0.75)
     close += [last_words[name] for name in get_close_matches(key.rpartition(".")[2], last_words, n=2, cutoff=0.75)]
-    for word in [*other_words(key, value), *(f"{name}={value}" for name in close)]:
-        if "=" not in word.partition(" ")[0] or not [
-            *_word_errors(expand_words([word])[-1], dict(options), sweep=False)
-        ]:
-            return word
-    return "python -m pipeline --cfg job lists the settings"
+    near = (f"{name}={value}" for name in close)
+    do = next((word for word in near if not any(_word_errors(word, options, sweep=False))), None)
+    what = f"there is no setting {key}"
+    return ConfigError(what, where=WHERE, do=do or "python -m pipeline --cfg job lists the settings")
 
 
-def flag_errors(words: Sequence[str]) -> list[ConfigError]:
-    """Errors: flags that are none, with the words to type instead."""
-    errors = []
-    for flag, word in flag_words(words, HYDRA_FLAGS):
-        faults = [fault for new in expand_words([word]) for fault in _word_errors(new, groups(), sweep=False)]
-        do = faults[0].do if faults else word
-        errors.append(ConfigError(f"there is no flag {flag}: settings have no dashes", where=WHERE, do=do))
-    return errors
+def flag_errors(flags: Iterable[str]) -> list[ConfigError]:
+    """Errors: flags that are none, or that Hydra has and that would run a file's code or read other files."""
+    do = "settings without dashes, as in stage=scan; python -m pipeline --help, or --hydra-help for flags"
+    return [ConfigError(f"there is no flag {flag}", where=WHERE, do=do) for flag in flags if flag not in FLAGS]
 
 
-def _value_faults(key: str, value: object, spec: Field[Any]) -> bool:
-    """Whether a value is of the wrong type, or breaks the setting's own rule."""
-    return bool(_type_fault(key, value) or [*value_errors(key, value, spec)])
-
-
-# Hydra's flags that are supported; others are refused by name.
-HYDRA_FLAGS = (
-    *("--help", "-h", "--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--info", "-i"),
-    *("--multirun", "-m", "--experimental-rerun", "--shell-completion", "-sc"),
-    *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"),
-)
+# Hydra's flags that are supported, as they are written here: Hydra also takes abbreviations, of all its flags.
+FLAGS = {"--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--info", "-i"}
+FLAGS |= {"--multirun", "-m"}
 # One source, so that settings of an item of the list can be tried.
 _TRIED = OmegaConf.structured(Settings(data=DataConfig(sources=[SourceConfig()])))
 _ITEM = re.compile(r"\.\d+\.")  # data.sources.0.share: a setting of an item of a list

@@ -1,7 +1,6 @@
 """All settings, the settings each stage reads, and composition of settings from conf/ and the command line."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -240,40 +239,6 @@ def to_settings(config: DictConfig) -> Settings:
 HYDRA_FAULTS = (AssertionError, AttributeError, KeyError, OSError, TypeError, ValueError)
 
 
-# Settings of earlier versions, or groups of them → the new name, or what to do instead.
-GONE = {
-    "assemble.parity_spread": "assemble.parity_logit_std=",
-    "cluster.captured_tokens": "cluster.sample_tokens=",
-    "diagnose.analyze_tensor.file": "analyze_tensor(tensor), a function of instruments",
-    "diagnose.analyze_tensor.tensors": "analyze_tensor(tensor), a function of instruments",
-    "diagnose.auto_diff.memory_mib": "diagnose.auto_diff.modules= with fewer modules",
-    "diagnose.static_check": "python -m pipeline static_check PATH",
-    "diagnose.watch": "train.watch=true, or watch_model of instruments in a training loop",
-    "dump.every_tokens": "dump.max_tokens=, the first ones",
-    "dump.fake_quant": "python -m pipeline dump show FOLDER --round FORMAT",
-    "dump.first_token": "dump.max_tokens=, the first ones",
-    "dump.recomputed": "without it: recomputed tensors are left out",
-    "dump.shard_mib": "without it",
-    "dump.when_full": "without it: training waits while dump.memory_mib is full",
-    "evaluate.layer_tokens": "dense_layers= of several runs, compared by stage=evaluate",
-    "extract.verify": "without it: the next stage checks the files' hashes",
-    "project.guard": "project.validate=",
-    "project.guard_share": "project.validation_share=",
-    "scan.norm_product": "without it: the cheaper product is chosen",
-    "scan.parameter_encoding": "without it: parameters.mscan is in log16",
-    "train.fsdp_config": "train.fsdp=true alone: every decoder layer is sharded",
-    "train.spread": "train.logit_std=",
-    "train.spread_share": "train.logit_std_share=",
-}
-
-
-def find_removed(key: str, value: str, where: str) -> ConfigError | None:
-    """The error for a setting of an earlier version, with its new name and value; None for other settings."""
-    replacement = next((do for name, do in GONE.items() if f"{key}.".startswith(f"{name}.")), "")
-    do = replacement + value * replacement.endswith("=")
-    return ConfigError(f"there is no setting {key} any more", where=where, do=do) if replacement else None
-
-
 def compose(words: Sequence[str]) -> tuple[Settings, Path]:
     """The settings that the words select, and the run folder. Raises ConfigError: see `composition_errors`."""
     _register_schema()
@@ -323,8 +288,5 @@ def composition_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        key = re.search(r"full_key: ([\w.]+)", str(error))
-        if removed := key and find_removed(key[1], "", PLACES):
-            raise removed from error
         what = " ".join(str(error).strip().splitlines()[:2])  # two lines: Hydra's action, and the fault
         raise ConfigError(what, where=PLACES, do="python -m pipeline --cfg job lists the settings") from error

@@ -20,7 +20,7 @@ from pipeline.check import contradictions, find_errors
 from pipeline.help import PROGRAMS
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose
-from pipeline.words import expand_words
+from pipeline.overrides import expand_words
 from stages.accumulators.redis_store import FIELDS
 
 REPOSITORY = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from pipeline.help import CONF, PROGRAMS, groups, help_page, summary
 from pipeline.overrides import override_errors
 from pipeline.settings import Settings, compose
 from pipeline.shape import resolve_shape
-from pipeline.words import quote
+from pipeline.overrides import quote
 
 PRESETS = {
     path.stem: path.read_text().splitlines()[0]

@@ -1,10 +1,10 @@
-"""Typing errors on the command line, with whole messages; commands that can be pasted."""
+"""Words for paths and names, typing errors on the command line, and commands that can be pasted."""
 
 import pytest
 
 from instruments.errors import ConfigError
-from pipeline.overrides import FIELDS, command_line, override_errors
-from pipeline.settings import GONE
+from models.source import EMBEDDED
+from pipeline.overrides import command_line, expand_words, flag_errors, override_errors
 
 
 def texts(*words, sweep=False):
@@ -30,7 +30,6 @@ def test_good_words_pass():
     [
         ("expert=3", "there is no setting expert", "experts=3"),
         ("batch_token=3", "there is no setting batch_token", "scan.batch_tokens=3"),
-        ("diagnose.analyze_tensor=3", "no setting diagnose.analyze_tensor", "diagnose.analyze_tensor.scale=3"),
         ("clusters=rank", "there is no setting clusters", "cluster=rank"),
         ("scan.gradient=true", "there is no setting scan.gradient", "scan.gradients=true"),
         ("zzz=3", "there is no setting zzz", "python -m pipeline --cfg job lists the settings"),
@@ -131,16 +130,37 @@ def test_words_are_booleans(word):
     assert texts(word) == []
 
 
-@pytest.mark.parametrize("key", GONE)
-def test_a_setting_of_an_earlier_version_is_answered(key):
-    assert not {name for name in FIELDS if f"{name}.".startswith(f"{key}.")}
-    (text,) = texts(f"{key}=3")
-    assert text.startswith(f"there is no setting {key} any more")
-    new, equals, _rest = GONE[key].partition("=")
-    assert f"do:    {GONE[key]}" in text
-    assert not equals or new in FIELDS
+@pytest.mark.parametrize(
+    ("word", "expanded"),
+    [
+        ("model=/a b/My Qwen(1)", ["model=local", "model.path='/a b/My Qwen(1)'", "model.label=My_Qwen_1_"]),
+        ("'model=/a'", ["'model=/a'"]),
+        ("model='/a/b'", ["model=local", "model.path=/a/b", "model.label=b"]),
+        ("model=Qwen/Qwen2.5-7B", ["model=hub", "model.name=Qwen/Qwen2.5-7B", "model.label=Qwen2.5-7B"]),
+        ("data=allenai/c4", ["data=hub", "data.name=allenai/c4"]),
+        ("data=/a/wiki.txt", ["data=text", "data.path=/a/wiki.txt"]),
+        ("data=wiki.jsonl", ["data=text", "data.path=wiki.jsonl"]),
+        *((word, [word]) for word in ("model=qwen3_1_7b", "model=qwen3.5", "model=a/b,c/d", "data=genral", "n=/a")),
+    ],
+)  # fmt: skip
+def test_a_path_and_a_name_choose_their_option(word, expanded):
+    assert expand_words([word]) == expanded
 
 
-def test_a_renamed_setting_keeps_its_value():
-    assert texts("project.guard=false")[0].endswith("do:    project.validate=false")
-    assert texts("diagnose.watch.limits.dead=1")[0].endswith(f"do:    {GONE['diagnose.watch']}")
+def test_only_whole_flags_of_hydra_that_show_settings_or_sweep_are_taken():
+    assert flag_errors(["--cfg", "-m", "--resolve", "--info"]) == []
+    refused = ["--experimental-rerun", "--exp", "--config-dir", "-cn", "--shell-completion", "-sc", "--mult", "--x=1"]
+    assert len(flag_errors(refused)) == len(refused)
+
+
+def test_a_folder_that_exists_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/mine", "texts"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert expand_words(["model=models/mine"])[:2] == ["model=local", "model.path=models/mine"]
+    assert expand_words(["data=texts"]) == ["data=text", "data.path=texts"]
+
+
+def test_a_setting_that_is_typed_stays():
+    typed = [f"model={EMBEDDED}", "model.label=mine"]
+    assert expand_words(typed) == ["model=local", f"model.path={EMBEDDED}", "model.label=mine"]
