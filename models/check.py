@@ -2,21 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any, TypeGuard
+from typing import Any
 
 from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
-from models.checkpoint.mistaken import explain_names
 from models.config import MEMORY, ModelConfig, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
-from models.source import check_hub_weights, config_folder, read_source_config
+from models.source import check_hub_weights, config_folder, explained_config, read_source_config
 
-_LARGEST = 2**31 - 1  # upper bound for sizes, counts and token ids
 _MOST_LAYERS = 1000  # of a part of a model, whatever its key is called; published models have up to 130
 _LAYERS = re.compile(r"(\w+_)?(layers?|depth|blocks)")
 
@@ -35,13 +33,15 @@ def check_source(model: ModelConfig) -> list[UserError]:
         entries, wrong_weights = checkpoint.check_shards(config_folder(model))
     if stored_quantization(config) not in DECODED:  # its tensors are odd, and that is the reason
         wrong_weights = []
-    errors = [*check_placement(model), *_check_config(model, config, len(entries)), *wrong_weights]
-    if not errors:
-        try:
-            decoder = source_decoder(model)
-            errors = [*_check_weights(config, decoder, entries)] if entries else []
-        except UserError as error:
-            errors = [error]
+    errors: list[UserError] = [*check_placement(model)]
+    try:
+        with explained_config(f"config.json of {model.path or model.name or model.kind}"):
+            errors += [*_check_config(model, config, len(entries)), *wrong_weights]
+            if not errors:
+                decoder = source_decoder(model)
+                errors += _check_weights(config, decoder, entries) if entries else []
+    except UserError as error:
+        errors.append(error)
     return errors
 
 
@@ -57,13 +57,11 @@ def _check_weights(
         what = f"config.json says that the weights are stored in {stored}, and none is"
         do = "remove quantization_config from config.json, or download the weights again"
         return [CheckpointError(what, where="quantization_config in config.json", do=do)]
-    if mistaken := explain_names(entries):
-        return [mistaken]
     return check_tensors(decoder, {name: entry.shape for name, entry in entries.items()})
 
 
 def _check_config(model: ModelConfig, config: dict[str, Any], tensors: int) -> list[UserError]:
-    wrong: list[UserError] = [*check_values(config, tensors)]
+    wrong: list[UserError] = [*check_layers(config, tensors)]
     if wrong:
         return wrong
     try:
@@ -74,87 +72,18 @@ def _check_config(model: ModelConfig, config: dict[str, Any], tensors: int) -> l
     return [*check_quantization(model, config), *check_features(config)]
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_tokens(value: object) -> bool:
-    return all(type(token) is int and abs(token) <= _LARGEST for token in _listed(value))
-
-
-def _is_rope(value: object) -> bool:
-    """Whether this is a position encoding: numbers, lists of numbers and a type; or such an object per layer type."""
-    if not isinstance(value, dict):
-        return False
-    sizes = [value.get(key) for key in ("factor", "rope_theta", "original_max_position_embeddings")]
-    named = all(isinstance(value.get(key), str | None) for key in ("rope_type", "type"))
-    if not named or not all(size is None or (_is_number(size) and size > 0) for size in sizes):
-        return False
-    numbers = [item for item in value.values() if isinstance(item, int | float) and not isinstance(item, bool)]
-    lists = [item for item in value.values() if isinstance(item, list)]
-    parts = [item for item in value.values() if isinstance(item, dict)]
-    return all(map(_is_number, [*numbers, *(part for item in lists for part in item)])) and all(
-        not any(isinstance(item, dict) for item in part.values()) and _is_rope(part) for part in parts
-    )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST
-
-
-# Checks of the values in config.json that are present and not null, at the top and in text_config.
-_KINDS: Mapping[str, Callable[[object], bool]] = {
-    **dict.fromkeys(
-        ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim",
-         "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings"),
-        lambda value: _is_count(value) and value != 0,
-    ),
-    # Gemma 3n has one width per layer.
-    "intermediate_size": lambda value: all(_is_count(size) and size for size in _listed(value)) and value != [],
-    **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_dropout"),
-                    lambda value: _is_number(value) and value >= 0),
-    **dict.fromkeys(("rope_theta", "query_pre_attn_scalar", "rope_local_base_freq"),
-                    lambda value: _is_number(value) and value > 0),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-                     "final_logit_softcapping", "attn_logit_softcapping", "sliding_window", "max_window_layers"),
-                    _is_number),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"),
-                    lambda value: isinstance(value, bool)),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "model_type"), lambda value: isinstance(value, str)),
-    **dict.fromkeys(("dtype", "torch_dtype"),
-                    lambda value: isinstance(value, str) and value.removeprefix("torch.") in FLOATING),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_rope),
-    **dict.fromkeys(("quantization_config", "text_config"), lambda value: isinstance(value, dict)),
-    **dict.fromkeys(("layer_types", "architectures"),
-                    lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value)),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _is_tokens),
-}  # fmt: skip
-
-
-def check_values(config: Mapping[str, Any], tensors: int = 0) -> list[CheckpointError]:
-    """Errors for values in config.json that no dense model has: negative or infinite sizes, wrong types.
-
-    `tensors`: number of tensors on disk, which bounds the layers; 0: unknown.
-    """
-    text = config.get("text_config")
-    named = (config, text if isinstance(text, Mapping) else {})
-    pairs = [(key, value) for part in named for key, value in part.items() if value is not None]
-    wrong = {key: value for key, value in pairs if key in _KINDS and not _KINDS[key](value)}
-    # A model of that many layers would be built before its tensors are compared.
+def check_layers(config: Mapping[str, Any], tensors: int = 0) -> list[CheckpointError]:
+    """Errors for more layers than there are `tensors` on disk (0: unknown): they would be built before a comparison."""
     most = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), tensors or _MOST_LAYERS)
-    wrong |= {
+    wrong = {
         key: value
         for part in _parts(config)
         for key, value in part.items()
         if type(value) is int and _LAYERS.fullmatch(key) and value > min(most.get(key, _MOST_LAYERS), _MOST_LAYERS)
     }
-    where = ", ".join(f"{key}={repr(value)[:60]}" for key, value in wrong.items())
-    what, do = "config.json holds values that no model has", "download or copy it again"
-    return [CheckpointError(what, where=where, do=do)] if wrong else []
+    where = ", ".join(f"{key}={value}" for key, value in wrong.items())
+    what, do = "config.json says more layers than the weights are of", "download or copy it again"
+    return [CheckpointError(what, where=where[:200], do=do)] if wrong else []
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -176,9 +105,11 @@ def check_features(config: Mapping[str, Any]) -> Iterator[CheckpointError]:
     for key in (key for key, holds in causal.items() if not holds):
         what, do = "with attention to later tokens this is no model of the next token", "choose a causal language model"
         yield CheckpointError(what, where=f"{key} in config.json", do=do)
-    if str(text.get("dtype") or text.get("torch_dtype")).removeprefix("torch.") == "float64":
+    named = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
+    if named not in FLOATING or named == "float64":
         do = "load it in float32 with transformers, write it by save_pretrained, and carve that"
-        yield CheckpointError("transformers' kernels for experts have no float64", where="dtype in config.json", do=do)
+        what = f"transformers' kernels for experts have no {named}"
+        yield CheckpointError(what, where="dtype in config.json", do=do)
 
 
 def check_tensors(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]]) -> list[CheckpointError]:

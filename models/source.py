@@ -15,7 +15,6 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from instruments.errors import CheckpointError, ConfigError
 from instruments.files import hash_file
 from models.checkpoint import folder as checkpoint
-from models.checkpoint.mistaken import explain_place
 from models.config import ModelConfig
 
 # Not every *.safetensors: some repositories hold a second copy of the weights under another name.
@@ -149,8 +148,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = checkpoint.read_json(path)
     except OSError as error:
-        if mistaken := explain_place(folder):
-            raise mistaken from error
         what = f"no checkpoint: cannot read config.json ({error.strerror})"
         raise CheckpointError(what, where=str(folder), do=checkpoint.GIVE_FOLDER) from error
     except ValueError as error:
@@ -158,6 +155,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError("config.json holds no object", where=str(path), do="download it again")
     return config
+
+
+# What values of another kind than expected raise where a checkpoint's settings are used.
+ODD_VALUES = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
+
+
+@contextmanager
+def explained_config(folder: Path | str) -> Iterator[None]:
+    """Turn errors at a value of another kind than expected, in config.json or beside it, into CheckpointError."""
+    try:
+        yield
+    except ODD_VALUES as error:
+        what = f"config.json or tokenizer_config.json has a value that no model has: {type(error).__name__} {error}"
+        raise CheckpointError(what[:300], where=str(folder), do="download or copy these files again") from error
 
 
 def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:

@@ -7,10 +7,9 @@ disk), and each layer has a cache of experts in fast memory. Bytes are counted, 
 import argparse
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -23,11 +22,10 @@ from models.source import read_config
 from models.targets.config import target_of
 from pipeline.clients import require_config
 from pipeline.generate import add_limits
-from pipeline.gguf import check_carve, llama_cpp_fault
+from pipeline.gguf import check_carve
 from stages.artifacts.rendering import in_mib
 
-COLUMNS = ("experts cached", "fast memory", "hits, LRU", "hits, most used", "read, LRU", "read, most used",
-           "read, dense", "dense ÷ LRU")  # fmt: skip
+COLUMNS = ("experts cached", "fast memory", "hits", "read", "read, dense", "dense ÷ carve")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -44,10 +42,8 @@ def main(words: Sequence[str] | None = None) -> int:
     def work() -> None:
         check_carve(wanted.checkpoint)
         ffn = ffn_bytes(wanted.checkpoint, wanted.dense)
-        config = read_config(wanted.checkpoint)
         trace = trace_routing(wanted.checkpoint, wanted.text, wanted.tokens, wanted.device)
-        sizes = trace.cache_sizes(wanted.cached)
-        say(f"{render(trace, ffn, sizes)}{describe_runtimes(config)}\n")
+        say(render(trace, ffn, trace.cache_sizes(wanted.cached)))
 
     return exit_code(work)
 
@@ -71,24 +67,11 @@ class Trace:
             raise ConfigError(what, where="--cached", do=f"--cached 0,{least},{most}, or leave it out")
         return sorted({int(part) for part in parts})
 
-    def hits(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
-        """Hit rates of an LRU cache and of a fixed most-used set, for each size, on the second half of the text.
-
-        The first half fills the LRU cache and says which experts are used most.
-        """
+    def hits(self, sizes: Sequence[int]) -> list[float]:
+        """Hit rates of an LRU cache, for each size, on the second half of the text; the first half fills it."""
         half = self.chosen.shape[1] // 2
         ranks = np.stack([recency_ranks(chosen_TK, self.experts)[half:] for chosen_TK in self.chosen])
-        uses = [np.bincount(chosen_TK[:half].ravel(), minlength=self.experts) for chosen_TK in self.chosen]
-        pairs = zip(uses, self.chosen, strict=True)
-        places = np.stack([np.argsort(np.argsort(-uses_E, kind="stable"))[each_TK[half:]] for uses_E, each_TK in pairs])
-        return [(float((ranks < size).mean()), float((places < size).mean())) for size in sizes]
-
-    def reuse(self) -> tuple[float, float]:
-        """Share of a token's experts that the one before it chose; the same if tokens came in random order."""
-        same = (self.chosen[:, 1:, :, None] == self.chosen[:, :-1, None, :]).any(-1).mean()
-        tokens, top_k = self.chosen.shape[1:]
-        shares = [np.bincount(chosen_TK.ravel(), minlength=self.experts) / tokens for chosen_TK in self.chosen]
-        return float(same), float(np.square(shares).sum(1).mean() / top_k)
+        return [float((ranks < size).mean()) for size in sizes]
 
 
 def recency_ranks(chosen_TK: Int[np.ndarray, "T K"], experts: int) -> Int[np.ndarray, "T K"]:
@@ -166,27 +149,18 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
 
 
 def render(trace: Trace, ffn: tuple[int, int, int, str], sizes: Sequence[int]) -> str:
-    """The table, one row for each size of the cache, and the reuse between neighbouring tokens; `ffn`: `ffn_bytes`."""
+    """The table, one row for each size of the cache; `ffn`: see `ffn_bytes`."""
     (routed, others, whole, dtype), (caches, requests, top_k) = ffn, trace.chosen.shape
     expert, rows = routed / (caches * trace.experts), []
-    for size, rates in zip(sizes, trace.hits(sizes), strict=True):
+    for size, hits in zip(sizes, trace.hits(sizes), strict=True):
         fast = others + caches * size * expert
-        lru, most_used = (expert * caches * trace.passes * top_k * (1 - rate) for rate in rates)
+        read = expert * caches * trace.passes * top_k * (1 - hits)
         dense = max(0, whole - fast)
-        ratio = [in_mib(round(dense)) if whole else "–", f"{dense / lru:.2f}" if whole and lru else "–"]
-        read = [in_mib(round(each)) for each in (lru, most_used)]
-        rows.append([size, in_mib(round(fast)), *(f"{rate:.1%}" for rate in rates), *read, *ratio])
-    same, chance = trace.reuse()
+        compared = [in_mib(round(dense)) if whole else "–", f"{dense / read:.2f}" if whole and read else "–"]
+        rows.append([size, in_mib(round(fast)), f"{hits:.1%}", in_mib(round(read)), *compared])
     return (
         f"{tabulate(rows, COLUMNS, tablefmt='github', disable_numparse=True)}\n\n"
-        f"{requests // trace.passes:,} tokens, hits on the second half; read: bytes of FFN weights ({dtype}) per "
-        "generated token from slow memory; fast memory: always-on neurons and caches; dense: the dense model with as "
-        f"many bytes of its FFNs there (--dense)\n{same:.1%} of a token's experts are among those of the token "
-        f"before; in random order it would be {chance:.1%}\n"
+        f"{requests // trace.passes:,} tokens, hits of an LRU cache on the second half; read: bytes of FFN weights "
+        f"({dtype}) per generated token from slow memory; fast memory: always-on neurons and caches; dense: the dense "
+        "model with as many bytes of its FFNs there (--dense)\n"
     )
-
-
-def describe_runtimes(config: Mapping[str, Any]) -> str:
-    """How runtimes offload the experts of a carve with this config.json."""
-    llama = "llama.cpp: -ot exps=CPU, or --n-cpu-moe LAYERS, computes experts in RAM without a cache, as row 0"
-    return f"{llama_cpp_fault(config) or llama}\ntransformers: device_map offloads whole layers and reads all experts"

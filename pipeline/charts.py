@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 WIDTH = 520  # CSS pixels, which are matplotlib's points (72 per inch)
@@ -101,21 +101,3 @@ def draw_loads(title: str, caption: str, loads_LE: NDArray[np.float64]) -> Chart
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
     return draw(title, caption, paint)
-
-
-def draw_groups(
-    title: str, caption: str, groups: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]], x: str, y: str
-) -> Chart:
-    """Named groups of points, both axes logarithmic; values that are not positive are left out."""
-
-    def paint(axes: Axes) -> None:
-        for (name, points), colour in zip(groups.items(), [*LINES, INK], strict=False):
-            axes.scatter(*points, s=7, alpha=0.6, linewidths=0, color=colour, label=name, rasterized=True)
-        axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_locator(NullLocator())
-        axes.figure.legend(loc="outside upper left", ncols=len(groups), markerscale=3, handletextpad=0.1)
-
-    return draw(title, caption, paint, 300)

@@ -21,6 +21,7 @@ from models.checkpoint.folder import expand_user
 from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
+from models.source import explained_config
 from models.targets.base import ALIGNMENT, MoETarget, expert_width, long_texts
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing
@@ -240,9 +241,10 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
     errors: list[UserError] = [ConfigError(what, where=f"{place}{more}", do=do) for what, more in faults]
     errors += width_errors(shape, request.assemble.pad_to)
     try:
-        target = request.target(shape)
-        errors += square_errors(request, shape, target)
-        errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
+        with explained_config(f"config.json of {settings.model.source_name}"):
+            target = request.target(shape)
+            errors += square_errors(request, shape, target)
+            errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
     except UserError as error:
         errors.append(error)
     return errors

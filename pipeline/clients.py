@@ -16,7 +16,7 @@ from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import INDEX, PROCESSORS, SINGLE, list_shards, read_json
-from models.source import read_config
+from models.source import explained_config, read_config
 from models.targets.config import target_of
 from models.targets.tiny_onn import AUTO_CLASSES, copy_code
 
@@ -71,20 +71,6 @@ def require_config(folder: Path) -> dict[str, Any]:
     return read_config(folder)
 
 
-# What values of another kind than expected raise where a checkpoint's settings are used.
-ODD_VALUES = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
-
-
-@contextmanager
-def explained_settings(checkpoint: Path) -> Iterator[None]:
-    """Turn errors at a value of another kind than expected, in config.json or beside it, into CheckpointError."""
-    try:
-        yield
-    except ODD_VALUES as error:
-        what = f"config.json or tokenizer_config.json has a value that no carve has: {type(error).__name__} {error}"
-        raise CheckpointError(what[:300], where=str(checkpoint), do="these files as the carve was written") from error
-
-
 @contextmanager
 def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
     """A temporary folder with a carve's name, links to weights, its tokenizer, and settings that name no code.
@@ -94,7 +80,7 @@ def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
     by another class, and whose transformers may be 4.57, which then reads the tokenizer settings.
     Raises CheckpointError: it cannot be read. Errors name the checkpoint.
     """
-    with explained_settings(checkpoint), TemporaryDirectory() as place:
+    with explained_config(checkpoint), TemporaryDirectory() as place:
         folder = Path(place) / checkpoint.resolve().name
         folder.mkdir()
         _copy_settings(checkpoint, folder, respell=respell)

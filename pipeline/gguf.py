@@ -10,10 +10,10 @@ from typing import Any
 from instruments.errors import CheckpointError, ConfigError, check_output, exit_code, say
 from models.checkpoint.folder import read_checkpoint
 from models.config import MoEShape, setting_word
-from models.source import read_config
+from models.source import explained_config, read_config
 from models.targets.base import rope_type_of
 from models.targets.config import carved_target, target_of, text_of
-from pipeline.clients import Clients, explained_settings, readable_copy, require_config, run_client
+from pipeline.clients import Clients, readable_copy, require_config, run_client
 from pipeline.disk import explain_os_error
 from stages.artifacts.rendering import in_mib
 
@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = parser.parse_args(words)
 
     def work() -> None:
-        with explained_settings(wanted.checkpoint):
+        with explained_config(wanted.checkpoint):
             check_carve(wanted.checkpoint)
             for note in check_convertible(read_config(wanted.checkpoint)):
                 say(f"{note}\n")

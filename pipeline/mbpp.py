@@ -30,12 +30,10 @@ from pipeline.clients import require_config
 from pipeline.generate import add_limits
 from pipeline.sandbox import SOLVED, judge, require_jail
 from stages.artifacts.rendering import in_time
-from stages.text.config import Source
 
 TEST_PART = range(11, 511)
 TASK = "You are an expert Python programmer, and here is your task:\n{}\nYour code should pass these tests:\n{}"
 OPENED, CLOSED = "```python\n", "```"
-PHRASE = 8  # words
 NO_CODE = "no code"
 
 
@@ -80,7 +78,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="mbpp.jsonl as published")
     parser.add_argument("--out", type=Path, default=Path("mbpp_answers.jsonl"), metavar="FILE", help="answers; kept")
     parser.add_argument("--run-code", action="store_true", help="run the answers, shut in, and count the solved tasks")
-    parser.add_argument("--text", type=Path, metavar="PATH", help="calibration text: count the phrases it shares")
     add_limits(parser, limit=len(TEST_PART), tokens=320, batch=8)
     wanted = parser.parse_args(words)
     return exit_code(lambda: _work(wanted))
@@ -89,12 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _work(wanted: argparse.Namespace) -> None:
     check_output(wanted.out)
     tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
-    for file, shared in shared_phrases(wanted.text, tasks).items() if wanted.text else ():
-        example = f", such as: {min(shared)}" if shared else ""
-        say(f"{file}: {len(shared)} phrases of {PHRASE} words in common with the tasks{example}\n")
     if not (wanted.checkpoints or answers):
-        if wanted.text:
-            return
         raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name the folder of a checkpoint")
     keys = {folder: answer_keys(folder, tasks, wanted.tokens, wanted.device) for folder in wanted.checkpoints}
     if wanted.run_code:
@@ -215,26 +207,3 @@ def render(answers: Iterable[Answer]) -> str:
         rows.append([model, *shown, sum(not answer.ended for answer in given), empty, tokens, in_time(seconds)])
     columns = ["model", "solved", "share", "no end", "no code", "tokens", "time"]
     return tabulate(rows, columns, tablefmt="github", disable_numparse=True) + "\n"
-
-
-def shared_phrases(text: Path, tasks: Iterable[Task]) -> dict[str, set[str]]:
-    """File of a text → phrases of 8 words that are also in statements, asserts or solutions of the tasks.
-
-    Words are letters and digits in lower case; phrases of numbers and letters alone do not count.
-    """
-    from stages.text.files import list_files, read_file  # noqa: PLC0415
-
-    asked = {phrase for task in tasks for phrase in _phrases("\n".join([task.text, *task.test_list, task.code]))}
-    shared, source = {}, Source(kind="text", path=str(text))
-    for file in list_files(source):
-        parts = (
-            (document.text, *(said["content"] for said in document.messages)) for document in read_file(file, source)
-        )
-        shared[str(file)] = {phrase for part in parts for phrase in _phrases("\n".join(part)) & asked}
-    return shared
-
-
-def _phrases(text: str) -> set[str]:
-    words = re.findall(r"\w+", text.lower())
-    phrases = (words[first : first + PHRASE] for first in range(len(words) - PHRASE + 1))
-    return {" ".join(phrase) for phrase in phrases if any(word.isalpha() and len(word) > 2 for word in phrase)}

@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from numpy.typing import NDArray
-from safetensors import safe_open
 
 from instruments.errors import redact
 from instruments.files import write_text
-from instruments.safetensors_files import read_facts
 from models.config import MoEShape
 from pipeline.artifacts import SHORT, Manifest, is_complete
-from pipeline.charts import Chart, draw_bars, draw_groups, draw_lines, draw_loads
+from pipeline.charts import Chart, draw_bars, draw_lines, draw_loads
 from pipeline.overrides import command_line
 from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import STAGES
@@ -218,49 +215,11 @@ def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[fl
 
 
 def neurons(chain: Mapping[str, Manifest], last: Path) -> list[Section]:
-    """What the score decided in one layer, and the maps that stage cluster drew."""
+    """The maps that stage cluster drew; a run that ends there shows them first."""
     if "cluster" not in chain:
         return []
     cluster = _folder(last, "cluster", chain["cluster"].fingerprint)
-    section = Section("Neurons", pictures=[] if cluster == last else pictures(cluster, chain["cluster"]))
-    if {"scan", "score"} <= chain.keys():
-        scan, score = (_folder(last, name, chain[name].fingerprint) for name in ("scan", "score"))
-        section.charts = decision(scan / "statistics.safetensors", score / "scores.safetensors", cluster)
-    return [section] if section.charts or section.pictures else []
-
-
-def decision(statistics: Path, scores: Path, cluster: Path) -> list[Chart]:
-    """Activation and gradient of the neurons of the middle carved layer, by what became of them; [] for a pool."""
-    partition = cluster / "partition.safetensors"
-    home_P, neurons_PN, always_LS = _read_arrays(partition, "home", "neurons", "always_on")
-    activation_LF, down_LF = _read_arrays(statistics, "sum_abs", "weight_norm_down")
-    norms_LF = np.sum(_read_arrays(statistics, *(f"grad_norm_{name}" for name in ("gate", "up", "down"))), 0)
-    if read_facts(partition)["plain"]["pooled"] or not norms_LF.any():
-        return []
-    carved = np.unique(home_P)
-    layer = int(carved[len(carved) // 2])
-    activation_F = activation_LF[layer] * down_LF[layer] / read_facts(statistics)["plain"]["tokens"]
-    rate_F = norms_LF[layer] / activation_F.clip(np.finfo(float).tiny)
-    seen_F = (activation_F > 0) & (rate_F > 0)  # a logarithmic axis has no place for the others
-    if not seen_F.any():
-        return []
-    always_F = np.isin(np.arange(len(seen_F)), always_LS[layer])
-    routed_F = np.isin(np.arange(len(seen_F)), neurons_PN[home_P == layer])
-    kinds = {"always on": always_F, "in an expert": routed_F, "dropped": ~(always_F | routed_F)}
-    groups = {
-        f"{kind}: {found_F.sum():,}": (activation_F[found_F & seen_F], rate_F[found_F & seen_F])
-        for kind, found_F in kinds.items()
-        if found_F.any()
-    }
-    name = str(read_facts(scores)["plain"]["description"]).replace("s_p", "S_p")
-    caption = "Each point is a neuron; up is a large gradient for its activation, right a large activation."
-    axes = ("activation: mean |h|·‖d‖", "gradient norms ÷ activation")
-    return [draw_groups(f"What {name} decided, layer {layer}", caption, groups, *axes)]
-
-
-def _read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
-    with safe_open(path, framework="numpy") as file:
-        return [file.get_tensor(name) for name in names]
+    return [] if cluster == last else [Section("Neurons", pictures=pictures(cluster, chain["cluster"]))]
 
 
 def pictures(folder: Path, manifest: Manifest) -> list[tuple[str, str]]:

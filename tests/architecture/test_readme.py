@@ -18,9 +18,8 @@ import tiny_onn
 from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE
 from pipeline.check import contradictions, find_errors
 from pipeline.help import PROGRAMS
-from pipeline.overrides import override_errors
+from pipeline.overrides import expand_words, override_errors
 from pipeline.settings import STAGES, compose
-from pipeline.overrides import expand_words
 from stages.accumulators.redis_store import FIELDS
 
 REPOSITORY = Path(__file__).parents[2]

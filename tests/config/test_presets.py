@@ -20,10 +20,9 @@ from models.finding import find_decoder
 from pipeline.check import request_shape
 from pipeline.cli import run_command
 from pipeline.help import CONF, PROGRAMS, groups, help_page, summary
-from pipeline.overrides import override_errors
+from pipeline.overrides import override_errors, quote
 from pipeline.settings import Settings, compose
 from pipeline.shape import resolve_shape
-from pipeline.overrides import quote
 
 PRESETS = {
     path.stem: path.read_text().splitlines()[0]

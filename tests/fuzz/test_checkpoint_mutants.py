@@ -15,7 +15,7 @@ from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.finding import find_decoder
 from models.loading import load_dense, load_tokenizer
-from models.source import source_cache_key
+from models.source import explained_config, source_cache_key
 from models.stream import LayerStream
 from models.targets.config import check_target, select_target
 from models.targets.config_json import count_carved, count_dense, emit_config
@@ -57,9 +57,10 @@ def carve_plan(folder):
         raise faults[0]
     source_cache_key(model)
     source = find_decoder(folder)
-    target = select_target(source, "auto", SHAPE)
-    if faults := list(check_target(source, target, SHAPE)):
-        raise faults[0]
+    with explained_config(folder):
+        target = select_target(source, "auto", SHAPE)
+        if faults := list(check_target(source, target, SHAPE)):
+            raise faults[0]
     json.dumps(emit_config(source, target, SHAPE, "float32", tied=source.tied), allow_nan=False)
     assert count_dense(source).total > 0
     assert count_carved(source, target, SHAPE).total > 0

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from instruments.errors import CheckpointError
-from models.check import check_tensors, check_values
+from models.check import check_layers, check_tensors
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import DenseReader
 from models.decoder import Rows
@@ -225,10 +225,10 @@ def test_a_factor_is_folded_into_the_weights(tmp_path):
 
 
 def test_layers_beyond_the_tensors_are_refused_before_they_are_built():
-    assert check_values({"num_hidden_layers": 12, "max_window_layers": 28}, tensors=27) == []
-    (error,) = check_values({"num_hidden_layers": 10**7}, tensors=27)
+    assert check_layers({"num_hidden_layers": 12, "max_window_layers": 28}, tensors=27) == []
+    (error,) = check_layers({"num_hidden_layers": 10**7}, tensors=27)
     assert error.where == "num_hidden_layers=10000000"
-    (error,) = check_values({"text_config": {"num_hidden_layers": 28}}, tensors=27)
+    (error,) = check_layers({"text_config": {"num_hidden_layers": 28}}, tensors=27)
     assert error.where == "num_hidden_layers=28"
 
 
@@ -240,7 +240,7 @@ def test_layers_beyond_the_tensors_are_refused_before_they_are_built():
 )  # fmt: skip
 def test_a_million_layers_in_any_spelling(part, key):
     """They would be built, in minutes, before anything is compared."""
-    (error,) = check_values({key: 10**6} if part is None else {part: {key: 10**6}}, tensors=10**7)
+    (error,) = check_layers({key: 10**6} if part is None else {part: {key: 10**6}}, tensors=10**7)
     assert error.where == f"{key}=1000000"
     plain = {"hidden_size_per_layer_input": 2048, "vocab_size_per_layer_input": 262_144, "num_hidden_layers": 999}
-    assert check_values(plain if part is None else {part: plain}, tensors=10**7) == []
+    assert check_layers(plain if part is None else {part: plain}, tensors=10**7) == []

@@ -1,19 +1,15 @@
-"""An output folder with the files that the report reads: manifests, evaluations, scores, a picture."""
+"""An output folder with the files that the report reads: manifests, evaluations, a picture."""
 
 import json
-from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
-import torch
 import yaml
 
 from pipeline.artifacts import Manifest, artifact_folder
 from pipeline.report import read_chain
 from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import PROJECTED, TRAINED, with_ancestors
-from stages.artifacts.carve import NeuronStatistics, Partition, Scores
 from stages.artifacts.job import Table
 
 LAYERS, WIDTH = 3, 40
@@ -84,25 +80,9 @@ class Outputs:
 
     def fill(self, name, folder, shape, gaps, *, load):
         """Write the files of a stage that the report reads; returns their names."""
-        rng = np.random.default_rng(0)
-        if name == "score":
-            chosen_LF = torch.from_numpy(rng.normal(size=(LAYERS, WIDTH)).astype(np.float32))
-            Scores("s_p", "s_p", chosen_LF).save(folder)
-            return ["scores.safetensors"]
-        if name == "scan":
-            sums = {
-                spec.name: torch.ones(LAYERS, WIDTH) for spec in fields(NeuronStatistics) if spec.type is torch.Tensor
-            }
-            sums |= {"sum_abs": torch.from_numpy(rng.lognormal(size=(LAYERS, WIDTH)))}
-            plain = {"tokens": 7, "samples": 3, "samples_with_gradient": 3, "mean_loss": 2.0, "reservoir_tokens": 8}
-            NeuronStatistics(**sums, **plain).save(folder)
-            return ["statistics.safetensors"]
         if name == "cluster":
-            neurons, always_on = torch.arange(20, dtype=torch.int32), torch.arange(20, 24, dtype=torch.int32)
-            home = torch.arange(LAYERS, dtype=torch.int32).repeat_interleave(2)
-            Partition(WIDTH, neurons.view(2, 10).repeat(LAYERS, 1), home, always_on.repeat(LAYERS, 1)).save(folder)
             (folder / "neuron_map_layer_002.png").write_bytes(PIXEL)
-            return ["neuron_map_layer_002.png", "partition.safetensors"]
+            return ["neuron_map_layer_002.png"]
         if name == "train":
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in TRAINING))
             return ["metrics.jsonl"]

@@ -12,10 +12,10 @@ import pytest
 from unit.pipeline.served_carves import write_carve, write_gguf_package
 
 from instruments.errors import CheckpointError, ConfigError
-from models.source import read_config
+from models.source import explained_config, read_config
 from models.targets.config import MOE_TARGETS
 from pipeline import gguf
-from pipeline.clients import explained_settings, readable_copy
+from pipeline.clients import readable_copy
 
 HEADS = {"num_key_value_heads": 4, "num_attention_heads": 4}
 
@@ -43,7 +43,7 @@ def test_odd_values_in_settings_are_errors_of_the_checkpoint(tmp_path):
             odd = stored | {key: value}
             (moe / name).write_text(json.dumps({word: held for word, held in odd.items() if held is not ...}))
             try:
-                with explained_settings(moe):
+                with explained_config(moe):
                     gguf.check_convertible(read_config(moe))
                 with readable_copy(moe, respell=True):
                     _tied = read_config(moe)["tie_word_embeddings"]  # as write_gguf reads it there

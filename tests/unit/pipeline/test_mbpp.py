@@ -1,14 +1,13 @@
-"""MBPP as a command: code in answers, verdicts, resumed runs, shared phrases; three tasks on the embedded model."""
+"""MBPP as a command: code in answers, verdicts, resumed runs; three tasks on the embedded model."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline import mbpp, sandbox
-from pipeline.mbpp import Answer, Task, extract_code, judge_answers, read_answers, read_tasks, render, shared_phrases
+from pipeline.mbpp import Answer, extract_code, judge_answers, read_answers, read_tasks, render
 
 FENCED = "def f(x):\n    return x\n"
 TASKS = [
@@ -165,24 +164,3 @@ def test_wrong_command_lines(tasks, tmp_path, words, code, monkeypatch, capsys):
 
 def test_a_later_answer_to_the_same_task_counts():
     assert "1 of 1" in render([answer("x", 11, "no code"), answer("y", 11, "solved")])
-
-
-def test_phrases_are_counted_without_a_checkpoint(tmp_path, tasks, capsys):
-    (tmp_path / "text.txt").write_text("Write a function to double the given number in an integer way.")
-    assert run(tasks, "--text", tmp_path / "text.txt", "--out", tmp_path / "answers.jsonl", "--run-code") == 0
-    assert capsys.readouterr().out.startswith(
-        f"{tmp_path}/text.txt: 5 phrases of 8 words in common with the tasks, such"
-    )
-    assert not (tmp_path / "answers.jsonl").exists()
-
-
-def test_phrases_that_a_text_shares_with_the_tasks(tmp_path, tasks):
-    (tmp_path / "text").mkdir()
-    copied = "As they say: WRITE a function, to double the given number in an integer way. 1 2 3 4 5 6 7 8 9"
-    (tmp_path / "text/a.txt").write_text(f"{copied}\n\nwrite a function to do something else with a number")
-    (tmp_path / "text/b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": copied}]}) + "\n")
-    (tmp_path / "text/c.txt").write_text("You are an expert Python programmer, and here is your task: pass these tests")
-    numbers = Task(13, "1 2 3 4 5 6 7 8 9", "", "", [])
-    shared = shared_phrases(tmp_path / "text", [*read_tasks(tasks), numbers])
-    assert {Path(file).name: len(phrases) for file, phrases in shared.items()} == {"a.txt": 5, "b.jsonl": 5, "c.txt": 0}
-    assert "write a function to double the given number" in shared[str(tmp_path / "text/a.txt")]

@@ -3,23 +3,19 @@
 import json
 import re
 from base64 import b64decode, b64encode
-from dataclasses import replace
 from html.parser import HTMLParser
 from math import inf, nan
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import torch
 from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
 
 from pipeline import charts
-from pipeline.report import decision, draw_page, read_chain
-from stages.artifacts.carve import NeuronStatistics, Partition
+from pipeline.report import draw_page, read_chain
 
 OPEN_ENDED = {"meta", "img", "source"}
-CHARTS = {"Loss gap over the dense model", "Reconstruction error", "Router's agreement with the oracle", "Expert load",
-          "What S_p decided, layer 1"}  # fmt: skip
+CHARTS = {"Loss gap over the dense model", "Reconstruction error", "Router's agreement with the oracle", "Expert load"}
 
 
 class Page(HTMLParser):
@@ -140,36 +136,9 @@ def test_models_without_a_finite_loss_are_drawn(outputs, value):
 @pytest.mark.parametrize("spread", [1.0, 0.0])
 def test_charts_of_any_depth_and_spread(layers, spread):
     values_LF = np.linspace(-spread, spread, 41)[None].repeat(layers, 0)
-    groups = {"some": (np.exp(values_LF[0]), np.exp(values_LF[-1])), "none": ([], [])}
-    assert charts.draw_groups("t", "c", groups, "x", "y").picture.startswith("data:image/svg+xml")
     assert charts.draw_loads("t", "c", np.abs(values_LF)) == charts.draw_loads("t", "c", np.abs(values_LF))
     points = [(layer, spread) for layer in range(layers)]
     assert charts.draw_lines("t", "c", {"": points, "none": []}, chance=0.25).title == "t"
-
-
-def test_the_chart_of_the_score_counts_what_became_of_the_neurons(outputs):
-    evaluation = outputs.carve()
-    partition, statistics = (
-        folder_of(outputs, "cluster") / "partition.safetensors",
-        folder_of(outputs, "scan") / "statistics.safetensors",
-    )
-    (chart,) = decision(statistics, folder_of(outputs, "score") / "scores.safetensors", partition.parent)
-    words = "".join(ElementTree.fromstring(b64decode(chart.picture.partition(",")[2])).itertext())
-    assert all(kind in words for kind in ("always on: 4", "in an expert: 20", "dropped: 16"))
-    pool = replace(Partition.load(partition.parent), pooled=True)
-    pool.save(partition.parent)
-    assert "What S_p decided" not in read(outputs.run(evaluation)).text
-
-
-def test_a_scan_without_gradients_has_no_chart_of_them(outputs):
-    evaluation = outputs.carve()
-    folder = folder_of(outputs, "scan")
-    found = NeuronStatistics.load(folder)
-    zeros = {f"grad_norm_{name}": torch.zeros_like(found.sum_abs) for name in ("gate", "up", "down")}
-    replace(found, **zeros).save(folder)
-    page = read(outputs.run(evaluation))
-    assert "What S_p decided" not in page.text
-    assert "Neurons" in page.sections  # the map of cluster
 
 
 def test_foreign_words_stay_words(outputs):
@@ -197,7 +166,7 @@ def test_stages_cost_what_they_cost_this_run(outputs):
 
 
 @pytest.mark.parametrize(
-    ("stage", "sections"), [("scan", []), ("score", []), ("cluster", ["Neurons"]), ("project", ["Neurons"])]
+    ("stage", "sections"), [("scan", []), ("score", []), ("cluster", []), ("project", ["Neurons"])]
 )
 def test_a_run_that_ends_before_an_evaluation_has_a_page_of_its_results(outputs, stage, sections):
     record, label, config, _evaluation = outputs.run(outputs.carve())
