@@ -9,7 +9,7 @@ from typing import Any
 from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
-from models.config import MEMORY, ModelConfig, setting_word
+from models.config import MEMORY, ModelConfig
 from models.decoder import Decoder
 from models.finding import source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
@@ -21,8 +21,6 @@ _LAYERS = re.compile(r"(\w+_)?(layers?|depth|blocks)")
 
 def check_source(model: ModelConfig) -> list[UserError]:
     """Errors for everything that prevents carving this source; a hub model's weights are checked when they are read."""
-    if misplaced := [*check_kind(model)]:
-        return [*misplaced]
     try:
         config = read_source_config(model)
     except UserError as error:
@@ -136,19 +134,6 @@ def check_tensors(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]]) -> li
     return errors
 
 
-def check_kind(model: ModelConfig) -> Iterator[ConfigError]:
-    """Yield an error if settings of one kind of source are given for another, which would ignore them."""
-    where = f"model.kind={model.kind}"
-    hub = {f"model.{name}": value for name in ("name", "revision") if (value := getattr(model, name))}
-    if model.kind != "hub" and hub:
-        what = f"only model=hub reads {' and '.join(f'{key}={value}' for key, value in hub.items())}"
-        do = " ".join(["model=hub", *(setting_word(*pair) for pair in hub.items())])
-        yield ConfigError(what, where=where, do=do if model.name else "model.revision=null")
-    if model.kind != "local" and model.path:
-        what, do = f"only model=local reads model.path={model.path}", setting_word("model.path", model.path)
-        yield ConfigError(what, where=where, do=f"model=local {do}")
-
-
 def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[UserError]:
     """Yield an error for quantisation that the installation or the checkpoint does not support."""
     stored, asked = stored_quantization(config), model.quantization
@@ -165,13 +150,10 @@ def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterato
 
 
 def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
-    """Yield an error for memory limits that have no effect or are not written as an amount of memory."""
+    """Yield an error for memory limits that are not written as an amount of memory."""
     for name in ("gpu_memory", "cpu_memory", "hidden_memory"):
         amount, where = getattr(model, name), f"model.{name}"
         if amount is None:
             continue
-        if model.device_map == "none" and name != "hidden_memory":
-            what = f"{where}={amount} has no effect on a model that is all on one device"
-            yield ConfigError(what, where=where, do=f"model.device_map=auto {where}={amount}")
         if not MEMORY.fullmatch(amount):
             yield ConfigError(f"{where}={amount} is no amount of memory", where=where, do=f"{where}=20GiB")

@@ -6,6 +6,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_SPREADING = ("auto", "balanced", "sequential")
+_SPREAD = {"device_map": _SPREADING}
+
 
 @dataclass
 class ModelConfig:
@@ -13,17 +16,15 @@ class ModelConfig:
 
     kind: str = field(default="embedded", metadata={"choices": ("embedded", "local", "hub")})
     label: str = field(default="embedded", metadata={"fingerprint": False})
-    path: str | None = field(default=None, metadata={"path": True})
-    name: str | None = None
-    revision: str | None = None
+    path: str | None = field(default=None, metadata={"path": True, "needs": {"kind": "local"}})
+    name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
+    revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     dtype: str = field(default="auto", metadata={"choices": ("auto", "float32", "bfloat16", "float16")})
     device: str = "auto"
     quantization: str = field(default="none", metadata={"choices": ("none", "nf4", "fp4", "int8")})
-    device_map: str = field(
-        default="none", metadata={"choices": ("none", "auto", "balanced", "sequential"), "fingerprint": False}
-    )
-    gpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
-    cpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
+    device_map: str = field(default="none", metadata={"choices": ("none", *_SPREADING), "fingerprint": False})
+    gpu_memory: str | None = field(default=None, metadata={"fingerprint": False, "needs": _SPREAD})
+    cpu_memory: str | None = field(default=None, metadata={"fingerprint": False, "needs": _SPREAD})
     hidden_memory: str | None = field(default=None, metadata={"fingerprint": False})
     tf32: bool = True
     trust_remote_code: bool = False

@@ -113,9 +113,8 @@ def measure_transformers(
     kind = getattr(transformers, architecture)
     loaded = kind.from_pretrained(model, dtype=torch.float32, trust_remote_code=remote, **more)
     found = _answers(loaded(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1).numpy(), ids)
-    if text:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
-        found["tokens"] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=remote)
+    found["tokens"] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return found
 
 
@@ -146,11 +145,10 @@ def measure_llama(model: str, ids: Sequence[int], text: str, threads: int) -> di
     rows_TV = np.array([np.ctypeslib.as_array(row, (size,)) for row in logits], dtype=np.float64)
     rows_TV -= rows_TV.max(1, keepdims=True)
     found = _answers(rows_TV - np.log(np.exp(rows_TV).sum(1, keepdims=True)), ids)
-    if text:
-        data = text.encode()
-        buffer = (llama_cpp.llama_token * (len(data) + 8))()
-        count = llama_cpp.llama_tokenize(vocabulary, data, len(data), buffer, len(buffer), False, False)
-        found["tokens"] = list(buffer[:count])
+    data = text.encode()
+    buffer = (llama_cpp.llama_token * (len(data) + 8))()
+    count = llama_cpp.llama_tokenize(vocabulary, data, len(data), buffer, len(buffer), False, False)
+    found["tokens"] = list(buffer[:count])
     return found
 
 
@@ -163,13 +161,11 @@ def measure_vllm(model: str, ids: Sequence[int], text: str, remote: bool) -> dic
     wanted = SamplingParams(max_tokens=1, prompt_logprobs=1)
     (answer,) = loaded.generate([{"prompt_token_ids": list(ids)}], wanted, use_tqdm=False)
     pairs = list(zip(ids[1:], answer.prompt_logprobs[1:], strict=True))
-    found: dict[str, Any] = {
+    return {
         "log_probabilities": [seen[token].logprob for token, seen in pairs],
         "best": [max(seen, key=lambda token: seen[token].logprob) for _token, seen in pairs],
+        "tokens": loaded.get_tokenizer()(text, add_special_tokens=False)["input_ids"],
     }
-    if text:
-        found["tokens"] = loaded.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
-    return found
 
 
 def _answers(rows_TV: Any, ids: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - an array

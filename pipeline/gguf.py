@@ -22,12 +22,11 @@ CONVERTED = ("f32", "f16", "bf16", "q8_0")
 QUANTISED = ("q4_0", "q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
 # The remedy for a carve that llama.cpp cannot run.
 OTHERS = "another assemble.target, see models/README.md (Runtimes), or serve it by transformers"
-INSTALL = {
-    "llama_cpp": "pip install llama-cpp-python",
-    "converter": "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, then "
-    "--llama-cpp llama_cpp_python-*/vendor/llama.cpp",
-    "sentencepiece": "pip install sentencepiece",
-}
+INSTALL = (
+    "pip install llama-cpp-python sentencepiece, and the source, since no package has the converter: pip download "
+    "--no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, then --llama-cpp "
+    "llama_cpp_python-*/vendor/llama.cpp (and --python PATH of another interpreter that has the packages)"
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -84,7 +83,7 @@ def check_tokenizer(folder: Path) -> None:
     """Raises CheckpointError: there is no tokenizer, which `save_pretrained` of a model does not write."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         do = "copy the tokenizer from the carve that was trained (stages/train/RECIPES.md has the command)"
-        raise CheckpointError("no tokenizer.json, and a GGUF file needs one", where=str(folder), do=do)
+        raise CheckpointError("no tokenizer, which llama.cpp and serve_check need", where=str(folder), do=do)
 
 
 def check_convertible(config: Mapping[str, Any]) -> list[str]:
@@ -163,13 +162,12 @@ def describe_types(file: Path, clients: Clients) -> str:
 def _find_converter(clients: Clients) -> tuple[Path, Path]:
     folder = clients.llama_cpp
     if folder is None or not (folder / "conversion" / "base.py").is_file():
-        what = "llama.cpp's converter is in no package: its source is needed, of a version with a folder conversion"
-        raise ConfigError(what, where=f"--llama-cpp {folder}", do=INSTALL["converter"])
+        what = "llama.cpp's converter is missing: its source is needed, of a version with a folder conversion"
+        raise ConfigError(what, where=f"--llama-cpp {folder}", do=INSTALL)
     return folder, _find(clients, "sentencepiece")
 
 
 def _find(clients: Clients, client: str) -> Path:
     if python := clients.holding(client):
         return python
-    do = f"{INSTALL[client]}, or --python PATH of an interpreter that has it"
-    raise ConfigError(f"no interpreter has {client}", where=", ".join(map(str, clients.found)), do=do)
+    raise ConfigError(f"no interpreter has {client}", where=", ".join(map(str, clients.found)), do=INSTALL)

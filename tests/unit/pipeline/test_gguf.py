@@ -66,7 +66,7 @@ def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, caps
     (old := tmp_path / "llama.cpp").mkdir()
     (old / "convert_hf_to_gguf.py").touch()
     for words, said in (
-        ([], "converter is in no package"),
+        ([], "converter is missing"),
         (["--llama-cpp", old], "a folder conversion"),
         (["--python", tmp_path / "none"], f"no interpreter: {tmp_path}/none\n"),
     ):
@@ -155,7 +155,7 @@ def test_weights_without_a_tokenizer_are_refused(tmp_path, capsys, carve):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(carve / name)
     code, said = run_gguf(capsys, tmp_path, tmp_path / "x.gguf")
-    assert (code, said.splitlines()[0]) == (1, "no tokenizer.json, and a GGUF file needs one")
+    assert (code, said.splitlines()[0]) == (1, "no tokenizer, which llama.cpp and serve_check need")
 
 
 def test_the_converter_reads_a_tokenizer_that_transformers_5_wrote(tmp_path, carve, monkeypatch):
