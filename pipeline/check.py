@@ -1,12 +1,10 @@
 """Finds all errors in the settings before any weights are loaded, and reports them together."""
 
 import logging
-import os
 import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import suppress
 from dataclasses import Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -26,7 +24,7 @@ from models.targets.base import ALIGNMENT, MoETarget, expert_width, long_texts
 from models.targets.config import check_target
 from pipeline.disk import nearest_existing
 from pipeline.help import LOCAL, OVERLAYS, groups
-from pipeline.settings import LOOKING, TRAINED, Settings, enables, unneeded
+from pipeline.settings import LOOKING, PLACES, TRAINED, Settings, enables, unneeded
 from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolve_shape, shape_faults
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
@@ -43,8 +41,6 @@ LABEL = re.compile(r"[\w+-][\w.+ -]{0,99}")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Default maximum of an integer setting, by the last word of its name; a larger value is a typing error.
 MAX_COUNTS = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
-# Names that a run adds below a path of the user, and to it.
-LONGEST_INSIDE, LONGEST_SUFFIX = Path(*["x" * 100] * 3), ".1234567.partial"
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
 
@@ -88,35 +84,6 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
         faults += [f"{LIMITS[rule][1]} {bound}" for rule, bound in bounds.items() if LIMITS[rule][0](value, bound)]
     for fault in faults:
         yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={default_text(spec)}")
-
-
-def path_errors(settings: Settings) -> dict[str, ConfigError]:
-    """Setting → error, for each path that the system does not take."""
-    return {
-        name: ConfigError(
-            f"{name}={path[:100]}: {fault}",
-            where=f"setting {name}",
-            do=f"{name}={as_word(['ANOTHER_PATH'] if isinstance(value, list) else 'ANOTHER_PATH')}",
-        )
-        for name, value, spec in find_fields(settings)
-        if spec.metadata.get("path")
-        for path in (value if isinstance(value, list) else filter(None, [value]))
-        if (fault := path_fault(path))
-    }
-
-
-def path_fault(path: str) -> str:
-    """Why the system takes no such path, or none below it: too long, a circle of links, a NUL byte; empty if it does.
-
-    All other code may rely on it: `Path.exists` and its like raise OSError or ValueError for such paths.
-    """
-    try:
-        for tried in (expand_user(path) / LONGEST_INSIDE, f"{path}{LONGEST_SUFFIX}"):
-            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                os.lstat(tried)
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "strerror", error))
-    return ""
 
 
 def as_word(value: object) -> str:
@@ -196,9 +163,18 @@ def find_errors(
     dials whose words could not be read, so that they keep their defaults. Checks that depend on them are left out:
     their errors would concern values that the user did not choose.
     """
-    errors: list[UserError] = [*field_errors(settings), *_name_errors(settings.model)]
-    errors += (wrong_paths := path_errors(settings)).values()
-    unreadable_groups |= {name.partition(".")[0] for name in wrong_paths}
+    errors: list[UserError] = []
+    try:
+        _add_errors(errors, settings, words, unreadable_groups)
+    except OSError as error:  # of a path that the system does not take: a name too long, a folder that is closed
+        what = f"cannot open {str(error.filename)[:100]}: {error.strerror}"
+        errors.append(ConfigError(what, where=PLACES, do="another path"))
+    return errors
+
+
+def _add_errors(errors: list[UserError], settings: Settings, words: Sequence[str], unreadable_groups: Set[str]) -> None:
+    """Add the errors of `find_errors`. Raises OSError: the system does not take a path."""
+    errors += [*field_errors(settings), *_name_errors(settings.model)]
     if "output_dir" not in unreadable_groups:
         errors += _output_errors(settings.output_dir)
     sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
@@ -215,16 +191,21 @@ def find_errors(
             check_store(settings.store)
         except UserError as error:
             errors.append(error)
-    source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
-    if "model" in unreadable_groups or source_faults:
-        return errors + source_faults
+    if "model" not in unreadable_groups:
+        errors += _source_errors(settings, unreadable_groups, sound=sound)
+
+
+def _source_errors(settings: Settings, unreadable_groups: Set[str], *, sound: bool) -> list[UserError]:
+    """Errors of the dense model, and if all other settings are `sound`, of the shape that is carved out of it."""
+    if faults := check_source(settings.model):
+        return faults
     try:
         source = source_decoder(settings.model, text_only=settings.assemble.text_only)
     except ConfigError as error:  # there is no text part
-        return [*errors, error]
+        return [error]
+    errors: list[UserError] = [*map_errors(settings, source)]
     if "data" not in unreadable_groups:
-        errors += check_length(settings.data, source.config)
-    errors += map_errors(settings, source)
+        errors[:0] = check_length(settings.data, source.config)
     if sound and carves(settings):
         errors += _carve_errors(settings, request_shape(settings, source))
     return errors
@@ -330,15 +311,14 @@ def folder_errors(name: str, folder: str, do: str, *inner: str) -> Iterator[Conf
         home = expand_user(folder)
         yield ConfigError(what, where=where, do=setting_word(name, str(home)) if home.is_absolute() else do)
         return
-    if fault := path_fault(folder):
-        yield ConfigError(f"{name}={folder[:100]}: {fault}", where=where, do=do)
-        return
-    for place in dict.fromkeys(nearest_existing(Path(folder) / part) for part in ("", *inner)):
+    for part in ("", *inner):
         try:
             # Permission bits do not suffice: root, read-only mounts, kernel file systems.
-            TemporaryFile(dir=place).close()
+            TemporaryFile(dir=nearest_existing(Path(folder) / part)).close()
         except OSError as error:
-            yield ConfigError(f"cannot write to {place}: {error.strerror}", where=where, do=do)
+            place = Path(error.filename).parent if error.filename else folder
+            yield ConfigError(f"cannot write to {str(place)[:100]}: {error.strerror}", where=where, do=do)
+            return
 
 
 @dataclass(frozen=True)

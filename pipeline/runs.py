@@ -11,6 +11,8 @@ from pathlib import Path
 from shutil import rmtree
 from textwrap import shorten
 
+import yaml
+
 from instruments.errors import ConfigError, ContractError, exit_code, say, some
 from instruments.files import check_fields, kinds_of
 from pipeline.artifacts import SHORT, UNREADABLE, Manifest, StagingDir, hold_lock, is_complete, output_in_use
@@ -75,10 +77,14 @@ def read_run(name: str, path: Path) -> Run:
     """Read a run's record, which may be damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        if "results" not in record:  # of an earlier version, which wrote the stages alone
+            label = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))["model"]["label"]
+            stages = record["stages"]
+            record["results"] = [f"{label}/{stage['stage']}/{stage['fingerprint'][:SHORT]}" for stage in stages]
         check_fields(record, kinds_of(RunRecord))
         if wrong := [result for result in record["results"] if not RESULT.fullmatch(result)]:
             raise ValueError(f"{wrong[0]} is no result")
-    except UNREADABLE as error:
+    except (*UNREADABLE, yaml.YAMLError) as error:
         return Run(name, path.parent, fault=str(error))
     finished = [stage["stage"] for stage in record["stages"]]
     words = [word for word in record["overrides"] if not word.startswith("output_dir=")]
@@ -123,7 +129,7 @@ def remove_runs(output_dir: Path, names: Sequence[str]) -> str:
         gone = [run for run in runs if any(map(run.is_named, names))]
         kept = [run for run in runs if run not in gone]
         if damaged := [run for run in kept if run.fault]:
-            what = f"records of other runs are damaged or old, so that their results are unknown: {damaged[0].fault}"
+            what = f"records of other runs are damaged, so that their results are unknown: {damaged[0].fault}"
             do = f"{command} remove {shlex.join(run.name for run in damaged)}"
             raise ContractError(what, where=some(str(run.folder / RECORD) for run in damaged), do=do)
         used = {(artifacts / result).resolve() for result in find_results(artifacts, kept, strict=True)}

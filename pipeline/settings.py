@@ -107,7 +107,7 @@ class Settings:
     seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
     fresh: bool = False
     plan: bool = False
-    output_dir: str = field(default="outputs", metadata={"path": True})
+    output_dir: str = "outputs"
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

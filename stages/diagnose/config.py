@@ -37,7 +37,7 @@ class AnalyzeTensorConfig:
 class DiagnoseConfig:
     """The model and text, and settings for each check."""
 
-    checkpoint: str | None = field(default=None, metadata={"path": True})
+    checkpoint: str | None = None
     tokens: int = field(default=64, metadata={"minimum": 2})
     auto_diff: AutoDiffConfig = field(default_factory=AutoDiffConfig)
     analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)

@@ -21,7 +21,7 @@ class DumpStageConfig(DumpConfig):
     gradients: bool = True
     gradient_checkpointing: bool = field(default=False, metadata={"needs": {"gradients": True}})
     enabled: bool = field(default=True, metadata={"fingerprint": False})
-    folder: str | None = field(default=None, metadata={"fingerprint": False, "path": True})
+    folder: str | None = field(default=None, metadata={"fingerprint": False})
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Errors: settings of the dump exclude each other, or leave nothing to dump."""

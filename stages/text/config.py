@@ -21,7 +21,7 @@ class SourceConfig:
 
     # Share of the tokens.
     share: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
-    path: str | None = field(default=None, metadata={"path": True})
+    path: str | None = None
     name: str | None = None
     python_stdlib: bool = False
     subset: str | None = field(default=None, metadata={"needs": {"name": True}})
@@ -30,7 +30,7 @@ class SourceConfig:
     heldout_split: str | None = field(default=None, metadata={"needs": {"name": True}})
     text_column: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
     messages_column: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
-    chat_template: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}, "path": True})
+    chat_template: str | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
     ignored_fields: list[str] | None = field(default=None, metadata={"needs": {"python_stdlib": False}})
     packing: str | None = field(default=None, metadata={"choices": ("packed", "single")})
     labels: str | None = field(default=None, metadata={"choices": ("full_sequence", "completion")})
@@ -48,9 +48,9 @@ class DataConfig:
     """Sources of the text, and its tokenization; explained in conf/data."""
 
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
-    path: str | None = field(default=None, metadata={"needs": {"kind": "text"}, "path": True})
-    paths: list[str] = field(default_factory=list, metadata={"needs": {"kind": "text"}, "path": True})
-    heldout_path: str | None = field(default=None, metadata={"path": True})
+    path: str | None = field(default=None, metadata={"needs": {"kind": "text"}})
+    paths: list[str] = field(default_factory=list, metadata={"needs": {"kind": "text"}})
+    heldout_path: str | None = None
     name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     subset: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
@@ -59,9 +59,7 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list, metadata={"needs": {"kind": "mixture"}})
     text_column: str = field(default="text", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     messages_column: str = field(default="messages", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
-    chat_template: str | None = field(
-        default=None, metadata={"needs": {"kind": ("text", "hub", "mixture")}, "path": True}
-    )
+    chat_template: str | None = field(default=None, metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     ignored_fields: list[str] = field(default_factory=list, metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
     labels: str = field(default="full_sequence", metadata={"choices": ("full_sequence", "completion", "generated")})

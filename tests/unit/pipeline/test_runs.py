@@ -218,6 +218,20 @@ def test_a_hostile_record_removes_nothing_and_hides_nothing(out, three, result):
     assert all(folder.is_dir() for folder in three.values())
 
 
+def test_a_record_of_an_earlier_version_keeps_its_results_and_hinders_nothing(out, three):
+    """It named the stages that had run, and no results."""
+    old, new = (out / "runs" / name / RECORD for name in ("old", "new"))
+    for path in (old, new):
+        values = json.loads(path.read_text())
+        del values["results"]
+        path.write_text(json.dumps(values))
+        config = path.with_name("config.yaml")
+        config.write_text(config.read_text().replace("label: embedded", "label: pico"))
+    remove_runs(out, ["runs/old"])
+    assert not three["score"].exists()
+    assert all(three[name].is_dir() for name in ("scan", "other", "evaluate"))
+
+
 def test_a_damaged_manifest_of_another_run_is_refused(out, three):
     (three["other"] / "manifest.json").write_text("{")
     with pytest.raises(ContractError):
