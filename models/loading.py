@@ -158,10 +158,7 @@ def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
 
 @contextmanager
 def explained_loading(folder: Path) -> Iterator[None]:
-    """Turn transformers' errors into CheckpointError, and its refusal to offload quantised layers into ConfigError.
-
-    Errors about memory pass.
-    """
+    """Turn transformers' errors into CheckpointError; errors about memory pass."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -169,10 +166,6 @@ def explained_loading(folder: Path) -> Iterator[None]:
     except Exception as error:  # the files are untrusted, and transformers' classes raise errors of any type
         if "DefaultCPUAllocator" in str(error):
             raise
-        if "dispatched on the CPU or the disk" in str(error):
-            what = "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices"
-            do = "model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
-            raise ConfigError(what, where="model.device_map", do=do) from error
         what = f"transformers cannot load this checkpoint: {first_line(error)}"
         raise CheckpointError(what, where=str(folder), do=_BELONGS) from error
 

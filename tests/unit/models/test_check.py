@@ -200,14 +200,6 @@ def test_values_that_no_model_has_are_one_error(folder, key, value):
     assert [type(error) for error in faults(folder)] == [CheckpointError]
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "lfm2", "gemma2"])
-def test_config_and_weights_of_different_families(folder, model_type):
-    edit_config(folder, model_type=model_type, architectures=None, layer_types=None)
-    errors = faults(folder)
-    assert all(error.do == "check that config.json belongs to these weights" for error in errors)
-    assert any("tensors are missing" in error.what for error in errors)
-
-
 def test_settings_and_source_are_checked_together(folder):
     edit_config(folder, is_causal=False, quantization_config={"quant_method": "awq"})
     assert [error.what for error in faults(folder, device_map="auto", cpu_memory="lots")] == [

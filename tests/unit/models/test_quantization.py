@@ -68,15 +68,6 @@ def test_no_bitsandbytes_or_one_without_code_for_any_device(monkeypatch):
         import_bitsandbytes()
 
 
-def test_a_quantised_model_that_does_not_fit(plain):
-    model = ModelConfig(device="cpu", quantization="nf4", device_map="auto", cpu_memory="12KB")
-    with pytest.raises(ConfigError) as caught:
-        load_dense(model, plain)
-    assert caught.value.what.startswith("quantised layers cannot be offloaded")
-    assert caught.value.where == "model.device_map"
-    assert "larger model.gpu_memory and model.cpu_memory" in caught.value.do
-
-
 def test_its_import_asks_the_hub_for_no_kernel():
     """Runs in a fresh process; a stand-in for `kernels` prints requests. Only CPUs with AVX512-BF16 would send one."""
     program = (

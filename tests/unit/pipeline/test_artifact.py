@@ -301,12 +301,6 @@ def test_a_damaged_memory_only_costs_time(file, tmp_path, memory):
     assert FileHashes(tmp_path)(file) == hash_file(file)
 
 
-def test_a_memory_that_is_no_file_is_not_waited_for(file, tmp_path):
-    (tmp_path / "artifacts").mkdir()
-    os.mkfifo(tmp_path / "artifacts/hashes.json")
-    assert FileHashes(tmp_path)(file) == hash_file(file)
-
-
 def test_an_answer_is_found_once_by_any_process(file, tmp_path):
     found = []
     for question in ("a", "b", "a"):

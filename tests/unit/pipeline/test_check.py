@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pipeline.check import field_errors, find_errors, validate
-from pipeline.settings import compose, unneeded
-from stages.text.config import DataConfig, SourceConfig
+from pipeline.settings import compose
 
 POOL, ONN = "topology=global_pool", "assemble.target=tiny_onn"
 
@@ -120,12 +119,6 @@ def test_several_workers_need_a_model_each_and_share_a_batch(errors):
     assert errors("stage=train train.fsdp=true train.batch=24") == errors("") == []
 
 
-def test_one_worker_has_all_devices(errors, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, value)
-    assert errors("model.device_map=auto") == []
-
-
 def test_variables_of_the_dump(errors, monkeypatch):
     for name in ("TENSOR_SAVE_ENABLED", "CUSTOM_QUANT_TYPE", "TENSOR_SAVE_DIR"):
         monkeypatch.setenv(name, " ")
@@ -199,13 +192,6 @@ def test_a_setting_without_effect_is_reported_with_all_other_errors(errors):
         "setting project.alpha", "settings assemble.router and topology=global_pool", "shape"
     }  # fmt: skip
     assert errors("score.gradient_weight=5", unreadable_groups={"score"}) == []
-
-
-def test_a_need_for_a_setting_that_is_itself_without_effect_is_met_by_its_default():
-    assert "heldout_share" not in unneeded(DataConfig(kind="python_stdlib", heldout_split="x"))
-    assert unneeded(DataConfig(kind="text", heldout_path="x"))["heldout_share"] == "heldout_path"
-    assert unneeded(SourceConfig(path="a", split="b", heldout_split="c")).keys() >= {"split", "heldout_split"}
-    assert "heldout_share" not in unneeded(SourceConfig(path="a", heldout_split="c"))
 
 
 # Words → the start of the only warning, or None.

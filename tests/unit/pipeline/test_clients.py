@@ -119,13 +119,6 @@ def test_a_carve_that_sees_images_is_converted_as_its_own_class(tmp_path, wrappe
     assert "without the images" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_carve_that_sees_images_is_checked_as_its_own_class(wrapped, tmp_path):
-    found = tmp_path / "found.json"
-    assert serve_check.main([str(wrapped), "--json", str(found)]) == 0
-    assert all(row["largest"] < 1e-4 for row in json.loads(found.read_text())["rows"])
-
-
 def test_serve_check_runs_no_python_of_the_carve(tmp_path, carve, llama_cpp, marker, monkeypatch):
     hostile = make_hostile(carve, tmp_path / "moe", marker)
     monkeypatch.setattr(
@@ -135,13 +128,6 @@ def test_serve_check_runs_no_python_of_the_carve(tmp_path, carve, llama_cpp, mar
     assert not marker.exists()
     (moe,) = (tmp_path / "llama.cpp" / "converted").read_text().splitlines()
     assert moe.startswith("Qwen2MoeForCausalLM")
-
-
-@pytest.mark.slow
-def test_serve_check_loads_hostile_folders_in_transformers(tmp_path, carve, marker):
-    hostile = make_hostile(carve, tmp_path / "moe", marker)
-    assert serve_check.main([str(hostile)]) == 0
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize("program", [gguf, serve_check])

@@ -38,15 +38,6 @@ def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
     assert carved[1][2] == ["experts=2", "score=wanda", f"output_dir={tmp_path}"]
 
 
-def test_a_sweep_over_all_options_that_match_a_pattern(tmp_path, monkeypatch):
-    carved = []
-    monkeypatch.setattr(cli, "run_pipeline", lambda settings, *_, **__: carved.append(settings.assemble.router))
-    words = ["-m", "assemble=glob(*r*,exclude=error)", f"output_dir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["pipeline", *words])
-    assert cli.run_command(words) == 0
-    assert carved == ["random", "residual_ridge"]
-
-
 def test_wrong_settings_of_all_jobs_are_found_before_the_first(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setattr(cli, "run_pipeline", None)
     words = ["-m", "always_on=0,1024", "seed=-1,1", "train.language_model=0", "stage=train", f"output_dir={tmp_path}"]

@@ -71,13 +71,6 @@ def test_wrong_command_lines(tmp_path, words, code, capsys):
     assert "  do:    " in capsys.readouterr().err
 
 
-def test_a_tokenizer_without_a_chat_template(carve, tmp_path, capsys):
-    (carve / "chat_template.jinja").rename(tmp_path / "template")
-    assert generate.main([str(carve), "x", "--chat", "--device", "cpu"]) == 1
-    assert "--chat" in capsys.readouterr().err
-    (tmp_path / "template").rename(carve / "chat_template.jinja")
-
-
 @pytest.mark.parametrize("tokens", ["0", "-1", "many", "1.5"])
 def test_limits_are_numbers_from_1(tokens, capsys):
     with pytest.raises(SystemExit):

@@ -121,10 +121,6 @@ def test_a_sweep_is_written_in_words(word):
     assert text.endswith("do:    python -m pipeline -m seed=0,1")
 
 
-def test_every_value_of_a_sweep_over_a_boolean_is_checked():
-    assert len(texts("fresh=true,2,'3'", sweep=True)) == 2
-
-
 @pytest.mark.parametrize("word", ["fresh=true", "fresh=True", "fresh='false'", "fresh=no", "plan=${fresh}"])
 def test_words_are_booleans(word):
     assert texts(word) == []

@@ -16,7 +16,7 @@ from models.source import EMBEDDED
 from pipeline.artifacts import open_staging, publish
 from pipeline.check import validate
 from pipeline.help import REPOSITORY
-from pipeline.plan import STALE, fingerprint, make_plan, make_recipe, plain_settings, published_recipe, select_stages
+from pipeline.plan import STALE, fingerprint, make_plan, plain_settings, published_recipe, select_stages
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents
 from pipeline.settings import CHAIN, STAGES, asked_stages, compose, with_ancestors
 from stages.artifacts.job import Table, Workers
@@ -126,13 +126,6 @@ def test_training_is_planned_where_it_is_asked_for_or_evaluated(steps):
     assert whole.keys() == set(STAGES) - {"dump", "diagnose"}
     assert tuple(whole["evaluate"].parents) == ("scan", "cluster", "assemble", "project", "train")
     assert steps("stage=evaluate", "evaluate.checkpoint=train").keys() == whole.keys()
-
-
-def test_every_node_of_a_stage_is_handed_to_it(steps):
-    for name, step in steps().items():
-        assert tuple(step.inputs) == STAGES[name].nodes
-        assert tuple(step.parents) == STAGES[name].parents
-        assert step.folder.name == step.fingerprint[:16]
 
 
 def test_another_shape_keeps_scan_and_score(steps):
@@ -334,9 +327,6 @@ def test_a_worker_that_does_not_see_the_published_results_says_so(steps):
     require_parents(project, Workers(1, 2, 1))
 
 
-IDENTITIES = {"model": {"config": "c0ffee"}, "data": {"python": "3.11.7"}}
-
-
 @dataclass
 class Inner:
     batch: int = 2
@@ -353,35 +343,6 @@ class Outer:
 class Optional:
     tokens: int = 3
     kept: int = field(default=1, metadata={"needs": {"tokens": True}})
-
-
-def recipe(stage="scan", *, parents=None, cache_keys=IDENTITIES, **changes):
-    nodes = {"model": Outer(), "data": 5, "store": 6, "scan": Inner(), "score": 7, "seed": 0} | changes
-    return make_recipe(STAGES[stage], nodes, cache_keys, parents or {})
-
-
-def test_a_recipe_names_everything_that_decides_the_result():
-    assert recipe() == {
-        "stage": "scan",
-        "version": STAGES["scan"].version,
-        "settings": {
-            "model": {"tokens": 3, "inner": {"batch": 2}},
-            "data": 5,
-            "store": 6,
-            "scan": {"batch": 2},
-            "seed": 0,
-        },
-        "identity": IDENTITIES,
-        "parents": {},
-    }
-
-
-def test_only_what_the_stage_reads_enters():
-    assert fingerprint(recipe()) == fingerprint(recipe(score=8))
-    assert fingerprint(recipe()) != fingerprint(recipe(scan=Inner(3)))
-    assert fingerprint(recipe("score", parents={"scan": "a"})) == fingerprint(
-        recipe("score", parents={"scan": "a"}, model=Outer(tokens=4))
-    )
 
 
 def test_fields_marked_so_stay_out():

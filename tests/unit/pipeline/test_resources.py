@@ -1,11 +1,9 @@
 """What stages are expected to need: memory with its remedies, hidden states on disk, and times of earlier runs."""
 
-import json
 import sys
 from dataclasses import replace
 
 import pytest
-from pico import write_pico
 
 from models.config import ModelConfig
 from pipeline.check import validate
@@ -86,13 +84,6 @@ def test_the_memory_of_a_gpu_holds_the_tensors_alone(checked, monkeypatch):
     assert not list(memory_warnings(gpu, ["project"]))
 
 
-def test_a_quantised_model_is_scanned_and_not_compared_with(checked):
-    plain = checked("train=distil")
-    nf4 = replace(plain, settings=replace(plain.settings, model=ModelConfig(quantization="nf4")))
-    assert peak_bytes("scan", nf4) < peak_bytes("scan", plain)
-    assert all(peak_bytes(stage, nf4) == peak_bytes(stage, plain) for stage in ("train", "evaluate"))
-
-
 def test_hidden_states_above_the_limit_are_on_disk(checked):
     words = ("data.tokens=131072", "vocabulary=none")
     inside, outside = (checked(*words, f"model.hidden_memory={room}GB") for room in (100, 0))
@@ -138,31 +129,6 @@ def test_a_damaged_file_of_times_is_replaced(checked, tmp_path, content):
     assert estimate_seconds("scan", run) == guess
     record_seconds("scan", run, 9.0)
     assert estimate_seconds("scan", run) == pytest.approx(guess if content is None else 9)
-
-
-def test_only_a_whole_run_of_a_stage_is_timed(tmp_path):
-    write_pico(tmp_path / "pico", "llama", tokenizer=True)
-    words = [
-        *(
-            "stage=scan",
-            "model=local",
-            f"model.path={tmp_path / 'pico'}",
-            "model.label=pico",
-            "data=python_stdlib",
-            "data.tokens=900",
-        ),
-        *("data.max_length=50", "scan.batch_tokens=100", f"output_dir={tmp_path}"),
-    ]
-    assert run_command(words) == 0
-    before = json.loads((tmp_path / "rates.json").read_text())
-    assert len(before) == 1
-    (result,) = (tmp_path / "artifacts/pico/scan").glob("[!.]*")
-    (unfinished := result.with_name(f".{result.name}") / "scratch").mkdir(parents=True)
-    (unfinished / "of a killed run").touch()
-    (result / "manifest.json").unlink()
-    result.rename(tmp_path / "gone")
-    assert run_command(words) == 0
-    assert json.loads((tmp_path / "rates.json").read_text()) == before
 
 
 def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):

@@ -45,13 +45,6 @@ def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):
     assert not (run.folder / "checkpoint").readlink().is_absolute()
 
 
-def test_latest_is_also_a_run_without_a_checkpoint(run, tmp_path):
-    (tmp_path / "older").mkdir()
-    replace_link(run.output_dir / "latest", tmp_path / "older")
-    assert run.link_latest(None).resolve() == run.folder
-    assert not (run.output_dir / "latest" / "checkpoint").is_symlink()
-
-
 def test_links_in_a_folder_that_is_reached_through_a_link(tmp_path):
     for folder in ("disk/deep/home", "outputs/artifact"):
         (tmp_path / folder).mkdir(parents=True)

@@ -12,8 +12,6 @@ import pytest
 
 from instruments.errors import ConfigError, ContractError
 from pipeline.artifacts import LockedError, Manifest, artifact_folder, hold_lock, open_staging, output_in_use, publish
-from pipeline.cli import run_command
-from pipeline.run import Runner
 from pipeline.run_folder import RECORD, RunFolder
 from pipeline.runs import compare, find_runs, main, remove_runs
 from pipeline.settings import Settings
@@ -137,17 +135,6 @@ def test_nothing_is_removed_while_a_run_is_active(out, three):
     remove_runs(out, ["runs/old"])
 
 
-def test_an_active_run_keeps_all_others(out, three, monkeypatch):
-    def run(runner, steps, *, alone):
-        assert runner.run_folder.record.results == ["/".join(steps[0].folder.parts[-3:])]
-        with pytest.raises(LockedError):
-            remove_runs(out, ["runs/old"])
-
-    monkeypatch.setattr(Runner, "run", run)
-    assert run_command(["stage=scan", "model.device=cpu", f"output_dir={out}"]) == 0
-    remove_runs(out, ["runs/old"])
-
-
 def test_a_run_waits_until_a_removal_is_done(out):
     code = "import sys; from pathlib import Path; from pipeline.artifacts import output_in_use\n"
     code += "with output_in_use(Path(sys.argv[1])): print('begun', flush=True)"
@@ -180,19 +167,6 @@ def test_a_run_whose_folder_is_elsewhere_counts(out, three, tmp_path):
     remove_runs(out, [linked])
     assert not three["score"].exists()
     assert (tmp_path / "elsewhere" / RECORD).exists()
-
-
-@pytest.mark.parametrize("removed", ["pico", "nano"])
-def test_a_result_with_two_names_is_one(out, removed):
-    """A link to the results of another model."""
-    scan = publish_result(out, "scan", "x", label="pico")
-    (out / "artifacts" / "nano").symlink_to("pico")
-    for label in ("pico", "nano"):
-        record(out, f"runs/{label}", [out / "artifacts" / label / "scan" / scan.name])
-    remove_runs(out, [f"runs/{removed}"])
-    assert (scan / "tensor.safetensors").exists()
-    remove_runs(out, [run.name for run in find_runs(out)])
-    assert not scan.exists()
 
 
 def test_a_folder_of_results_that_is_a_link_out_is_refused(out, three, tmp_path):

@@ -104,14 +104,6 @@ def test_a_path_that_the_system_does_not_take_is_an_error_of_the_settings(words,
     assert find_faults([*words, f"output_dir={tmp_path}"])
 
 
-def test_no_word_reaches_hydra_that_would_write_to_the_root(tmp_path, monkeypatch, capsys):
-    from pipeline.cli import run_command
-
-    monkeypatch.chdir(tmp_path)
-    assert run_command(["-m", "output_dir=", "seed=0,1"]) == 2
-    assert capsys.readouterr().err.startswith("output_dir is empty: ")
-
-
 @pytest.mark.parametrize("key", ["model.path", "data.sources.0.path", "hydra.run.dir"])
 @pytest.mark.parametrize("folder", ["/my (new) models/it's=1!", "/mein Ordner/été 1", "/模型/qwen"])
 def test_a_path_that_hydra_cannot_read_is_quoted_for_shell_and_command(key, folder):
@@ -120,14 +112,6 @@ def test_a_path_that_hydra_cannot_read_is_quoted_for_shell_and_command(key, fold
     (word,) = shlex.split(error.do)
     assert override_errors([word], sweep=False) == {}
     assert parse_overrides([word])[0].value() == folder
-
-
-@pytest.mark.parametrize("word", ["data.sources=[{path:/jörg/chats.jsonl,share:1}]", "dense_layers=[0,,1]", "n=ä"])
-def test_the_remedy_of_a_value_that_is_no_text_is_no_text(word):
-    (error,) = override_errors([word], sweep=False).popitem()[1]
-    assert "cannot be read" in error.what
-    (remedy,) = shlex.split(error.do)
-    assert override_errors([remedy], sweep=False) == {}
 
 
 def test_a_rule_of_every_number_at_any_depth():

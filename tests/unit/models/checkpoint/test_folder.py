@@ -50,12 +50,6 @@ def test_weights_are_those_that_transformers_decodes(stored):
             assert torch.equal(reader.tensor(name), model.get_parameter(name)), name
 
 
-def test_four_bits_keep_the_format_they_were_quantised_from(plain, tmp_path):
-    store_quantised(plain, tmp_path, "nf4", dtype=torch.float16)
-    with ShardReader(tmp_path) as reader:
-        assert reader.dtype(UP) == reader.tensor(UP).dtype == torch.float16
-
-
 @pytest.mark.parametrize(
     ("named", "dtype"),
     [({"dtype": "float16"}, torch.float16), ({"torch_dtype": "torch.float32"}, torch.float32), ({}, torch.bfloat16)],

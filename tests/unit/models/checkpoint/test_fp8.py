@@ -146,13 +146,6 @@ def test_transformers_decodes_the_same(plain, tmp_path, form, block):
     assert all(torch.equal(theirs[name], weight) for name, weight in decoded.items())
 
 
-def test_the_settings_of_generation_are_kept(plain, tmp_path):
-    store_fp8(plain, tmp_path / "fp8", "blocks")
-    (tmp_path / "fp8/generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    model = load_dense(ModelConfig(device="cpu"), tmp_path / "fp8")
-    assert model.generation_config.eos_token_id == [3, 5]
-
-
 def lose_scale(tensors, _config):
     del tensors[f"{GATE}_scale_inv"]
 
@@ -228,9 +221,3 @@ def test_rotated_weights_are_refused():
     assert stored_quantization({"quantization_config": stored}) == "fp8"
     stored["transform_config"] = {"config_groups": {"R1": {"type": "hadamard"}}}
     assert stored_quantization({"quantization_config": stored}) == "compressed-tensors"
-
-
-def test_fp8_is_not_quantised_again(plain, tmp_path):
-    store_fp8(plain, tmp_path / "fp8", "blocks")
-    (error,) = check_source(ModelConfig(kind="local", path=str(tmp_path / "fp8"), quantization="nf4"))
-    assert error.what == "model.quantization=nf4, but the checkpoint is stored in fp8"

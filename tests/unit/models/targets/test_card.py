@@ -135,14 +135,6 @@ def test_a_gate_that_cannot_speak_is_said():
     assert said(100, 2) == said(1, 1) == set()
 
 
-def test_padding_that_was_asked_for_is_said_and_judged():
-    text = "\n".join(runtimes("qwen2_moe", MoEShape(64, 100, 8, 20), 256))
-    assert "Experts are padded with zero neurons to 256, a multiple of 256; the output is the same." in text
-    assert "20 always-on neurons are padded with zero neurons to 256." in text
-    assert "suit the fused kernels" in text
-    assert "N = 256 suits Q8_0, Q4_0 and the K-quants" in text
-
-
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_no_runtime_is_named_for_experts_with_another_activation(target):
     said = runtimes(target, hidden_act="relu2")
@@ -185,14 +177,6 @@ def test_what_llama_cpp_would_silently_leave_out_is_said(target, dense, fault):
     assert said == f"{fault}." if fault else "`python -m pipeline gguf` converts it" in said
 
 
-def test_layers_that_vllm_would_rotate_are_said():
-    said = "vLLM: rotates the positions of all layers alike."
-    for layers in ({"no_rope_layers": [1, 0]}, {"layer_rope_theta": [0, 5e4]}, {"layer_rope_theta": [0, 0]}):
-        assert said in runtimes("granitemoe_swa", **layers)
-    for layers in ({}, {"no_rope_layers": [1, 1]}, {"layer_rope_theta": [5e4, 5e4]}):
-        assert said not in runtimes("granitemoe_swa", **layers)
-
-
 def test_keys_that_stay_rotated_for_short_texts_are_said():
     """tests/numerics/test_long_generation.py shows them."""
     long = {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 2048}
@@ -206,18 +190,3 @@ def test_keys_that_stay_rotated_for_short_texts_are_said():
     assert "within 4,096 tokens" in line
     assert said("tiny_onn", long) == said("mixtral", {"model_type": "phi3"}) == []
     assert said("mixtral", long | {"model_type": "llama"}) == []  # whose class keeps them, too
-
-
-def test_attention_that_is_not_sharpened_in_long_texts_is_said():
-    def said(target, rope):
-        return [line for line in runtimes(target, rope_parameters=rope) if "is sharper" in line]
-
-    (line,) = said("mixtral", MINISTRAL)
-    assert "after each 2,048 tokens" in line
-    assert "assemble.target=tiny_onn" in line
-    assert said("tiny_onn", MINISTRAL) == said("mixtral", MINISTRAL | {"llama_4_scaling_beta": 0.0}) == []
-
-
-def test_kernels_for_the_experts_of_a_model_that_sees_images_are_those_of_its_text_part():
-    lines = suitable_runtimes(MOE_TARGETS["mixtral"], SHAPE, None, PLAIN, seeing=True)
-    assert 'train with `experts_implementation={"text_config": "grouped_mm"}`' in lines[0]

@@ -5,7 +5,7 @@ from pico import FAMILIES, decoder_of
 
 from instruments.errors import ConfigError
 from models.config import GLOBAL_POOL, MoEShape
-from models.targets.base import GateScale, gate_kind, gate_scale_of, rotated_share
+from models.targets.base import GateScale, gate_kind, gate_scale_of
 from models.targets.config import MOE_TARGETS, check_target, select_target, targets_of
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 4}
@@ -109,12 +109,6 @@ MIXED = ["full_attention", "sliding_attention"]
 def test_attention_that_a_target_cannot_hold(config, target, where, other):
     found = [(error.where, error.do) for error in check_target(decoder_of(SIZES | config), MOE_TARGETS[target], SHAPE)]
     assert found == ([(f"{where} in config.json", f"assemble.target={other}")] if where else [])
-
-
-def test_what_config_json_leaves_out_of_an_encoding_is_that_of_transformers():
-    assert rotated_share(decoder_of("glm", rope_parameters=ROPE).config) == 0.5
-    assert rotated_share(decoder_of("glm", rope_parameters=PARTIAL).config) == 0.75
-    assert decoder_of("llama", num_key_value_heads=None).config["num_key_value_heads"] == 4
 
 
 def test_shapes_that_a_target_cannot_hold():

@@ -41,26 +41,6 @@ def read_by_transformers(folder, config):
     return AutoConfig.from_pretrained(folder)
 
 
-PAIRS = [
-    *(("qwen3", "qwen3_moe"), ("qwen2", "qwen2_moe"), ("llama", "mixtral"), ("mistral", "mixtral")),
-    *(("llama", "glm4_moe"), ("olmo2", "flex_olmo"), ("qwen3", "dots1"), ("granite", "granitemoe")),
-    *(("granite", "granitemoeshared"), ("phi3", "mixtral")),
-]
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_common_keys(tmp_path, source, target):
-    config = emitted(source, target)
-    assert config["architectures"] == [MOE_TARGETS[target].architecture]
-    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
-    for key in SIZES.keys() - {"intermediate_size"}:
-        assert config[key] == SIZES[key]
-    read = read_by_transformers(tmp_path, config)
-    assert read.num_experts_per_tok == 2
-    assert getattr(read, "num_local_experts", None) or read.num_experts == 6
-    assert read.eos_token_id == [3, 4]
-
-
 OLD_STYLE = {"rope_theta": 7e3, "rope_scaling": {"type": "linear", "factor": 2.0}}
 NEW_STYLE = {"rope_parameters": {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0}}
 
@@ -75,27 +55,6 @@ def test_position_encoding_in_both_spellings(tmp_path, source, target):
     expected = {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0} | whole_heads
     assert config["rope_parameters"] == expected
     assert read_by_transformers(tmp_path, config).rope_parameters == expected
-
-
-@pytest.mark.parametrize(
-    ("source", "theta", "scaling"),
-    [
-        ({"rope_theta": 7e3, "rope_scaling": None}, 7e3, {}),
-        ({"rope_parameters": {"rope_theta": 7e3}}, 7e3, {}),
-        # A scaling added to the config.json of transformers 5 replaces what is there.
-        ({"rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}, "rope_scaling": {"factor": 2.0}}, 1e4, None),
-        ({"rope_parameters": {"rope_theta": 5e4}, "rope_scaling": {"factor": 2.0}, "rope_theta": 7e3}, 7e3, None),
-    ],
-)
-def test_position_encodings_with_and_without_scaling(tmp_path, source, theta, scaling):
-    if scaling is None:
-        scaling = {"rope_type": "linear", "factor": 2.0}
-        source = source | {"rope_scaling": scaling}
-        read = read_by_transformers(tmp_path, {**SIZES, "model_type": "llama", **source}).rope_parameters
-        assert read == {"rope_theta": theta, **scaling}
-    config = emitted("llama", "mixtral", **source)
-    assert config["rope_scaling"] == (scaling or None)
-    assert config["rope_parameters"] == {"rope_theta": theta, "rope_type": "default", **scaling}
 
 
 def test_keys_that_a_source_leaves_out_mean_its_own_defaults():
@@ -126,19 +85,6 @@ def test_keys_that_a_source_leaves_out_mean_its_own_defaults():
 def test_widths_of_experts_and_always_on_neurons(target, source, always_on, pad_to, expected):
     dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 16, 2, always_on)
     assert written(dense, target, shape, pad_to=pad_to).items() >= expected.items()
-
-
-def test_longrope_is_said_for_both_generations():
-    factors = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 2.1, 2.2]}
-    scaling = {"type": "longrope", **factors}
-    config = emitted("phi3", "mixtral", rope_scaling=scaling, original_max_position_embeddings=128)
-    expected = {
-        "factor": 4.0, "rope_type": "longrope", **factors,
-        "original_max_position_embeddings": 128,
-    }  # fmt: skip
-    assert config["rope_scaling"] == expected
-    assert config["rope_parameters"] == {"rope_theta": 1e4} | expected
-    assert config["original_max_position_embeddings"] == 128
 
 
 _FACTORS = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0]}

@@ -45,16 +45,6 @@ def dense(tmp_path_factory):
     return folder
 
 
-def test_template_generation_config_and_licence_come_along(dense, tmp_path):
-    out, chat = emit(dense, tmp_path), [{"role": "user", "content": "def"}]
-    before, after = (
-        AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False) for folder in (dense, out)
-    )
-    assert after == before
-    for name in ("generation_config.json", "LICENSE"):
-        assert (out / name).read_bytes() == (dense / name).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("source", "tokenizer_class", "target"),
     [
@@ -105,15 +95,6 @@ def test_another_number_format(dense, tmp_path, dtype):
     with ShardReader(emit(dense, tmp_path / "glm4", "glm4_moe", dtype=dtype)) as reader:
         bias = reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias")
     assert (bias.dtype, bias.tolist()) == (torch.float32, [0, 0, 0])
-
-
-def test_mixed_formats_are_kept(dense, tmp_path):
-    """Experts in bfloat16, attention and router in float32."""
-    router = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
-    with ShardReader(emit(dense, tmp_path, experts=half_experts, router=router)) as reader:
-        assert reader.dtype("model.layers.0.mlp.experts.2.down_proj.weight") == torch.bfloat16
-        assert reader.dtype("model.layers.0.self_attn.q_proj.weight") == torch.float32
-        assert torch.equal(reader.tensor("model.layers.1.mlp.gate.weight"), router)
 
 
 @pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])
@@ -214,16 +195,6 @@ def test_packed_layouts(source, target, names, tmp_path):
         assert torch.equal(shared_gate_up[16:21], given.shared_up_SD)
         assert torch.equal(shared_down[:, :5], given.shared_down_DS)
         assert shared_gate_up.count_nonzero() == 10 * 24
-
-
-def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path):
-    dense = write_pico(tmp_path / "dense", "phi3", layers=1, tie=True)
-    out = emit(dense, tmp_path / "moe", target="tiny_onn", experts=random_experts)
-    with ShardReader(dense) as before, ShardReader(out) as after:
-        name = "model.layers.0.self_attn.qkv_proj.weight"
-        assert torch.equal(before.tensor(name), after.tensor(name))
-        assert "lm_head.weight" not in after.names
-    assert (out / "modeling_tiny_onn.py").exists()
 
 
 @pytest.mark.parametrize(

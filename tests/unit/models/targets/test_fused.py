@@ -75,13 +75,6 @@ def test_probes_see_separate_ffns(folder):
     assert len(found) == 2
 
 
-def test_families_without_fused_ffns_are_left_alone(tmp_path):
-    model = load(write_pico(tmp_path, "llama"))
-    before = [layer.mlp for layer in model.model.layers]
-    separate_ffns(model)
-    assert [layer.mlp for layer in model.model.layers] == before
-
-
 def test_offloaded_weights_have_no_views(folder):
     model = load(folder).to("meta")
     with pytest.raises(ConfigError, match="gate and up are one weight") as caught:

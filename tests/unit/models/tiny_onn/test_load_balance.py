@@ -43,12 +43,6 @@ def test_masked_tokens_count_nothing():
     assert measure([(logits, chosen)]) > K + 0.2
 
 
-def test_masks_of_another_shape_are_ignored():
-    layers = [even(), even(1)]
-    for mask in (torch.ones(1, T + 5), torch.ones(1, 1, T, T)):
-        assert measure(layers, attention_mask=mask) == measure(layers)
-
-
 def test_its_gradient_moves_tokens_away_from_the_crowd():
     logits = torch.tensor([0.5, 0.4, 0.3, 0.2]).repeat(T, 1).requires_grad_()
     measure_imbalance([logits], [torch.tensor([0, 1]).expand(T, K)], scoring="softmax", pooled=False).backward()
