@@ -244,7 +244,7 @@ class RedisStore(SumStore):
             what = f"the Redis key {found} is there, but no scan has begun under this namespace"
             raise ContractError(what, where=self.place, do="another store.namespace, or delete all keys under this one")
         if held != self.identity.encode():
-            what = f"Redis holds sums of a scan with {list_differences(held, self.identity)}"
+            what = f"Redis holds sums of a scan with another {list_differences(held, self.identity)}"
             do = f"{START_OVER}; another store.namespace; or the code that began this scan"
             raise ContractError(what, where=self.place, do=do)
 

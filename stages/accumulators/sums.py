@@ -52,19 +52,12 @@ def empty_sums(shapes: Shapes) -> ScanSums:
 
 
 def list_differences(held: str | bytes, wanted: str) -> str:
-    """The facts that differ between two identities of a scan, which are JSON objects, in words."""
+    """Names of the facts that differ between two identities of a scan, which are JSON objects."""
     try:
         theirs, ours = dict(json.loads(held)), json.loads(wanted)
     except (ValueError, TypeError, RecursionError):
-        return "an identity that is no scan's"
-    said = [
-        f"{name} {theirs.get(name, 'unset')} (here {ours.get(name, 'unset')})"
-        if isinstance(ours.get(name, ""), str)
-        else f"another {name}"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
-    ]
-    return ", ".join(said)
+        return "everything"
+    return ", ".join(name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name))
 
 
 class SumStore(ABC):
@@ -169,8 +162,8 @@ class LocalStore(SumStore):
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
         if facts["identity"] == self.identity and shapes == dict(self.shapes):
             return sums
-        differences = list_differences(facts["identity"], self.identity) or "other tensors"
-        raise ContractError(f"unfinished sums are of a scan with {differences}", where=str(path), do=do)
+        differences = list_differences(facts["identity"], self.identity) or "tensors"
+        raise ContractError(f"unfinished sums are of a scan with another {differences}", where=str(path), do=do)
 
 
 def load_sums(path: Path, *, do: str) -> tuple[ScanSums, dict[str, Any]]:

@@ -37,29 +37,19 @@ def free_memory() -> int | None:
 
 
 def control_group_rooms(root: Path, membership: Path) -> Iterator[int]:
-    """Bytes left below the memory limit of each control group of this process, of version 1 or 2; at least 0.
+    """Bytes left below the memory limit of each control group (version 2) of this process; at least 0.
 
     Pages of files that the system can drop do not count as used.
-    Source: Linux kernel documentation, admin-guide/cgroup-v1/memory and admin-guide/cgroup-v2.
+    Source: Linux kernel documentation, admin-guide/cgroup-v2.
     """
-    for line in membership.read_text(encoding="utf-8").splitlines() if membership.exists() else ():
-        _number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        elif not controllers:
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        else:
-            continue
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
+    for path in (Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")):
         # In a container the path may be the host's; only the container's own group is visible, at the base.
-        for group in {Path(), Path(path[1:]), *Path(path[1:]).parents}:
+        for group in {root, root / path, *(root / parent for parent in path.parents)}:
             with suppress(OSError, ValueError):  # no such group, or "max": no limit
-                yield _room(base / group, *names)
-
-
-def _room(group: Path, limit: str, used: str, droppable: str) -> int:
-    statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
-    left = int((group / limit).read_text()) - int((group / used).read_text())
-    return max(0, left + int(statistics[droppable]))
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+                yield max(0, left + int(statistics["inactive_file"]))
 
 
 def memory_limit(model: ModelConfig, processes: int = 1) -> float:

@@ -28,12 +28,10 @@ from stages.text.sequences import (
     NO_ROOM,
     NOTHING_WRITTEN,
     LoadedText,
-    describe_skipped,
     encode_text,
     find_begin,
     missing_begin,
-    require_embeddings,
-    require_sequences,
+    require_usable,
     select_usable,
 )
 from stages.text.sources import read_sources
@@ -71,12 +69,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
             room -= len(ids)
         if room <= 0:
             break
-    text = LoadedText(prompts, dict(skipped))
-    require_sequences(text, source)
-    for note in describe_skipped(skipped):
-        logger.warning("prompts: %s", note)
-    require_embeddings(prompts, tokenizer)
-    return text
+    return require_usable(LoadedText(prompts, dict(skipped)), source, tokenizer)
 
 
 def encode_start(document: Document, tokenizer: PreTrainedTokenizerBase, data: Source) -> list[int]:
@@ -130,8 +123,7 @@ def continue_prompts(
             tokens += sum(len(prompt) + len(row) for prompt, row in pairs if row)
             written += news
             progress.update(min(tokens, data.tokens) - progress.n)
-    text = _join(prompts, written, data.tokens)
-    require_sequences(text, list_sources(data, "calibration")[0])
+    text = require_usable(_join(prompts, written, data.tokens), list_sources(data, "calibration")[0], tokenizer)
     logger.info("generated text: %d of %d tokens, %d sequences", text.tokens, data.tokens, len(text.sequences))
     return text
 
@@ -220,7 +212,4 @@ def _join(prompts: LoadedText, written: Sequence[Sequence[int]], wanted: int) ->
                 silent.append(prompt.name)
 
     sequences = select_usable(join(), wanted).sequences
-    skipped = {NOTHING_WRITTEN: silent} if silent else {}
-    for note in describe_skipped(skipped):
-        logger.warning("generated text: %s", note)
-    return LoadedText(sequences, {**prompts.skipped, **skipped})
+    return LoadedText(sequences, {**prompts.skipped, **({NOTHING_WRITTEN: silent} if silent else {})})

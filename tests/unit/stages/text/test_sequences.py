@@ -203,15 +203,3 @@ def test_a_token_without_an_embedding(write_jsonl, tokenizer, load):
     with pytest.raises(DataError) as caught:
         load(data, tokenizer, *(["calibration"] if load is load_text else []))
     assert caught.value.what == "the tokenizer makes token 4096, '<|new|>', and the model has 4096"
-
-
-def test_a_tokenizer_whose_compiled_code_fails_is_an_error_of_the_text(tokenizer, monkeypatch):
-    class PanicException(BaseException):
-        pass
-
-    def fail(*_words, **_options):
-        raise PanicException("called `Result::unwrap()` on an `Err` value")
-
-    monkeypatch.setattr(type(tokenizer), "__call__", fail)
-    with pytest.raises(DataError, match="the tokenizer fails: called"):
-        encode_document(Document("f:1", "text"), tokenizer, Source())
