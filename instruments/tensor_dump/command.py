@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from instruments.dtypes import SIZES
 from instruments.errors import ConfigError, align, exit_code, progress, say, some
-from instruments.tensor_dump.config import QUANT_TYPES
 from instruments.tensor_dump.index import STORED, Source, TensorRecord
 from instruments.tensor_dump.reader import DumpReader
 
@@ -21,17 +20,13 @@ if TYPE_CHECKING:
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "suspicious")
 
 
-def summarise(reader: DumpReader, chosen: Sequence[TensorRecord], quant_type: str | None = None) -> str:
-    """Facts, a table row per kind of module and tensor, with the error of rounding to `quant_type`, and problems."""
+def summarise(reader: DumpReader, chosen: Sequence[TensorRecord]) -> str:
+    """Facts, a table row per kind of module and tensor, and problems."""
     groups: dict[tuple[str, str], list[TensorRecord]] = {}
     for record in chosen:
         kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$", "*", record.source.module)
         groups.setdefault((kind, record.source.tensor), []).append(record)
-    rows = []
-    for (kind, tensor), records in groups.items():
-        error = [] if quant_type is None else [_rounding(reader, records, quant_type)]
-        rows.append((kind, tensor, *_row(records), *error))
-    table = align([COLUMNS if quant_type is None else (*COLUMNS, quant_type), *rows])
+    table = align([COLUMNS, *((*group, *_row(records)) for group, records in groups.items())])
     facts = align(facts_of(reader, chosen))
     complaints = "".join(f"{line}\n" for line in complaints_of(reader))
     return "\n".join([*facts, "", *table, ""]) + (f"\n{complaints}" if complaints else "")
@@ -80,19 +75,6 @@ def _row(records: Sequence[TensorRecord]) -> tuple[str, ...]:
         f"{min(lows):.3g} … {max(highs):.3g}" if lows else "–", f"{max(deviations):.3g}" if deviations else "–",
         ", ".join(notes),
     )  # fmt: skip
-
-
-def _rounding(reader: DumpReader, records: Sequence[TensorRecord], quant_type: str) -> str:
-    """The largest relative L2 error of rounding one of these tensors; infinite if a value overflows."""
-    from instruments.precision.comparison import measure_distance  # noqa: PLC0415 - loads torch
-    from instruments.tensor_dump.rounding import round_into  # noqa: PLC0415
-
-    errors = []
-    for record in records:
-        if record.status == STORED and (values := reader.load(record)).is_floating_point():
-            found = measure_distance(values, round_into(values, quant_type))
-            errors.append(math.inf if found.nonfinite else found.normalised_l2)
-    return f"{max(errors):.2g}" if errors else "–"
 
 
 Difference = tuple[Source, float, float, float]
@@ -179,7 +161,6 @@ def main(words: Sequence[str] | None = None) -> int:
     show.add_argument("--module", default="*", metavar="GLOB", help="only these modules")
     show.add_argument("--tensor", default="*", metavar="GLOB", help="only input, weight, grad_output, query ...")
     show.add_argument("--step", type=int, help="only this step")
-    show.add_argument("--round", choices=QUANT_TYPES, help="also the relative L2 error in this number format")
     show.add_argument("--list", action="store_true", help="one line a tensor, by name")
     show.set_defaults(act=_show)
     compare = commands.add_parser("compare", help="where two dumps of the same model differ")
@@ -205,7 +186,7 @@ def _show(wanted: argparse.Namespace) -> int:
             where, do = "--module, --tensor, --step", f"python -m pipeline dump show {wanted.folder} --list"
             raise ConfigError(f"none of {len(reader.records)} records matches", where=where, do=do)
         names = "".join(f"{record.name}\n" for record in chosen)
-        say(names if wanted.list else summarise(reader, chosen, wanted.round))
+        say(names if wanted.list else summarise(reader, chosen))
     return 0
 
 

@@ -39,11 +39,6 @@ def test_show(dump, capsys):
         "linear_L0_forward_fp32_weight",
         "linear_L1_forward_fp32_weight",
     ]
-    assert main(["show", str(dump), "--round", "bf16", "--tensor", "weight"]) == 0
-    with DumpReader(dump) as reader:
-        weights = [reader.load(record) for record in reader.select(tensor="weight")]
-    worst = max(float((one - one.bfloat16().float()).norm() / one.norm()) for one in weights)
-    assert capsys.readouterr().out.split("\n\n")[1].split()[-1] == f"{worst:.2g}"
     assert main(["show", str(dump), "--module", "*.q_proj"]) == 2
     assert capsys.readouterr().err.startswith("none of 18 records matches\n")
 
