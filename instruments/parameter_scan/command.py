@@ -39,7 +39,7 @@ def summarise(scan: Mscan) -> str:
         ("created", header.created),
         ("parameters", f"{len(header.table.entries):,}, in blocks {header.table.block_width} wide"),
         ("sequences", f"{len(scan.sequences):,} of {tokens:,} tokens in {len(scan.segments)} segments"),
-        ("encoding", encoding[header.encoding] + (", with values per token" if header.per_token else "")),
+        ("encoding", encoding[header.encoding]),
     ]
     facts += [(str(key), str(value)) for key, value in header.metadata.items()]
     if scan.torn:

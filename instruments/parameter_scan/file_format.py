@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError, some
-from instruments.files import check_fields, is_anything, is_count, is_flag, is_text, kinds_of, list_of, object_of
+from instruments.files import check_fields, is_anything, is_count, is_text, kinds_of, list_of, object_of
 from instruments.parameter_scan.log16 import encode_log16
 
 MAGIC, VERSION = b"MSCAN", 3
@@ -23,13 +23,11 @@ ENCODINGS = ("f32", "log16")
 ALIGNMENT = 8  # bytes; every array begins at a multiple of it
 PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
 MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # limits of a valid file
-# One row per sequence ...
-SEQUENCE_ARRAYS = ("activation", "gradient", "in_activation", "in_gradient", "out_gradient")
-# ... and one per token.
-TOKEN_ARRAYS = ("token_activation", "token_gradient")
+ARRAYS = ("activation", "gradient", "in_activation", "in_gradient", "out_gradient")  # one row per sequence
 
 _CONTENT = {
-    "model": is_text, "created": is_text, "block_width": is_count, "encoding": is_text, "per_token": is_flag,
+    "model": is_text, "created": is_text, "block_width": is_count, "encoding": is_text,
+    "per_token": lambda value: value is False,  # files of earlier releases may have values per token
     "metadata": object_of(is_anything), "parameters": list_of(is_anything),
 }  # fmt: skip
 
@@ -121,15 +119,13 @@ class Header:
     created: str  # ISO 8601
     table: ParameterTable
     encoding: str = "log16"
-    per_token: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def widths(self) -> dict[str, int]:
         """Array name → number of columns, in file order."""
         parameters, inputs, outputs = self.table.widths
-        widths = dict(zip(SEQUENCE_ARRAYS, (parameters, parameters, inputs, inputs, outputs), strict=True))
-        return widths | dict.fromkeys(TOKEN_ARRAYS if self.per_token else (), parameters)
+        return dict(zip(ARRAYS, (parameters, parameters, inputs, inputs, outputs), strict=True))
 
     def content(self) -> dict[str, Any]:
         """The header as JSON values."""
@@ -137,8 +133,8 @@ class Header:
             (one.name, one.kind, one.in_features, one.out_features, one.in_head, one.out_head)
             for one in self.table.entries
         ]
-        given = {name: getattr(self, name) for name in _CONTENT if name not in {"block_width", "parameters"}}
-        return given | {"block_width": self.table.block_width, "parameters": parameters}
+        facts = {name: value for name, value in vars(self).items() if name in _CONTENT}
+        return facts | {"block_width": self.table.block_width, "per_token": False, "parameters": parameters}
 
     def differences(self, other: "Header") -> list[str]:
         """Keys whose values differ and so prevent combining two files; date and metadata may differ."""
@@ -191,16 +187,15 @@ def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
 def _read_content(content: Any) -> Header:  # noqa: ANN401 - any JSON
     """The header from its JSON, which may be invalid despite a matching checksum. Raises ValueError."""
     check_fields(content, _CONTENT)
-    own = {name: content[name] for name in _CONTENT}
-    width, entries = own.pop("block_width"), own.pop("parameters")
-    if own["encoding"] not in ENCODINGS:
+    model, created, width, encoding, _per_token, metadata, entries = (content[name] for name in _CONTENT)
+    if encoding not in ENCODINGS:
         raise ValueError(f"encoding is none of {', '.join(ENCODINGS)}")
     if not 1 <= width <= MAX_FEATURES:
         raise ValueError(f"block_width is not between 1 and {MAX_FEATURES}")
     table = ParameterTable(tuple(_read_entry(entry, width) for entry in entries), width)
     if sum(table.widths) > MAX_BLOCKS:
         raise ValueError(f"its parameters have more than {MAX_BLOCKS} blocks")
-    return Header(table=table, **own)
+    return Header(model, created, table, encoding, metadata)
 
 
 def _read_entry(entry: Any, width: int) -> WatchedParameter:  # noqa: ANN401 - any JSON
@@ -223,33 +218,8 @@ class StoredSequence:
     source: str = ""
 
 
-def first_tokens(sequences: Iterable[StoredSequence]) -> list[int]:
-    """Row of each sequence's first token, and the total number of tokens."""
-    return [0, *accumulate(sequence.tokens for sequence in sequences)]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """B sequences and float32 arrays (B, P), (B, I), (B, O) and, with values per token, (Σtokens, P)."""
-
-    sequences: tuple[StoredSequence, ...]
-    arrays: dict[str, NDArray[np.float32]]
-
-    @classmethod
-    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
-        """All parts, concatenated."""
-        if len(parts) == 1:
-            return parts[0]
-        arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
-        return cls(tuple(sequence for part in parts for sequence in part.sequences), arrays)
-
-    def split(self) -> "Iterator[Rows]":
-        """Each sequence, without a copy."""
-        for row, (start, stop) in enumerate(pairwise(first_tokens(self.sequences))):
-            own, tokens = slice(row, row + 1), slice(start, stop)
-            arrays = {name: array[tokens if name in TOKEN_ARRAYS else own] for name, array in self.arrays.items()}
-            yield Rows(self.sequences[own], arrays)
-
+# A sequence, and its norms by name of the array: (P,), (I,) or (O,) float32.
+Row = tuple[StoredSequence, dict[str, NDArray[np.float32]]]
 
 SEGMENT_MAGIC = b"MSEG"
 NORMS, CLOSING = 1, 2  # kinds: sequences; closing header
@@ -299,14 +269,14 @@ def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
     return SegmentHeader(offset, index, sequences, tokens, length, payload_checksum, kind)
 
 
-def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:
+def pack_payload(header: Header, rows: Sequence[Row]) -> Iterator[bytes | memoryview]:
     """The consecutive parts of a payload: the sequence table, its JSON padded, and the arrays."""
-    columns = {name: [getattr(sequence, name) for sequence in rows.sequences] for name in _TABLE}
+    columns = {name: [getattr(sequence, name) for sequence, _arrays in rows] for name in _TABLE}
     text = json.dumps(columns, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     yield _LENGTH.pack(len(text)) + text
     for name in header.widths:
-        values: NDArray[Any] = np.ascontiguousarray(rows.arrays[name], "<f4")
+        values: NDArray[Any] = np.stack([arrays[name] for _sequence, arrays in rows]).astype("<f4", copy=False)
         if header.encoding == "log16":
             scale, codes = encode_log16(values)
             yield _bytes_of(scale.astype("<f8", copy=False))

@@ -19,18 +19,14 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
 
 
 class InputSquares:
-    """Squared norms and Gram matrix of one input (B, T, I).
+    """Squared norms and Gram matrix of one input (B, T, I)."""
 
-    `token_squares_BT` is None if values per token are not requested, or the input does not belong to tokens.
-    """
-
-    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int, *, per_token: bool) -> None:
+    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
         """Sum the tokens' squares by blocks of `width`; `source` is the module's input, `x_BTI` the same by samples."""
         self.x_BTI = x_BTI
         # The source is kept so that its memory is not reused.
         self._source, self._version, self._width = source, _version(source), width
         squares_BTi = token_block_squares(x_BTI, width)
-        self.token_squares_BT = squares_BTi.sum(2) if per_token else None
         if mask_BT is not None:
             squares_BTi = squares_BTi.masked_fill(~mask_BT.unsqueeze(2), 0)
         self.block_squares_Bi = squares_BTi.sum(1)
@@ -62,27 +58,19 @@ class HeadPart(NamedTuple):
     x_BSD: Tensor  # input of the head; S may be less than T
     at_inputs_BTS: Tensor  # G[s, id_t]: gradient of the logits at the looked-up tokens
     columns_BD: Tensor  # ‖B[:, d]‖²
-    token_squares_BS: Tensor | None  # ‖g_s‖²·‖x_s‖²
 
     def to(self, device: torch.device) -> "HeadPart":
         """The same on another device: the two embeddings may be on different ones."""
-        tokens = None if self.token_squares_BS is None else self.token_squares_BS.to(device)
-        return HeadPart(self.x_BSD.to(device), self.at_inputs_BTS.to(device), self.columns_BD.to(device), tokens)
+        return HeadPart(*(tensor.to(device) for tensor in self))
 
 
 def head_part(
-    x_BSD: Float[Tensor, "B S D"],
-    grad_BSV: Float[Tensor, "B S V"],
-    ids_BT: Int[Tensor, "B T"],
-    *,
-    gram: bool,
-    per_token: bool = False,
+    x_BSD: Float[Tensor, "B S D"], grad_BSV: Float[Tensor, "B S V"], ids_BT: Int[Tensor, "B T"], *, gram: bool
 ) -> HeadPart:
     """Reduce the logits' gradient to the terms needed for the sum of both uses."""
     at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
-    tokens = (row_norms(grad_BSV) * row_norms(x_BSD)).square_() if per_token else None
     gram_BTT = sample_grams(grad_BSV) if gram else None
-    return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram, gram_BTT=gram_BTT), tokens)
+    return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram, gram_BTT=gram_BTT))
 
 
 def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B D"]:
@@ -115,18 +103,6 @@ def embedding_columns(
     sent_back_BTD = head.at_inputs_BTS @ head.x_BSD.float()
     cross_BD = sent_back_BTD.mul_(delta_BTD).sum(1)
     return columns_BD.add_(head.columns_BD).add_(cross_BD, alpha=2).clamp_min_(0)
-
-
-def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | None) -> Float[Tensor, "B T"]:
-    """‖contribution of position t‖²: δ_t in row id_t and, if tied, g_t x_tᵀ for the last S positions."""
-    squares_BT = row_norms(delta_BTD).square_()
-    if head is None or head.token_squares_BS is None:
-        return squares_BT
-    kept = head.token_squares_BS.shape[1]
-    own_BS = head.at_inputs_BTS[:, -kept:].diagonal(dim1=1, dim2=2)
-    cross_BS = own_BS * (head.x_BSD.float() * delta_BTD[:, -kept:]).sum(-1)
-    squares_BT[:, -kept:] += head.token_squares_BS + 2 * cross_BS
-    return squares_BT.clamp_min_(0)
 
 
 def row_norms(x_BTN: Tensor) -> Tensor:

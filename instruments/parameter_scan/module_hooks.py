@@ -93,11 +93,11 @@ class TargetHooks:
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, width):
             scan_pass.last_input = scan_pass.read_input(x, width, device)
         seen = scan_pass.last_input
-        scan_pass.record_input(self.target.column, seen.block_squares_Bi, seen.token_squares_BT)
+        scan_pass.squares.activation[self.target.column] = seen.block_squares_Bi
         return seen
 
     def _record_linear(self, scan_pass: ScanPass, grad: Tensor, x: Tensor) -> None:
-        """‖X‖² and ‖∇W‖² of a Linear, per block and token."""
+        """‖X‖² and ‖∇W‖² of a Linear, per block."""
         squares, column, parameter = scan_pass.squares, self.target.column, self.target.parameter
         seen = self._record_input(scan_pass, x, grad.device)
         grad_BTO = grad.reshape(*seen.x_BTI.shape[:2], -1)
@@ -105,8 +105,6 @@ class TargetHooks:
             seen.x_BTI, grad_BTO, (parameter.in_width, parameter.out_width), product=self.product,
             gram=lambda: seen.gram_BTT,
         )  # fmt: skip
-        if seen.token_squares_BT is not None:
-            squares.token_gradient[column] = seen.token_squares_BT * inputs.row_norms(grad_BTO).square_()
 
     def _run_lookup(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the function's result
         output = func(*args, **kwargs)
@@ -124,21 +122,20 @@ class TargetHooks:
         scan_pass.ids[self.target.column] = ids_BT
         rows_BTD = output.detach()
         # Measured now: the model may scale the rows in place.
-        seen = scan_pass.read_input(rows_BTD, rows_BTD.shape[-1], rows_BTD.device)
-        norms = seen.block_squares_Bi, seen.token_squares_BT
+        squares_B1 = scan_pass.read_input(rows_BTD, rows_BTD.shape[-1], rows_BTD.device).block_squares_Bi
         if not self.passes.gradients:
-            scan_pass.record_input(self.target.column, *norms)
+            scan_pass.squares.activation[self.target.column] = squares_B1
             return None
         if not torch.is_grad_enabled():
             return None
         if not output.requires_grad:
             output = rows_BTD.requires_grad_()
-        return self._watch(scan_pass, partial(self._record_embedding, norms), output)
+        return self._watch(scan_pass, partial(self._record_embedding, squares_B1), output)
 
-    def _record_embedding(self, norms: tuple[Tensor, Tensor | None], scan_pass: ScanPass, delta_BTD: Tensor) -> None:
+    def _record_embedding(self, squares_B1: Tensor, scan_pass: ScanPass, delta_BTD: Tensor) -> None:
         """‖rows looked up‖² and ‖∇W‖² of an embedding; the backward pass reaches the look-up after the head."""
         target, column = self.target, self.target.column
-        scan_pass.record_input(column, *norms)
+        scan_pass.squares.activation[column] = squares_B1
         # A loss fused with the output embedding bypasses the module; without its part the gradient would be wrong.
         if target.head is not None and self._head_name not in scan_pass.used:
             return
@@ -151,8 +148,6 @@ class TargetHooks:
             head = head.to(delta_BTD.device)
         columns_BD = inputs.embedding_columns(ids_BT, delta_BTD, head)
         scan_pass.squares.out_gradient[column] = sum_blocks(columns_BD, target.parameter.out_width)
-        if norms[1] is not None:
-            scan_pass.squares.token_gradient[column] = inputs.embedding_token_squares(delta_BTD, head)
 
     def _on_head(self, x: Tensor, output: Tensor) -> Tensor | None:
         """The output embedding tied to this embedding runs."""
@@ -171,8 +166,7 @@ class TargetHooks:
         grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
         gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
         ids_BT = scan_pass.ids[self.target.column].to(grad.device)
-        head = inputs.head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
-        scan_pass.heads[self.target.column] = head
+        scan_pass.heads[self.target.column] = inputs.head_part(x_BSD, grad_BSV, ids_BT, gram=gram)
 
     def _begin_experts(
         self, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
@@ -216,10 +210,9 @@ class TargetHooks:
         group_R = (token_R // facts.length * experts + expert_R).to(x_RI.device)
         squares_Ri = inputs.token_block_squares(x_RI.unsqueeze(0), parameter.in_width).squeeze(0)
         zeros_Gi = squares_Ri.new_zeros(facts.samples * experts, parameter.in_blocks)
-        mask_R = None if facts.mask_BT is None else facts.mask_BT.to(x_RI.device).flatten()[token_R]
-        seen_Ri = squares_Ri if mask_R is None else squares_Ri * mask_R.unsqueeze(1)
-        found = {"activation": zeros_Gi.index_add(0, group_R, seen_Ri)}
-        by_token = {"token_activation": squares_Ri.sum(1)}
+        if facts.mask_BT is not None:
+            squares_Ri *= facts.mask_BT.to(x_RI.device).flatten()[token_R].unsqueeze(1)
+        found = {"activation": zeros_Gi.index_add(0, group_R, squares_Ri)}
         if grad_RO is not None:
             grad_RO = grad_RO.flatten(1)
             found |= {"in_gradient": zeros_Gi, "out_gradient": zeros_Gi.new_zeros(len(zeros_Gi), parameter.out_blocks)}
@@ -230,12 +223,6 @@ class TargetHooks:
                 columns_1I, rows_1O = weight_squares(x, grad, gram=gram)
                 found["in_gradient"][group] = sum_blocks(columns_1I, parameter.in_width)[0]
                 found["out_gradient"][group] = sum_blocks(rows_1O, parameter.out_width)[0]
-            by_token["token_gradient"] = by_token["token_activation"] * inputs.row_norms(grad_RO).square()
-        if scan_pass.per_token:
-            position_R = (token_R % facts.length).to(x_RI.device)
-            for name, squares_R in by_token.items():
-                found[name] = squares_R.new_zeros(len(zeros_Gi), facts.length)
-                found[name][group_R, position_R] = squares_R
         for name, squares_Gn in found.items():
             pieces: dict[int, Tensor] = getattr(scan_pass.squares, name)
             squares_BEn = squares_Gn.unflatten(0, (facts.samples, experts))

@@ -125,9 +125,6 @@ class Squares:
     activation: dict[int, Tensor] = field(default_factory=dict)  # (B, input blocks); embedding: (B, 1)
     in_gradient: dict[int, Tensor] = field(default_factory=dict)  # (B, input blocks)
     out_gradient: dict[int, Tensor] = field(default_factory=dict)  # (B, output blocks)
-    # Per position, if requested: (B, T), or only the last positions.
-    token_activation: dict[int, Tensor] = field(default_factory=dict)
-    token_gradient: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -140,7 +137,6 @@ class ScanPass:
     facts: CallFacts
     names: Sequence[str]
     source: str = ""
-    per_token: bool = False
     recorded: bool = True  # False: its modules are not measured, and a backward pass through it is none of the others'
     ids: dict[int, Tensor] = field(default_factory=dict)  # (B, T) ids of each embedding's look-up
     used: set[str] = field(default_factory=set)  # modules that have run
@@ -178,16 +174,9 @@ class ScanPass:
         x_BTI = narrow(x_BTI).to(device)
         pooled = source.ndim == 2 and x_BTI.shape[1] == 1  # one row per sample
         mask_BT = None if pooled else self.facts.mask_BT
-        fits = x_BTI.shape[1] <= self.facts.length
-        if mask_BT is not None and fits:  # the output embedding may get only the last positions
+        if mask_BT is not None:  # the output embedding may get only the last positions
             mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
-        return InputSquares(source, x_BTI, mask_BT, width, per_token=self.per_token and fits and not pooled)
-
-    def record_input(self, column: int, block_squares_Bi: Tensor, token_squares_BT: Tensor | None) -> None:
-        """Store ‖X‖² per block and, if measured, per token."""
-        self.squares.activation[column] = block_squares_Bi
-        if token_squares_BT is not None:
-            self.squares.token_activation[column] = token_squares_BT
+        return InputSquares(source, x_BTI, mask_BT, width)
 
     def take(self) -> Squares:
         """Return the measured squares and reset them for the next backward pass through the same graph."""

@@ -17,14 +17,12 @@ from instruments.parameter_scan.file_format import (
     CLOSING,
     SEGMENT_HEADER,
     SEGMENT_MAGIC,
-    TOKEN_ARRAYS,
     Header,
     ParameterTable,
-    Rows,
+    Row,
     SegmentHeader,
     StoredSequence,
     damaged,
-    first_tokens,
     read_segment_header,
     refused,
     unpack_header,
@@ -86,11 +84,10 @@ class Segment:
         """Read the sequence table; arrays stay on the disk. Raises ValueError: an invalid payload."""
         self.sequences, position = unpack_table(payload, place)
         self._payload, self._quantised = payload, header.encoding == "log16"
-        self._first_tokens = first_tokens(self.sequences)
         # Array → its start (with log16 the start of its scales) and its shape.
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
+        rows = place.sequences
         for name, columns in header.widths.items():
-            rows = place.tokens if name in TOKEN_ARRAYS else place.sequences
             self._places[name] = position, (rows, columns)
             position += 16 * columns + 2 * rows * columns if self._quantised else 4 * rows * columns
             position += -position % ALIGNMENT
@@ -100,7 +97,7 @@ class Segment:
     def array(self, name: str, rows: slice = ALL, columns: slice = ALL) -> NDArray[np.float32]:
         """Norms as float32, NaN where not measured; a view of the file if nothing needs decoding.
 
-        `rows` are sequences, or tokens for the token arrays; `columns` are parameters, input blocks or output blocks.
+        `rows` are sequences; `columns` are parameters, input blocks or output blocks.
         """
         start, shape = self._places[name]
         if not self._quantised:
@@ -113,12 +110,9 @@ class Segment:
         start, (_rows, columns) = self._places[name]
         return self._view(start, (2, columns), "<f8")
 
-    def rows(self, start: int, stop: int) -> Rows:
-        """Sequences `start` to `stop` with all their norms."""
-        rows, tokens = slice(start, stop), slice(self._first_tokens[start], self._first_tokens[stop])
-        found = {name: self.array(name, tokens if name in TOKEN_ARRAYS else rows) for name in self._places}
-        # Views of the file cannot be written to.
-        return Rows(self.sequences[rows], {name: np.require(array, requirements="W") for name, array in found.items()})
+    def row(self, number: int) -> Row:
+        """The `number`-th sequence of the segment with all its norms."""
+        return self.sequences[number], {name: self.array(name, slice(number, number + 1))[0] for name in self._places}
 
     def _view(self, start: int, shape: tuple[int, int], stored: str) -> NDArray[Any]:
         return np.frombuffer(self._payload, stored, shape[0] * shape[1], start).reshape(shape)
@@ -161,21 +155,6 @@ class Mscan:
     def output_blocks(self, name: str) -> NDArray[np.float32]:
         """(S, blocks) gradient of one weight's output blocks. Raises ContractError: no such weight."""
         return self._stacked("out_gradient", self.parameters.output_columns[self.parameters.index(name)])
-
-    def tokens(self, sequence: int | str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(T, P) activation and gradient contribution (see ScanRecord) per token of a sequence, by number or name.
-
-        Raises ContractError: no such sequence, or the file has no values per token.
-        """
-        if not self.header.per_token:
-            raise refused(self.path, f"{self.path.name} holds no values per token", "scan again with per_token=True")
-        for segment in self.segments:
-            for row, one in enumerate(segment.sequences):
-                if sequence in {one.number, one.name}:
-                    arrays = segment.rows(row, row + 1).arrays
-                    return arrays["token_activation"], arrays["token_gradient"]
-        what = f"no sequence {sequence!r}; there are {len(self.sequences)}"
-        raise refused(self.path, what, "see scan.sequences")
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
         """(columns,) largest relative error of an array's stored values; 0 for f32."""

@@ -43,8 +43,6 @@ class ParameterTensorScanner:
         patterns: globs on module names; None for every Linear, Conv1D, embedding and fused expert. `left_out` gives the
             weights without norms and the reasons, also those found during a pass, such as a second use.
         block_width: rows and columns of a block; where features are attention heads, a block is a head.
-        per_token: also measure ‖x_t‖ and ‖x_t‖·‖δ_t‖, the norm of position t's contribution to the weight's gradient
-            (not the gradient of token t's own loss).
         gradients: True records backward passes, and no forward pass under no_grad. False records forward passes alone,
             under no_grad or not; gradients are then NaN.
         samples: name of the argument whose dimension 0 are the samples; None: input_ids, inputs_embeds, or else the
@@ -61,7 +59,6 @@ class ParameterTensorScanner:
         model: nn.Module,
         patterns: Sequence[str] | None = None,
         block_width: int = 64,
-        per_token: bool = False,
         gradients: bool = True,
         product: str = "auto",
         samples: str | None = None,
@@ -76,7 +73,7 @@ class ParameterTensorScanner:
         self.left_out = selection.left_out
         self.parameters: list[WatchedParameter] = [one for target in self._targets for one in target.parameters]
         self.skipped: list[str] = []  # samples without a supervised token
-        self._per_token, self._gradients, self._product = per_token, gradients, product
+        self._gradients, self._product = gradients, product
         self._passes = Passes(gradients=gradients, left_out=self.left_out)
         self._uses = WeightUses(self._targets if gradients else ())
         self._handles: list[RemovableHandle] = []
@@ -169,7 +166,7 @@ class ParameterTensorScanner:
             raise ConfigError(
                 f"{len(names)} names for {facts.samples} samples", where="scanner.name_samples", do="name every sample"
             )
-        self._passes.begin(ScanPass(facts, names, self._source, self._per_token))
+        self._passes.begin(ScanPass(facts, names, self._source))
         self._names, self._source = None, ""
         self._uses.begin()
 
@@ -217,12 +214,7 @@ def to_record(
     if gradients:
         weights = [parameters[column].name for column in measured]
         _check(found_BP[kept], weights, [sequence.name for sequence in sequences])
-    tokens = [
-        _by_token(pieces, mask_BT, indices, len(parameters)) if scan_pass.per_token else None
-        for pieces in (squares.token_activation, squares.token_gradient)
-    ]
-    activation, gradient, in_activation, in_gradient, out_gradient = (values_BN[kept] for values_BN in norms)
-    return ScanRecord(sequences, activation, gradient, in_activation, in_gradient, out_gradient, *tokens), skipped
+    return ScanRecord(sequences, *(values_BN[kept] for values_BN in norms)), skipped
 
 
 def _by_parameter_and_block(
@@ -237,19 +229,6 @@ def _by_parameter_and_block(
     in_gradient, _ = join_blocks(squares.in_gradient, inputs, samples)
     out_gradient, gradient = join_blocks(squares.out_gradient, outputs, samples)
     return activation.sqrt(), gradient.sqrt(), in_activation.sqrt(), in_gradient.sqrt(), out_gradient.sqrt()
-
-
-def _by_token(pieces: Mapping[int, Tensor], mask_BT: Tensor, indices: Sequence[int], parameters: int) -> list[Tensor]:
-    """Norms of each of these samples, (tokens, P)."""
-    length, missing_BT = mask_BT.shape[1], torch.full(mask_BT.shape, torch.nan)
-
-    def fill(squares_BS: Tensor) -> Tensor:
-        """Squares of all positions: a module called with only the last ones has none of the others."""
-        missing = length - squares_BS.shape[1]
-        return torch.cat([missing_BT[:, :missing], squares_BS], dim=1) if missing else squares_BS
-
-    table_BTP = torch.stack([fill(pieces.get(column, missing_BT)) for column in range(parameters)], dim=2).sqrt_()
-    return [table_BTP[index][mask_BT[index]] for index in indices]
 
 
 def _fetch(facts: CallFacts, squares: Squares) -> tuple[Squares, Tensor, dict[str, Tensor]]:
@@ -274,24 +253,12 @@ def _check(found_BP: Tensor, measured: Sequence[str], names: Sequence[str]) -> N
     # List the last weight first: the backward pass starts there and propagates non-finite values.
     finite_BP = found_BP.isfinite()
     weights = [name for name, fine in zip(measured, finite_BP.all(0).tolist(), strict=True) if not fine][::-1]
-    for what, bad, do in (
-        (
-            "no gradient reached a watched parameter",
-            [] if measured else names,
-            "call backward on a loss of the model's output; with frozen weights, inputs_embeds.requires_grad_()",
-        ),
-        (
-            "the gradient is not finite",
-            [name for name, fine in zip(names, finite_BP.all(1).tolist(), strict=True) if not fine],
-            "look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
-        ),
-        (
-            "all gradients are zero",
-            [name for name, trained in zip(names, found_BP.any(1).tolist(), strict=True) if not trained],
-            "see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
-            "away), and that gradients do not vanish in the number format: float32, or a scaled loss",
-        ),
-    ):
-        if bad:
-            where = some(bad) + (f"; of {some(weights, 3, ', ')}" if weights else "")
-            raise NumericsError(f"{what} in {len(bad)} of {len(names)} samples", where=where, do=do)
+    trained_B = finite_BP.all(1) & found_BP.any(1)
+    if bad := [name for name, trained in zip(names, trained_B.tolist(), strict=True) if not trained]:
+        raise NumericsError(
+            f"the gradient of {len(bad)} of {len(names)} samples is missing, zero or not finite",
+            where=some(bad) + (f"; of {some(weights, 3, ', ')}" if weights else ""),
+            do="call backward on a loss of the model's output that uses these samples (labels not all masked; a "
+            "sample's first label is shifted away), with inputs_embeds.requires_grad_() if weights are frozen; or "
+            "scan in float32",
+        )

@@ -44,10 +44,6 @@ class ScanRecord:
     in_activation_BI: Tensor  # ‖X[:, block]‖
     in_gradient_BI: Tensor  # ‖∂loss/∂W[:, block]‖
     out_gradient_BO: Tensor  # ‖∂loss/∂W[block, :]‖
-    # If requested, one (T, P) tensor per sample, T its tokens: ‖x_t‖, and ‖x_t‖·‖δ_t‖, the norm of position t's
-    # contribution to the weight's gradient (not the gradient of token t's own loss).
-    token_activation: Sequence[Tensor] | None = None
-    token_gradient: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

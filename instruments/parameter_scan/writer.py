@@ -15,14 +15,13 @@ import numpy as np
 from instruments.errors import ContractError
 from instruments.files import sync, whole_file
 from instruments.parameter_scan.file_format import (
+    ARRAYS,
     CLOSING,
     ENCODINGS,
     SEGMENT_HEADER,
-    SEQUENCE_ARRAYS,
-    TOKEN_ARRAYS,
     Header,
     ParameterTable,
-    Rows,
+    Row,
     SegmentHeader,
     StoredSequence,
     WatchedParameter,
@@ -50,7 +49,6 @@ class MscanWriter:
         block_width: int,
         encoding: str = "log16",
         segment_sequences: int = 1024,
-        per_token: bool = False,
         metadata: Mapping[str, Any] | None = None,
         created: str | None = None,
         append: bool = False,
@@ -64,7 +62,6 @@ class MscanWriter:
             block_width: columns or rows of a block.
             encoding: log16 (2 bytes per value, error given in SPECIFICATION.md) or f32 (lossless).
             segment_sequences: sequences per segment; a segment is also sealed at 64 MiB.
-            per_token: also store the values per token.
             metadata: any JSON values.
             created: ISO 8601; default now.
             append: continue an existing file; a torn tail is cut off, with a warning.
@@ -79,12 +76,12 @@ class MscanWriter:
             raise refused(self.path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
         table = ParameterTable(tuple(replace(one, block_width=block_width) for one in parameters), block_width)
         created = created or datetime.now(UTC).isoformat(timespec="seconds")
-        self.header = Header(model, created, table, encoding, per_token, dict(metadata or {}))
+        self.header = Header(model, created, table, encoding, dict(metadata or {}))
         self.next_number = 0
         self._most = segment_sequences
         # `_closing` would close the file after the sealed segments; its offset is their end.
         self._file, self._closing = self._reopen() if append and self.path.exists() else self._create()
-        self._waiting: list[Rows] = []  # of one sequence each
+        self._waiting: list[Row] = []
         self._nbytes = 0
 
     def _create(self) -> tuple[BinaryIO, SegmentHeader]:
@@ -128,31 +125,23 @@ class MscanWriter:
         """
         start = self.next_number
         numbers = range(start, start + len(record.sequences)) if numbers is None else numbers
-        self.append(self._rows_of(record, numbers))
+        for row in self._rows_of(record, numbers):
+            self.append(row)
         self.next_number = max([start, *(number + 1 for number in numbers)])
 
-    def _rows_of(self, record: ScanRecord, numbers: Sequence[int]) -> Rows:
+    def _rows_of(self, record: ScanRecord, numbers: Sequence[int]) -> list[Row]:
         """Copy the record, because the scanner may reuse its buffers; and check it."""
         pairs = zip(numbers, record.sequences, strict=True)
-        sequences = tuple(StoredSequence(int(number), **vars(sequence)) for number, sequence in pairs)
+        sequences = [StoredSequence(int(number), **vars(sequence)) for number, sequence in pairs]
         norms = (
             record.activation_BP, record.gradient_BP, record.in_activation_BI, record.in_gradient_BI,
             record.out_gradient_BO,
         )  # fmt: skip
         arrays = {
-            name: np.array(values.detach().numpy(), np.float32)
-            for name, values in zip(SEQUENCE_ARRAYS, norms, strict=True)
+            name: np.array(values.detach().numpy(), np.float32) for name, values in zip(ARRAYS, norms, strict=True)
         }
-        for name in TOKEN_ARRAYS if self.header.per_token else ():
-            by_sequence = getattr(record, name)
-            if by_sequence is None:
-                what, where = "the record holds no values per token", "MscanWriter(per_token=True)"
-                raise ContractError(what, where=where, do="per_token=False")
-            none = np.empty((0, self.header.widths[name]), np.float32)
-            arrays[name] = np.concatenate([none, *(values.detach().numpy() for values in by_sequence)])
-        tokens = sum(sequence.tokens for sequence in sequences)
         for name, values in arrays.items():
-            expected = (tokens if name in TOKEN_ARRAYS else len(sequences), self.header.widths[name])
+            expected = (len(sequences), self.header.widths[name])
             if values.shape != expected:
                 do = "give the writer the parameters and the block width of the scanner that made the record"
                 raise refused(self.path, f"{name} is {list(values.shape)}; the tables say {list(expected)}", do)
@@ -162,23 +151,24 @@ class MscanWriter:
                 what = f"{name} holds a negative or infinite value, which is not a norm"
                 do = "scan in a wider number format, such as model.dtype=float32"
                 raise ContractError(what, where=f"{self.path}, sequences {names}", do=do)
-        return Rows(sequences, arrays)
+        return [
+            (sequence, {name: values[row] for name, values in arrays.items()}) for row, sequence in enumerate(sequences)
+        ]
 
-    def append(self, rows: Rows) -> None:
-        """Take over `rows`, which must not change afterwards; full segments are sealed."""
-        for one in rows.split():
-            self._waiting.append(one)
-            self._nbytes += sum(array.nbytes for array in one.arrays.values())
-            if len(self._waiting) == self._most or self._nbytes >= SEGMENT_BYTES:
-                self.seal()
+    def append(self, row: Row) -> None:
+        """Take over a sequence's norms, which must not change afterwards; full segments are sealed."""
+        self._waiting.append(row)
+        self._nbytes += sum(values.nbytes for values in row[1].values())
+        if len(self._waiting) == self._most or self._nbytes >= SEGMENT_BYTES:
+            self.seal()
 
     def seal(self) -> None:
         """Write all rows added so far to the disk as one segment; after an error it can be called again."""
         if self._waiting:
-            self._write(Rows.joined(self._waiting))
+            self._write(self._waiting)
         self._waiting, self._nbytes = [], 0
 
-    def _write(self, rows: Rows) -> None:
+    def _write(self, rows: Sequence[Row]) -> None:
         """Write the payload, and the segment's header once the payload is on the disk."""
         self._cut()
         self._file.write(bytes(SEGMENT_HEADER.size))
@@ -188,11 +178,7 @@ class MscanWriter:
             checksum = crc32(part, checksum)
             length += len(part)
         _sync(self._file)
-        last, sequences, tokens = (
-            self._closing,
-            len(rows.sequences),
-            sum(sequence.tokens for sequence in rows.sequences),
-        )
+        last, sequences, tokens = self._closing, len(rows), sum(sequence.tokens for sequence, _arrays in rows)
         segment = SegmentHeader(last.offset, last.index, sequences, tokens, length, checksum)
         self._file.seek(segment.offset)
         self._file.write(segment.pack())
@@ -277,11 +263,10 @@ def merge_mscan(
         unfinished.unlink(missing_ok=True)  # left by a killed merge
         with MscanWriter(
             unfinished, header.table.entries, model=header.model, block_width=header.table.block_width,
-            encoding=encoding, segment_sequences=segment_sequences, per_token=header.per_token,
-            metadata=header.metadata, created=created,
+            encoding=encoding, segment_sequences=segment_sequences, metadata=header.metadata, created=created,
         ) as merged:  # fmt: skip
             for segment, row in map(found.__getitem__, wanted):
-                merged.append(segment.rows(row, row + 1))
+                merged.append(segment.row(row))
 
 
 def _open_parts(parts: Sequence[Path]) -> list[Mscan]:

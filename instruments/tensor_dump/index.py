@@ -97,6 +97,7 @@ def _check_record(record: TensorRecord) -> None:
     for field_name, name in (("name", record.name), ("file", record.file)):
         if name is not None and not is_bare(name):
             raise ValueError(f"{field_name} {name!r} is no name of a file in the dump's folder")
+    read_time(record.timestamp)
     if record.status not in {STORED, STATISTICS}:
         raise ValueError(f"status {record.status!r} is neither {STORED} nor {STATISTICS}")
     if record.status == STORED and None in {record.file, record.key, record.checksum}:
@@ -123,9 +124,18 @@ def make_name(
     return f"{timestamp}_{counter:04}_{kind}_L{number}_{operation}_{quant_type}_{tensor}"
 
 
+# UTC to the microsecond, without characters special in file names and without the separator of record names.
+_TIME = "%Y%m%dT%H%M%S%f"
+
+
 def now() -> str:
-    """UTC to the microsecond, without characters special in file names and without the separator of record names."""
-    return datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
+    """The timestamp of this moment."""
+    return datetime.now(UTC).strftime(_TIME)
+
+
+def read_time(timestamp: str) -> datetime:
+    """The inverse of `now`. Raises ValueError."""
+    return datetime.strptime(timestamp, _TIME).replace(tzinfo=UTC)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch import Tensor
 from instruments.errors import ContractError, progress
 from instruments.files import whole_file
 from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
-from instruments.tensor_dump.index import STORED, Statistics, is_bare, make_name
+from instruments.tensor_dump.index import STORED, Statistics, is_bare, make_name, read_time
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.recorder import rank_and_world
 from instruments.tensor_dump.statistics import measure
@@ -45,7 +45,7 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
             **vars(source), "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
             **record.metadata,
         }  # fmt: skip
-        time, tensor = _read_time(record.timestamp), reader.load(record)
+        time, tensor = read_time(record.timestamp), reader.load(record)
         _write(folder, time, record.counter, named, tensor, record.statistics, info, more)
     return len(stored)
 
@@ -60,11 +60,24 @@ def save_attention_tensors(
     metadata: Mapping[str, Any] | None = None,
     **facts: object,
 ) -> dict[str, str | None]:
-    """Write query, key and value at once; returns their paths, or None if TENSOR_SAVE_ENABLED=0. See `save_tensor`."""
-    return {
-        name: save_tensor(tensor, "attention", operation, quant_type, name, layer_idx, metadata, **facts)
-        for name, tensor in (("query", query), ("key", key), ("value", value))
-    }
+    """Write query, key and value at once, into TENSOR_SAVE_DIR or ./tensor_logs; training waits for it.
+
+    Args:
+        query: any tensor; so are key and value.
+        key: as given to the attention kernel.
+        value: the same.
+        quant_type: a label: hifp8, mxfp8, mxfp4, bf16 or fp16.
+        operation: forward or backward.
+        layer_idx: of the decoder.
+        metadata: added to the file's own; only types that torch.load reads safely.
+        **facts: further metadata: phase=, component= ...
+    Returns:
+        The path of each tensor's file, or None if TENSOR_SAVE_ENABLED=0.
+    Raises:
+        ConfigError: an unknown quant_type, or an invalid TENSOR_SAVE_ENABLED.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    return _save(tensors, ("attention", layer_idx, operation, quant_type), {**(metadata or {}), **facts})
 
 
 def save_linear_tensors(
@@ -76,54 +89,28 @@ def save_linear_tensors(
     metadata: Mapping[str, Any] | None = None,
     **facts: object,
 ) -> dict[str, str | None]:
-    """Write input and weight at once; returns their paths, or None if TENSOR_SAVE_ENABLED=0. See `save_tensor`."""
-    return {
-        name: save_tensor(tensor, "linear", operation, quant_type, name, layer_idx, metadata, **facts)
-        for name, tensor in (("input", input_tensor), ("weight", weight))
-    }
+    """Write input and weight at once. See `save_attention_tensors`."""
+    tensors = {"input": input_tensor, "weight": weight}
+    return _save(tensors, ("linear", layer_idx, operation, quant_type), {**(metadata or {}), **facts})
 
 
-def save_tensor(
-    tensor: Tensor,
-    layer_type: str,
-    operation: str,
-    quant_type: str,
-    tensor_name: str,
-    layer_idx: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    **facts: object,
-) -> str | None:
-    """Write one tensor at once, into TENSOR_SAVE_DIR or ./tensor_logs; training waits for it.
-
-    Args:
-        tensor: any.
-        layer_type: attention, linear ...
-        operation: forward or backward.
-        quant_type: a label: hifp8, mxfp8, mxfp4, bf16 or fp16.
-        tensor_name: query, input, weight ...
-        layer_idx: of the decoder.
-        metadata: added to the file's own; only types that torch.load reads safely.
-        **facts: further metadata: phase=, component= ...
-    Raises:
-        ConfigError: an unknown quant_type, or an invalid TENSOR_SAVE_ENABLED.
-    """
+def _save(
+    tensors: Mapping[str, Tensor], named: tuple[str, int | None, str, str], more: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """Write one file per tensor; `named`: layer type, layer, operation and label."""
     environment = {FOLDER: "tensor_logs", **os.environ}
-    enabled, folder, _config = read_control(None, DumpConfig(quant_type=quant_type), environment)
+    enabled, folder, _config = read_control(None, DumpConfig(quant_type=named[3]), environment)
     if not enabled:
-        return None
+        return dict.fromkeys(tensors)
     rank, world = rank_and_world()
     folder.mkdir(parents=True, exist_ok=True)
-    kept, named = tensor.detach().to("cpu", copy=True), (layer_type, layer_idx, operation, quant_type, tensor_name)
-    info = {"device": str(tensor.device), "requires_grad": tensor.requires_grad, "is_leaf": tensor.is_leaf}
-    more, counter = {"rank": rank, **(metadata or {}), **facts}, next(_SAVED) * world + rank
-    return str(_write(folder, datetime.now(UTC), counter, named, kept, measure(kept), info, more))
-
-
-def _read_time(timestamp: str) -> datetime:
-    try:
-        return datetime.strptime(timestamp, "%Y%m%dT%H%M%S%f").replace(tzinfo=UTC)
-    except ValueError as error:
-        raise ContractError(f"{timestamp!r} is no time", where="index of the dump", do="dump again") from error
+    paths: dict[str, str | None] = {}
+    for name, tensor in tensors.items():
+        kept, counter = tensor.detach().to("cpu", copy=True), next(_SAVED) * world + rank
+        info = {"device": str(tensor.device), "requires_grad": tensor.requires_grad, "is_leaf": tensor.is_leaf}
+        found, facts = measure(kept), {"rank": rank, **more}
+        paths[name] = str(_write(folder, datetime.now(UTC), counter, (*named, name), kept, found, info, facts))
+    return paths
 
 
 def _write(

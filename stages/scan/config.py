@@ -24,7 +24,6 @@ class ScanConfig:
         default=None, metadata={"needs": {"parameters": True}, "nonempty": True}
     )
     block_width: int = field(default=64, metadata={"needs": {"parameters": True}, "minimum": 1, "maximum": 2**31 - 1})
-    per_token: bool = field(default=False, metadata={"needs": {"parameters": True}})
 
     def active_count(self, width: int) -> int:
         """Neurons per token that count as active, of `width`."""

@@ -87,7 +87,6 @@ def record_parameters(
             model,
             scan.parameter_patterns,
             block_width=scan.block_width,
-            per_token=scan.per_token,
             gradients=scan.gradients,
         )
     except ConfigError as error:  # its message names the scanner's arguments, not the settings
@@ -96,8 +95,7 @@ def record_parameters(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         writer = MscanWriter(
-            path, scanner.parameters, model=label, block_width=scan.block_width, encoding="f32",
-            per_token=scan.per_token, append=True,
+            path, scanner.parameters, model=label, block_width=scan.block_width, encoding="f32", append=True
         )  # fmt: skip
     for warning in caught:
         logger.warning("%s", warning.message)
@@ -132,11 +130,9 @@ def publish_parameters(place: PartsPlace, out: Path, samples: int) -> None:
 def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:
     if loss_scale == 1:
         return record
-    tokens = record.token_gradient
     return replace(
         record,
         gradient_BP=record.gradient_BP / loss_scale,
         in_gradient_BI=record.in_gradient_BI / loss_scale,
         out_gradient_BO=record.out_gradient_BO / loss_scale,
-        token_gradient=None if tokens is None else [gradient / loss_scale for gradient in tokens],
     )

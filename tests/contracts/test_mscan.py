@@ -27,12 +27,12 @@ REPOSITORY = Path(__file__).parents[2]
 SIZES = [3, 1, 5, 2]  # sequences a record
 
 
-def write(path, sizes=SIZES, *, parameters=PARAMETERS, model="pico", width=WIDTH, per_token=False, **settings):
+def write(path, sizes=SIZES, *, parameters=PARAMETERS, model="pico", width=WIDTH, **settings):
     """Write records of the given sizes with consecutive sequence numbers; return them."""
     settings = {"encoding": "f32", "segment_sequences": 4, "created": "2026-01-02T03:04:05+00:00"} | settings
     ends = np.cumsum([0, *sizes])
-    records = [record(range(a, b), per_token=per_token) for a, b in pairwise(ends)]
-    with MscanWriter(path, parameters, model=model, block_width=width, per_token=per_token, **settings) as writer:
+    records = [record(range(a, b)) for a, b in pairwise(ends)]
+    with MscanWriter(path, parameters, model=model, block_width=width, **settings) as writer:
         for part in records:
             writer.add(part)
     return records
@@ -82,7 +82,7 @@ def test_reading_returns_what_was_written(path, encoding):
     scan = read_mscan(path)
     assert (scan.torn, scan.end, scan.closed) == (0, path.stat().st_size - SEGMENT_HEADER.size, True)
     assert (scan.header.model, scan.header.created) == ("pico", "2026-01-02T03:04:05+00:00")
-    assert (scan.header.encoding, scan.header.per_token) == (encoding, False)
+    assert scan.header.encoding == encoding
     assert scan.header.metadata == {"data": "text", "tokens": 31}
     assert scan.parameters.block_width == WIDTH
     for stored, watched in zip(scan.parameters.entries, PARAMETERS, strict=True):
@@ -98,20 +98,6 @@ def test_reading_returns_what_was_written(path, encoding):
         assert found.shape == written.shape
         assert (np.abs(found.astype(np.float64) / written - 1) <= bound + 1e-7).all()
         assert (encoding == "f32") == (bound == 0).all() == np.array_equal(found, written)
-
-
-@pytest.mark.parametrize("encoding", ["f32", "log16"])
-def test_tokens_come_back_by_sequence(path, encoding):
-    records = write(path, encoding=encoding, per_token=True)
-    scan = read_mscan(path)
-    for part in records:
-        for row, sequence in enumerate(part.sequences):
-            activation, gradient = scan.tokens(sequence.name)
-            assert activation.shape == (sequence.tokens, P)
-            assert np.allclose(activation, part.token_activation[row], rtol=1e-4, atol=0)
-            assert np.allclose(gradient, part.token_gradient[row], rtol=1e-4, atol=0)
-    for number in (0, 10):
-        assert np.array_equal(scan.tokens(number)[0], scan.tokens(f"text {number}")[0])
 
 
 def test_a_file_without_sequences(path):
@@ -132,7 +118,7 @@ def test_norms_stored_in_full_are_views_of_the_file(path):
 
 
 def test_every_array_is_aligned(path):
-    write(path, [3, 4], encoding="log16", per_token=True, segment_sequences=3)
+    write(path, [3, 4], encoding="log16", segment_sequences=3)
     assert all(start % 8 == 0 for start in segment_starts(path))
     for segment in read_mscan(path).segments:
         for name in ARRAYS:
@@ -208,6 +194,7 @@ def test_a_closing_header_with_other_counts_is_damaged(path):
         ({"model": 3, "metadata": []}, "model, metadata"),
         ({"encoding": "f16"}, "encoding"),
         ({"block_width": 0}, "block_width"),
+        ({"per_token": True}, "per_token"),
         ({"parameters": [["a", "linear", 4, 4]]}, "parameter"),
         ({"parameters": [["a", "conv", 4, 4, None, None]]}, "parameter"),
         ({"parameters": [["a", "linear", 4, 4, None, 0]]}, "parameter"),
@@ -347,7 +334,6 @@ def test_an_existing_file_is_not_overwritten(path):
     [
         ({"model": "other"}, "model"),
         ({"encoding": "log16"}, "encoding"),
-        ({"per_token": True}, "per_token"),
         ({"width": 5}, "block_width"),
         ({"parameters": PARAMETERS[:3], "model": "other"}, "model, parameters"),
         ({"parameters": [*PARAMETERS[:3], replace(PARAMETERS[3], out_features=8)]}, "parameters"),
@@ -376,22 +362,12 @@ def a_record_with(value):
         ({}, a_record_with(-1.0), r"in_gradient holds a negative or infinite value"),
         ({}, a_record_with(torch.inf), r"in_gradient holds a negative or infinite value"),
         ({"parameters": PARAMETERS[:3]}, record([0, 1]), r"activation is \[2, 4\]; the tables say \[2, 3\]"),
-        ({"per_token": True}, record([0, 1]), r"the record holds no values per token"),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused(path, settings, wrong, what):
     with a_writer(path, **settings) as writer, pytest.raises(ContractError, match=what):
         writer.add(wrong)
     assert read_mscan(path).sequences == []
-
-
-def test_sequences_and_tokens_that_are_not_in_the_file(path):
-    write(path)
-    with pytest.raises(ContractError, match=r"^scan\.mscan holds no values per token"):
-        read_mscan(path).tokens(0)
-    write(path.with_name("tokens"), per_token=True)
-    with pytest.raises(ContractError, match=r"^no sequence 'text 99'; there are 11"):
-        read_mscan(path.with_name("tokens")).tokens("text 99")
 
 
 def test_written_bytes_follow_the_specification(path):

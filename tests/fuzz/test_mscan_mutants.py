@@ -19,11 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic 
 COUNTS = [pytest.param(150, id="quick"), pytest.param(3_000, id="long", marks=pytest.mark.slow)]
 
 
-def write(path, encoding, per_token=False):
+def write(path, encoding):
     with MscanWriter(
-        path, PARAMETERS, model="pico", block_width=WIDTH, encoding=encoding, segment_sequences=2, per_token=per_token
+        path, PARAMETERS, model="pico", block_width=WIDTH, encoding=encoding, segment_sequences=2
     ) as writer:
-        writer.add(record(range(5), per_token=per_token))
+        writer.add(record(range(5)))
     return path.read_bytes()
 
 
@@ -34,8 +34,6 @@ def look_at_everything(path):
     for name in scan.parameters.names:
         scan.input_blocks(name)
         scan.output_blocks(name)
-    if scan.header.per_token and scan.sequences:
-        scan.tokens(scan.sequences[0].number)
     return (scan.sequences, scan.activation()), scan.closed
 
 
@@ -82,10 +80,9 @@ def test_damaged_bytes(tmp_path, encoding, count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("per_token", [False, True])
-def test_foreign_json_under_matching_checksums(tmp_path, per_token, count):
+def test_foreign_json_under_matching_checksums(tmp_path, count):
     random, trials, path = Random(2), Trials(), tmp_path / "scan.mscan"
-    data = write(path, "log16", per_token)
+    data = write(path, "log16")
     length = PREAMBLE.unpack_from(data)[3]
     header = json.loads(data[PREAMBLE.size : PREAMBLE.size + length])
     at = data.index(b"MSEG")

@@ -32,7 +32,7 @@ OTHERS = {
     "every baseline": (*FEW, f"evaluate.baselines=[{','.join(BASELINES)}]"),
     "pool": ("stage=all", "topology=global_pool", "experts=6", "n=8", "top_k=2"),
     "small batches": ("stage=scan", "seed=1", "scan.batch_tokens=64", "store.checkpoint_every=1000"),
-    "parameters": ("stage=scan", "scan=parameters", "scan.per_token=true"),
+    "parameters": ("stage=scan", "scan=parameters"),
     "generated": ("stage=scan", "data.labels=generated", "data.prompt_tokens=8", "data.max_new_tokens=6",
                   "data.packing=single"),
     "train": ("stage=train", *FEW, *TRAIN),

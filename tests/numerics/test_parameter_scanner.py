@@ -178,54 +178,6 @@ def test_activations_are_those_of_plain_hooks_without_padding(folder):
         assert getattr(forward, name).isnan().all()
 
 
-@pytest.mark.parametrize("product", ["gram", "direct"])
-def test_per_token_norms_are_those_of_each_positions_contribution(folder, product):
-    """‖x_t‖·‖δ_t‖; for a tied embedding, the norm of the sum over both uses of the weight."""
-    batch, model = draw_batch("left"), load(folder).requires_grad_(False)
-    with ParameterTensorScanner(model, block_width=WIDTH, per_token=True, product=product) as scanner:
-        backward(model, batch)
-        (record,) = scanner.collect()
-    modules = dict(model.named_modules())
-    names = [parameter.name.removesuffix(".weight") for parameter in scanner.parameters]
-    tied = model.lm_head.weight is model.get_input_embeddings().weight
-    kept = {}
-
-    def keep(name):
-        def hook(_module, args, out):
-            out.retain_grad() if out.requires_grad else out.requires_grad_()
-            kept[name] = (args[0].detach()[0], out)
-
-        modules[name].register_forward_hook(hook)
-
-    for name in [*names, "lm_head"]:
-        keep(name)
-    for row, length in enumerate(LENGTHS):
-        backward(model, one_sample(batch, row, "left"))
-        assert record.token_activation[row].shape == record.token_gradient[row].shape == (length, len(names))
-        for column, name in enumerate(names):
-            x, out = kept[name]
-            if scanner.parameters[column].kind == "linear":
-                activation = x.norm(dim=1)
-                gradient = activation * out.grad[0].norm(dim=1)
-            else:
-                activation = out.detach()[0].norm(dim=1)
-                gradient = contributions(modules[name], x, out.grad[0], kept["lm_head"] if tied else None)
-            torch.testing.assert_close(record.token_activation[row][:, column], activation, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(record.token_gradient[row][:, column], gradient, rtol=1e-4, atol=1e-6)
-
-
-def contributions(embedding, ids, delta, head):
-    norms = []
-    for position, token in enumerate(ids.tolist()):
-        part = torch.zeros(embedding.weight.shape)
-        if token != embedding.padding_idx:
-            part[token] = delta[position]
-        if head is not None:
-            part += head[1].grad[0, position].outer(head[0][position])
-        norms.append(part.norm())
-    return torch.stack(norms)
-
-
 def half_errors(folder, dtype, *, autocast=False):
     """Largest relative errors of whole-parameter norms against fp32: the scanner's, and those of true gradients.
 

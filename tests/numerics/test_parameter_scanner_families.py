@@ -127,7 +127,7 @@ def test_every_fused_expert(family, kernel, caplog):
         model.set_experts_implementation(kernel)
         return model
 
-    scanner, record = scan(build(), batch(), per_token=True)
+    scanner, record = scan(build(), batch())
     model, gradients = build(), {}
     fused = {n: g for n, g in true_gradients(model, [n for n, w in model.named_parameters() if w.ndim >= 2]).items()}
     for name, rows in fused.items():
@@ -141,9 +141,6 @@ def test_every_fused_expert(family, kernel, caplog):
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in scanner.left_out} <= {"gate", "router"}
     for name, why in scanner.left_out.items():
         assert why.endswith("is no Linear, Conv1D or embedding"), name
-    column = [parameter.name for parameter in scanner.parameters].index(experts[0])
-    squares = record.token_activation[0][:, column].square().sum().sqrt()
-    torch.testing.assert_close(squares, record.activation_BP[0, column])
 
 
 def test_experts_that_get_some_of_the_tokens_are_left_out():

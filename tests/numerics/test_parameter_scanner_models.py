@@ -270,7 +270,7 @@ def test_as_many_samples_as_positions(model, expected):
         return
     with ParameterTensorScanner(model_ := model()) as scanner:
         backward(model_, ids)
-        with pytest.raises(NumericsError, match="no gradient reached a watched parameter"):
+        with pytest.raises(NumericsError, match="is missing, zero or not finite"):
             scanner.collect()
     assert set(scanner.left_out) == set(ALL)
 
@@ -289,11 +289,10 @@ def test_a_weight_whose_module_never_runs_is_left_out(caplog):
 
 @pytest.mark.parametrize("product", ["gram", "direct"])
 def test_double_precision(product):
-    record, _ = scan(Net().double(), per_token=True)
+    record, _ = scan(Net().double())
     assert_true(Net().double(), ALL, product=product)
-    expected, _ = scan(Net(), per_token=True)
+    expected, _ = scan(Net())
     torch.testing.assert_close(record.activation_BP, expected.activation_BP, rtol=1e-5, atol=0)
-    torch.testing.assert_close(record.token_gradient[0], expected.token_gradient[0], rtol=1e-4, atol=1e-6)
 
 
 def test_complex_weights_are_left_out():

@@ -125,7 +125,7 @@ def test_memory_is_flat(model):
     model.requires_grad_(False)
     tracemalloc.start()
     try:
-        with ParameterTensorScanner(model, per_token=True) as scanner:
+        with ParameterTensorScanner(model) as scanner:
             run(50)  # Python's own caches fill up
             tensors, allocated = live()
             run(50)
@@ -226,14 +226,11 @@ def test_logits_of_the_last_positions_only(model):
     """`logits_to_keep`: the tied output embedding sees fewer positions than the layers."""
     batch = draw(0)
     batch["labels"][:, :4] = -100
-    with ParameterTensorScanner(model, per_token=True) as scanner:
+    with ParameterTensorScanner(model) as scanner:
         logits = model(input_ids=batch["input_ids"], logits_to_keep=4).logits[:, :-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 4:].flatten()).backward()
         (record,) = scanner.collect()
-    expected = scan(model, batch, per_token=True)
-    assert_same(record, expected, rtol=1e-5, atol=1e-8)
-    for found, truth in zip(record.token_gradient, expected.token_gradient, strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-7)
+    assert_same(record, scan(model, batch), rtol=1e-5, atol=1e-8)
 
 
 def test_trainer_with_accumulation(folder, tmp_path):
@@ -281,7 +278,7 @@ def test_a_gradient_of_zero_is_an_error(model):
     with ParameterTensorScanner(model) as scanner:
         logits = model(input_ids=draw(0, samples=3)["input_ids"]).logits
         logits[0].sum().backward()
-        with pytest.raises(NumericsError, match=r"^all gradients are zero in 2 of 3 samples") as caught:
+        with pytest.raises(NumericsError, match="is missing, zero or not finite") as caught:
             scanner.collect()
         assert caught.value.where == "step 1, sample 2; step 1, sample 3"
         model(**draw(1)).loss.backward()
@@ -291,7 +288,7 @@ def test_a_gradient_of_zero_is_an_error(model):
 def test_a_gradient_that_is_not_finite_is_an_error(model):
     with ParameterTensorScanner(model) as scanner:
         (model(**draw(0)).loss * float("inf")).backward()
-        with pytest.raises(NumericsError, match=r"^the gradient is not finite in 2 of 2 samples") as caught:
+        with pytest.raises(NumericsError, match="is missing, zero or not finite") as caught:
             scanner.collect()
     assert caught.value.where == (
         "step 1, sample 1; step 1, sample 2; of model.layers.1.mlp.down_proj.weight, "

@@ -136,8 +136,8 @@ IGNORED = {
     "data.path=my_texts data.max_new_tokens=9": {
         "data.path": "data.kind=python_stdlib", "data.max_new_tokens": "data.labels=full_sequence"
     },
-    "scan.per_token=true scan.block_width=32 store.url=redis://host": {
-        "scan.per_token": "scan.parameters=false", "scan.block_width": "scan.parameters=false",
+    "scan.block_width=32 store.url=redis://host": {
+        "scan.block_width": "scan.parameters=false",
         "store.url": "store.kind=local",
     },
     "scan.gradients=false scan.gradient_checkpointing=true": {"scan.gradient_checkpointing": "scan.gradients=false"},

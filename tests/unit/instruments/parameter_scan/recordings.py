@@ -26,19 +26,12 @@ def sequences(numbers):
     return [ScannedSequence(f"text {number}", 2 + number % 3, "made") for number in numbers]
 
 
-def record(numbers, *, per_token=False, decades=3.0):
+def record(numbers, *, decades=3.0):
     """A scan's record of these sequences; the norms of a sequence depend on its number alone."""
     widths = (P, P, INPUTS, INPUTS, OUTPUTS)
     drawn = [_norms(number, sum(widths), decades).split(widths) for number in numbers]
     arrays = [torch.stack(rows) for rows in zip(*drawn, strict=True)] or [torch.empty(0, width) for width in widths]
-    tokens = None, None
-    if per_token:
-        counts = [sequence.tokens for sequence in sequences(numbers)]
-        tokens = tuple(
-            [_norms(1000 * seed + number, T * P, decades).view(T, P) for number, T in zip(numbers, counts, strict=True)]
-            for seed in (1, 2)
-        )
-    return ScanRecord(sequences(numbers), *arrays, *tokens)
+    return ScanRecord(sequences(numbers), *arrays)
 
 
 def _norms(seed, count, decades):

@@ -4,7 +4,6 @@ import torch
 from instruments.gradients import sum_blocks
 from instruments.parameter_scan.inputs import (
     embedding_columns,
-    embedding_token_squares,
     head_part,
     lookup_columns,
     token_block_squares,
@@ -43,19 +42,6 @@ def test_a_tied_weight_gets_the_sum_of_both_uses(operands, gram):
     torch.testing.assert_close(
         embedding_columns(ids, delta, head).double(), explicit(ids, delta, x, grad), rtol=1e-5, atol=0
     )
-
-
-def test_the_contribution_of_one_position(operands):
-    """The output embedding reads the last S positions only."""
-    ids, delta, x, grad = operands
-    found = embedding_token_squares(delta, head_part(x, grad, ids, gram=True, per_token=True))
-    for sample, position in ((sample, position) for sample in range(B) for position in range(T)):
-        weight = torch.zeros(V, D, dtype=torch.float64)
-        weight[ids[sample, position]] += delta[sample, position].double()
-        if position >= T - S:
-            seen = position - (T - S)
-            weight += grad[sample, seen].double().outer(x[sample, seen].double())
-        torch.testing.assert_close(found[sample, position].double(), weight.square().sum(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("width", "blocks"), [(4, 3), (11, 1), (64, 1), (1, 11)])

@@ -31,7 +31,7 @@ def check(values):
     assert ((codes[known] >= 1) & (codes[known] <= LAST)).all()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_range_stays_within_the_stated_error(seed):
     """Ranges within 1e-30 to 1e30, with zeros and NaN, 0 to 89 rows and 1 to 8 columns."""
     random = np.random.default_rng(seed)
@@ -45,19 +45,12 @@ def test_any_range_stays_within_the_stated_error(seed):
 
 @pytest.mark.parametrize("value", [1e-45, 1.1754944e-38, 1e-30, 0.1, 1 / 3, 1.0, 424704.0, 3.4028235e38])
 def test_a_column_of_one_value_is_exact(value):
-    column = np.full((5, 1), value, np.float32)
-    column[2] = np.nan
-    column[3] = 0
-    found, scale, _codes = there_and_back(column)
-    assert np.array_equal(found, column, equal_nan=True)
-    assert error_bound(scale).tolist() == [0]
-
-
-def test_nothing_but_zeros_and_gaps():
-    column = np.array([[0, np.nan, 0], [0, np.nan, np.nan]], np.float32)
-    found, _scale, codes = there_and_back(column)
-    assert np.array_equal(found, column, equal_nan=True)
-    assert codes.tolist() == [[0, NOT_MEASURED, 0], [0, NOT_MEASURED, NOT_MEASURED]]
+    """Beside a column of zeros and gaps alone."""
+    columns = np.array([[value, value, np.nan, 0], [0, np.nan, np.nan, 0]], np.float32).T
+    found, scale, codes = there_and_back(columns)
+    assert np.array_equal(found, columns, equal_nan=True)
+    assert error_bound(scale).tolist() == [0, 0]
+    assert codes[:, 1].tolist() == [0, NOT_MEASURED, NOT_MEASURED, 0]
 
 
 def test_codes_are_rounded_and_not_cut_off():

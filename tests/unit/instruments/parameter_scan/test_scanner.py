@@ -24,7 +24,6 @@ def test_a_record_holds_the_roots_of_the_squares():
     assert record.in_activation_BI.tolist() == record.in_gradient_BI.tolist() == [[3, 4]] * 2
     assert record.out_gradient_BO.tolist() == [[3, 4, 2, 2, 1]] * 2
     assert [(sequence.name, sequence.tokens) for sequence in record.sequences] == [("a", 2), ("b", 3)]
-    assert record.token_gradient is None
     assert not skipped
 
 
