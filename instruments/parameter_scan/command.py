@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +71,6 @@ def _range(values: NDArray[np.float32]) -> str:
     return f"{low:.3g} … {high:.3g}" if low <= high else "–"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """One value per layer (None: weights outside the layers) and module, NaN where a layer lacks the module."""
-
-    layers: tuple[int | None, ...]
-    modules: tuple[str, ...]  # of `locate`
-    values_LM: NDArray[np.float64]
-
-
 def delta_sc(
     activation_SP: Float32[np.ndarray, "S P"], gradient_SP: Float32[np.ndarray, "S P"]
 ) -> Float[np.ndarray, "P"]:
@@ -96,15 +86,17 @@ def delta_sc(
     return np.where(measured_P > 0, total_P / np.maximum(measured_P, 1), np.nan)
 
 
-def grid_by_layer(names: Sequence[str], values_P: Float[np.ndarray, "P"]) -> Grid:
-    """Arrange values of parameters by layer and module, modules in the order of first appearance."""
+def grid_by_layer(
+    names: Sequence[str], values_P: Float[np.ndarray, "P"]
+) -> tuple[list[int | None], list[str], Float[np.ndarray, "L M"]]:
+    """The layers (None: outside the layers), the modules of `locate`, and each pair's value, NaN where it lacks one."""
     placed = [locate(name) for name in names]
     layers = sorted({layer for layer, _module in placed}, key=lambda layer: -1 if layer is None else layer)
     modules = list(dict.fromkeys(module for _layer, module in placed))
     values_LM = np.full((len(layers), len(modules)), np.nan)
     for (layer, module), value in zip(placed, values_P, strict=True):
         values_LM[layers.index(layer), modules.index(module)] = value
-    return Grid(tuple(layers), tuple(modules), values_LM)
+    return layers, modules, values_LM
 
 
 def _z(values_SP: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -118,29 +110,24 @@ def _z(values_SP: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.asarray(centred_SP * ~flat_S1 / np.where(flat_S1, 1, spread_S1))
 
 
-COLOURS = "RdBu_r"
-MISSING = "#dddddd"
-
-
-def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
-    """Write a PNG; equal grids and library versions give equal bytes."""
+def draw_delta_sc(names: Sequence[str], values_P: Float[np.ndarray, "P"], path: Path, *, title: str) -> None:
+    """Write a PNG of `grid_by_layer`; equal values and library versions give equal bytes."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
-    rows, columns = grid.values_LM.shape
+    layers, modules, values_LM = grid_by_layer(names, values_P)
+    rows, columns = values_LM.shape
     figure = Figure(figsize=(3.0 + 0.95 * columns, 2.6 + 0.32 * rows), dpi=110, layout="constrained")
     panel = figure.subplots()
     panel.set_title(title, fontsize=13)
-    known = np.abs(grid.values_LM[np.isfinite(grid.values_LM)])
+    known = np.abs(values_LM[np.isfinite(values_LM)])
     limit = float(np.quantile(known, 0.98) if len(known) else 0) or 1.0  # the most extreme 2 % are clipped
-    picture = panel.imshow(
-        grid.values_LM, cmap=COLOURS, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
-    )  # fmt: skip
-    panel.set_facecolor(MISSING)  # visible where there is no value
+    picture = panel.imshow(values_LM, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    panel.set_facecolor("#dddddd")  # visible where there is no value
     # q_proj for model.layers.*.self_attn.q_proj, unless two modules would get the same name.
-    last = [module.rpartition(".")[2] for module in grid.modules]
-    names = [name if last.count(name) == 1 else full for name, full in zip(last, grid.modules, strict=True)]
-    panel.set_xticks(range(columns), names, rotation=30, ha="right")
-    panel.set_yticks(range(rows), ["" if layer is None else str(layer) for layer in grid.layers])
+    last = [module.rpartition(".")[2] for module in modules]
+    short = [name if last.count(name) == 1 else full for name, full in zip(last, modules, strict=True)]
+    panel.set_xticks(range(columns), short, rotation=30, ha="right")
+    panel.set_yticks(range(rows), ["" if layer is None else str(layer) for layer in layers])
     panel.set_ylabel("layer")
     bar = figure.colorbar(picture, ax=panel, extend="both", shrink=0.9)
     bar.set_label("z(activation) − z(gradient)")
@@ -186,7 +173,7 @@ def _run(wanted: argparse.Namespace) -> None:
         else:
             title = " − ".join(f"ΔSC of {one.header.model}" for one in (scan, *others))
             title += f"\nmean of {len(scan.sequences)} sequences"
-            draw_delta_sc(grid_by_layer(names, values_P), out, title=title)
+            draw_delta_sc(names, values_P, out, title=title)
         sys.stdout.write(f"\n{out}\n")
     sys.stdout.flush()
     if not scan.closed:

@@ -94,7 +94,10 @@ class Selection:
         if patterns is None:
             self._leave_others_out()
         if not self.targets:
-            raise _nothing_matched(patterns, self._linears, self.left_out)
+            kinds = sorted({name.rpartition(".")[2] for name in self._linears})
+            why = some(f"{name}: {why}" for name, why in self.left_out.items()) or f"its Linear layers are {kinds}"
+            do = f"patterns=['*{kinds[0]}']" if kinds else "scan a model with nn.Linear layers"
+            raise refusal(f"no parameter can be scanned by patterns={patterns}; {why}", do)
         warn_left_out(self.left_out)
 
     def _wanted(self, name: str) -> bool:
@@ -249,15 +252,3 @@ def _tied(model: nn.Module, linear: Any, embedding: nn.Embedding) -> bool:  # no
     config: Any = getattr(model, "config", None)
     tied = placeholders and linear is output and bool(config and config.get_text_config().tie_word_embeddings)
     return tied and embedding is model.get_input_embeddings()  # type: ignore[operator]
-
-
-def _nothing_matched(
-    patterns: Sequence[str] | None, linears: Mapping[str, nn.Module], left_out: Mapping[str, str]
-) -> ConfigError:
-    asked = "the default" if patterns is None else f"patterns={list(patterns)}"
-    kinds = sorted({name.rpartition(".")[2] for name in linears})
-    found = f"its Linear layers are called {', '.join(kinds)}" if kinds else "it has no Linear, Conv1D or embedding"
-    if left_out:
-        found = some(f"{name}: {why}" for name, why in left_out.items())
-    example = f"patterns=['*{kinds[0]}']" if kinds else "scan a model with nn.Linear layers"
-    return refusal(f"no parameter of the model can be scanned by {asked}; {found}", example)

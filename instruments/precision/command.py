@@ -7,7 +7,7 @@ from pathlib import Path
 from runpy import run_path
 from typing import TYPE_CHECKING, Any
 
-from instruments.errors import ConfigError, check_output, exit_code, say, some
+from instruments.errors import ConfigError, check_output, exit_code, say
 from instruments.files import write_json
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model",
         required=True,
-        metavar="FILE.py[:NAME]",
-        help="a module, or a class or function that makes one; without a name, the only module of the file",
+        metavar="FILE.py:NAME",
+        help="a module, or a class or function that makes one",
     )
     parser.add_argument("--input", required=True, type=Path, metavar="SAMPLE", help=".pt or .safetensors, tensors only")
-    parser.add_argument("--precision", "--dtype", default="bf16", help="bf16 or fp16 (default: bf16)")
+    parser.add_argument("--precision", default="bf16", help="bf16 or fp16 (default: bf16)")
     parser.add_argument("--mode", default="autocast", help="autocast, or cast: model.to(precision) (default: autocast)")
     parser.add_argument("--modules", nargs="+", default=["*"], metavar="GLOB", help="modules to compare (default: all)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures as JSON")
@@ -65,31 +65,20 @@ def _run(wanted: argparse.Namespace) -> int:
 
 
 def find_model(place: str) -> "nn.Module":
-    """Load a torch module from a Python file; a class or function is called without arguments.
+    """Load a torch module from FILE.py:NAME; a class or function is called without arguments.
 
     Raises ConfigError: no such file, or no torch module of this name. Errors raised by the file's code pass through.
     """
-    file, _, name = (place, "", "") if Path(place).is_file() or ":" not in place else place.rpartition(":")
+    file, _, name = place.rpartition(":")
     if not Path(file).is_file():
         raise ConfigError(f"there is no Python file {file}", where="--model", do="--model model.py:Net")
     sys.path.insert(0, str(Path(file).parent.resolve()))  # its imports work as with `python FILE.py`
     space = run_path(file, run_name=Path(file).stem)
     from torch import nn  # noqa: PLC0415
 
-    made: Any = space.get(name or _only_module(space, file, nn.Module))
+    made: Any = space.get(name)
     made = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(made, nn.Module):
         what = f"{name} in {file} is no torch module"
         raise ConfigError(what, where="--model", do="name a module, or a function without arguments that returns one")
     return made
-
-
-def _only_module(space: dict[str, Any], file: str, kind: type) -> str:
-    """Name of the only module that a file makes, or else of the only class of modules that it defines."""
-    made = [name for name, one in space.items() if isinstance(one, kind)]
-    classes = [one for one in space.values() if isinstance(one, type) and issubclass(one, kind)]
-    found = made or [one.__name__ for one in classes if one.__module__ == Path(file).stem]
-    if len(found) != 1:
-        what = f"{file} has {len(found)} modules: {some(found) or 'none'}"
-        raise ConfigError(what, where="--model", do=f"--model {file}:{found[-1] if found else 'NAME'}")
-    return found[0]

@@ -97,14 +97,6 @@ class ModelWatch:
                 self._hooked.add(name)
                 self._hooks.callback(parameter.register_post_accumulate_grad_hook(arrived).remove)
 
-    def note_loss(self, loss: Tensor | float) -> None:
-        """Record the loss of this step; without, it is the sum of what `backward` was called on."""
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ConfigError(
-                f"a loss of shape {tuple(loss.shape)} is no single number", where="watch_model", do="loss.mean()"
-            )
-        self._loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
-
     def step(
         self,
         optimizer: Optimizer | None = None,
@@ -124,8 +116,10 @@ class ModelWatch:
         self._by_hand = True
         self._optimizer_hooks.close()
         self.scaler = self.scaler if scaler is None else scaler
-        if loss is not None:
-            self.note_loss(loss)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            what = f"a loss of shape {tuple(loss.shape)} is no single number"
+            raise ConfigError(what, where="watch_model", do="loss.mean()")
+        self._loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
         return self._judge(None if optimizer is None else _unwrap(optimizer))
 
     def _scale(self) -> Tensor | None:

@@ -8,21 +8,18 @@ from instruments.parameter_scan.passes import CallFacts, bind_arguments, read_ca
 IDS = torch.ones(2, 5, dtype=torch.long)
 
 
-def test_positional_arguments_get_their_names():
+def test_positional_arguments_get_their_names_and_an_encoder_decoder_is_refused():
     class Model(nn.Module):
         def forward(self, input_ids, attention_mask=None, labels=None):
             return input_ids
 
-    assert set(bind_arguments(Model(), (IDS, IDS), {"labels": None})) == {"input_ids", "attention_mask", "labels"}
-
-
-def test_an_encoder_decoder_is_refused():
-    class Model(nn.Module):
+    class Both(nn.Module):
         def forward(self, input_ids, decoder_input_ids=None, labels=None):
             return input_ids
 
-    with pytest.raises(ConfigError, match="an encoder-decoder has two sequences per sample"):
-        bind_arguments(Model(), (), {"input_ids": IDS, "labels": IDS})
+    assert set(bind_arguments(Model(), (IDS, IDS), {"labels": None})) == {"input_ids", "attention_mask", "labels"}
+    with pytest.raises(ConfigError):
+        bind_arguments(Both(), (), {"input_ids": IDS, "labels": IDS})
 
 
 def test_padding_and_supervised_tokens():
@@ -39,18 +36,17 @@ def test_padding_and_supervised_tokens():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "name"),
     [
-        ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 5, 5)}, "attention_mask is of shape (2, 1, 5, 5)"),
-        ({"input_ids": IDS, "attention_mask": torch.ones(2, 4)}, "attention_mask is of shape (2, 4)"),
-        ({"input_ids": IDS, "attention_mask": {"full_attention": None}}, "attention_mask is a dict"),
-        ({"pixel_values": "a"}, "the model was called with pixel_values; its samples are unknown"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 5, 5)}, "attention_mask"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(2, 4)}, "attention_mask"),
+        ({"input_ids": IDS, "attention_mask": {"full_attention": None}}, "attention_mask"),
+        ({"pixel_values": "a"}, "pixel_values"),
     ],
 )
-def test_a_call_whose_samples_or_padding_are_unknown_is_refused(arguments, what):
-    with pytest.raises(ConfigError) as error:
+def test_a_call_whose_samples_or_padding_are_unknown_is_refused(arguments, name):
+    with pytest.raises(ConfigError, match=name):
         read_call(arguments)
-    assert error.value.what.startswith(what)
 
 
 def test_an_input_with_all_tokens_in_a_row_is_split_by_samples():

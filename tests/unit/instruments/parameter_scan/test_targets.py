@@ -34,16 +34,11 @@ def test_every_linear_and_embedding_by_default():
     layers = [f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("q_proj", "router")]
     assert names(found) == ["embed_tokens.weight", *layers, "lm_head.weight"]
     assert found.left_out == {}
+    assert names(Selection(Model(), ["*.1.*", "lm_*"], 5)) == [*layers[2:], "lm_head.weight"]
     targets = found.targets
     assert targets[0].parameter == WatchedParameter("embed_tokens.weight", "embedding", 11, 6, 5)
     assert targets[1].parameter == WatchedParameter("layers.0.q_proj.weight", "linear", 6, 12, 5)
     assert targets[0].head is None
-
-
-def test_patterns_are_globs_on_module_names():
-    assert names(Selection(Model(), ["*.1.*", "lm_*"], 5)) == [
-        "layers.1.q_proj.weight", "layers.1.router.weight", "lm_head.weight",
-    ]  # fmt: skip
 
 
 def test_a_tied_output_embedding_belongs_to_the_embedding():
@@ -58,21 +53,21 @@ def test_two_linears_with_one_weight_are_left_out():
     model = Model()
     model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
     found = Selection(model, None, 5)
-    why = "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both"
-    assert found.left_out == dict.fromkeys(("layers.0.q_proj.weight", "layers.1.q_proj.weight"), why)
+    assert set(found.left_out) == {"layers.0.q_proj.weight", "layers.1.q_proj.weight"}
     assert not {name for name in names(found) if "q_proj" in name}
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError):
         ParameterTensorScanner(model, patterns=["*.q_proj"])
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "what"),
+    ("model", "settings", "setting"),
     [
-        (Model(), {"patterns": ["*.query"]}, "its Linear layers are called lm_head, q_proj, router"),
-        (nn.Sequential(nn.ReLU()), {}, "by the default; it has no Linear, Conv1D or embedding"),
-        (Model(), {"block_width": 0}, "block_width=0 is below 1"),
+        (Model(), {"patterns": ["*.query"]}, "patterns="),
+        (nn.Sequential(nn.ReLU()), {}, "patterns="),
+        (Model(), {"block_width": 0}, "block_width=0"),
+        (Model(), {"every_steps": 0}, "every_steps=0"),
     ],
 )
-def test_settings_without_meaning_are_refused(model, settings, what):
-    with pytest.raises(ConfigError, match=what):
+def test_settings_without_meaning_are_refused(model, settings, setting):
+    with pytest.raises(ConfigError, match=setting):
         ParameterTensorScanner(model, **settings)

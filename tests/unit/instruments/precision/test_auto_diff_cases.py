@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instruments.precision.findings import notes_of, reason
+from instruments.precision.findings import reason
 from instruments.precision.verdict import DiffLimits, Verdict
 from tiny_onn import auto_diff
 
@@ -37,17 +37,15 @@ class Residual(nn.Module):
         return self.head(self.last(x))
 
 
-@pytest.mark.parametrize("precision", ["bf16", torch.bfloat16])
-def test_an_output_that_is_lost_is_severe_however_much_the_model_amplifies(precision):
-    diff = auto_diff(Residual(1000.0), sample(), precision=precision)
+def test_an_output_that_is_lost_is_severe_however_much_the_model_amplifies():
+    diff = auto_diff(Residual(1000.0), sample(), precision=torch.bfloat16)
     assert diff.precision == "bfloat16"
     end = diff.outputs[-1]
     assert end.propagated.normalised_l2 > 0.3
     assert end.propagated.normalised_l2 < 2 * end.propagated_floor  # relative to the error floor alone it would be ok
     assert diff.verdict is end.bound_verdict is Verdict.SEVERE
     assert diff.jump.name == diff.first.name == "norms.0"
-    assert "above 0.1, and no module errs by itself: the error floor jumps at norms.0 (LayerNorm)" in notes_of(diff)[0]
-    healthy = auto_diff(Residual(0.0), sample(), precision=precision)
+    healthy = auto_diff(Residual(0.0), sample())
     assert healthy.verdict is Verdict.OK, str(healthy)
     assert healthy.jump is None
 
@@ -56,9 +54,6 @@ def test_limits_of_the_output_can_be_set():
     model = Residual(30.0)  # an output error of a few percent
     assert auto_diff(model, sample()).verdict is Verdict.WARNING
     assert auto_diff(model, sample(), limits=DiffLimits(output_warning=0.3, output_severe=0.5)).verdict is Verdict.OK
-    diff = auto_diff(Residual(0.0), sample(), limits=DiffLimits(output_warning=1e-4))
-    assert diff.verdict is Verdict.WARNING
-    assert "the roundings of its 9 modules add up" in notes_of(diff)[0]
     # The model's output is judged even if only other modules are selected.
     assert auto_diff(Residual(1000.0), sample(), modules=["embed"]).verdict is Verdict.SEVERE
 
@@ -108,25 +103,25 @@ class Made:
     hidden: list
 
 
-class Dataclasses(nn.Module):
-    def __init__(self, *, broken):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner, self.broken = Half(), broken
-
-    def forward(self, given):
-        made = self.inner(given)
-        return Made(made.logits * 1e3 if self.broken else made.logits, made.hidden)
-
-
-class Half(nn.Module):
+class Inner(nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.line = nn.Linear(D, 5)
 
     def forward(self, given):
         logits = self.line(given.x)
         return Made(logits * 100, [given.x, logits])
+
+
+class Dataclasses(nn.Module):
+    def __init__(self, *, broken):
+        super().__init__()
+        self.inner, self.broken = Inner(), broken
+
+    def forward(self, given):
+        made = self.inner(given)
+        return Made(made.logits * 1e3 if self.broken else made.logits, made.hidden)
 
 
 @pytest.mark.parametrize("mode", ["autocast", "cast"])
@@ -142,28 +137,26 @@ def test_dataclasses_are_looked_into(mode):
     assert (broken.verdict, broken.first.name) == (Verdict.SEVERE, "(model).logits")
 
 
-class Functional(nn.Module):
+class Between(nn.Module):
     """A functional call between two Linear layers; with a large `factor` it overflows in fp16."""
 
-    def __init__(self, factor, *, squash=False):
+    def __init__(self, factor):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(D, F), nn.Linear(F, F), nn.Linear(F, D)
+        self.factor = factor
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x) * self.factor) / self.factor)
+
+
+class Functional(nn.Module):
+    def __init__(self, factor):
         super().__init__()
         torch.manual_seed(0)
-        self.inside, self.head = Between(factor, squash), nn.Linear(D, 5)
+        self.inside, self.head = Between(factor), nn.Linear(D, 5)
 
     def forward(self, x):
         return self.head(self.inside(x))
-
-
-class Between(nn.Module):
-    def __init__(self, factor, squash):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(D, F), nn.Linear(F, F), nn.Linear(F, D)
-        self.factor, self.squash = factor, squash
-
-    def forward(self, x):
-        h = self.first(x) * self.factor
-        h = torch.tanh(h) if self.squash else h
-        return self.third(self.second(h) / self.factor)
 
 
 @pytest.mark.parametrize("mode", ["autocast", "cast"])
@@ -172,12 +165,10 @@ def test_an_overflow_between_modules_is_not_blamed_on_the_next_one(mode):
     assert diff.verdict is Verdict.SEVERE
     assert diff.first.name == "inside"
     assert reason(diff.first).startswith("between inside.first and inside.second, in the forward of inside: ")
-    assert "values are not finite in float16, in FP32 up to " in reason(diff.first)
     guilty = [output.name for output in diff.outputs if output.own_verdict is not Verdict.OK]
     assert guilty[0] == "inside"
     assert not any(name.startswith(("inside.", "head")) for name in guilty)
-    for healthy in (Functional(10.0), Functional(10.0, squash=True)):
-        assert auto_diff(healthy, sample(), precision="fp16", mode=mode).verdict is Verdict.OK
+    assert auto_diff(Functional(10.0), sample(), precision="fp16", mode=mode).verdict is Verdict.OK
 
 
 class Spectrum(nn.Module):
@@ -185,19 +176,14 @@ class Spectrum(nn.Module):
         return torch.fft.rfft(x.float())
 
 
+class Modulus(nn.Module):
+    def forward(self, x):
+        return x.abs()
+
+
 def test_complex_outputs_are_compared_as_pairs():
-    chain = nn.ModuleList([nn.Linear(D, D), Spectrum()])
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.chain = chain
-
-        def forward(self, x):
-            return self.chain[1](self.chain[0](x)).abs()
-
-    diff = auto_diff(Net(), sample())
-    found = next(one for one in diff.outputs if one.name == "chain.1")
+    diff = auto_diff(nn.Sequential(nn.Linear(D, D), Spectrum(), Modulus()), sample())
+    found = next(one for one in diff.outputs if one.name == "1")
     assert found.shape == (B, T, D // 2 + 1, 2)
     assert 0 < found.propagated.normalised_l2 < found.propagated_floor
     assert diff.verdict is Verdict.OK
@@ -226,32 +212,20 @@ def test_the_module_inside_another_is_named_where_its_neighbour_adds_to_the_floo
     assert diff.first.name == "norms.0"
 
 
-def test_values_that_are_not_finite_come_before_warnings_and_have_no_cosine():
-    class Net(nn.Module):
-        def __init__(self, factor):
-            super().__init__()
-            torch.manual_seed(0)
-            self.add, self.line = Add(), nn.Linear(D, D)
-            nn.init.constant_(self.line.bias, factor)
+class Add(nn.Module):
+    def forward(self, x):
+        total = x
+        for _ in range(90):
+            total = total + x.abs()
+        return total
 
-        def forward(self, x):
-            return self.line(self.add(x))
 
-    class Add(nn.Module):
-        def forward(self, x):
-            total = x
-            for _ in range(90):
-                total = total + x.abs()
-            return total
-
-    diff = auto_diff(Net(7e4), sample(), target_dtype=torch.float16, mode="cast")
-    assert [one.name for one in diff.ranked()[:2]] == ["line", "(model)"]
-    assert diff.outputs[0].own_verdict is Verdict.WARNING
-    assert str(diff.first).startswith("line (Linear) severe: ")
-    assert "\n" not in str(diff.first)
-    assert f"at the end ((model)): {B * T * D:,} of {B * T * D:,} values are not finite" in str(diff)
-    assert "1.000000" not in str(diff)
-    healthy = auto_diff(Net(7.0), sample(), target_dtype=torch.float16, mode="cast")
-    assert healthy.first.name == "add"
-    assert "line in FP32" not in str(healthy)
-    assert "add in FP32, largest and smallest max|x| along dim -1: " in str(healthy)
+def test_values_that_are_not_finite_come_before_warnings():
+    for bias, first in ((7e4, "1"), (7.0, "0")):
+        torch.manual_seed(0)
+        model = nn.Sequential(Add(), nn.Linear(D, D))
+        nn.init.constant_(model[1].bias, bias)
+        diff = auto_diff(model, sample(), target_dtype=torch.float16, mode="cast")
+        assert diff.first.name == first
+        assert diff.outputs[0].own_verdict is Verdict.WARNING
+        assert ("values are not finite" in str(diff)) == (bias == 7e4)

@@ -97,28 +97,12 @@ def test_a_linear_that_returns_more_than_a_tensor(folder):
     assert manifest.missing == {}
 
 
-@pytest.mark.parametrize("compiled", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(T, F))])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_part(folder, compiled):
-    model = nn.Sequential(nn.Linear(D, F), compiled(nn.Sequential(nn.Linear(F, F), nn.ReLU())))
+def test_a_scripted_part(folder):
+    model = nn.Sequential(nn.Linear(D, F), torch.jit.script(nn.Sequential(nn.Linear(F, F), nn.ReLU())))
     manifest = dump(model, folder)
     assert tensors_of(folder, "0") == set(EVERYTHING.tensors)
     assert manifest.unseen_weights == ["1.0.weight"]
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensor:UserWarning")
-def test_nested_tensors(folder):
-    """TransformerEncoder packs padded samples into a nested tensor."""
-    layer = nn.TransformerEncoderLayer(D, 2, F, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1).eval()
-    x, padding = torch.ones(2, T, D), torch.arange(T) >= torch.tensor([[T], [3]])
-    with torch.no_grad():
-        expected = model(x, src_key_padding_mask=padding)
-        with TensorDump(model, folder, EVERYTHING, environment={}) as running:
-            found = model(x, src_key_padding_mask=padding)
-            running.step()
-    assert torch.equal(found, expected)
-    assert tensors_of(folder, "layers.0.linear1") == set()
 
 
 def test_a_linear_called_with_a_nested_tensor(folder):

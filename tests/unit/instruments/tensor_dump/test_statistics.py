@@ -38,25 +38,17 @@ def test_values_that_are_not_finite_are_counted_and_left_out():
     assert (found.mean, found.std) == pytest.approx((kept.mean(), kept.std()))
 
 
-def test_nothing_finite_and_nothing_at_all():
-    assert measure(torch.full((5,), math.nan)) == Statistics(None, None, None, None, 5)
-    assert measure(torch.empty(0, 4)) == Statistics(None, None, None, None, 0)
-
-
 def test_the_exact_way_counts_a_single_nan_among_more_values_than_float32_counts():
     moments = exact_moments(torch.tensor([1.0, math.nan, 2.0])).float()  # as a GPU keeps them
     assert read_moments(moments, 2**27 + 1).nonfinite == 1
 
 
-def test_squares_that_overflow():
-    tensor = torch.tensor([1e30, -1e30, 3e30])
-    assert measure(tensor).std == pytest.approx(tensor.double().numpy().std(), rel=1e-6)
-
-
-def test_zeros_are_told():
-    assert measure(torch.zeros(3, 2)).all_zero
-    assert not measure(torch.tensor([0.0, 1e-40])).all_zero
-    assert not measure(torch.tensor([0.0, math.nan])).all_zero
+def test_extremes():
+    assert measure(torch.full((5,), math.nan)) == Statistics(None, None, None, None, 5)
+    assert measure(torch.empty(0, 4)) == Statistics(None, None, None, None, 0)
+    large = torch.tensor([1e30, -1e30, 3e30])  # their squares overflow
+    assert measure(large).std == pytest.approx(large.double().numpy().std(), rel=1e-6)
+    assert [measure(torch.tensor([0.0, one])).all_zero for one in (0.0, 1e-40, math.nan)] == [True, False, False]
     assert measure(torch.arange(7, dtype=torch.uint8)).maximum == 6
 
 

@@ -43,23 +43,15 @@ def test_the_schedule(folder, settings, steps, caplog):
     assert ("no step was dumped" in caplog.text) == (not steps)
 
 
-def test_selected_modules_and_tensors_and_free_metadata(folder):
-    config = DumpConfig(modules=["layers.1"], tensors=["weight", "grad_output"])
+def test_selected_modules_tensors_and_tokens_and_free_metadata(folder):
+    config = DumpConfig(modules=["layers.0"], tensors=["weight", "input"], max_tokens=2)
     run(folder, config, steps=1, metadata={"run": "a", "lr": 0.1})
-    records = DumpReader(folder).records
-    assert {(one.source.module, one.source.tensor) for one in records} == {
-        ("layers.1", "weight"), ("layers.1", "grad_output"),
-    }  # fmt: skip
-    assert records[0].metadata == {"run": "a", "lr": 0.1}
-
-
-def test_selected_tokens(folder):
-    run(folder, DumpConfig(max_tokens=2, tensors=["input", "weight"]), steps=1)
     with DumpReader(folder) as reader:
-        (record,) = reader.select(module="layers.0", tensor="input")
-        assert torch.equal(reader.load(record), inputs(0)[:2])
-        (weight,) = reader.select(module="layers.0", tensor="weight")
+        given, weight = sorted(reader.records, key=lambda record: record.source.tensor)
+        assert [one.source.module for one in (given, weight)] == ["layers.0", "layers.0"]
+        assert torch.equal(reader.load(given), inputs(0)[:2])
         assert weight.shape == (F, D)
+    assert weight.metadata == {"run": "a", "lr": 0.1}
 
 
 def test_statistics_alone(folder):
@@ -186,7 +178,6 @@ def test_shared_inputs_are_measured_once(folder, monkeypatch):
     )
     run(folder, DumpConfig(keep="statistics", tensors=["input"]), steps=1, model=Twin(D, D))
     assert len(measured) == 1
-    assert len(DumpReader(folder).records) == 2
 
 
 def test_weights_that_no_adapter_sees_are_listed(folder):
@@ -202,6 +193,8 @@ def test_the_environment_switches_it_off_and_names_the_folder(folder):
         dump.step(model(inputs(0)))
     assert run(folder, DumpConfig(ranks=[3])).enabled is False
     assert not folder.exists()
+    with pytest.raises(ConfigError, match="no folder"):
+        TensorDump(Small(), environment={})
     run(None, steps=1, environment={"TENSOR_SAVE_DIR": str(folder), "TENSOR_SAVE_ENABLED": "true"})
     assert len(DumpReader(folder).records) == 6
 
@@ -235,22 +228,10 @@ def test_settings_without_meaning_are_errors(tmp_path, settings, environment, se
     assert not (tmp_path / "dump").exists()
 
 
-def test_no_folder():
-    with pytest.raises(ConfigError, match="no folder to dump into"):
-        TensorDump(Small(), environment={})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ('{"steps": 3}', "there is no setting steps"),
-        ("max_steps=2", "Expecting value"),
-        ('{"max_steps": "2"}', "max_steps missing or of another type"),
-    ],
-)
-def test_settings_in_the_environment(settings, message):
+@pytest.mark.parametrize("settings", ['{"steps": 3}', "max_steps=2", '{"max_steps": "2"}'])
+def test_settings_in_the_environment(settings):
     assert read_settings({"TENSOR_SAVE_CONFIG": '{"max_steps": 2}'}) == DumpConfig(max_steps=2)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="TENSOR_SAVE_CONFIG"):
         read_settings({"TENSOR_SAVE_CONFIG": settings})
 
 
