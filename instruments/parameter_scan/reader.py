@@ -23,12 +23,13 @@ from instruments.parameter_scan.file_format import (
     SegmentHeader,
     StoredSequence,
     damaged,
+    decode_log16,
+    error_bound,
     read_segment_header,
     refused,
     unpack_header,
     unpack_table,
 )
-from instruments.parameter_scan.log16 import decode_log16, error_bound
 
 
 def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:

@@ -12,18 +12,274 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instruments.dtypes import dtype_name
-from instruments.errors import ConfigError
-from instruments.precision.findings import Diff
-from instruments.precision.passes import Comparison
-from instruments.precision.perturbation import AUTOCAST, LowPrecision, Perturbation
+from instruments.errors import ConfigError, NumericsError
+from instruments.hooks import Call, ModuleTracer, hookable_modules, trace_modules
+from instruments.precision.comparison import Distance, axis_ranges, find_swamping, sums_up
+from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
+from instruments.precision.perturbation import (
+    AUTOCAST,
+    EqualChoiceRows,
+    Key,
+    LowPrecision,
+    Perturbation,
+    is_choice,
+    kept_buffers,
+    types_of,
+)
 from instruments.precision.verdict import DiffLimits
-from instruments.tensors import Arguments, find_tensors, map_tensors
+from instruments.tensors import Arguments, copy_arguments, find_real_tensors, find_tensors, map_tensors
+
+# Errors that a module may raise in a number format that it does not support.
+_FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
+# Larger values belong to attention masks, such as FP32's lowest number.
+_MASK = 1e38
+
+
+class _Trial(NamedTuple):
+    """Result of running one module again, separately, on the FP32 inputs."""
+
+    outputs: Mapping[str, Tensor]
+    choices: Mapping[Key, Tensor]
+    failure: str = ""
+
+
+class _Trials(NamedTuple):
+    """Both trials of a call; the arguments are kept for further ones."""
+
+    arguments: Arguments
+    low: _Trial
+    perturbed: _Trial
+
+
+class Comparison:
+    """The passes of one auto_diff and their results: run_low, run_reference, run_perturbed any number of times."""
+
+    def __init__(
+        self,
+        reference: nn.Module,
+        low: LowPrecision,
+        perturbation: Perturbation,
+        device: torch.device,
+        wanted: frozenset[str],
+        diff: Diff,
+    ) -> None:
+        """`wanted`: names of the modules to compare."""
+        self.reference, self.low, self.perturbation, self.device = reference, low, perturbation, device
+        self.wanted, self.diff = wanted, diff
+        self.kept: dict[Key, Tensor] = {}  # low-precision outputs, later those of the reference, on the host
+        self.types: dict[Call, list[torch.dtype | None]] = {}  # of arguments in low precision
+        self.broken: dict[Key, Tensor] = {}  # masks of NaN and inf in low precision; inputs and outputs
+        self.low_choices: dict[Key, Tensor] = {}
+        self.reference_choices: dict[Key, Tensor] = {}
+        self.outputs: dict[Key, OutputDiff] = {}
+        self.choices: dict[Key, ChoiceDiff] = {}
+        self.order: dict[Call, int] = {}  # in which the calls of the reference ended
+        self._alike = EqualChoiceRows()
+        self._trials: dict[Call, _Trials] = {}  # of modules that are running
+        self._compared: set[Call] = set()
+        self._running: list[Call] = []
+        self._overflowed = False  # later overflows are inherited
+        self._overflows: dict[Call, str] = {}  # of running modules, between their submodules
+        self._tracer: ModuleTracer
+
+    def run_low(self, arguments: Arguments) -> None:
+        """Store outputs and the number formats of arguments. Raises NumericsError: not runnable in this precision."""
+        low = self.low
+        args, kwargs = low.convert(copy_arguments(arguments), None)
+        tracing = trace_modules(low.model, self._after_low, self._before_low)
+        try:
+            with self._seeded(low.model), tracing, low.active(self.device):
+                low.model(*args, **kwargs)
+        except _FAILURES as error:
+            place = str(self._running[-1]) if self._running else "the model"
+            what = f"the model does not run in {self.diff.precision}: {next(iter(str(error).splitlines()), error)!r}"
+            do = "the other mode, or keep this module in fp32" if low.mode == AUTOCAST else f"mode={AUTOCAST}"
+            raise NumericsError(what, where=f"mode={low.mode}, in {place}", do=do) from error
+
+    def _before_low(self, call: Call, _module: nn.Module, arguments: Arguments) -> None:
+        self._running.append(call)
+        self.types[call] = types_of(arguments)
+        for path, tensor in find_real_tensors(arguments).items():
+            self._note_broken((call, f"in{path}"), tensor)
+
+    def _note_broken(self, key: Key, tensor: Tensor) -> None:
+        if tensor.is_floating_point() and not bool((finite := tensor.isfinite()).all()):
+            self.broken[key] = ~finite
+
+    def _after_low(self, call: Call, _module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output
+        self._running.pop()
+        for path, tensor in find_real_tensors(output).items():
+            if is_choice(tensor):
+                self.low_choices[call, path] = tensor.clone()
+            elif tensor.is_floating_point():
+                self._note_broken((call, path), tensor)
+                if call.module in self.wanted:
+                    self.kept[call, path] = tensor.to("cpu", copy=True)
+
+    def run_reference(self, arguments: Arguments) -> None:
+        """FP32 pass: each module first runs in low precision and perturbed; then its three outputs are compared."""
+        args, kwargs = copy_arguments(arguments)
+        model = self.reference
+        self._compared = {call for call, _path in [*self.kept, *self.low_choices] if call.module in self.wanted}
+        with self._seeded(model), trace_modules(model, self._after, self._before) as self._tracer:
+            model(*args, **kwargs)
+
+    def _before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
+        """Run the module perturbed, and in low precision unless its inputs have already overflowed."""
+        lost = self._lost(call, arguments)
+        if lost and not self._overflowed and self._running:
+            self._overflowed = True
+            outer, last = self._running[-1], next(reversed(self.order), "the start")
+            self._overflows[outer] = f"between {last} and {call}, in the forward of {outer}: {lost}"
+        self._running.append(call)
+        if call in self._compared:
+            low = _Trial({}, {}) if lost else self._in_low_precision(call, arguments)
+            self.perturbation.restart()
+            with self.perturbation.on_outputs(module):
+                perturbed = self._try(call, module, self.perturbation.of(arguments))
+            self._trials[call] = _Trials(arguments, low, perturbed)
+
+    def _lost(self, call: Call, arguments: Arguments) -> str:
+        """Describe the input values that are finite in FP32 only, leaving out a mask's −3e38."""
+        for path, exact in find_real_tensors(arguments).items():
+            broken = self.broken.get((call, f"in{path}"))
+            if broken is None or broken.shape != exact.shape:
+                continue
+            sizes = exact.abs()[broken.to(exact.device) & exact.isfinite() & (exact.abs() < _MASK)]
+            if len(sizes):
+                share = f"{len(sizes):,} of {exact.numel():,} values"
+                return f"{share} are not finite in {self.diff.precision}, in FP32 up to {sizes.max():.3g}"
+        return ""
+
+    def _after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
+        """Compare the three outputs, and store the FP32 one for the perturbed pass."""
+        tensors = find_real_tensors(output)
+        self.order[self._running.pop()] = len(self.order)
+        self._overflowed |= any(
+            (call, path) in self.broken and bool(tensor.isfinite().all()) for path, tensor in tensors.items()
+        )
+        overflow = self._overflows.pop(call, "")
+        self.diff.overflows += [overflow] * bool(overflow)
+        trials = self._trials.pop(call, None)
+        for path, tensor in tensors.items():
+            if is_choice(tensor):
+                self.reference_choices[call, path] = tensor.clone()
+                if (call, path) in self.low_choices:
+                    share = self._alike.update(tensor, self.low_choices[call, path])
+                    rows = tensor.numel() // tensor.shape[-1]
+                    self.choices[call, path] = ChoiceDiff(call, path, rows, share)
+        if trials is None:
+            return
+        swamped = ""
+        if sums_up(module, trials.arguments, output):
+            swamped = find_swamping(
+                trials.arguments, self.low.dtype,
+                exact=lambda given: self._try(call, module, copy_arguments(given)).outputs,
+                rounded=lambda given: self._in_low_precision(call, given).outputs,
+            )  # fmt: skip
+        for path, tensor in tensors.items():
+            if (call, path) in self.kept:
+                found = self._compare(call, path, module, tensor, trials)
+                found.swamped, found.overflow = swamped, overflow
+                self.outputs[call, path] = found
+                self.kept[call, path] = tensor.to("cpu", copy=True)
+
+    def _compare(self, call: Call, path: str, module: nn.Module, exact: Tensor, trials: _Trials) -> OutputDiff:
+        arrived = self.kept[call, path]
+        found = OutputDiff(
+            call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
+            dtype=dtype_name(arrived.dtype), own_failure=trials.low.failure,
+            ranges=axis_ranges(exact), limits=self.diff.limits,
+        )  # fmt: skip
+        found.propagated = self._alike.distance(exact, arrived.to(exact.device))
+        found.own, floor = (
+            EqualChoiceRows(self.reference_choices, trial.choices).distance(exact, trial.outputs.get(path))
+            for trial in (trials.low, trials.perturbed)
+        )
+        if floor is not None:
+            found.own_floor = self._floor(floor, chained=found.parts > 0)
+        return found
+
+    def _in_low_precision(self, call: Call, arguments: Arguments) -> _Trial:
+        module = self.low.model.get_submodule(call.module)
+        with self.low.active(self.device):
+            return self._try(call, module, self.low.convert(arguments, self.types.get(call)))
+
+    def _try(self, call: Call, module: nn.Module, arguments: Arguments) -> _Trial:
+        choices: dict[Key, Tensor] = {}
+
+        def collect(call: Call, _module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
+            found = find_real_tensors(output).items()
+            choices.update({(call, path): tensor.clone() for path, tensor in found if is_choice(tensor)})
+
+        args, kwargs = arguments
+        inside = trace_modules(
+            module, collect, prefix=call.module, counts={**self._tracer.counts, call.module: call.number}
+        )
+        try:
+            with self._tracer.closed(), self._seeded(module), inside:
+                return _Trial(find_real_tensors(module(*args, **kwargs)), choices)
+        except _FAILURES as error:
+            return _Trial({}, choices, str(error).partition("\n")[0] or type(error).__name__)
+
+    def run_perturbed(self, arguments: Arguments, draw: int) -> None:
+        """FP32 pass with every module output off by one unit in the last place; measures the error floor.
+
+        `draw`: number of the series of coin tosses.
+        """
+        model, perturbation, alike = self.reference, self.perturbation, EqualChoiceRows()
+
+        def after(call: Call, _module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
+            """Compare with the reference; the largest distance of all draws is the floor."""
+            tensors = find_real_tensors(output)
+            for path, tensor in tensors.items():
+                if is_choice(tensor) and (call, path) in self.choices:
+                    alike.update(self.reference_choices[call, path], tensor)
+            for path, tensor in tensors.items():
+                found = self.outputs.get((call, path))
+                if found is not None:
+                    distance = alike.distance(self.kept[call, path].to(tensor.device), tensor)
+                    if distance is not None:
+                        floor = self._floor(distance, chained=True)
+                        found.propagated_floor = max(floor, found.propagated_floor or 0.0)
+
+        perturbation.restart(draw)
+        args, kwargs = perturbation.of(copy_arguments(arguments))
+        with self._seeded(model), perturbation.on_outputs(model), trace_modules(model, after):
+            model(*args, **kwargs)
+
+    def _floor(self, perturbed: Distance, *, chained: bool) -> float:
+        """Error floor from a perturbed run: at least half a unit in the last place, or one unit if `chained`.
+
+        An output dominated by one huge value is off by that much in every draw, and by more after several modules.
+        """
+        return max(perturbed.normalised_l2, torch.finfo(self.low.dtype).eps * (1.0 if chained else 0.5))
+
+    @contextmanager
+    def _seeded(self, model: nn.Module) -> Iterator[None]:
+        """Seed torch's random numbers inside; restore their state and the model's buffers on exit."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), kept_buffers(model):
+            torch.manual_seed(self.perturbation.seed)
+            yield
+
+    def finish(self) -> None:
+        """Fill `diff` with the results, in the order of the reference pass."""
+        self.diff.outputs = sorted(self.outputs.values(), key=lambda output: self.order[output.call])
+        self.diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
+        self.diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
+        called = {call.module for call in self.order}
+        # Outermost modules that did not run; containers without a forward are left out.
+        for name, module in hookable_modules(self.reference):
+            runs = getattr(type(module), "forward", None) is not nn.Module.forward
+            below = any(name.startswith(f"{outer}.") for outer in self.diff.unused)
+            if name and runs and name not in called and not below:
+                self.diff.unused.append(name)
 
 
 @contextmanager

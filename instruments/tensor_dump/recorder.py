@@ -16,8 +16,7 @@ from instruments.dtypes import SAFETENSORS, dtype_name, torch_dtype
 from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump.config import BACKWARD, FORWARD, TENSORS, DumpConfig
 from instruments.tensor_dump.index import STATISTICS, STORED, Source, TensorRecord, make_name, now
-from instruments.tensor_dump.statistics import exact_moments, measure
-from instruments.tensor_dump.writer import Capture, DumpWriter, Held, copy_to_host
+from instruments.tensor_dump.writer import Capture, DumpWriter, Held, copy_to_host, exact_moments, measure
 from instruments.tensors import is_sharded
 
 

@@ -23,7 +23,7 @@ from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
 from instruments.tensor_dump.index import STORED, Statistics, is_bare, make_name, read_time
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.recorder import rank_and_world
-from instruments.tensor_dump.statistics import measure
+from instruments.tensor_dump.writer import measure
 
 _SAVED = count()
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from instruments.parameter_scan.log16 import (
+from instruments.parameter_scan.file_format import (
     ELEMENTS_AT_ONCE,
     LAST,
     NOT_MEASURED,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from instruments.tensor_dump.index import Statistics
-from instruments.tensor_dump.statistics import exact_moments, measure, read_moments
+from instruments.tensor_dump.writer import exact_moments, measure, read_moments
 
 T, D = 4211, 37  # more values than are read at a time
 

@@ -13,9 +13,8 @@ from instruments.errors import ConfigError
 from instruments.tensor_dump import writer
 from instruments.tensor_dump.config import DumpConfig, read_settings
 from instruments.tensor_dump.reader import DumpReader
-from instruments.tensor_dump.statistics import measure
 from instruments.tensor_dump.tensor_dump import TensorDump
-from instruments.tensor_dump.writer import HostMemory
+from instruments.tensor_dump.writer import HostMemory, measure
 
 
 @pytest.fixture
