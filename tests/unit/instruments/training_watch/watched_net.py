@@ -1,5 +1,6 @@
 """A small network, its batches and training loop, for tests of the watch."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -42,6 +43,16 @@ def train(model, steps=6, *, lossy=functional.cross_entropy, rate=0.05, clip=Non
 def norm_of(*modules):
     gradients = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
     return nn.utils.get_total_norm(gradients).item()
+
+
+def clipped_step(watch, loss, optimizer, *parts):
+    """A step of `parts` with clipped gradients, of which the watch has seen the norm before clipping."""
+    loss.backward()
+    norm = norm_of(*parts)
+    nn.utils.clip_grad_norm_([parameter for part in parts for parameter in part.parameters()], 1e-3)
+    optimizer.step()
+    assert watch.last.gradient_norm == pytest.approx(norm, rel=1e-5)
+    optimizer.zero_grad()
 
 
 def hooks_of(model):
