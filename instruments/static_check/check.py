@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from instruments.errors import ConfigError, check_output, exit_code, say
-from instruments.files import write_json
+from instruments.errors import ConfigError, exit_code, say
 from instruments.static_check.definitions import find_definitions
 from instruments.static_check.source import GRADES, NOTE, UNREADABLE, Finding, Source, read_source, unreadable
 from instruments.static_check.state import FileFacts
@@ -94,16 +93,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--severity", choices=GRADES, default=NOTE, help="lowest grade reported (default: note)")
     parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="files or folders to skip")
     parser.add_argument("--device", default="cuda", help="device of autocast if a file names none (default: cuda)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the findings as JSON")
     wanted = parser.parse_args(words)
 
     def run() -> int:
-        check_output(wanted.json)
         report = static_check(wanted.paths, device=wanted.device, severity=wanted.severity, exclude=wanted.exclude)
         say("".join(f"{finding}\n" for finding in report.findings))
         say(f"{report.files:,} files checked, {len(report.findings):,} findings\n")
-        if wanted.json:
-            write_json(wanted.json, [vars(finding) for finding in report.findings])
         return report.exit_code
 
     return exit_code(run)

@@ -181,14 +181,12 @@ def test_branches_with_equal_conditions_are_taken_together(check):
 def test_a_finding_has_place_reason_and_remedy(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(HEAD + "with autocast('cuda'):\n    z = model(x)\nloss = F.mse_loss(z, y)\n")
-    assert main([str(path), "--json", str(tmp_path / "found.json")]) == 1
+    assert main([str(path)]) == 1
     finding, why, fix, end = capsys.readouterr().out.splitlines()
     assert finding == f"{path}:13: LP102 severe mse_loss outside autocast, of float16 values"
     assert why.startswith("    why: ")
     assert fix.startswith("    fix: compute the loss inside the autocast block")
     assert end == "1 files checked, 1 findings"
-    (record,) = json.loads((tmp_path / "found.json").read_text())
-    assert (record["line"], record["code"], record["severity"]) == (13, "LP102", "severe")
 
 
 def test_files_that_do_not_parse_are_findings(tmp_path, capsys):
