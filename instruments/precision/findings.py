@@ -1,7 +1,7 @@
 """Results of auto_diff, module by module, and their table, notes, JSON and picture."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,7 @@ import torch
 from instruments.errors import align, some
 from instruments.files import plain_json
 from instruments.hooks import Call
-from instruments.precision.comparison import FORMATS, AxisRange, Distance
+from instruments.precision.comparison import FORMATS, Distance
 from instruments.precision.verdict import DiffLimits, Verdict, worst
 
 
@@ -33,7 +33,6 @@ class OutputDiff:
     own_failure: str = ""
     swamped: str = ""
     overflow: str = ""  # in the module's own forward, between its submodules
-    ranges: Sequence[AxisRange] = ()  # of the FP32 output
     limits: DiffLimits = field(default_factory=DiffLimits, repr=False)
 
     def __str__(self) -> str:
@@ -233,8 +232,6 @@ def reason(output: OutputDiff) -> str:
 
 def _summary(diff: Diff) -> Iterator[str]:
     """The error of the last output, and how many discrete choices differ."""
-    if first := diff.first:
-        yield from (f"{first.name} in FP32, {one}" for one in first.ranges)
     if diff.outputs and (arrived := diff.outputs[-1].propagated) is not None:
         figures = f"normalised L2 {arrived.normalised_l2:.2g}, cosine {arrived.cosine:.6f}, "
         figures += f"SQNR {arrived.sqnr_db:.1f} dB"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError, NumericsError
 from instruments.hooks import Call, ModuleTracer, hookable_modules, trace_modules
-from instruments.precision.comparison import Distance, axis_ranges, find_swamping, sums_up
+from instruments.precision.comparison import Distance, find_swamping, sums_up
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.perturbation import (
     AUTOCAST,
@@ -195,7 +195,7 @@ class Comparison:
         found = OutputDiff(
             call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
             dtype=dtype_name(arrived.dtype), own_failure=trials.low.failure,
-            ranges=axis_ranges(exact), limits=self.diff.limits,
+            limits=self.diff.limits,
         )  # fmt: skip
         found.propagated = self._alike.distance(exact, arrived.to(exact.device))
         found.own, floor = (

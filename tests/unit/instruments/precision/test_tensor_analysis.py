@@ -32,19 +32,6 @@ def test_a_healthy_tensor():
     assert found.verdict("float8_e4m3fn") is Verdict.OK
 
 
-@pytest.mark.parametrize(("small", "verdict"), [(0, Verdict.OK), (3, Verdict.WARNING), (30, Verdict.SEVERE)])
-def test_underflow_is_counted_among_values_above_zero(small, verdict):
-    values = torch.ones(240)
-    values[200:] = 0  # zeros count in no share
-    values[: 2 * small] = 2.0**-20  # subnormal in fp16: kept here, but some devices flush it to 0
-    values[:small] = 2.0**-26  # becomes 0
-    found = loss(analyze_tensor(values), "float16")
-    assert found.verdict is verdict
-    assert found.underflow == small / 200
-    assert found.flushed == 2 * small / 200
-    assert loss(analyze_tensor(values), "bfloat16").flushed == 0
-
-
 @pytest.mark.parametrize(
     ("name", "edge"),
     [("float8_e4m3fn", 464.0), ("float8_e5m2", 61440.0), ("float16", 65520.0), ("bfloat16", 3.3961775e38)],
