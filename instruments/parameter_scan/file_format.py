@@ -209,17 +209,17 @@ def _read_entry(entry: Any, width: int) -> WatchedParameter:  # noqa: ANN401 - a
 
 
 @dataclass(frozen=True)
-class StoredSequence:
-    """One sequence; its number in the scan is unique within a file."""
+class ScannedSequence:
+    """One sample; its number in the whole scan, which a writer gives it, is unique within a file."""
 
-    number: int
     name: str
     tokens: int
     source: str = ""
+    number: int = 0
 
 
 # A sequence, and its norms by name of the array: (P,), (I,) or (O,) float32.
-Row = tuple[StoredSequence, dict[str, NDArray[np.float32]]]
+Row = tuple[ScannedSequence, dict[str, NDArray[np.float32]]]
 
 # log16: 16-bit codes on each column's own logarithmic scale.
 NOT_MEASURED = 65535
@@ -305,7 +305,7 @@ NORMS, CLOSING = 1, 2  # kinds: sequences; closing header
 # magic, kind, zero, index in the file, sequences, tokens, bytes of payload, checksum of payload, checksum of the above
 SEGMENT_HEADER = struct.Struct("<4sHHIIQQII")
 _LENGTH = struct.Struct("<Q")
-_TABLE = kinds_of(StoredSequence)  # columns of the sequence table
+_TABLE = kinds_of(ScannedSequence)  # columns of the sequence table
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[StoredSequence, ...], int]:
+def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[ScannedSequence, ...], int]:
     """The sequence table of a payload, and its size. Raises ValueError: invalid, or unlike the segment's header."""
     if len(payload) < _LENGTH.size:
         raise ValueError("no sequence table")
@@ -379,4 +379,4 @@ def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[Sto
     check_fields(columns, {name: list_of(kind, segment.sequences) for name, kind in _TABLE.items()})
     if sum(columns["tokens"]) != segment.tokens:
         raise ValueError(f"{sum(columns['tokens'])} tokens where the segment's header says {segment.tokens}")
-    return tuple(map(StoredSequence, *(columns[name] for name in _TABLE))), end
+    return tuple(map(ScannedSequence, *(columns[name] for name in _TABLE))), end

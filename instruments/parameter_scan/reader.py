@@ -20,8 +20,8 @@ from instruments.parameter_scan.file_format import (
     Header,
     ParameterTable,
     Row,
+    ScannedSequence,
     SegmentHeader,
-    StoredSequence,
     damaged,
     decode_log16,
     error_bound,
@@ -136,7 +136,7 @@ class Mscan:
         return self.header.table
 
     @cached_property
-    def sequences(self) -> list[StoredSequence]:
+    def sequences(self) -> list[ScannedSequence]:
         """The sequences of all segments."""
         return [sequence for segment in self.segments for sequence in segment.sequences]
 

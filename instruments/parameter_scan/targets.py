@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from instruments.errors import ConfigError, some
-from instruments.parameter_scan.file_format import WatchedParameter
+from instruments.parameter_scan.file_format import ScannedSequence, WatchedParameter
 from instruments.transformers_layers import conv1d_kind, fused_parameters
 
 logger = logging.getLogger(__name__)
@@ -19,15 +19,6 @@ logger = logging.getLogger(__name__)
 def refusal(what: str, do: str) -> ConfigError:
     """The error of a request that the scanner cannot fulfil."""
     return ConfigError(what, where="ParameterTensorScanner", do=do)
-
-
-@dataclass(frozen=True)
-class ScannedSequence:
-    """One sample."""
-
-    name: str
-    tokens: int
-    source: str = ""
 
 
 @dataclass(frozen=True)

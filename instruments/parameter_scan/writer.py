@@ -23,7 +23,6 @@ from instruments.parameter_scan.file_format import (
     ParameterTable,
     Row,
     SegmentHeader,
-    StoredSequence,
     WatchedParameter,
     pack_payload,
     refused,
@@ -131,8 +130,8 @@ class MscanWriter:
 
     def _rows_of(self, record: ScanRecord, numbers: Sequence[int]) -> list[Row]:
         """Copy the record, because the scanner may reuse its buffers; and check it."""
-        pairs = zip(numbers, record.sequences, strict=True)
-        sequences = [StoredSequence(int(number), **vars(sequence)) for number, sequence in pairs]
+        pairs = zip(record.sequences, numbers, strict=True)
+        sequences = [replace(sequence, number=int(number)) for sequence, number in pairs]
         norms = (
             record.activation_BP, record.gradient_BP, record.in_activation_BI, record.in_gradient_BI,
             record.out_gradient_BO,

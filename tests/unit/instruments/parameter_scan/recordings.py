@@ -2,8 +2,8 @@
 
 import torch
 
-from instruments.parameter_scan.file_format import WatchedParameter
-from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
+from instruments.parameter_scan.file_format import ScannedSequence, WatchedParameter
+from instruments.parameter_scan.targets import ScanRecord
 
 WIDTH = 4
 PARAMETERS = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from instruments.errors import ContractError
-from instruments.parameter_scan.file_format import WatchedParameter
-from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
+from instruments.parameter_scan.file_format import ScannedSequence, WatchedParameter
+from instruments.parameter_scan.targets import ScanRecord
 from instruments.parameter_scan.writer import MscanWriter
 from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_recorded
 
