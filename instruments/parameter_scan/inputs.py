@@ -13,7 +13,7 @@ from instruments.shapes import Float, Int
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
     """‖x_t[block]‖² in fp32 per token and block of `width` columns; the last block may be narrower."""
-    norms = [row_norms(part) for part in split_blocks(x_BTN, width)]
+    norms = [vector_norm(part, dim=-1, dtype=torch.float32) for part in split_blocks(narrow(x_BTN), width)]
     squares: Tensor = (norms[0] if len(norms) == 1 else torch.cat(norms, dim=-1)).square_()
     return squares
 
@@ -103,12 +103,6 @@ def embedding_columns(
     sent_back_BTD = head.at_inputs_BTS @ head.x_BSD.float()
     cross_BD = sent_back_BTD.mul_(delta_BTD).sum(1)
     return columns_BD.add_(head.columns_BD).add_(cross_BD, alpha=2).clamp_min_(0)
-
-
-def row_norms(x_BTN: Tensor) -> Tensor:
-    """L2 norms over the last dimension, in fp32."""
-    norms: Tensor = vector_norm(narrow(x_BTN), dim=-1, dtype=torch.float32)
-    return norms
 
 
 def narrow(tensor: Tensor) -> Tensor:
