@@ -21,12 +21,19 @@ CMOE_ACTIVE = 10  # K_a: neurons that count as active for a token
 
 
 def carve_cmoe(facts: LayerFacts, inputs: Sequence[Tensor]) -> tuple[LayerFacts, Choice]:
+    """CMoE: tokens go to the experts whose typical neurons, as `select_cmoe` finds them, are most active."""
+    carved, typical = select_cmoe(facts, inputs)
+    return carved, lambda x_TD, _h: choose_experts(
+        typical.hidden(x_TD).abs(), min(facts.shape.top_k, len(carved.neurons_EN))
+    )
+
+
+def select_cmoe(facts: LayerFacts, inputs: Sequence[Tensor]) -> tuple[LayerFacts, DenseFFN]:
     """CMoE: shared neurons and experts by coactivation, routers from each expert's most typical neuron.
 
     The S neurons that are most often active are shared. The next ones seed the experts; the others join them in one
-    balanced assignment by the tokens on which they are active. A token goes to the experts whose representative, the
-    neuron closest to the expert's mean, has the largest activation. Neurons that fill no expert, those least often
-    active, are dropped.
+    balanced assignment by the tokens on which they are active. Neurons that fill no expert, those least often active,
+    are dropped. Returns the layer, and the typical neuron of each expert, the one closest to its mean, as its router.
 
     Source: arXiv:2502.04416, sections 3.1 and 3.2, as in its published code; differs: neither gate scales nor load
     balancing, which start at zero and are trained.
@@ -53,9 +60,7 @@ def carve_cmoe(facts: LayerFacts, inputs: Sequence[Tensor]) -> tuple[LayerFacts,
     )
     typical_E = neurons_EN.gather(1, to_mean_EN.argmin(1, keepdim=True))[:, 0].to(ffn.gate_FD.device)
     typical = DenseFFN(ffn.gate_FD[typical_E], ffn.up_FD[typical_E], ffn.down_DF[:, typical_E], ffn.act)
-    return _carved(facts, neurons_EN, always_S), lambda x_TD, _h: choose_experts(
-        typical.hidden(x_TD).abs(), min(shape.top_k, experts)
-    )
+    return _carved(facts, neurons_EN, always_S), typical
 
 
 def carve_moefication(facts: LayerFacts, _inputs: Sequence[Tensor]) -> tuple[LayerFacts, Choice]:
