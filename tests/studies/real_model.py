@@ -13,7 +13,7 @@ from pipeline.api import evaluate
 
 # Row → dials, tokens, descent steps, and shares of instructions, general text and code.
 ROWS = {
-    "three_quarters": ({"experts": 116, "n": 32, "top_k": 74, "always_on": 1152}, 49_152, 128, (0.4, 0.6, 0.0)),
+    "three_quarters": ({"experts": 116, "n": 32, "top_k": 74, "always_on": 1152}, 24_576, 0, (0.45, 0.35, 0.2)),
     "half": ({"experts": 116, "n": 32, "top_k": 32, "always_on": 1152}, 81_920, 128, (0.45, 0.35, 0.2)),
     "half_without_code": ({"experts": 116, "n": 32, "top_k": 32, "always_on": 1152}, 65_536, 128, (0.6, 0.4, 0.0)),
     "quarter": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 32_768, 160, (0.5, 0.5, 0.0)),
