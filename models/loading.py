@@ -330,6 +330,21 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
             module.weight.quant_state.dtype = dtype
 
 
+# Parameters of glibc's mallopt, and their values in bytes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_MEMORY, _KEPT_BLOCK = -1, -3, 2**28, 2**25
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 256 MiB of freed blocks of up to 32 MiB, its largest, until `release_freed_memory`.
+
+    Without it, most results of 4,096 tokens are fetched from the system page by page, a sixth of a layer pass's time.
+    """
+    with suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_MEMORY)
+
+
 def release_freed_memory() -> None:
     """Collect garbage, return unused blocks of a GPU, and those of the heap if the C library is glibc.
 

@@ -182,8 +182,9 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 def start_measuring() -> None:
     """Free the memory of earlier stages and reset this process's peak."""
-    from models.loading import release_freed_memory  # noqa: PLC0415 - loads torch
+    from models.loading import keep_freed_memory, release_freed_memory  # noqa: PLC0415 - loads torch
 
+    keep_freed_memory()
     release_freed_memory()
     with suppress(OSError):  # macOS has no such file: there the peak is that of the whole process
         CLEAR_REFS.write_text("5")

@@ -198,17 +198,27 @@ def measure_losses(
     return {name: mean_loss(sums, batches, workers) for name, sums in found.items()}
 
 
+@torch.no_grad()
 def sum_losses(
     logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], dense_BTV: Float[Tensor, "B T V"] | None = None
 ) -> Float[Tensor, "B+3"]:
-    """Loss, KL(dense ‖ model) and tokens of equal choice of a batch, then every sequence's loss; sums, nats, fp64."""
-    losses_BT = token_losses(logits_BTV, labels_BT).double()
-    distance = equal = logits_BTV.new_full((), math.nan)
-    if dense_BTV is not None:
-        dense_BTV, counts_BT = dense_BTV.to(logits_BTV.device), predicts(labels_BT)
-        distance = prediction_distance(logits_BTV, dense_BTV, counts_BT)
-        equal = (counts_BT & (logits_BTV.argmax(-1) == dense_BTV.argmax(-1))).sum()
-    return torch.cat([torch.stack([losses_BT.sum(), distance.double(), equal.double()]), losses_BT.sum(1)])
+    """Loss, KL(dense ‖ model) and tokens of equal choice of a batch, then every sequence's loss; sums, nats, fp64.
+
+    One softmax of each model's logits serves all of them.
+    """
+    logits_NV = logits_BTV.flatten(0, 1)
+    dense_NV = None if dense_BTV is None else dense_BTV.to(logits_BTV.device).flatten(0, 1)
+    targets_N = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
+    found_N3 = logits_BTV.new_full((len(targets_N), 3), math.nan, dtype=torch.float64)
+    for rows in _chunks(logits_NV):
+        ours_nV = log_softmax(logits_NV[rows].float(), -1)
+        found_N3[rows, 0] = functional.nll_loss(ours_nV, targets_N[rows], ignore_index=IGNORED, reduction="none")
+        if dense_NV is not None:
+            theirs_nV = log_softmax(dense_NV[rows].float(), -1)
+            found_N3[rows, 1] = kl_div(ours_nV, theirs_nV, reduction="none", log_target=True).sum(-1)
+            found_N3[rows, 2] = (logits_NV[rows].argmax(-1) == dense_NV[rows].argmax(-1)).to(found_N3)
+    found_N3.masked_fill_((targets_N == IGNORED)[:, None], 0)
+    return torch.cat([found_N3.sum(0), found_N3[:, 0].view(labels_BT.shape).sum(1)])
 
 
 def mean_loss(found: Mapping[int, Tensor], batches: Sequence[TokenBatch], workers: Workers = ALONE) -> MeanLoss:

@@ -33,8 +33,8 @@ def project_neurons(
     dims: Sequence[int],
     *,
     epsilon: float,
-) -> list[Tensor]:
-    """Move every neuron of these matrices, (…, P, Q) each, along its own normalised gradient.
+) -> None:
+    """Move every neuron of these matrices, (…, P, Q) each, in place along its own normalised gradient.
 
     The norm is per neuron, so that neurons with few tokens move as far as others; with one norm per expert the loss
     fell less (conf/experiment/gradient_projection.yaml). `lengths` are sign·β·α·λ, the L2 norm of each step, negative
@@ -43,7 +43,8 @@ def project_neurons(
     """
     norms = [gradient.norm(dim=dim, keepdim=True) for gradient, dim in zip(gradients, dims, strict=True)]
     # One call for all matrices: a GPU's host takes longer to start an operator than most of them take.
-    return list(torch._foreach_addcdiv([*weights], [*gradients], torch._foreach_add(norms, epsilon), [*lengths]))
+    torch._foreach_add_(norms, epsilon)
+    torch._foreach_addcdiv_([*weights], [*gradients], norms, [*lengths])
 
 
 def projected_fields(matrices: list[str]) -> list[str]:
@@ -140,16 +141,15 @@ class GradientRounds:
     def _run_section(self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float) -> _State:
         """Run one round per batch."""
         settings = self._settings
-        weights, velocity = state.weights, state.velocity
+        weights, velocity = ([tensor.clone() for tensor in tensors] for tensors in (state.weights, state.velocity))
+        self._model.put(self._names, weights)
         for number, batch in zip(section, taught, strict=True):
-            self._model.put(self._names, weights)
             gradients = self._model.gradients([batch], self._names, clipped=True)
-            velocity = list(torch._foreach_mul(velocity, MOMENTUM))
+            torch._foreach_mul_(velocity, MOMENTUM)
             torch._foreach_add_(velocity, gradients)
             strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))
             lengths = [strength * scale for scale in self._scales]
-            weights = project_neurons(weights, velocity, lengths, self._dims, epsilon=settings.epsilon)
-        self._model.put(self._names, weights)
+            project_neurons(weights, velocity, lengths, self._dims, epsilon=settings.epsilon)
         return _State(weights, velocity, self._model.divergence(self._validation))
 
 

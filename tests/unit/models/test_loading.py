@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,3 +182,21 @@ def test_a_real_allocation_that_cannot_be_met_and_other_errors():
         torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="shapes"), explained_memory("here", "lower it"):
         raise RuntimeError("shapes do not match")
+
+
+REUSE = """
+import resource, torch
+from models.loading import keep_freed_memory
+keep_freed_memory()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**22) for _ in range(8)]  # 16 MiB each, 4,096 pages
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library is not glibc")
+def test_freed_memory_is_used_again_without_asking_the_system():
+    fresh = subprocess.run([sys.executable, "-c", REUSE], capture_output=True, text=True, check=True)
+    assert int(fresh.stdout) < 4 * 4096
