@@ -1,7 +1,6 @@
 """Whether the dense source model can be carved, found without reading a weight: all faults at once."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -15,8 +14,7 @@ from models.finding import source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, explained_config, read_source_config
 
-_MOST_LAYERS = 1000  # of a part of a model, whatever its key is called; published models have up to 130
-_LAYERS = re.compile(r"(\w+_)?(layers?|depth|blocks)")
+_MOST_LAYERS = 1000  # published models have up to 130
 
 
 def check_source(model: ModelConfig) -> list[UserError]:
@@ -70,27 +68,16 @@ def _check_config(model: ModelConfig, config: dict[str, Any], tensors: int) -> l
     return [*check_quantization(model, config), *check_features(config)]
 
 
-def check_layers(config: Mapping[str, Any], tensors: int = 0) -> list[CheckpointError]:
+def check_layers(config: Mapping[str, Any], tensors: int) -> list[CheckpointError]:
     """Errors for more layers than there are `tensors` on disk (0: unknown): they would be built before a comparison."""
-    most = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), tensors or _MOST_LAYERS)
-    wrong = {
-        key: value
-        for part in _parts(config)
-        for key, value in part.items()
-        if type(value) is int and _LAYERS.fullmatch(key) and value > min(most.get(key, _MOST_LAYERS), _MOST_LAYERS)
-    }
-    where = ", ".join(f"{key}={value}" for key, value in wrong.items())
+    text = config.get("text_config")
+    stated = {**config, **(text if isinstance(text, Mapping) else {})}
+    counts = {key: stated[key] for key in ("num_hidden_layers", "num_layers", "n_layer") if key in stated}
+    wrong = [
+        f"{key}={count}" for key, count in counts.items() if type(count) is int and count > (tensors or _MOST_LAYERS)
+    ]
     what, do = "config.json says more layers than the weights are of", "download or copy it again"
-    return [CheckpointError(what, where=where[:200], do=do)] if wrong else []
-
-
-def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The configuration and those of its parts (text, images, sound), at any depth."""
-    waiting: list[Any] = [config]
-    while waiting:
-        part = waiting.pop()
-        yield part
-        waiting += [value for key, value in part.items() if isinstance(value, Mapping) and key.endswith("config")]
+    return [CheckpointError(what, where=", ".join(wrong)[:200], do=do)] if wrong else []
 
 
 def check_features(config: Mapping[str, Any]) -> Iterator[CheckpointError]:

@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import get_max_memory
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -119,8 +118,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     except BaseException as error:  # the files are untrusted, and tokenizer classes raise errors of any type
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        _check_config(folder, trust_remote_code=trust_remote_code)
-        do = "put the model's tokenizer files beside its config.json"
+        do = "put the model's tokenizer files beside its config.json, both as they were downloaded"
         raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
     return tokenizer
 
@@ -142,18 +140,6 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Number of tokens of the model in the tokenizer's folder; None: its config.json does not state it."""
     known = read_config(Path(tokenizer.name_or_path)).get("vocab_size")
     return known if isinstance(known, int) else None
-
-
-def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise CheckpointError if transformers cannot read config.json, which it also reads for a tokenizer."""
-    try:
-        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # untrusted, like the tokenizer
-        # transformers may have a class for the tokenizer but none for the model: then config.json is not at fault.
-        if read_config(folder).get("model_type") in CONFIG_MAPPING:
-            what = f"transformers cannot read config.json: {first_line(error)}"
-            do = "config.json of the original checkpoint, as it was downloaded"
-            raise CheckpointError(what, where=str(folder / "config.json"), do=do) from error
 
 
 @contextmanager

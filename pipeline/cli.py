@@ -2,19 +2,20 @@
 
 import logging
 import os
+import signal
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from signal import SIG_DFL, SIGTERM, signal
+from threading import Thread
 from time import sleep
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 
-from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
+from instruments.errors import FAILED, INTERRUPTED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
-from pipeline.interrupts import answered_interrupts
 from pipeline.overrides import (
     expand_words,
     first_word,
@@ -37,13 +38,14 @@ logger = logging.getLogger(__name__)
 # leading worker prints them, and torchrun then stops the others. Otherwise only this worker's machine has the error.
 HEAD_START = 3
 SWEEPING = {"-m", "--multirun"}
+STOPPING = "\nstopping when the running step ends; Ctrl-C again leaves at once, and what is published stays\n"
 
 
 def run_command(words: Sequence[str]) -> int:
     """Exit code: 0 done, 1 a stage or a job failed, 2 wrong settings (nothing was started), 130 interrupted."""
     workers = find_workers()
     if workers.world > 1:
-        signal(SIGTERM, stop_in_words)  # torchrun sends it to all workers when one is lost
+        signal.signal(signal.SIGTERM, stop_in_words)  # torchrun sends it to all workers when one is lost
 
     def work() -> None:
         try:
@@ -51,11 +53,44 @@ def run_command(words: Sequence[str]) -> int:
                 start(words)
         except ConfigError:
             if not workers.leads:
-                signal(SIGTERM, SIG_DFL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 sleep(HEAD_START)
             raise
 
     return exit_code(work, "" if workers.world == 1 else f"worker {workers.rank}: ")
+
+
+@contextmanager
+def answered_interrupts() -> Iterator[None]:
+    """Answer SIGINT from a thread, since Python's own handler has to wait for the end of compiled code.
+
+    Does nothing where another program handles the signal, or ignores it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    Thread(target=_answer, args=(reading,), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+
+
+def _answer(reading: int) -> None:
+    stopping = False
+    while signals := os.read(reading, 1):
+        if signals[0] != signal.SIGINT:
+            continue
+        if stopping:
+            os._exit(INTERRUPTED)
+        stopping = True
+        sys.stderr.write(STOPPING)
+        sys.stderr.flush()
+    os.close(reading)
 
 
 def stop_in_words(_signal: int, _frame: object) -> None:

@@ -31,42 +31,15 @@ from pipeline.plan import (
 )
 from pipeline.resources import measured_peak, memory_warnings, record_seconds, room_errors, start_measuring
 from pipeline.run_folder import RunFolder, logging_to, replace_link
-from pipeline.settings import ALL, STAGES, Settings
+from pipeline.settings import STAGES, Settings
 from pipeline.shape import log_shape, shape_text, weakness_text
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, render
 
 log = logging.getLogger(__name__)
 
-NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
 # The packages whose code affects results.
 SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
-
-# Stage, or all → the changed settings of the commands that continue after a run of `stage=<that stage>`.
-NEXT: dict[str, list[dict[str, str]]] = {
-    "scan": [{"stage": "score"}, {"stage": "project"}],
-    "score": [{"stage": "cluster"}],
-    "cluster": [{"stage": "extract"}],
-    "extract": [{"stage": "assemble"}],
-    "assemble": [{"stage": "project"}],
-    "project": [{"stage": "evaluate"}, {"stage": "train"}],
-    "train": [{"stage": "evaluate", "evaluate.checkpoint": "train"}],
-    ALL: [{"stage": "train"}],
-}
-
-
-def next_commands(stage: str, overrides: Sequence[str]) -> list[str]:
-    """The commands that go on from a stage: the typed settings with another stage."""
-    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
-    return [command_line(kept, **change) for change in NEXT.get(stage, [])]
-
-
-def written_files(folder: Path, manifest: artifacts.Manifest) -> list[str]:
-    """The largest files of a published result with their sizes; the manifest is not listed."""
-    files = sorted(manifest.files.items(), key=lambda item: (-item[1].get("size", 0), item[0]))
-    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[: artifacts.MOST_FILES]]
-    left = len(files) - len(lines)
-    return [*lines, f"and {left} smaller; {artifacts.MANIFEST} lists all"] if left else lines
 
 
 def shown(path: Path) -> str:
@@ -87,8 +60,8 @@ class Runner:
     def __post_init__(self) -> None:
         self.hash_of = artifacts.FileHashes(self.run_folder.output_dir)
 
-    def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
-        """Run the due steps and verify the others; `alone`: a single stage was requested, so log its files.
+    def run(self, steps: Sequence[Step]) -> None:
+        """Run the due steps and verify the others.
 
         Raises UserError: a stage failed, or its inputs are damaged. Results published before stay.
         """
@@ -115,7 +88,7 @@ class Runner:
                     raise explained from error
                 raise
             done.append(step)
-        self.close(done, alone=alone)
+        self.close(done)
 
     def verify_kept(self, steps: Sequence[Step]) -> None:
         """Verify the kept results, and the checkpoint that a kept evaluation has read. Raises ContractError."""
@@ -184,30 +157,24 @@ class Runner:
             log.warning("no report.html: %s", error)
             return None
 
-    def close(self, steps: Sequence[Step], *, alone: bool) -> None:
-        """Log the last stage's table if it was kept, then files, checkpoint, report and the next commands."""
+    def close(self, steps: Sequence[Step]) -> None:
+        """Log the last stage's table if it was kept, then checkpoint, report and the next command."""
         last = steps[-1]
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
-        manifest = artifacts.Manifest.read(last.folder, remedy=remedy)
         if not last.due:
-            log.info("\n%s\n", render(manifest.table, "simple"))
+            log.info("\n%s\n", render(artifacts.Manifest.read(last.folder, remedy=remedy).table, "simple"))
         for step in steps:
             if folder := getattr(step.inputs.get("dump"), "folder", None):
                 Path(folder).parent.mkdir(parents=True, exist_ok=True)
                 replace_link(Path(folder), step.folder)
-        if alone:
-            log.info("files      %s", NEW_LINE.join(written_files(Path(shown(last.folder)), manifest)))
         checkpoint = find_checkpoint(steps)
         latest = self.run_folder.link_latest(checkpoint)
         if checkpoint is not None:
             log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
         if page := self.write_page(last.folder):
             log.info("report     %s", shown(page))
-        commands = next_commands(self.checked.settings.stage, self.overrides)
         if checkpoint is not None:
-            commands.insert(0, f'python -m pipeline generate {shlex.quote(shown(latest / "checkpoint"))} "def main("')
-        if commands:
-            log.info("next       %s", NEW_LINE.join(commands))
+            log.info('next       python -m pipeline generate %s "def main("', shlex.quote(shown(latest / "checkpoint")))
 
 
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
@@ -271,8 +238,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
                 log_shape(checked.request, checked.shape, settings.model.label)
                 for warning in memory_warnings(checked, due):
                     log.warning("%s\n", warning)
-                runner = Runner(run_folder, overrides, checked, workers, wait)
-                runner.run(steps, alone=settings.stage != ALL)
+                Runner(run_folder, overrides, checked, workers, wait).run(steps)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
     return steps

@@ -9,7 +9,6 @@ from fuzz.mutants import Trials, mutate_bytes, mutate_json
 
 from instruments.errors import ContractError
 from pipeline.artifacts import MANIFEST, Manifest, _seal, describe_files, verify
-from pipeline.run import written_files
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import render
 
@@ -48,7 +47,7 @@ def test_published_results(tmp_path, count):
     def use():
         verify(folder, remedy="again")
         manifest = Manifest.read(folder, remedy="again")
-        return render(manifest.table, "simple"), written_files(folder, manifest)
+        return render(manifest.table, "simple"), manifest.files
 
     expected = use()
     for _ in range(count):

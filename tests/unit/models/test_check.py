@@ -216,12 +216,8 @@ def test_settings_and_source_are_checked_together(folder):
             (name, lambda tensor: tensor[:-1].clone(), "1 tensors do not have the shape that config.json says")
             for name in (
                 "model.layers.1.self_attn.q_proj.weight",
-                "model.layers.1.self_attn.k_proj.bias",
-                "model.layers.1.self_attn.o_proj.weight",
-                "model.layers.1.input_layernorm.weight",
                 "model.layers.0.mlp.down_proj.weight",
                 "model.embed_tokens.weight",
-                "model.norm.weight",
                 "lm_head.weight",
             )
         ),
@@ -299,13 +295,6 @@ def test_limits_of_memory():
 @pytest.fixture
 def embedded(tmp_path):
     return shutil.copytree(EMBEDDED, tmp_path / "model")
-
-
-def test_weights_that_are_not_stored_as_config_json_says(embedded):
-    config = json.loads((embedded / "config.json").read_text())
-    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    (embedded / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    assert "stored in nf4, and none is" in faults(embedded)[0].what
 
 
 def test_weights_in_fp8_without_scales_are_one_error(embedded):

@@ -91,14 +91,6 @@ def test_pickle_repositories_are_refused_before_they_are_downloaded(fetched, mon
     assert error.where == "nobody/nothing"
 
 
-def test_off_line_with_a_cached_model_or_its_config_alone(fetched):
-    assert source_cache_key(hub()) == {"name": "nobody/nothing", "commit": "0123abc"}
-    (error,) = check_source(hub())
-    assert error.what == "HF_HUB_OFFLINE is set and the model's weights are not in the cache"
-    fetched.with_name("model.safetensors").touch()
-    assert check_source(hub()) == []
-
-
 def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch):
     asked = []
 

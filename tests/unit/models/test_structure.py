@@ -146,24 +146,6 @@ class Odd(nn.Module):
         return self.down_proj(gate * self.up_proj(x)) * (3 if self.kind == "scaled" else 1)
 
 
-class InTheLayer(nn.Module):
-    """A layer whose own code calls the matrices of its FFN."""
-
-    def __init__(self, hidden=24, width=40):
-        super().__init__()
-        self.self_attn = nn.Linear(hidden, hidden)
-        self.gate, self.up = (nn.Linear(hidden, width, bias=False) for _ in range(2))
-        self.down = nn.Linear(width, hidden, bias=False)
-
-
-def test_an_ffn_in_the_layers_own_code():
-    model = build_empty(AutoConfig.for_model(**decoder_of("llama").config_json))
-    with torch.device("meta"):
-        model.model.layers = nn.ModuleList([InTheLayer(), InTheLayer()])
-    with pytest.raises(CheckpointError, match="written in the layer's own code, not in a module"):
-        describe_model(model, {}, {})
-
-
 def describe_with(ffns):
     config = AutoConfig.for_model(**decoder_of("llama", num_hidden_layers=len(ffns)).config_json)
     model = build_empty(config)

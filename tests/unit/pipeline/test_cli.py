@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -15,13 +14,10 @@ from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline import cli
 from pipeline.__main__ import main
-from pipeline.artifacts import Manifest
 from pipeline.check import InvalidSettingsError
 from pipeline.help import PROGRAMS
 from pipeline.plan import Step, find_checkpoint
-from pipeline.run import NEXT, next_commands, written_files
-from pipeline.settings import STAGES, compose
-from stages.artifacts.job import Table
+from pipeline.settings import STAGES
 from stages.diagnose.config import DiagnoseConfig
 
 
@@ -182,7 +178,7 @@ def test_a_fault_of_one_workers_machine_is_said_by_that_worker(command, monkeypa
     """Only this worker's machine lacks a package or a model, so the leading worker has nothing to report."""
     slept = []
     monkeypatch.setattr(cli, "sleep", slept.append)
-    monkeypatch.setattr(cli, "signal", lambda *_: None)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     code, said = command("stage=scan", "model=/nowhere", "data=python_stdlib")
@@ -266,19 +262,6 @@ def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(monkey
     assert main() == 130
 
 
-@pytest.mark.parametrize("stage", NEXT)
-def test_the_commands_can_be_pasted_and_repeat_what_was_typed(stage):
-    commands = next_commands(stage, [f"stage={stage}", "fresh=true", "experts=3", "data.path=/my texts"])
-    for command in commands:
-        python, dash_m, package, *words = shlex.split(command)
-        assert (python, dash_m, package) == ("python", "-m", "pipeline")
-        assert words[:2] == ["experts=3", "data.path=/my texts"]
-        settings, _folder = compose(words)
-        assert settings.stage in STAGES
-        assert settings.stage != stage
-        assert not settings.fresh
-
-
 def test_the_checkpoint_of_a_run_is_the_one_that_it_wrote_or_read_last(tmp_path):
     def step(name, *parents, **inputs):
         return Step(STAGES[name], "", {}, tmp_path / name, inputs, {parent: tmp_path / parent for parent in parents}, 0)
@@ -295,11 +278,3 @@ def test_the_checkpoint_of_a_run_is_the_one_that_it_wrote_or_read_last(tmp_path)
     assert find_checkpoint([step("diagnose", diagnose=DiagnoseConfig())]) is None
     (tmp_path / "project" / "checkpoint").rmdir()  # an evaluation of it is not one of the checkpoint of assemble
     assert find_checkpoint([step("evaluate", "assemble", "project")]) is None
-
-
-def test_files_are_named_with_their_sizes_the_largest_first(tmp_path):
-    files = {f"{number}.bin": {"size": number << 20, "sha256": ""} for number in range(9)}
-    lines = written_files(tmp_path, Manifest("f", {}, files, Table("t", [], [])))
-    assert lines[0] == f"{tmp_path / '8.bin'} (8.0 MiB)"
-    assert len(lines) == 7
-    assert lines[-1] == "and 3 smaller; manifest.json lists all"

@@ -8,7 +8,7 @@ import time
 CODE = """
 import hashlib, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
-from pipeline.interrupts import answered_interrupts
+from pipeline.cli import answered_interrupts
 try:
     with answered_interrupts():
         print("running", flush=True)

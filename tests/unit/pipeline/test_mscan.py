@@ -87,16 +87,6 @@ def test_numbers_of_a_scan_and_of_two_subtracted(file, run, tmp_path):
     assert {*numbers_in(tmp_path / "none.csv").values()} == {"0.0"}
 
 
-def test_scans_of_other_parameters_are_not_subtracted(file, run, tmp_path):
-    with MscanWriter(tmp_path / "other.mscan", PARAMETERS[1:], model="pico", block_width=WIDTH):
-        pass
-    code, _, err = run(file, "--minus", tmp_path / "other.mscan", "--delta-sc", tmp_path / "two.csv")
-    assert (code, err.splitlines()[0]) == (1, "the scans have different parameters, or in another order")
-    with pytest.raises(SystemExit) as left:
-        run(file, "--minus", file)
-    assert left.value.code == 2
-
-
 def test_wrong_commands_are_refused(file, run, tmp_path):
     before, missing, folder = file.read_bytes(), tmp_path / "missing.mscan", tmp_path / "no"
     for words, expected, name in (

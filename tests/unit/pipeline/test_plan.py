@@ -255,11 +255,6 @@ def test_what_a_method_reads_makes_another_partition(steps, given, read):
     assert len({*found}) == len(found)
 
 
-@pytest.mark.parametrize("word", ["cluster.map=none", "cluster.map_layers=[0]"])
-def test_another_map_needs_no_other_carve(steps, word):
-    assert addresses(steps, word) == addresses(steps)
-
-
 def test_random_tokens_decide_a_carve_and_no_pool(steps):
     carve, without = addresses(steps), addresses(steps, "vocabulary=none")
     assert {name for name in carve if carve[name] != without[name]} == ALL - {"scan", "score"}
@@ -343,10 +338,6 @@ class Outer:
 class Optional:
     tokens: int = 3
     kept: int = field(default=1, metadata={"needs": {"tokens": True}})
-
-
-def test_fields_marked_so_stay_out():
-    assert plain_settings(Outer(label="there")) == plain_settings(Outer())
 
 
 def test_settings_without_effect_stay_out():

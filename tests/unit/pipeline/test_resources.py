@@ -93,17 +93,6 @@ def test_hidden_states_above_the_limit_are_on_disk(checked):
         assert hidden_bytes(stage, outside) == (0, kept)
 
 
-def test_the_processes_of_a_machine_share_its_memory(checked, monkeypatch):
-    places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    run = checked("vocabulary=none", "data.sample_tokens=1000")
-    for name, value in places.items():
-        monkeypatch.setenv(name, value)
-    each = 4 * 256 * (4 * 1000 // 8 + 2 * 1000)
-    for room, expected in ((4 * each, (each, 0)), (4 * each - 4, (0, 8 * each))):
-        monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda room=room: room)
-        assert hidden_bytes("cluster", run) == expected
-
-
 def test_the_last_run_of_a_stage_gives_its_time(checked):
     run, twice = (checked(f"data.sample_tokens={count}") for count in (1000, 2000))
     guess, other = estimate_seconds("scan", run), estimate_seconds("project", run)

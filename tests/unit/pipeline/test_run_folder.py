@@ -45,15 +45,6 @@ def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):
     assert not (run.folder / "checkpoint").readlink().is_absolute()
 
 
-def test_links_in_a_folder_that_is_reached_through_a_link(tmp_path):
-    for folder in ("disk/deep/home", "outputs/artifact"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "home").symlink_to("disk/deep/home")
-    (tmp_path / "out").symlink_to("outputs")
-    replace_link(tmp_path / "home" / "link", tmp_path / "out" / "artifact")
-    assert (tmp_path / "home" / "link").resolve() == tmp_path / "outputs" / "artifact"
-
-
 def test_a_link_that_a_killed_process_of_the_same_number_left(tmp_path):
     (tmp_path / f".latest.{os.getpid()}").symlink_to("nowhere")
     replace_link(tmp_path / "latest", tmp_path / "run")

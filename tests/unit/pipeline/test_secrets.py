@@ -77,12 +77,3 @@ def test_printed_settings():
     done = command("--cfg", "job", *REDIS)
     assert "url: redis://me@127.0.0.1:1/0" in done.stdout
     assert "s3sam" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_what_a_sweep_leaves(tmp_path):
-    done = command("-m", *REDIS, "store=local", "plan=true", f"output_dir={tmp_path}", "seed=0,1")
-    assert done.returncode == 0
-    written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    assert "redis://me@127.0.0.1:1/0" in written
-    assert "s3sam" not in written + done.stdout + done.stderr

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from instruments.errors import ConfigError
 from pipeline.check import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
 from pipeline.help import CONF
 from pipeline.overrides import first_word, override_errors, parse_overrides
@@ -138,13 +137,6 @@ def test_every_number_of_steps_rounds_and_tokens_has_a_maximum():
     found = {name: spec for name, _value, spec in find_fields(compose([])[0]) if name.endswith(tuple(MAX_COUNTS))}
     assert len(found) > 20
     assert [name for name, spec in found.items() if not any(value_errors(name, 10**13, spec))] == []
-
-
-def test_what_an_interpolation_stands_for_has_the_type_of_the_setting():
-    with pytest.raises(ConfigError, match="is not a ListConfig, list or tuple"):
-        compose(["scan.parameter_patterns=${seed}"])
-    words = ["diagnose.auto_diff.modules=${scan.parameter_patterns}", "scan.parameter_patterns=[a]"]
-    assert compose(words)[0].diagnose.auto_diff.modules == ["a"]
 
 
 def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypatch):

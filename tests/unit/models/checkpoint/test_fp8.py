@@ -8,7 +8,6 @@ import pytest
 import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from instruments.errors import CheckpointError
 from models.check import check_source
@@ -134,16 +133,6 @@ def test_weights_of_compressed_tensors_are_decoded_as_by_it(plain, tmp_path, gro
         for name, weight in decoded.items():
             assert torch.equal(reader.tensor(name), weight)
             assert torch.equal(model[name], weight.float())
-
-
-@pytest.mark.parametrize(("form", "block"), [("blocks", (8, 8)), ("static", None)])
-def test_transformers_decodes_the_same(plain, tmp_path, form, block):
-    """Where it can: blocks that divide the weights, and scales of the name that it knows."""
-    decoded = store_fp8(plain, tmp_path / "fp8", form, block)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "fp8", quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
-    ).state_dict()
-    assert all(torch.equal(theirs[name], weight) for name, weight in decoded.items())
 
 
 def lose_scale(tensors, _config):

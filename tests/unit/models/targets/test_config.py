@@ -5,7 +5,7 @@ from pico import FAMILIES, decoder_of
 
 from instruments.errors import ConfigError
 from models.config import GLOBAL_POOL, MoEShape
-from models.targets.base import GateScale, gate_kind, gate_scale_of
+from models.targets.base import gate_kind, gate_scale_of
 from models.targets.config import MOE_TARGETS, check_target, select_target, targets_of
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 4}
@@ -154,23 +154,6 @@ OF_CHOSEN = (
     "ernie4_5_moe",
     "hunyuan_v1_moe",
 )
-
-
-@pytest.mark.parametrize(
-    ("target", "experts", "down", "shared_down", "norm_topk_prob", "factor"),
-    [
-        *((target, 6, 4.0, 1.0, True, None) for target in ("qwen3_moe", "dots1", "flex_olmo")),
-        *((target, 6, 4.0, 1.0, None, None) for target in OF_CHOSEN[1:]),
-        ("cohere2_moe", 6, 8.0, 2.0, True, None),
-        *((target, 6, 1.0, 1.0, True, 4.0) for target in ("glm4_moe", "tiny_onn")),
-        ("qwen2_moe", 6, 6.0, 2.0, False, None),
-        ("qwen2_moe", 16, 16.0, 2.0, False, None),
-        ("flex_olmo", 16, 16.0, 1.0, False, None),
-    ],
-)
-def test_who_carries_the_scale(target, experts, down, shared_down, norm_topk_prob, factor):
-    wanted = GateScale(down, shared_down, norm_topk_prob=norm_topk_prob, routed_scaling_factor=factor)
-    assert gate_scale_of(MOE_TARGETS[target], MoEShape(experts, 16, 4, 0)) == wanted
 
 
 @pytest.mark.parametrize(

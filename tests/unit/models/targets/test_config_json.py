@@ -110,36 +110,6 @@ def test_the_length_of_any_scaling_is_the_one_that_transformers_reads(tmp_path, 
     assert found.rope_parameters == wanted.rope_parameters
 
 
-@pytest.mark.parametrize(
-    ("source", "stored", "tied"),
-    [("gemma2", {}, True), ("gemma2", {"tie_word_embeddings": False}, False), ("olmo2", {}, False)],
-)
-def test_the_own_class_ties_what_its_source_ties(source, stored, tied):
-    dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
-    config = written({"model_type": source, **dense}, "tiny_onn", dtype="bfloat16")
-    assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
-    assert config["model_type"] == "tiny_onn"
-    assert config["dense"]["model_type"] == source
-    assert config["routed_scaling_factor"] == 2.0
-
-
-def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tmp_path):
-    config = emitted("qwen3", "glm4_moe")
-    assert read_by_transformers(tmp_path, config).num_mtp_layers == 0
-    wanted = {"routed_scaling_factor": 2.0, "partial_rotary_factor": 1.0, "use_qk_norm": True}
-    assert config.items() >= (wanted | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}).items()
-
-
-def test_dots1_keeps_the_windows_that_qwen3_reads():
-    windows = {"sliding_window": 77, "use_sliding_window": True}
-    last = emitted("qwen3", "dots1", **windows, max_window_layers=1)
-    assert (last["sliding_window"], last["layer_types"]) == (77, ["full_attention", "sliding_attention"])
-    named = emitted("qwen3", "dots1", **windows, layer_types=["sliding_attention", "full_attention"])
-    assert named["layer_types"] == ["sliding_attention", "full_attention"]
-    unused = emitted("qwen3", "dots1", sliding_window=77, max_window_layers=0)
-    assert (unused["sliding_window"], unused["layer_types"]) == (None, ["full_attention"] * 2)
-
-
 def test_keys_that_are_kept():
     given = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.1}
     assert emitted("granite", "granitemoe", **given).items() >= (given | {"residual_multiplier": 1.0}).items()
@@ -147,22 +117,6 @@ def test_keys_that_are_kept():
     assert "transformers_version" not in emitted("llama", "mixtral")
     formats = ({"dtype": "bfloat16"}, {"torch_dtype": "float16"}, {"torch_dtype": "torch.float32"}, {})
     assert [source_dtype(source) for source in formats] == ["bfloat16", "float16", "float32", None]
-
-
-@pytest.mark.parametrize(
-    ("source", "given", "window"),
-    [
-        ("mistral", {"sliding_window": 77}, 77),
-        ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"max_position_embeddings": 4097}, 4096),  # transformers' default
-        ("mistral", {"max_position_embeddings": 4096}, None),
-        ("phi3", {"sliding_window": 47}, 47),
-        ("phi3", {}, None),
-        ("llama", {}, None),
-    ],
-)
-def test_mixtral_keeps_the_window_of_its_source(source, given, window):
-    assert emitted(source, "mixtral", **given)["sliding_window"] == window
 
 
 @pytest.mark.parametrize(

@@ -160,41 +160,9 @@ def test_a_failed_emission_is_no_checkpoint(dense, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-PACKED = ("block_sparse_moe.input", "block_sparse_moe.output", "shared_mlp.input", "shared_mlp.output")
-
-
 def test_the_source_is_never_overwritten(dense):
     with pytest.raises(CheckpointError, match="the MoE would overwrite its source"):
         emit(dense, dense / ".")
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "names"),
-    [
-        ("granite", "granitemoeshared", [f"{part}_linear.weight" for part in PACKED]),
-        ("smollm3", "tiny_onn", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
-    ],
-)
-def test_packed_layouts(source, target, names, tmp_path):
-    """Gate rows before up rows, each padded with zero neurons: always-on neurons 5 → 16, experts 8 → 16."""
-    dense = write_pico(tmp_path / "dense", source, layers=1)
-    given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
-    emit(dense, tmp_path / "moe", target, pad_to=16)
-    with ShardReader(tmp_path / "moe") as reader:
-        gate_up, down, *shared = [reader.tensor(f"model.layers.0.{name}") for name in names]
-    assert gate_up.shape == (3, 32, 24)
-    assert torch.equal(gate_up[:, :8], given.gate_END)
-    assert torch.equal(gate_up[:, 16:24], given.up_END)
-    assert torch.equal(down[:, :, :8], given.down_EDN * scale)
-    assert not gate_up[:, 8:16].any()
-    assert not gate_up[:, 24:].any()
-    assert not down[:, :, 8:].any()
-    if shared:
-        shared_gate_up, shared_down = shared
-        assert torch.equal(shared_gate_up[:5], given.shared_gate_SD)
-        assert torch.equal(shared_gate_up[16:21], given.shared_up_SD)
-        assert torch.equal(shared_down[:, :5], given.shared_down_DS)
-        assert shared_gate_up.count_nonzero() == 10 * 24
 
 
 @pytest.mark.parametrize(
