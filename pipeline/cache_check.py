@@ -20,7 +20,6 @@ from instruments.safetensors_files import TensorEntry, read_header
 from models.checkpoint.folder import list_shards
 from models.source import read_config
 from models.targets.config import target_of
-from pipeline.clients import require_config
 from pipeline.generate import add_limits
 from pipeline.gguf import check_carve
 from stages.artifacts.rendering import in_mib
@@ -141,7 +140,7 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
     if dense:
         from models.checkpoint.shards import DenseReader  # noqa: PLC0415 - imports torch
 
-        require_config(dense)
+        read_config(dense)
         with DenseReader(dense) as reader:
             numbers = 3 * reader.decoder.depth * reader.decoder.hidden * reader.decoder.width
     whole = numbers * routed[0].nbytes // math.prod(routed[0].shape)

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import EngFormatter, MaxNLocator
-from numpy.typing import NDArray
 
 WIDTH = 520  # CSS pixels, which are matplotlib's points (72 per inch)
-MAX_LOAD = 4  # times the even share, from which the colour is the same
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "tiny-onn", "font.size": 12, "text.parse_math": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
@@ -84,20 +81,5 @@ def draw_lines(
         axes.set_xlabel(x)
         if len(lines) > 1 or chance is not None:
             axes.legend()
-
-    return draw(title, caption, paint)
-
-
-def draw_loads(title: str, caption: str, loads_LE: NDArray[np.float64]) -> Chart:
-    """A row for each layer with its experts from the most to the least loaded; 1 is an even share."""
-
-    def paint(axes: Axes) -> None:
-        sorted_LE = -np.sort(-loads_LE, axis=1)
-        norm = TwoSlopeNorm(1, 0, MAX_LOAD)
-        image = axes.imshow(sorted_LE, cmap="coolwarm", norm=norm, aspect="auto", interpolation="nearest")
-        axes.figure.colorbar(image, extend="max")
-        axes.grid(visible=False)
-        axes.set(xlabel="experts, the busiest first", ylabel="layer")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
     return draw(title, caption, paint)

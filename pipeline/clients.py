@@ -63,14 +63,6 @@ class Clients:
         return cls(Path(folder) if folder else None, {python: run_client(python, "probe", {}) for python in pythons})
 
 
-def require_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises CheckpointError: there is none, or it cannot be read."""
-    if not (folder / "config.json").is_file():
-        do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
-        raise CheckpointError("no config.json, so no checkpoint", where=str(folder), do=do)
-    return read_config(folder)
-
-
 @contextmanager
 def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
     """A temporary folder with a carve's name, links to weights, its tokenizer, and settings that name no code.

@@ -1,11 +1,9 @@
 """Disk space: expected bytes of a stage, free bytes, and messages for a full or read-only disk."""
 
 import errno
-import math
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from instruments.errors import UserError
@@ -13,7 +11,6 @@ from models.config import MoEShape
 from models.decoder import Decoder
 from models.targets.config import select_target
 from models.targets.config_json import count_carved, source_dtype
-from pipeline.settings import Settings
 from stages.artifacts.rendering import in_mib
 from stages.assemble.config import AssembleConfig
 
@@ -33,32 +30,6 @@ def expected_bytes(stage: str, source: Decoder, shape: MoEShape | None, assemble
     target = select_target(source, assemble.target, shape)
     count = count_carved(source, target, shape, assemble.pad_to, tied=assemble.tied_embeddings)
     return count.total * BYTES.get(assemble.dtype, width)
-
-
-def scratch_bytes(stage: str, source: Decoder, shape: MoEShape | None, settings: Settings) -> int:
-    """Bytes at a stage's peak from which a killed run resumes, at most; 0 for stages that keep little."""
-    if shape is None or stage not in {"project", "train"}:
-        return 0
-    assemble, train, layers = settings.assemble, settings.train, source.depth
-    experts = 3 * source.hidden * shape.neurons(layers - len(shape.dense_layers))
-    if stage == "project":  # the aligned layers, and the same layers after gradient projection
-        width = BYTES.get(assemble.dtype, BYTES.get(source_dtype(source.config_json) or "", 2))
-        return 0 if shape.pooled else experts * width * (1 + settings.project.gradient_projection)
-    # The fp32 weights at the end of each phase; two checkpoints, with two moments, while a third is written.
-    weights = expected_bytes(stage, source, shape, replace(assemble, dtype="float32"))
-    trained = weights if train.all_share else 4 * experts * (train.experts_share > 0)
-    phases = sum(share > 0 for share in (train.router_share, train.experts_share, train.all_share))
-    saves = math.ceil(train.tokens / (train.batch * settings.data.max_length * train.save_steps))
-    return (phases - 1) * weights + min(3, saves + 1) * (weights + 2 * trained)
-
-
-def unfinished_bytes(stage_folder: Path) -> int:
-    """Bytes in the hidden folders in which runs of a stage, killed or still active, keep unfinished results."""
-    found = 0
-    with suppress(OSError):  # just removed
-        for path in (path for folder in stage_folder.glob(".*/") for path in folder.rglob("*")):
-            found += path.lstat().st_size * path.is_file()
-    return found
 
 
 def free_bytes(folder: Path) -> int:

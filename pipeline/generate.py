@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instruments.errors import exit_code, say
-from pipeline.clients import require_config
+from models.source import read_config
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     def work() -> None:
         folders = [folder for folder in (wanted.dense, wanted.checkpoint) if folder]
         for folder in folders:
-            require_config(folder)
+            read_config(folder)
         from pipeline.greedy import open_writer  # noqa: PLC0415 - slow, and the help page does not need it
 
         for folder in folders:

@@ -13,7 +13,7 @@ from models.config import MoEShape, setting_word
 from models.source import explained_config, read_config
 from models.targets.base import rope_type_of
 from models.targets.config import carved_target, target_of, text_of
-from pipeline.clients import Clients, readable_copy, require_config, run_client
+from pipeline.clients import Clients, readable_copy, run_client
 from pipeline.disk import explain_os_error
 from stages.artifacts.rendering import in_mib
 
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def check_carve(folder: Path) -> None:
     """Raises CheckpointError: no checkpoint, or its architecture is none of the MoE targets."""
-    config = require_config(folder)
+    config = read_config(folder)
     model_type, carved = config.get("model_type"), carved_target(config)
     if carved is None:
         do = f"python -m pipeline model=local {setting_word('model.path', str(folder))}"

@@ -25,8 +25,7 @@ from tqdm import tqdm
 from instruments.errors import ConfigError, DataError, check_output, exit_code, say
 from instruments.files import Kind, check_fields, kinds_of, write_text
 from models.config import ModelConfig
-from models.source import source_cache_key
-from pipeline.clients import require_config
+from models.source import read_config, source_cache_key
 from pipeline.generate import add_limits
 from pipeline.sandbox import SOLVED, judge, require_jail
 from stages.artifacts.rendering import in_time
@@ -141,7 +140,7 @@ def _as_lines(answers: Iterable[Answer]) -> str:
 
 def answer_keys(folder: Path, tasks: Iterable[Task], *settings: int | str) -> dict[str, Task]:
     """Hash of a checkpoint's files, the settings and the prompt → task. Raises CheckpointError: no checkpoint."""
-    require_config(folder)
+    read_config(folder)
     stated = json.dumps([source_cache_key(ModelConfig(kind="local", path=str(folder))), settings], sort_keys=True)
     return {sha256(f"{stated}{task.prompt}".encode()).hexdigest()[:16]: task for task in tasks}
 

@@ -9,14 +9,13 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from instruments.errors import redact
 from instruments.files import write_text
 from models.config import MoEShape
 from pipeline.artifacts import SHORT, Manifest, is_complete
-from pipeline.charts import Chart, draw_bars, draw_lines, draw_loads
+from pipeline.charts import Chart, draw_bars, draw_lines
 from pipeline.overrides import command_line
 from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import STAGES
@@ -165,7 +164,7 @@ def writing(evaluation: Evaluation) -> Section:
 
 
 def layers(evaluation: Evaluation) -> Section:
-    """Reconstruction error of each carved FFN, its router's agreement with the oracle, and the experts' load."""
+    """Reconstruction error of each carved FFN, and its router's agreement with the oracle."""
     shape, found = evaluation.shape, evaluation.layers
     errors = [(index, _number(layer["error"])) for index, layer in enumerate(found)]
     charts = [
@@ -177,9 +176,6 @@ def layers(evaluation: Evaluation) -> Section:
         caption = "Share of the chosen experts that also have the largest output norm."
         charts.append(draw_lines("Router's agreement with the oracle", caption, {"routers": agreement},
                                  chance=shape.top_k / shape.experts))  # fmt: skip
-    if found[0].get("load"):
-        loads_LE = np.array([layer["load"] for layer in found])
-        charts.append(draw_loads("Expert load", "A load of 1 is an even share.", loads_LE))
     keys = [key for key, value in found[0].items() if isinstance(value, int | float)]
     rows = [[str(index), *(layer.get(key) for key in keys)] for index, layer in enumerate(found)]
     numbers = Table("", ["layer", *(key.replace("_", " ") for key in keys)], rows)

@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from models.config import is_on_host
 from models.targets.config_json import count_dense
 from pipeline.artifacts import UNREADABLE, artifact_folder
 from pipeline.check import Checked
-from pipeline.disk import BYTES, expected_bytes, free_bytes, scratch_bytes, unfinished_bytes
+from pipeline.disk import BYTES, expected_bytes, free_bytes
 from pipeline.settings import STAGES
 from stages.artifacts.job import find_workers
 from stages.artifacts.rendering import in_mib
@@ -124,10 +125,11 @@ def room_errors(checked: Checked, due: Sequence[str]) -> Iterator[ConfigError]:
     """An error if results, and temporary files of the stage with the most, need more bytes than are free."""
     settings = checked.settings
     results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
-    # A killed run has written some of its stage's files before.
-    left = {folder.name: unfinished_bytes(folder) for folder in results.glob("*")}
     written = sum(expected_bytes(stage, checked.source, checked.shape, settings.assemble) for stage in due)
-    temporary = {stage: max(0, temporary_bytes(stage, checked) - left.get(stage, 0)) for stage in due}
+    begun = {
+        folder.parents[1].name for folder in results.glob("*/.*/scratch")
+    }  # by killed runs, which left their files
+    temporary = {stage: 0 if stage in begun else temporary_bytes(stage, checked) for stage in due}
     stage = max(due, key=temporary.__getitem__, default="")
     needed, free = written + temporary.get(stage, 0), free_bytes(results)
     if needed > free:
@@ -135,17 +137,17 @@ def room_errors(checked: Checked, due: Sequence[str]) -> Iterator[ConfigError]:
         where, do = f"{results}, stages {', '.join(due)}", "free some space, or output_dir= on a larger disk"
         if temporary[stage]:
             where += f"; {in_mib(temporary[stage])} of it are temporary, while stage={stage} runs"
-            do += ", or a larger train.save_steps=" * (stage == "train")
             do += ", or fewer data.tokens=" * (hidden_bytes(stage, checked)[1] > 0)
-        if unfinished := sum(left.values()):
-            do += f"; {in_mib(unfinished)} are left by killed runs, in {results}/*/.[0-9a-f]*"
         yield ConfigError(what, where=where, do=do)
 
 
 def temporary_bytes(stage: str, checked: Checked) -> int:
-    """Bytes on disk while a stage runs, in addition to its result: hidden states, and files to resume from."""
-    scratch = scratch_bytes(stage, checked.source, checked.shape, checked.settings)
-    return scratch + hidden_bytes(stage, checked)[1]
+    """Bytes on disk while a stage runs, in addition to its result: hidden states, and files to resume from, at most.
+
+    Training keeps two checkpoints of fp32 weights with two moments while a third is written.
+    """
+    whole = expected_bytes(stage, checked.source, checked.shape, replace(checked.settings.assemble, dtype="float32"))
+    return whole * {"project": 1, "train": 9}.get(stage, 0) + hidden_bytes(stage, checked)[1]
 
 
 def estimate_seconds(stage: str, checked: Checked) -> float:

@@ -40,7 +40,6 @@ class Outputs:
         gaps=GAPS,
         identity="a",
         text="1234",
-        load=True,
         trained=False,
         **settings,
     ):
@@ -74,11 +73,11 @@ class Outputs:
             fingerprints[name] = sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
             folder = artifact_folder(self.folder, label, name, fingerprints[name])
             folder.mkdir(parents=True, exist_ok=True)
-            files = self.fill(name, folder, shape, gaps, load=load)
+            files = self.fill(name, folder, shape, gaps)
             Manifest(fingerprints[name], recipe, {key: {} for key in files}, self.table(name, gaps)).write(folder)
         return folder
 
-    def fill(self, name, folder, shape, gaps, *, load):
+    def fill(self, name, folder, shape, gaps):
         """Write the files of a stage that the report reads; returns their names."""
         if name == "cluster":
             (folder / "neuron_map_layer_002.png").write_bytes(PIXEL)
@@ -89,7 +88,6 @@ class Outputs:
         if name != "evaluate":
             return []
         layer = {"error": 0.01, "agreement": 0.7, "imbalance": 1.5, "unused_experts": 1}
-        layer |= {"load": [2.0, 1.5, 1.0, 0.5, 0.0]} if load else {}
         record = {
             "shape": shape,
             "dense_width": WIDTH,

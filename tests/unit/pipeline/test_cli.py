@@ -150,16 +150,10 @@ def test_a_disk_too_small_for_the_checkpoints_of_training(command, planned_only,
     code, text = command("stage=train")
     assert code == 2
     assert "while stage=train runs\n" in text
-    assert text.endswith("larger disk, or a larger train.save_steps=\n")
     # A killed training goes on with the checkpoints that it has written.
     unfinished = tmp_path / "outputs/artifacts/embedded/train/.0123456789abcdef/scratch"
     unfinished.mkdir(parents=True)
-    with (unfinished / "model").open("wb") as file:
-        file.truncate(2**30)
     assert command("stage=train")[0] == 0
-    planned_only(2**20)
-    results = tmp_path / "outputs/artifacts/embedded"
-    assert command("stage=train")[1].endswith(f"; 1,024.0 MiB are left by killed runs, in {results}/*/.[0-9a-f]*\n")
 
 
 @pytest.mark.parametrize(

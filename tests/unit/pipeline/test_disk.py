@@ -18,12 +18,8 @@ from pipeline.disk import (
     explain_os_error,
     free_bytes,
     nearest_existing,
-    scratch_bytes,
-    unfinished_bytes,
 )
-from pipeline.settings import Settings
 from stages.assemble.config import AssembleConfig
-from stages.train.config import TrainConfig
 
 CONFIG = decoder_of("llama", intermediate_size=4864, num_key_value_heads=4, dtype="float32")
 
@@ -49,33 +45,6 @@ def test_what_a_stage_will_write():
     assert expected_bytes("extract", CONFIG, pool, as_it_is) == 4 * 3 * 24 * (3 * 8 + 2 * 16)
     assert expected_bytes("scan", CONFIG, shape, as_it_is) == 0
     assert expected_bytes("assemble", CONFIG, None, as_it_is) == 0
-
-
-def test_what_a_stage_keeps_for_resuming():
-    shape, settings = MoEShape(3, 8, 2, 16), Settings(assemble=AssembleConfig(dtype="bfloat16"))
-    settings.data.max_length, settings.train = 50, TrainConfig(tokens=40_000, batch=4, save_steps=60)
-    experts = 2 * 3 * 24 * (3 * 8 + 16)
-    assert scratch_bytes("project", CONFIG, shape, settings) == 2 * 2 * experts
-    settings.project.gradient_projection = False
-    assert scratch_bytes("project", CONFIG, shape, settings) == 2 * experts
-    weights = 4 * (experts + 2 * (3 * 24 + 4 * 24 * 24 + 2 * 24) + 24 + 2 * 61 * 24)
-    # 20 steps of routers end in one checkpoint; 180 of experts in three, with two moments.
-    assert scratch_bytes("train", CONFIG, shape, settings) == weights + 3 * (weights + 2 * 4 * experts)
-    settings.train = TrainConfig(tokens=40_000, batch=4, save_steps=60, router_share=1, experts_share=0)
-    assert scratch_bytes("train", CONFIG, shape, settings) == 3 * weights
-    settings.train = TrainConfig(tokens=40_000, batch=4, save_steps=100, router_share=0, experts_share=0, all_share=1)
-    assert scratch_bytes("train", CONFIG, shape, settings) == 3 * 3 * weights
-    assert scratch_bytes("project", CONFIG, MoEShape(3, 8, 2, 16, "global_pool"), settings) == 0
-    assert scratch_bytes("train", CONFIG, None, settings) == scratch_bytes("scan", CONFIG, shape, settings) == 0
-
-
-def test_what_killed_runs_left(tmp_path):
-    for name, size in ((".0a/scratch/layer", 5), (".0b/out/x", 70), ("0c/checkpoint", 900), (".0a.lock", 3000)):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(size))
-    assert unfinished_bytes(tmp_path) == 75
-    assert unfinished_bytes(tmp_path / "none") == 0
 
 
 @pytest.mark.parametrize(("target", "pad_to", "dtype"), [("glm4_moe", 8, "source"), ("tiny_onn", 48, "bfloat16")])

@@ -84,7 +84,7 @@ def test_texts_that_are_too_long_for_llama_cpp_are_said(config, what):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("nothing", "", "no config.json, so no checkpoint"),
+        ("nothing", "", "no checkpoint: cannot read config.json (No such file or directory)"),
         ("config.json", '{"model_type": ["qwen3_moe"]}', "['qwen3_moe'] is no architecture that a carve becomes"),
         ("config.json", '{"model_type": "qwen2"}', "qwen2 is no architecture that a carve becomes"),
         (

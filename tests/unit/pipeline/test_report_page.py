@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 from math import inf, nan
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
 
@@ -15,7 +14,7 @@ from pipeline import charts
 from pipeline.report import draw_page, read_chain
 
 OPEN_ENDED = {"meta", "img", "source"}
-CHARTS = {"Loss gap over the dense model", "Reconstruction error", "Router's agreement with the oracle", "Expert load"}
+CHARTS = {"Loss gap over the dense model", "Reconstruction error", "Router's agreement with the oracle"}
 
 
 class Page(HTMLParser):
@@ -114,7 +113,7 @@ def test_the_shape_is_described(outputs, shape, words):
 
 
 def test_what_is_missing_is_left_out(outputs):
-    evaluation = outputs.carve(load=False, gaps={"dense": 0.0, "carved": 0.05})
+    evaluation = outputs.carve(gaps={"dense": 0.0, "carved": 0.05})
     for name in ("scan", "score", "cluster"):
         (folder_of(outputs, name) / "manifest.json").unlink()
     page = read(outputs.run(evaluation))
@@ -135,8 +134,6 @@ def test_models_without_a_finite_loss_are_drawn(outputs, value):
 @pytest.mark.parametrize("layers", [1, 61])
 @pytest.mark.parametrize("spread", [1.0, 0.0])
 def test_charts_of_any_depth_and_spread(layers, spread):
-    values_LF = np.linspace(-spread, spread, 41)[None].repeat(layers, 0)
-    assert charts.draw_loads("t", "c", np.abs(values_LF)) == charts.draw_loads("t", "c", np.abs(values_LF))
     points = [(layer, spread) for layer in range(layers)]
     assert charts.draw_lines("t", "c", {"": points, "none": []}, chance=0.25).title == "t"
 

@@ -10,7 +10,6 @@ from instruments.errors import ConfigError
 from pipeline import sandbox
 from pipeline.sandbox import ENDED, LATE, SOLVED, judge, require_jail
 
-REPOSITORY = Path(__file__).parents[3]
 TESTS = "assert double(3) == 6\nassert double(0) == 0"
 RIGHT = "def double(x):\n    return 2 * x\n"
 
