@@ -186,22 +186,18 @@ def training(chain: Mapping[str, Manifest], last: Path) -> list[Section]:
     """Gap over the dense model and load of the experts by tokens seen."""
     if "train" not in chain:
         return []
-    keys = ["tokens", "loss", "heldout_loss", "heldout_divergence", "load_max_over_mean", "dead_experts"]
-    keys += ["router_entropy", "gradient_norm"]
     path = _folder(last, "train", chain["train"].fingerprint) / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     dense = float(lines[0]["dense_heldout_loss"])
     gap = {"this MoE": [(x, y - dense) for x, y in _over_tokens(lines, "heldout_loss")]}
     named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}
     load = {name: _over_tokens(lines, key) for name, key in named.items()}
-    rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
     charts = [
         draw_lines("Loss gap on held-out text", "Nats over the dense model as it is, which has not been trained on.",
                    gap, x="tokens seen"),
         draw_lines("Expert load", "Largest over mean, on the text that is trained on.", load, x="tokens seen"),
     ]  # fmt: skip
-    numbers = Table("", ["step", "phase", *(key.replace("_", " ") for key in keys)], rows)
-    return [Section("Training", charts, table=filled(chain["train"].table), folded={"The numbers": numbers})]
+    return [Section("Training", charts, table=filled(chain["train"].table))]
 
 
 def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -176,28 +176,12 @@ def test_errors_name_the_checkpoint_and_not_the_copy(tmp_path, carve):
     assert (found.what, found.where, found.do) == (f"cannot read {moe / 'x'}", str(moe), f"look into {moe}")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer_config.json", "[]"),
-        ("generation_config.json", "{"),
-        ("special_tokens_map.json", "[" * 100_000),
-        ("special_tokens_map.json", '{"a": ' * 400 + "1" + "}" * 400),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(tmp_path, carve, name, content):
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
+def test_settings_without_a_meaning_are_refused(tmp_path, carve, content):
     moe = shutil.copytree(carve, tmp_path / "moe")
-    (moe / name).write_text(content)
-
-    def look():
-        with clients.readable_copy(moe):
-            pass
-
-    if content.startswith('{"a"'):  # deep, but within what JSON parsers take
-        look()
-        return
+    (moe / "special_tokens_map.json").write_text(content)
     with pytest.raises(CheckpointError):
-        look()
+        clients.readable_copy(moe).__enter__()
 
 
 def test_a_client_that_the_system_kills_has_no_last_line(tmp_path):

@@ -29,22 +29,14 @@ def test_good_words_pass():
     ("word", "what", "do"),
     [
         ("expert=3", "there is no setting expert", "experts=3"),
-        ("batch_token=3", "there is no setting batch_token", "scan.batch_tokens=3"),
-        ("clusters=rank", "there is no setting clusters", "cluster=rank"),
         ("scan.gradient=true", "there is no setting scan.gradient", "scan.gradients=true"),
         ("zzz=3", "there is no setting zzz", "python -m pipeline --cfg job lists the settings"),
-        ("+zzz.y=3", "there is no setting zzz.y", "python -m pipeline --cfg job lists the settings"),
         ("score=tailor", "is none of contribution, frequency, random, s_p, taylor, wanda", "score=taylor"),
         ("store={kind: x}", "store={'kind': 'x'} is none of local, redis", "store=local"),
-        ("store=null", "store=None is none of local, redis", "store=local"),
         ("experts=many", "experts=many: Value 'many'", "experts=null"),
-        ("top_k=2.5", "top_k=2.5: Value '2.5'", "top_k=null"),
         ("fresh=maybe", "fresh=maybe: Value 'maybe' is not a valid bool", "fresh=false"),
-        ("active=half", "active=half: Value 'half'", "active=0.5"),
-        ("project.penalties=[a]", "project.penalties=['a']: Value 'a'", "project.penalties=[0.001,0.01,0.1,1.0,10.0]"),
         ("experts", "experts is no setting", "stage=scan, or another key=value"),
         ("score=glob(*)", "is a sweep over values", "python -m pipeline -m 'score=glob(*)'"),
-        ("experts=8,16", "is a sweep over values", "python -m pipeline -m experts=8,16"),
         ("debug=null", "debug=None is none of tiny", "debug=tiny"),  # Hydra cannot take an overlay away
     ],
 )  # fmt: skip
@@ -89,14 +81,10 @@ def test_a_number_turns_nothing_on(word):
     ("word", "fault"),
     [
         ("dense_layers=[[0]]", "dense_layers.0=[0] is no integer"),
-        ("dump.ranks=[[1]]", "dump.ranks.0=[1] is no integer"),
         ("project.penalties=[{a:1}]", "project.penalties.0={'a': 1} is no number"),
-        ("dump.modules=[[a]]", "dump.modules.0=['a'] is no text"),
         ("diagnose.auto_diff.modules=[{}]", "diagnose.auto_diff.modules.0={} is no text"),
         ("dump.modules='???'", "dump.modules=??? is no value"),
-        ("dump.modules=['???']", "dump.modules.0=??? is no value"),
         ("fresh='???'", "fresh=??? is no value"),
-        ("output_dir=???", "output_dir=??? is no value"),
         ("data.sources.0.path='???'", "data.sources.0.path=??? is no value"),
     ],
 )

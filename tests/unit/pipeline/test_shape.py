@@ -49,24 +49,18 @@ def test_dense_layers_that_cannot_be(request_, said):
     [
         # Experts cover the FFN exactly: they get half of the active width.
         (ShapeRequest(16, 64, None, None, 0.5), 1024, MoEShape(16, 64, 4, 256)),
-        (ShapeRequest(16, 64, None, None, 0.25), 1024, MoEShape(16, 64, 2, 128)),
-        (ShapeRequest(2, 512, None, None, 0.5), 1024, MoEShape(2, 512, 1, 0)),
         # E·N < F: the other neurons are always on, and top_k is the largest that fits.
         (ShapeRequest(58, 64, None, None, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
-        (ShapeRequest(15, 68, None, None, 0.5), 1024, MoEShape(15, 68, 7, 4)),
         # With all other neurons always on, fewer than 2 experts would fit; with active=1, all 16 fit.
         (ShapeRequest(39, 64, None, None, 0.5), QWEN, MoEShape(39, 64, 16, 1408)),
         (ShapeRequest(16, 64, None, None, 0.5), QWEN, MoEShape(16, 64, 8, 1920)),
         (ShapeRequest(16, 64, None, None, 1.0), QWEN, MoEShape(16, 64, 16, 3840)),
-        (ShapeRequest(1, 64, None, None, 0.5), 1024, MoEShape(1, 64, 1, 448)),
         # E·N > F: top_k is 1, unless a given always_on leaves room for more.
         (ShapeRequest(100, 256, None, None, 0.5), 1024, MoEShape(100, 256, 1, 256)),
-        (ShapeRequest(100, 256, None, None, 0.5), QWEN, MoEShape(100, 256, 1, 2176)),
         (ShapeRequest(100, 256, None, 0, 0.5), 1024, MoEShape(100, 256, 2, 0)),
         # Either top_k or always_on is given.
         (ShapeRequest(16, 64, 3, None, 0.5), 1024, MoEShape(16, 64, 3, 320)),
         (ShapeRequest(16, 64, None, 0, 0.5), 1024, MoEShape(16, 64, 8, 0)),
-        (ShapeRequest(16, 64, None, 500, 0.5), 1024, MoEShape(16, 64, 1, 500)),
         (ShapeRequest(16, 64, None, 1000, 0.5), QWEN, MoEShape(16, 64, 8, 1000)),
         # Given dials are kept, valid or not.
         (ShapeRequest(16, 64, 17, None, 0.5), 1024, MoEShape(16, 64, 17, 0)),
@@ -74,10 +68,8 @@ def test_dense_layers_that_cannot_be(request_, said):
         # A pool has no always-on neurons unless they are given.
         (ShapeRequest(100, 256, None, None, 0.5, POOL), QWEN, MoEShape(100, 256, 8, 0, POOL)),
         (ShapeRequest(16, 64, None, 200, 0.5, POOL), 1024, MoEShape(16, 64, 4, 200, POOL)),
-        (ShapeRequest(3, 64, 2, None, 0.5, POOL), 1024, MoEShape(3, 64, 2, 0, POOL)),
         # The dense layer counts: carved layers have (0.5·24 − 1) / 23 of 4864 = 2326 active neurons, 1152 always on.
         (dense(58, 64, 0.5, (23,)), QWEN, MoEShape(58, 64, 18, 1152, dense_layers=(23,))),
-        (dense(58, 64, 0.75, (0, 23)), QWEN, MoEShape(58, 64, 37, 1152, dense_layers=(0, 23))),
     ],
 )
 def test_open_dials_fill_the_active_share(dials, width, expected):
@@ -88,17 +80,13 @@ def test_open_dials_fill_the_active_share(dials, width, expected):
     ("dials", "width", "expected"),
     [
         (ShapeRequest(None, None, None, None, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
-        (ShapeRequest(None, None, None, None, 0.25), QWEN, MoEShape(67, 64, 10, 576)),
         (ShapeRequest(None, None, None, None, 0.05), QWEN, MoEShape(148, 32, 3, 128)),
         (ShapeRequest(None, None, None, None, 0.5), 1024, MoEShape(12, 64, 4, 256)),
         (ShapeRequest(None, None, None, None, 0.5), 2, MoEShape(2, 1, 1, 0)),
         (ShapeRequest(None, 256, None, None, 0.5), QWEN, MoEShape(14, 256, 4, 1280)),
-        (ShapeRequest(None, 9999, None, None, 0.5), QWEN, MoEShape(1, 9999, 1, 0)),
         (ShapeRequest(16, None, None, None, 0.5), QWEN, MoEShape(16, 232, 5, 1152)),
         (ShapeRequest(5, None, None, None, 0.05), 1004, MoEShape(5, 192, 1, 0)),
-        (ShapeRequest(9999, None, None, None, 0.5), QWEN, MoEShape(9999, 1, 1, 2431)),
         (ShapeRequest(None, None, None, None, 0.5, POOL), QWEN, MoEShape(100, 256, 8, 0, POOL)),
-        (ShapeRequest(32, None, None, None, 0.5, POOL), QWEN, MoEShape(32, 256, 8, 0, POOL)),
     ],
 )
 def test_open_experts_leave_a_quarter_always_on(dials, width, expected):
