@@ -71,14 +71,13 @@ PYTHONS = {"llama.cpp": "LLAMA_PYTHON", "vLLM": "VLLM_PYTHON"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("runtime", "target"),
-    [*(("llama.cpp", name) for name in SERVED), *(("vLLM", name) for name in [*SERVED, "tiny_onn"])],
-)
+@pytest.mark.parametrize("target", [*SERVED, "tiny_onn"])
+@pytest.mark.parametrize("runtime", PYTHONS)
 def test_every_target_is_right(tmp_path, runtime, target):
     """llama.cpp also needs its source, in LLAMA_CPP; vLLM on a CPU does not support heads of size 16."""
-    if not (pythons := os.environ.get(PYTHONS[runtime])):
-        pytest.skip(f"{PYTHONS[runtime]} is not set")
+    pythons = os.environ.get(PYTHONS[runtime], "").split(os.pathsep)
+    if pythons == [""] or (runtime, target) == ("llama.cpp", "tiny_onn"):
+        pytest.skip(f"{PYTHONS[runtime]} is not set, or llama.cpp does not know the class")
     more = {"tie": True} if runtime == "llama.cpp" else {"hidden": 128}
     moe = write_carve(tmp_path, target, *SERVED.get(target, ("smollm3", 64)), **more)
     words = [
