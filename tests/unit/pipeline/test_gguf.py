@@ -69,7 +69,10 @@ def test_targets_that_do_not_convert_are_refused(config, what):
     ("config", "what"),
     [
         ({"model_type": "mixtral", "sliding_window": 4096}, "Mixtral no sliding window: texts of up to 4,096"),
-        ({"model_type": "dots1", "sliding_window": 2048, **HEADS}, "Dots1 no sliding window: texts of up to 2,048"),
+        (
+            {"model_type": "dots1", "sliding_window": 2048, "num_key_value_heads": 4, "num_attention_heads": 4},
+            "Dots1 no sliding window: texts of up to 2,048",
+        ),
         (
             {"model_type": "glm4_moe", "rope_scaling": {"type": "dynamic"}},
             "Glm4Moe no dynamic position encoding: texts of up to 32,768",

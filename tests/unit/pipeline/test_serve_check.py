@@ -80,12 +80,7 @@ def test_every_target_is_right(tmp_path, runtime, target):
         pytest.skip(f"{PYTHONS[runtime]} is not set, or llama.cpp does not know the class")
     more = {"tie": True} if runtime == "llama.cpp" else {"hidden": 128}
     moe = write_carve(tmp_path, target, *SERVED.get(target, ("smollm3", 64)), **more)
-    words = [
-        str(moe),
-        "--types",
-        "f32",
-        *(word for python in pythons.split(os.pathsep) for word in ("--python", python)),
-    ]
+    words = [str(moe), "--types", "f32", *(word for python in pythons for word in ("--python", python))]
     serve_check.main([*words, "--json", str(tmp_path / "found.json")])
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     (row,) = [row for row in rows if row["runtime"].startswith(runtime)]
