@@ -3,7 +3,6 @@
 import logging
 import re
 import shlex
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -277,10 +276,8 @@ def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
     """Errors: a label that is no plain folder name, an unknown device."""
     label = model.label
     if not LABEL.fullmatch(label):
-        shown = textwrap.shorten(label if label.isprintable() else repr(label), 100, placeholder=" ...")
-        cleaned = re.sub(r"[^\w.+-]+", "_", Path(label).name).strip("._")[:64]
-        what, do = f"model.label={shown} is no plain folder name", setting_word("model.label", cleaned or "source")
-        yield ConfigError(what, where="setting model.label", do=do)
+        what = f"model.label={label[:100]} is no plain folder name"
+        yield ConfigError(what, where="setting model.label", do="model.label=source")
     if not DEVICE.fullmatch(model.device):
         what = f"model.device={model.device} is none of auto, cpu, cuda, cuda:0, cuda:1 ..."
         yield ConfigError(what, where="setting model.device", do="model.device=auto")

@@ -5,16 +5,14 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
 from time import sleep
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 
-from instruments.errors import FAILED, INTERRUPTED, ConfigError, UserError, exit_code, printable
+from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
 from pipeline.overrides import (
     expand_words,
@@ -38,7 +36,6 @@ logger = logging.getLogger(__name__)
 # leading worker prints them, and torchrun then stops the others. Otherwise only this worker's machine has the error.
 HEAD_START = 3
 SWEEPING = {"-m", "--multirun"}
-STOPPING = "\nstopping when the running step ends; Ctrl-C again leaves at once, and what is published stays\n"
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -49,8 +46,7 @@ def run_command(words: Sequence[str]) -> int:
 
     def work() -> None:
         try:
-            with answered_interrupts():
-                start(words)
+            start(words)
         except ConfigError:
             if not workers.leads:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -58,39 +54,6 @@ def run_command(words: Sequence[str]) -> int:
             raise
 
     return exit_code(work, "" if workers.world == 1 else f"worker {workers.rank}: ")
-
-
-@contextmanager
-def answered_interrupts() -> Iterator[None]:
-    """Answer SIGINT from a thread, since Python's own handler has to wait for the end of compiled code.
-
-    Does nothing where another program handles the signal, or ignores it.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    Thread(target=_answer, args=(reading,), daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writing)
-
-
-def _answer(reading: int) -> None:
-    stopping = False
-    while signals := os.read(reading, 1):
-        if signals[0] != signal.SIGINT:
-            continue
-        if stopping:
-            os._exit(INTERRUPTED)
-        stopping = True
-        sys.stderr.write(STOPPING)
-        sys.stderr.flush()
-    os.close(reading)
 
 
 def stop_in_words(_signal: int, _frame: object) -> None:

@@ -42,7 +42,6 @@ class Task:
 
     task_id: int
     text: str
-    code: str  # the authors' solution
     test_setup_code: str  # run after the answer, before the asserts
     test_list: list[str]
 

@@ -5,9 +5,7 @@ import os
 import shutil
 import socket
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,7 @@ from pico import write_pico
 from instruments.errors import UserError
 from models.check import check_source
 from models.config import ModelConfig
-from models.source import EMBEDDED, hub_answers, read_source_config, resolve_folder, source_cache_key
+from models.source import EMBEDDED, read_source_config, resolve_folder, source_cache_key
 
 
 def hub(name="nobody/nothing", revision=None):
@@ -43,23 +41,6 @@ def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(monkeypatch)
     assert 2 < time.perf_counter() - started < 5
     assert error.what == f"the hub cannot be reached at {address} and the model is not in the cache"
     assert "HF_ENDPOINT=https://<mirror>" in error.do
-
-
-@pytest.mark.parametrize(("status", "answers"), [(200, True), (404, True), (503, False)])
-def test_what_counts_as_an_answer(status, answers, monkeypatch):
-    class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_words):
-            """Print no log of requests."""
-
-    with HTTPServer(("127.0.0.1", 0), Hub) as server:
-        Thread(target=server.handle_request, daemon=True).start()
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert hub_answers() is answers
 
 
 def test_no_name_and_a_name_the_hub_does_not_allow():

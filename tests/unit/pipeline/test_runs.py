@@ -135,17 +135,6 @@ def test_nothing_is_removed_while_a_run_is_active(out, three):
     remove_runs(out, ["runs/old"])
 
 
-def test_a_run_waits_until_a_removal_is_done(out):
-    code = "import sys; from pathlib import Path; from pipeline.artifacts import output_in_use\n"
-    code += "with output_in_use(Path(sys.argv[1])): print('begun', flush=True)"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    with output_in_use(out, alone=True):
-        run = subprocess.Popen([sys.executable, "-c", code, out], env=environment, stdout=subprocess.PIPE, text=True)
-        with pytest.raises(subprocess.TimeoutExpired):
-            run.wait(3)
-    assert run.communicate(timeout=60)[0] == "begun\n"
-
-
 def test_links_are_removed_and_not_what_they_point_to(out, three, tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()

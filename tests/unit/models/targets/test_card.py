@@ -69,15 +69,6 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
     assert "/home/me" not in card
 
 
-def test_the_active_width_and_the_pool_of_a_card():
-    shape = MoEShape(experts=16, n=40, top_k=4, always_on=240, dense_layers=(0,))
-    card = render_card("org/dense", MOE_TARGETS["qwen2_moe"], shape, {}, sizes(1000, 4))
-    assert "400 of the dense model's 1000 (40%; on average over all layers 55%)" in card
-    card = render_card("org/dense", MOE_TARGETS["tiny_onn"], MoEShape(100, 256, 8, 0, GLOBAL_POOL), {}, sizes(4864, 24))
-    assert "100 of 256 neurons in all, one pool shared by 24 layers; each layer's router sends a token to 8" in card
-    assert card.count("trust_remote_code=True)") == 2
-
-
 @pytest.mark.parametrize(
     ("target", "shape", "expected"),
     [

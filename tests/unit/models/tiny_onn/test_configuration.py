@@ -1,4 +1,3 @@
-import copy
 import json
 
 import pytest
@@ -31,16 +30,6 @@ def test_what_follows_the_last_hidden_states_is_there_for_who_computes_logits_fr
     llama = TinyONNConfig({"model_type": "llama"})
     absent = ((granite, "final_logit_softcapping"), (llama, "sliding_window"), (llama, "layer_types"))
     assert not any(hasattr(config, key) or key in config.to_dict() for config, key in absent)
-
-
-def test_shared_keys_have_one_value():
-    config = TinyONNConfig(DENSE, vocab_size=67)
-    assert config.dense.vocab_size == 67
-    config.use_cache = False
-    assert config.dense.use_cache is False
-    twin = copy.deepcopy(config)
-    twin.vocab_size = 71
-    assert (config.vocab_size, twin.vocab_size, twin.dense.vocab_size) == (67, 71, 71)
 
 
 def test_it_survives_the_way_to_disk_and_back(tmp_path):
