@@ -31,6 +31,7 @@ class TrainConfig:
     balance_weight: float = field(default=0.01, metadata={"needs": {"balance": ("auto", "loss")}, "minimum": 0})
     bias_rate: float = field(default=0.02, metadata={"needs": {"balance": ("auto", "selection_bias")}, "minimum": 0})
     z_weight: float = field(default=1e-4, metadata={"minimum": 0})
+    sticky_weight: float = field(default=0.0, metadata={"minimum": 0})
     logit_std: float = field(default=0.5, metadata={"minimum": 0})
     logit_std_share: float = field(default=0.5, metadata={"needs": {"logit_std": True}, "above": 0, "maximum": 1})
     batch: int = field(default=16, metadata={"minimum": 1, "maximum": 65536})

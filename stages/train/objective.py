@@ -99,6 +99,21 @@ def z_loss(routings: list[Routing], rows_N: Int[Tensor, "N"]) -> Float[Tensor, "
     return torch.stack([routing.logits_TE[rows_N].float().logsumexp(1).square().mean() for routing in routings]).mean()
 
 
+def sticky_loss(routings: list[Routing], rows_N: Int[Tensor, "N"], length: int) -> Float[Tensor, ""]:
+    """Mean over layers, tokens and experts of the token before: −log of their share in this token's softmax, nats.
+
+    Logits count in units of their standard deviation over experts, so that larger ones do not lower it. Sequences of
+    `length` positions follow each other; their first tokens have none before them.
+    """
+    counts_N, before_N, parts = rows_N % length != 0, (rows_N - 1).clamp_min(0), []
+    for routing in routings:
+        logits_NE = routing.logits_TE[rows_N].float()
+        log_NE = (logits_NE / logits_NE.detach().std(1, keepdim=True).clamp_min(1e-12)).log_softmax(1)
+        losses_N = -log_NE.gather(1, routing.chosen_TK[before_N]).mean(1)
+        parts.append((losses_N * counts_N).sum() / counts_N.sum().clamp_min(1))
+    return torch.stack(parts).mean()
+
+
 def entropy(routings: list[Routing], rows_N: Int[Tensor, "N"]) -> Float[Tensor, ""]:
     """Mean entropy of the softmax over experts, in nats; log E where all logits are equal."""
     parts = []
@@ -209,7 +224,7 @@ class RunningMetrics:
         ratio_L = load_LE.max(1).values / load_LE.mean(1).clamp_min(1e-9)
         self.sums, self.load_LE = {}, None
         counts = dict.fromkeys(("language_model", "logits"), "items")
-        counts |= dict.fromkeys(("balance", "router_z", "router_entropy"), "passes")
+        counts |= dict.fromkeys(("balance", "router_z", "sticky", "router_entropy"), "passes")
         means = {name: totals[name] / totals[count] for name, count in counts.items() if name in totals}
         return means | {
             "load_max_over_mean": float(ratio_L.max()),
@@ -255,7 +270,7 @@ class Objective:
         loss = torch.stack(weighted).sum() * world / items
         load_LE = count_load(routings, rows_N)
         self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
-        means = self._router_means(routings, load_LE, rows_N)
+        means = self._router_means(routings, load_LE, rows_N, labels_BT.shape[1])
         loss = loss + sum((weight * value for weight, value in means.values()), start=loss.new_zeros(())) / parts
         self.metrics.add(
             load_LE,
@@ -269,7 +284,7 @@ class Objective:
         return loss
 
     def _router_means(
-        self, routings: list[Routing], load_LE: Tensor, rows_N: Tensor
+        self, routings: list[Routing], load_LE: Tensor, rows_N: Tensor, length: int
     ) -> dict[str, tuple[float, Tensor]]:
         """Auxiliary losses as means over tokens: name → (weight, value)."""
         settings, means = self.settings, {}
@@ -278,6 +293,8 @@ class Objective:
             means["balance"] = (settings.balance_weight, even)
         if settings.z_weight:
             means["router_z"] = (settings.z_weight, z_loss(routings, rows_N))
+        if settings.sticky_weight:
+            means["sticky"] = (settings.sticky_weight, sticky_loss(routings, rows_N, length))
         return means
 
     def take_load(self) -> Tensor:

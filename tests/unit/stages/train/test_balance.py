@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from models.training import Routing
-from stages.train.objective import balance_loss, count_load, entropy, move_biases, z_loss
+from stages.train.objective import balance_loss, count_load, entropy, move_biases, sticky_loss, z_loss
 
 
 def routing(logits, top_k=2):
@@ -50,6 +50,20 @@ def test_z_loss_and_entropy_of_equal_logits():
     equal, rows = [routing([[0.0] * 5] * 2)], torch.arange(2)
     assert z_loss(equal, rows) == pytest.approx(torch.tensor(5.0).log().square().item())
     assert entropy(equal, rows) == pytest.approx(torch.tensor(5.0).log().item())
+
+
+def test_the_sticky_loss_is_its_formula_on_neighbours_alone():
+    """Two sequences of three positions, the second with padding at its end."""
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    routed, rows = [Routing(logits, logits.topk(2, dim=1).indices)], torch.arange(5)
+    log = (logits / logits.std(1, keepdim=True)).log_softmax(1)
+    expected = torch.stack([-log[token][routed[0].chosen_TK[token - 1]].mean() for token in (1, 2, 4)]).mean()
+    loss = sticky_loss(routed, rows, 3)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(sticky_loss([Routing(9 * logits, routed[0].chosen_TK)], rows, 3), loss)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert not gradient[[0, 3, 5]].any()
+    assert gradient[1][routed[0].chosen_TK[0]].sum() < 0
 
 
 def test_biases_move_against_the_load_and_keep_their_mean():

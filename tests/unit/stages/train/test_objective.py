@@ -110,7 +110,9 @@ def test_a_micro_batch_waits_at_most_twice_with_any_number_of_layers(balance, mo
         monkeypatch.setitem(SIZES, "num_hidden_layers", layers)
         model = make_moe("glm4_moe")
         model.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
-        objective = Objective(TrainConfig(z_weight=0.1), RouterWatch(model), None, Balance(balance, 0.1))
+        objective = Objective(
+            TrainConfig(z_weight=0.1, sticky_weight=0.1), RouterWatch(model), None, Balance(balance, 0.1)
+        )
         (batch,) = batch_sequences([TokenSequence("", row, row) for row in ([1, 2, 3], [4, 5, 6, 7, 8])], 10, 0)
         inputs = {**batch.inputs(model.device), "labels": batch.labels, "rows": batch.rows(model.device)}
         items = torch.tensor(6)
