@@ -62,8 +62,12 @@ def list_files(source: Source) -> list[Path]:
     if not files:
         do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, *COMPRESSED))}"
         raise DataError(f"{path} is no file that can be read as text, and no folder that holds one", where=where, do=do)
-    data = [file for file in files if not (ABOUT.match(file.name) and file.suffix in {*TEXT, ".json"})]
-    return data or files  # a README alone is text
+    return [file for file in files if not _is_about(file)] or files  # a README alone is text
+
+
+def _is_about(file: Path) -> bool:
+    """Whether the file is about the data, by its name."""
+    return bool(ABOUT.match(file.name)) and file.suffix in {*TEXT, ".json"}
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
@@ -82,7 +86,9 @@ def find_kind(file: Path) -> str:
 
 def read_files(source: Source) -> Iterator[Document]:
     """The documents of a file, or of a folder's files in turn. Raises DataError."""
-    files = list_files(source)
+    files, path = list_files(source), expand_user(str(source.path))
+    if about := [file.name for file in _visible_files(path) if _is_about(file) and file not in files]:
+        logger.info("%s text: %d files of %s, without %s", source.role, len(files), path, some(about))
     groups = (files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE))
     return (document for group in groups for document in interleave(read_file(file, source) for file in group))
 

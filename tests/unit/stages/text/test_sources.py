@@ -120,19 +120,23 @@ def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
         assert str(tmp_path / name) in refusal(tmp_path / name).where
 
 
-def test_hidden_files_and_files_about_the_data_are_left_out(tmp_path, write_jsonl):
+def test_hidden_files_and_files_about_the_data_are_left_out_and_the_latter_named(tmp_path, write_jsonl, caplog):
+    caplog.set_level("INFO")
     write_jsonl("train.jsonl", [{"text": "one"}])
     for name in (".ipynb_checkpoints/train.jsonl", "__MACOSX/._train.jsonl", "README.md", "LICENSE.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"\xff not text")
     assert texts(tmp_path) == ["one"]
+    assert all(name in caplog.text for name in ("README.md", "LICENSE.txt"))
     write_jsonl("license-texts.jsonl", [{"text": "two"}])  # records are no file about the data
     assert sorted(texts(tmp_path)) == ["one", "two"]
 
 
-def test_a_readme_alone_is_text(tmp_path):
+def test_a_readme_alone_is_text(tmp_path, caplog):
+    caplog.set_level("INFO")
     (tmp_path / "README.md").write_text("words")
     assert texts(tmp_path) == ["words"]
+    assert "without" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["train.arrow", "deeper/part.tsv"])
