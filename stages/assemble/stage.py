@@ -19,7 +19,7 @@ from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.assemble.config import AssembleConfig
-from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
+from stages.calibration.alignment import column_scale, gate_moments, least_squares
 from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed, text_sources
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.number_format import check_number_format
@@ -30,8 +30,6 @@ from stages.routing.task import (
     RouterTask,
     load_balance,
     make_loop,
-    oracle_agreement,
-    relative_output_error,
     set_logit_std,
     watch_experts,
     watch_pool,
@@ -47,52 +45,34 @@ class RouterReport:
     scale_EN: Tensor  # of the experts' down columns, compensates for gates and copies
     moments_2E: Tensor  # Σ g and Σ g² of every expert's gates
     load_E: Tensor  # 1 = even share
-    agreement: float  # share of the contribution oracle's experts that it chooses; in a pool, of the error oracle's
-    error: float  # of the layer's output, relative, before alignment
 
 
 def summarise(
     reports: Mapping[int, RouterReport], checkpoint: CheckpointFormat, partition: Partition, assemble: AssembleConfig
 ) -> Table:
-    """One row per carved layer; the chance level is in the notes."""
-    rows = [
-        [layer, f"{one.agreement:.3f}", f"{one.error:.4f}", f"{one.load_E.max():.2f}", int((one.load_E == 0).sum())]
-        for layer, one in reports.items()
-    ]
+    """One row per carved layer."""
+    rows = [[layer, f"{one.load_E.max():.2f}", int((one.load_E == 0).sum())] for layer, one in reports.items()]
     shape = checkpoint.shape
     share = shape.active_width / partition.width
     notes = [
         f"{checkpoint.target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, "
         f"{shape.always_on} always on ({share:.0%} of the dense FFN's {partition.width} neurons)",
-        "the contribution oracle chooses the experts of largest Σ|h|·‖d‖; agreement by chance would be "
-        f"{shape.top_k / shape.experts:.3f}",
     ]
-    if all(bool((report.scale_EN == 1).all()) for report in reports.values()) and int(partition.multiplicity.max()) > 1:
-        notes.append("neurons with copies in several experts are unscaled here (assemble.mode=train scales them)")
-    # Without an error although experts are left out: there is nothing to choose.
-    silent = [layer for layer, report in reports.items() if report.error == 0 and (report.load_E == 0).any()]
-    if silent:
-        listed = ",".join(map(str, silent))
-        notes.append(f"the dense FFN of layer {listed} writes nothing on the text; 'dense_layers=[{listed}]' keeps it")
-    unused = sum(int((report.load_E == 0).sum()) for layer, report in reports.items() if layer not in silent)
-    if unused:
+    if unused := sum(int((report.load_E == 0).sum()) for report in reports.values()):
         price, steps = 10 * assemble.balance or 0.01, max(200, assemble.router_steps)
         remedy = f"assemble.router=error assemble.router_steps={steps} assemble.balance={price:g} evens the load"
         notes.append(f"{unused} experts are chosen by no calibration token; {remedy}")
-    columns = ["layer", "agreement with the contribution oracle", "output error", "load max/mean", "unused experts"]
-    return Table("assemble", columns, rows, notes)
+    return Table("assemble", ["layer", "load max/mean", "unused experts"], rows, notes)
 
 
 def summarise_pool(reports: Sequence[RouterReport], partition: Partition, shape: MoEShape) -> Table:
-    """One row per layer: how well its router chooses, and how often it chooses experts cut from the same layer."""
+    """One row per layer: how often its router chooses experts cut from the same layer."""
     given = partition.given
     rows = [
         [
             layer,
             given[layer],
             f"{float(report.load_E[partition.home == layer].sum() / report.load_E.sum()):.1%}",
-            f"{report.agreement:.3f}",
-            f"{report.error:.4f}",
             int((report.load_E == 0).sum()),
         ]
         for layer, report in enumerate(reports)
@@ -102,13 +82,9 @@ def summarise_pool(reports: Sequence[RouterReport], partition: Partition, shape:
     notes = [
         f"one pool of {shape.experts} experts of {shape.n} for {partition.layers} layers ({slots / neurons:.0%} of the "
         f"dense FFNs' {neurons:,} neurons), {shape.top_k} per token and layer, {shape.always_on} always on a layer",
-        "the error oracle chooses the experts that reduce the layer's error most; agreement by chance would be "
-        f"{shape.top_k / shape.experts:.3f}; all layers together: load max/mean {float(load_E.max()):.2f}, "
-        f"{int((load_E == 0).sum())} experts chosen by no layer",
+        f"all layers together: load max/mean {load_E.max():.2f}, {int((load_E == 0).sum())} experts chosen by no layer",
     ]
-    oracle = "agreement with the error oracle"
-    columns = ["layer", "experts given", "own chosen", oracle, "output error", "experts not used"]
-    return Table("assemble", columns, rows, notes)
+    return Table("assemble", ["layer", "experts given", "own chosen", "experts not used"], rows, notes)
 
 
 def run(
@@ -208,7 +184,8 @@ def fit_all(
         router = set_logit_std(router, layer.inputs[:text], logit_std(assemble, checkpoint.gate))
         loop = replace(task.routed(router), gate=checkpoint.gate)
         scale_EN = scale_of(loop, layer.inputs, assemble, pooled=checkpoint.shape.pooled)
-        return index, measure_router(loop, scale_EN, task, text)
+        load_E, moments_2E = load_balance(router, task.inputs[:text], task.top_k), gate_moments(loop, task.inputs)
+        return index, RouterReport(router.to("cpu"), scale_EN.cpu(), moments_2E.cpu(), load_E.cpu())
 
     reports: dict[int, RouterReport] = {}
     layers, turns = deal_layers(stream, context.batches, workers, context.memory), -(-stream.depth // workers.world)
@@ -231,20 +208,6 @@ def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfi
     if assemble.mode == "train":  # neurons of a pool are numbered by layer: equal numbers are no copies
         scale_E = least_squares(gate_moments(loop, inputs))
     return scale_E[:, None].expand(loop.neurons_EN.shape)
-
-
-def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: int) -> RouterReport:
-    """Measure a layer's router on the first `text` batches of the task, and its gate moments on all batches."""
-    moments_2E = gate_moments(loop, task.inputs)
-    task = replace(task, inputs=task.inputs[:text], wanted=task.wanted[:text], contributions=task.contributions[:text])
-    return RouterReport(
-        loop.router.to("cpu"),
-        scale_EN.cpu(),
-        moments_2E.cpu(),
-        load_balance(loop.router, task.inputs, task.top_k).cpu(),
-        oracle_agreement(loop.router, task),
-        relative_output_error(scale_columns(loop, scale_EN), task),
-    )
 
 
 def column_scales(

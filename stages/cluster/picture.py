@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
@@ -26,14 +27,8 @@ from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import ALWAYS_ON, DROPPED, LAYOUT, LayerEvidence, LayerPartition
 
-# Chosen greedily from the sRGB cube: each is the farthest in OKLab from earlier ones, white, grey and black. More
-# experts than colours repeat them.
-COLOURS = (
-    "#1f7ab8", "#ff00ff", "#00c200", "#ff0000", "#3d0085", "#851fff", "#d69900", "#660000",
-    "#ad0085", "#cc85c2", "#14c2c2", "#004700", "#0000eb", "#cce000", "#00851f", "#ff1f99",
-    "#ad1414", "#70a3ff", "#29f5ad", "#003d5c", "#7047a3", "#00ff00", "#ad6614", "#ffa399",
-    "#7a9966", "#ffadff", "#b847d6", "#70005c", "#4766ff", "#ad5c7a", "#adc28f", "#5cebff",
-)  # fmt: skip
+# More experts than colours repeat them; always-on and dropped neurons are grey.
+COLOURS = [rgb for rgb in colormaps["tab20"].colors if max(rgb) - min(rgb) > 0.01]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

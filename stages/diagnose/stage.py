@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from instruments.errors import CheckpointError, ConfigError
+from instruments.errors import ConfigError
 from instruments.hooks import Call, trace_modules
 from instruments.precision import findings, tensor_analysis
 from instruments.precision.comparison import find_format
@@ -57,30 +57,16 @@ def load_model(request: Request, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The first `diagnose.tokens` tokens of the calibration text, as one batch."""
-    tokens = request.settings.tokens
-    tokenizer = tokenizer_for(request, model)
+    """The first `diagnose.tokens` tokens of the calibration text, as one batch.
+
+    Their tokenizer is the checkpoint's, or the dense model's if the checkpoint has none.
+    """
+    tokens, folder = request.settings.tokens, folder_of(request)
+    folder = folder if any(folder.glob("tokenizer*")) else resolve_folder(request.model)
+    tokenizer = load_tokenizer(folder, trust_remote_code=request.model.trust_remote_code)
     data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
     batches = batch_sequences(load_text(data, tokenizer, "calibration").sequences, tokens, padding_id(tokenizer))
     return batches[0].inputs(input_device(model))
-
-
-def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, or the dense model's if the checkpoint has none.
-
-    Raises:
-        CheckpointError: there is no tokenizer, or it has more tokens than the model.
-    """
-    folder = folder_of(request)
-    if not any(folder.glob("tokenizer*")):
-        folder = resolve_folder(request.model)
-    tokenizer = load_tokenizer(folder, trust_remote_code=request.model.trust_remote_code)
-    known = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > known:
-        what = f"the tokenizer has {len(tokenizer)} tokens, the checkpoint {known}"
-        do = "put the checkpoint's own tokenizer files beside its config.json, or diagnose.checkpoint=null"
-        raise CheckpointError(what, where=f"{folder}, diagnose.checkpoint={request.settings.checkpoint}", do=do)
-    return tokenizer
 
 
 def diff_model(request: Request) -> Table:

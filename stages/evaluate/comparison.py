@@ -26,9 +26,17 @@ from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import TokenStream, passed_losses
 from stages.calibration.share import Share
 from stages.calibration.token_memory import Keep, TokenMemory, as_it_is
-from stages.evaluate.baselines import FactsOf, LayerFacts, expert_grams, output_norms, route, start_baseline
-from stages.evaluate.config import PUBLISHED_TOKENS
-from stages.evaluate.published import PUBLISHED, first_text
+from stages.evaluate.baselines import (
+    CMOE_TOKENS,
+    FactsOf,
+    LayerFacts,
+    carve_cmoe,
+    expert_grams,
+    first_text,
+    output_norms,
+    route,
+    start_baseline,
+)
 from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_losses
 from stages.text.batches import TokenBatch
@@ -230,7 +238,7 @@ class BaselineRun:
         self._settings = settings
         read = text.calibration
         if not self.aligned:
-            read = first_text(read, PUBLISHED_TOKENS.get(self.method, 0))
+            read = first_text(read, CMOE_TOKENS if self.method == "cmoe" else 0)
         self.fitted = bool(read)
         self._calibration = TokenStream(stream, read, workers, memory)
         self.heldout = TokenStream(stream, text.heldout, workers, memory)
@@ -244,8 +252,8 @@ class BaselineRun:
         inputs = self._calibration.inputs
         carved: Callable[[Tensor], Tensor] = layer.ffn
         if not facts.stays_dense:
-            if self.method in PUBLISHED:
-                baseline = route(*PUBLISHED[self.method](facts, inputs))
+            if self.method == "cmoe":
+                baseline = route(*carve_cmoe(facts, inputs))
             else:
                 baseline = start_baseline(self.method, facts, inputs if self.fitted else cut)
             if self.aligned:

@@ -12,13 +12,9 @@ BASELINES = {  # name → row of the table
     "random_router_aligned": "random router, aligned to its own routing",
     "cmoe": "CMoE (arXiv:2502.04416)",
     "cmoe_aligned": "CMoE, down columns aligned",
-    "moefication": "MoEfication (arXiv:2110.01786), its untrained router",
-    "moefication_aligned": "MoEfication, down columns aligned",
     "oracle": "output oracle, weights as cut",
     "oracle_aligned": "output oracle, aligned",
 }
-# Published method → calibration tokens that it reads, as many as its code.
-PUBLISHED_TOKENS = {"cmoe": 16_384, "moefication": 0}
 # Baselines of a pool; the others choose among one layer's neurons.
 POOL_BASELINES = frozenset({"unaligned"})
 

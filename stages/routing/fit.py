@@ -28,9 +28,9 @@ def regress(task: RouterTask, samples: Iterable[tuple[Tensor, Tensor]]) -> Norma
     return moments
 
 
-def regress_contributions(task: RouterTask, batches: Sequence[int]) -> NormalEquations:
-    """Regress each expert's contribution on the FFN input, on the given batches."""
-    return regress(task, ((task.inputs[index], task.contributions[index]) for index in batches))
+def regress_drops(task: RouterTask, batches: Sequence[int]) -> NormalEquations:
+    """Regress each expert's error drop on the FFN input, on the given batches."""
+    return regress(task, ((task.inputs[index], task.drops[index]) for index in batches))
 
 
 def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> NormalEquations:
@@ -168,7 +168,7 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
     if settings.method == "random":
         return draw_random(task, settings.seed)
     fitted, _ = split(task, settings)
-    regressions = regress_contributions(task, fitted), regress_log_norms(task, fitted)
+    regressions = regress_drops(task, fitted), regress_log_norms(task, fitted)
     penalties = [settings.penalty * factor for factor in PENALTY_FACTORS]
     starts = [LinearRouter.without_bias(found.solve(penalty)) for found in regressions for penalty in penalties]
     return lower_error([*starts, *others], task, settings)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from models.experts import ExpertLoop, ExpertWeights, slice_ffn
 from models.ffn import DenseFFN
-from models.routing import LinearRouter, choose_experts, chosen_mask, membership
-from stages.calibration.alignment import relative_error
-from stages.calibration.share import Share, take_tokens
+from models.routing import LinearRouter, chosen_mask
+from stages.calibration.share import Share
 from stages.calibration.token_memory import Keep, as_it_is
 from stages.routing.descent import OutputError
 
@@ -63,7 +62,7 @@ class RouterTask:
     loop: ExpertLoop  # the experts; its router is not used
     wanted: Sequence[Tensor]  # (T, D) target outputs of the whole layer
     inputs: Sequence[Tensor]  # (T, D) FFN inputs
-    contributions: Sequence[Tensor] = ()  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool, error drops
+    drops: Sequence[Tensor] = ()  # (T, E) `error_drops` of every expert; only in a pool
 
     @property
     def experts(self) -> int:
@@ -103,26 +102,14 @@ def watch_experts(
     top_k: int,
     keep: Keep = as_it_is,
 ) -> RouterTask:
-    """The task of a router over plain slices, from one pass over the FFN's activations; `keep` stores the results."""
-    member_EF, norms_F = membership(neurons_EN, ffn.width), ffn.down_DF.norm(dim=0)
-    contributions, outputs = [], []
-    for x_TD in inputs:
-        h_TF = ffn.hidden(x_TD)
-        contributions.append(keep((h_TF.abs() * norms_F) @ member_EF.T))
-        outputs.append(keep(ffn.output(h_TF)))
-    return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), outputs, inputs, contributions)
+    """The task of a router over plain slices; `keep` stores the outputs."""
+    return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), [keep(ffn(x_TD)) for x_TD in inputs], inputs)
 
 
 def watch_pool(loop: ExpertLoop, wanted: Sequence[Tensor], inputs: Sequence[Tensor]) -> RouterTask:
-    """The task of a layer's router over a pool; most of the pool's experts were cut from other layers.
-
-    Contributions are error drops, because the output size of another layer's expert does not show its use here.
-    """
+    """The task of a layer's router over a pool; most of the pool's experts were cut from other layers."""
     drops = [error_drops(loop, x_TD, wanted_TD) for x_TD, wanted_TD in zip(inputs, wanted, strict=True)]
     return RouterTask(loop, wanted, inputs, drops)
-
-
-EVAL_TOKENS = 4096  # for the reported error, evenly spaced; each costs a pass of the whole layer
 
 
 def set_logit_std(router: LinearRouter, inputs: Sequence[Tensor], logit_std: float) -> LinearRouter:
@@ -147,23 +134,3 @@ def load_balance(
 
     counts_E = Share.of(inputs).total((router.experts,), count, batches).float()
     return counts_E / counts_E.mean()
-
-
-def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
-    """Agreement with the contribution oracle: mean share of its K experts that the router also chooses.
-
-    In a pool, contributions are error drops, and the oracle is the error oracle.
-    """
-    agreed, total = [], 0
-    for x_TD, contributions_TE in zip(task.inputs, task.contributions, strict=True):
-        chosen_TE = chosen_mask(router.choose(x_TD, task.top_k), router.experts)
-        best_TK = choose_experts(contributions_TE, task.top_k)
-        agreed.append(chosen_TE.gather(1, best_TK).double().sum())
-        total += best_TK.numel()
-    return float(torch.stack(agreed).sum()) / total
-
-
-def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = EVAL_TOKENS) -> float:
-    """Σ‖wanted − output‖² / Σ‖wanted‖² of the layer, on at most `tokens` of the task's tokens."""
-    seen, wanted = take_tokens(task.inputs, task.wanted, tokens)
-    return relative_error(loop, seen, wanted, range(len(seen)))

@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 TEXT = (".txt", ".md")
 RECORDS = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = ".gz"
 # Data that is not read; beside files that are, it is an error.
 UNREAD = frozenset(
-    {".tsv", ".arrow", ".feather", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".bz2", ".xz", *COMPRESSED}
+    {".tsv", ".arrow", ".feather", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".bz2", ".xz", ".zst", COMPRESSED}
 )
 # Files about the data, left out of a folder that has others.
 ABOUT = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|contributing|dataset_infos?)\b", re.IGNORECASE)
@@ -60,7 +60,7 @@ def list_files(source: Source) -> list[Path]:
         what, do = f"the folder also holds data that is not read: {some(others)}", "move these files, or convert them"
         raise DataError(what, where=where, do=do)
     if not files:
-        do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, *COMPRESSED))}"
+        do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, COMPRESSED))}"
         raise DataError(f"{path} is no file that can be read as text, and no folder that holds one", where=where, do=do)
     return [file for file in files if not _is_about(file)] or files  # a README alone is text
 
@@ -79,7 +79,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 def find_kind(file: Path) -> str:
     """The suffix by which a file is read, without that of its compression; empty if it is not read."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
+    if suffixes and suffixes[-1] == COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in (*TEXT, *RECORDS) else ""
 
@@ -119,20 +119,7 @@ def _documents(records: Iterable[tuple[str, Any]], source: Source) -> Iterator[D
 
 
 def _open(file: Path) -> io.BufferedIOBase:
-    if file.suffix.lower() == ".gz":
-        return gzip.open(file)
-    if file.suffix.lower() == ".zst":
-        _require("pyarrow", file)
-        import pyarrow  # noqa: PLC0415 - optional
-
-        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
-    return file.open("rb")
-
-
-def _require(package: str, file: Path) -> None:
-    if importlib.util.find_spec(package) is None:
-        do = f"pip install {package}, or convert the file to .jsonl"
-        raise DataError(f"reading this file needs the package {package}", where=str(file), do=do)
+    return gzip.open(file) if file.suffix.lower() == COMPRESSED else file.open("rb")
 
 
 def _read_lines(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, str]]:
@@ -184,7 +171,9 @@ def _read_csv(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    _require("pyarrow", file)
+    if importlib.util.find_spec("pyarrow") is None:
+        do = "pip install pyarrow, or convert the file to .jsonl"
+        raise DataError("reading this file needs the package pyarrow", where=str(file), do=do)
     from pyarrow import ArrowException  # noqa: PLC0415 - optional
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415
 

@@ -62,15 +62,13 @@ def test_gradients_that_say_nothing(failed, source, text, change, what):
     assert said.startswith(f"{what}\n  where: 0: {text}:1, 1: {text}:1\n  do:    ")
 
 
-def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_path, capsys):
+def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_path):
     """Layer pruning produces such FFNs."""
     for part in ("gate", "up", "down"):
         change_ffn(source, part, torch.Tensor.zero_)
     words = ["experts=4", "n=8", "cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={tmp_path / 'outputs'}"]
     words += ["project.descent_steps=4", "project.router_steps=20", "assemble.router_tokens=256"]
     assert run_command([*words_for(source, text), *words]) == 0
-    said = capsys.readouterr().out
-    assert "the dense FFN of layer 1 writes nothing on the text; 'dense_layers=[1]' keeps it" in said
     (record,) = tmp_path.glob("outputs/artifacts/local/evaluate/*/evaluation.json")
     live, dead = json.loads(record.read_text())["layers"]
     assert live["error"] > 0

@@ -158,7 +158,7 @@ def chain(text, tmp_path_factory):
     given = words_of_pico(write_pico(folder / "pico", "qwen3", layers=3, tokenizer=True), text)
     dials = ("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map_layers=[1]")
     random = ("vocabulary.tokens=300", "vocabulary.layers=2")
-    baselines = ("evaluate.baselines=[static_mask_aligned,oracle,cmoe,moefication]", "evaluate.speed_tokens=100")
+    baselines = ("evaluate.baselines=[static_mask_aligned,oracle,cmoe]", "evaluate.speed_tokens=100")
     words = [*given, *dials, *random, *baselines]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

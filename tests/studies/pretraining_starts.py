@@ -31,8 +31,7 @@ from models.stream import LayerStream
 from models.training import Part, RouterWatch, Routing, parameter_groups, part_of
 from stages.artifacts.carve import NeuronStatistics
 from stages.calibration.batches import TokenStream
-from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.published import select_cmoe
+from stages.evaluate.baselines import LayerFacts, select_cmoe
 from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import load_text

@@ -49,12 +49,6 @@ def test_sums_and_their_batches_come_back_as_they_were(tmp_path):
     assert found.done == {0, 2, 3}
 
 
-def test_what_was_not_flushed_is_lost_with_its_batches(tmp_path):
-    flushed(tmp_path, 0).sums.add(part(1))
-    (tmp_path / "sums.0.tmp").write_bytes(b"torn")
-    assert open_store(tmp_path).done() == {0}
-
-
 def test_a_batch_cannot_count_twice(tmp_path):
     with pytest.raises(AssertionError, match="a batch would count twice"):
         flushed(tmp_path, 1).sums.add(part(1, 2))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from instruments.errors import ConfigError, UserError
+from instruments.errors import ConfigError
 from stages.artifacts.job import ALONE, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, in_millions, in_time, render, show
 
@@ -22,16 +22,6 @@ def test_without_torchrun_a_process_is_alone():
     with ALONE.connected():
         ALONE.reduce_(total)
     assert (ALONE.gather("word"), ALONE.broadcast("word"), total.item()) == (["word"], "word", 3.0)
-
-
-def test_workers_that_cannot_meet_are_told_how_to_start(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError) as caught, Workers(1, 2, 1).connected():
-        pass
-    assert caught.value.what.startswith("the workers of this job cannot connect: Error initializing torch.distributed")
-    assert caught.value.where == "environment RANK=unset, MASTER_ADDR=unset, MASTER_PORT=unset"
-    assert caught.value.do.startswith("torchrun --nproc-per-node=2 -m pipeline ...")
 
 
 def test_every_worker_has_a_gpu_of_its_own(monkeypatch):

@@ -45,7 +45,7 @@ def test_all_layers_together_scale_a_pool(assemble):
     partition = Partition(12, APART.int(), torch.tensor([0, 0, 0, 1]).int(), torch.zeros(2, 0).int(), pooled=True)
     router, load_E, ones_EN = LinearRouter.without_bias(torch.zeros(E, 6)), torch.ones(E), torch.ones(E, N)
     moments = torch.tensor([[[1.0], [2.0]], [[5.0], [6.0]]]).expand(2, 2, E).double()
-    reports = {layer: RouterReport(router, ones_EN, moments[layer], load_E, 1.0, 0.0) for layer in range(2)}
+    reports = {layer: RouterReport(router, ones_EN, moments[layer], load_E) for layer in range(2)}
     scales = column_scales(reports, assemble, partition)
     assert [tuple(scale.shape) for scale in scales.values()] == [(3, N), (1, N)]
     assert torch.cat([*scales.values()]).unique().tolist() == [1.0 if assemble is PARITY else 0.75]

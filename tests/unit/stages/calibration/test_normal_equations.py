@@ -4,7 +4,6 @@ from tensor_memory import peak_of_tensors
 
 from instruments.errors import NumericsError
 from models.experts import Block
-from stages.artifacts.job import Workers
 from stages.calibration import normal_equations
 from stages.calibration.normal_equations import NormalEquations
 
@@ -53,14 +52,6 @@ def test_blocks_add_what_their_rows_add_in_full(parts):
     assert sparse.rows == 2 * T
 
 
-def test_a_vanishing_penalty_gives_least_squares():
-    a_TA, _ = draw()
-    truth_YA = torch.randn(Y, A, generator=torch.Generator().manual_seed(3))
-    moments = NormalEquations(A, Y)
-    moments.add(a_TA, a_TA @ truth_YA.T)
-    torch.testing.assert_close(moments.solve(1e-9), truth_YA, rtol=1e-4, atol=1e-5)
-
-
 def test_inputs_that_are_all_zero_ask_for_nothing():
     moments = NormalEquations(A, Y)
     moments.add(torch.zeros(T, A), torch.ones(T, Y))
@@ -72,9 +63,7 @@ def test_too_few_tokens_are_an_error():
     moments.add(torch.ones(2, A), torch.ones(2, Y))
     with pytest.raises(NumericsError) as caught:
         moments.solve(0.0)
-    assert str(caught.value) == (
-        "2 calibration tokens do not determine 5 coefficients\n  do:    more tokens (data.tokens=) or a larger penalty"
-    )
+    assert caught.value.what == "2 calibration tokens do not determine 5 coefficients"
 
 
 def test_a_non_finite_input_is_an_error():
@@ -120,20 +109,3 @@ def test_a_solve_keeps_half_a_matrix_of_moments_and_one_to_factor(used, monkeypa
     assert stored <= 0.55 * 8 * inputs**2
     made[0].add(a_TA, a_TA[:, :2])
     assert peak_of_tensors(lambda: made[0].solve(0.1)) <= 1.25 * 8 * (inputs // used) ** 2
-
-
-def test_workers_that_do_not_solve_keep_no_moments():
-    moments = NormalEquations(A, Y)
-    moments.add(*draw())
-    moments.reduce(Second())
-    assert not moments.panels
-
-
-class Second(Workers):
-    """The second of two workers, which do not communicate."""
-
-    def __init__(self) -> None:
-        super().__init__(rank=1, world=2)
-
-    def _exchange(self, collective):
-        pass

@@ -54,12 +54,6 @@ def test_every_sequence_starts_with_the_begin_token_of_the_tokenizer():
     assert all(set(sequence.labels) == {IGNORED} for sequence in drawn)
 
 
-def test_the_common_are_drawn_first(tokenizer):
-    ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
-    drawn = torch.tensor(sorted(ids_of(draw_sequences(tokenizer, (), len(ids) // 4, 512))))
-    assert drawn.double().mean() < 0.95 * ids.double().mean()
-
-
 def test_the_text_comes_first_and_is_what_it_was(tokenizer):
     plain = calibration_batches(DATA, VocabularyConfig(tokens=0), tokenizer, 4096)
     mixed = calibration_batches(DATA, VocabularyConfig(tokens=320, layers=2), tokenizer, 4096)
@@ -81,10 +75,6 @@ def test_no_more_are_drawn_than_the_text_has_and_none_that_it_has(tokenizer):
         for text in (True, False)
     )
     assert not met & drawn
-
-
-def test_none_are_drawn_where_none_are_asked_for(tokenizer):
-    assert all(batch.is_text for batch in calibration_batches(DATA, VocabularyConfig(tokens=0), tokenizer, 4096))
 
 
 @pytest.mark.parametrize("layers", [1, 2, None])
@@ -109,7 +99,3 @@ def test_runs_and_layers_never_share_a_seed():
     indices = [*range(80), *range(5_000, 5_080)]
     seeds = [layer_seed(seed, index) for seed, index in product(range(50), indices)]
     assert len(set(seeds)) == len(seeds)
-
-
-def test_seeds_stay_what_they_are():
-    assert (layer_seed(0, 4), layer_seed(3, 5)) == (4, 30_026)

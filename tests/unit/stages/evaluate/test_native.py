@@ -1,6 +1,3 @@
-import copy
-from types import SimpleNamespace
-
 import pytest
 import torch
 from pico import write_pico
@@ -12,7 +9,6 @@ from models.config import ModelConfig, MoEShape
 from models.ffn import watch_ffns
 from models.loading import is_offloaded, load_dense
 from models.routing import LinearRouter
-from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 from models.training import find_routers
 from stages.calibration.token_memory import TokenMemory
 from stages.evaluate.baselines import LayerFacts
@@ -20,8 +16,6 @@ from stages.evaluate.comparison import (
     count_parameters,
     follow_ffns,
     load_carved,
-    measure_speed,
-    time_forward,
     watch_states,
 )
 from stages.losses import measure_loss
@@ -49,19 +43,6 @@ def batches():
     ragged = TokenBatch(ids * mask, mask, ids.masked_fill(mask == 0, -100), ["a", "b"])
     ids = torch.arange(20, 25)[None]
     return [ragged, TokenBatch(ids, torch.ones_like(ids), torch.tensor([[-100, -100, 22, 23, -100]]), ["c"])]
-
-
-def test_the_loss_is_that_of_each_sequence_alone(dense, batches):
-    loss = measure_loss(dense, batches, "dense")
-    ids, labels = batches[0].input_ids, batches[1].labels
-    with torch.no_grad():
-        alone = [
-            (6, dense(ids[:1], labels=ids[:1]).loss),
-            (3, dense(ids[1:, :4], labels=ids[1:, :4]).loss),
-            (2, dense(batches[1].input_ids, labels=labels).loss),
-        ]
-    assert loss.tokens == 11
-    assert loss.nats == pytest.approx(sum(count * float(nats) for count, nats in alone) / 11, rel=1e-6)
 
 
 def distances(dense, other, batches):
@@ -124,16 +105,6 @@ def test_a_token_passes_everything_but_the_experts_it_is_not_sent_to(dense, moe)
     assert total - active == V * D
 
 
-def test_a_pool_is_held_once_and_passed_in_every_layer(dense):
-    keys = {"moe_intermediate_size": N, "shared_intermediate_size": S, "topology": "global_pool"}
-    pool = AutoModelForCausalLM.from_config(TinyONNConfig(dense.config, E, K, **keys))
-    total, active = count_parameters(pool, MoEShape(E, N, K, S, "global_pool"))
-    experts = sum(parameter.numel() for parameter in pool.experts.parameters())
-    assert experts == E * 3 * N * D
-    assert total == sum(parameter.numel() for parameter in pool.parameters())
-    assert active == total - experts + L * K * 3 * N * D - V * D
-
-
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_a_quantised_weight_counts_its_numbers_not_its_bytes(folder, dense, quantization):
     quantised = load_dense(ModelConfig(device="cpu", quantization=quantization), folder)
@@ -147,13 +118,6 @@ def checkpoint(moe, tmp_path_factory):
     return folder
 
 
-def test_the_carved_model_is_loaded_as_the_dense_one_is(checkpoint, tmp_path):
-    carved = load_carved(checkpoint, ModelConfig(device="cpu"), torch.bfloat16, tmp_path / "offloaded")
-    assert (carved.dtype, carved.device, carved.training) == (torch.bfloat16, torch.device("cpu"), False)
-    assert not any(parameter.requires_grad for parameter in carved.parameters())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_carved_model_larger_than_its_device_gives_the_same(checkpoint, moe, batches, tmp_path):
     logit_std = ModelConfig(device="cpu", device_map="auto", cpu_memory="1KB")
     carved = load_carved(checkpoint, logit_std, torch.float32, tmp_path)
@@ -164,24 +128,6 @@ def test_a_carved_model_larger_than_its_device_gives_the_same(checkpoint, moe, b
     assert seen == [(0, "cpu"), (1, "cpu")] * 2
     assert loss.nats == pytest.approx(measure_loss(moe.eval(), batches, "carved").nats, rel=1e-6)
     assert count_parameters(carved, MoEShape(E, N, K, S)) == count_parameters(moe, MoEShape(E, N, K, S))
-
-
-def test_models_take_turns_until_enough_tokens_are_timed(dense, batches, monkeypatch):
-    timed = []
-
-    def time_forward(model, batch):
-        timed.append((model, batch.names[0]))
-        return 0.25
-
-    monkeypatch.setattr("stages.evaluate.comparison.time_forward", time_forward)
-    other = object()
-    speed = measure_speed({"dense": dense, "other": other}, batches, tokens=15)
-    warm_up, turns = timed[:2], timed[2:]
-    assert warm_up == [(dense, "a"), (other, "a")]
-    assert turns == [(dense, "a"), (other, "a"), (dense, "c"), (other, "c")]
-    assert speed == {"dense": (14 + 5) / 0.5, "other": (14 + 5) / 0.5}
-    assert len(measure_speed({"dense": dense}, batches, tokens=14)) == 1
-    assert timed[-1] == (dense, "a")
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "dots1"])
@@ -218,13 +164,3 @@ def test_load_is_that_of_the_models_own_choices(dense, batches, model_type):
     for layer, count_E in zip(layers, counts.double(), strict=True):
         assert layer.load == pytest.approx((count_E / count_E.mean()).tolist())
     assert_no_hooks(carved)
-
-
-def test_a_timed_pass_ends_with_a_wait_for_the_models_own_device(dense, batches, monkeypatch):
-    """The current device may be another GPU."""
-    waited = []
-    monkeypatch.setattr("torch.get_device_module", lambda _device: SimpleNamespace(synchronize=waited.append))
-    model = copy.deepcopy(dense).to("meta")
-    model.forward = lambda **_arguments: None
-    assert time_forward(model, batches[1]) > 0
-    assert waited == [torch.device("meta")]

@@ -75,25 +75,15 @@ def test_the_record(evaluation, tmp_path):
     }
 
 
-def test_what_the_models_write_is_the_last_to_read(evaluation, tmp_path):
+def test_what_the_models_write_is_the_last_to_read(evaluation):
     samples = [Sample("for bird in\n", " flock:", " birds:"), Sample("x", "\x1b[2J", "é")]
-    evaluation = replace(evaluation, samples=samples)
-    assert notes(evaluation)[-2:] == [
+    assert notes(replace(evaluation, samples=samples))[-2:] == [
         'prompt  "for bird in\\n"\ndense   " flock:"\nMoE     " birds:"',
         'prompt  "x"\ndense   "\\u001b[2J"\nMoE     "é"',
     ]
-    write_report(evaluation, tmp_path)
-    assert json.loads((tmp_path / "evaluation.json").read_text())["samples"][0]["carved"] == " birds:"
 
 
 def test_a_pool_has_no_oracle(evaluation):
     layers = [replace(layer, agreement=None) for layer in evaluation.layers]
     pool = replace(evaluation, layers=layers, shape=MoEShape(4, 8, 2, 16, "global_pool"))
     assert not any("router agrees" in note for note in notes(pool))
-
-
-def test_a_trained_carve_is_told_from_baselines_that_are_not(evaluation):
-    notes = summarise(replace(evaluation, trained=True)).notes
-    assert [note for note in notes if note not in summarise(evaluation).notes] == [
-        "this MoE is trained by stage=train; the dense model and the baselines are not"
-    ]

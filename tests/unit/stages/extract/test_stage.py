@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from pico import write_pico
@@ -57,16 +55,6 @@ def test_experts_are_the_dense_neurons(dense, job):
     rows = {str(name): value for name, value in table.rows}
     expected = {"layers": 2, "experts a layer": 3, "neurons dropped a layer": "11 of 40", "most copies of a neuron": 1}
     assert rows.items() >= expected.items()
-
-
-def test_layers_that_stay_dense_are_not_sliced(dense, job):
-    whole = Partition.load(job.parents["cluster"])
-    replace(whole, neurons=whole.neurons_of(1), home=whole.home[3:]).save(job.parents["cluster"])
-    table = run(job, model=ModelConfig(kind="local", path=str(dense)))
-    assert [path.name for path in job.out.iterdir()] == [layer_file(job.out, 1).name]
-    rows = {str(name): value for name, value in table.rows}
-    assert rows["layers"] == 1
-    assert rows["neurons dropped a layer"] == "11 of 40"
 
 
 def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense, job):

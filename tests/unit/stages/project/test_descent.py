@@ -56,22 +56,6 @@ def test_it_lowers_the_error_on_tokens_it_has_not_seen_and_leaves_the_routing():
     assert not any(matrix.requires_grad for matrix in matrices(after).values())
 
 
-def test_a_first_step_is_the_rate_times_the_size_of_each_matrix():
-    settings = replace(DESCENT, descent_steps=1, descent_rate=0.03)
-    before, after = matrices(loop_of()), matrices(train(loop_of(), settings=settings))
-    for name, matrix in before.items():
-        moved = (after[name] - matrix).abs()
-        assert moved.median() == pytest.approx(0.03 * float(matrix.square().mean().sqrt()), rel=1e-2), name
-
-
-def test_validation_tokens_are_not_looked_at():
-    _, validation = split_validation(len(INPUTS), DESCENT.validation_share)
-    others = [x_TD * 7 if index in validation else x_TD for index, x_TD in enumerate(INPUTS)]
-    assert validation
-    for name, matrix in matrices(train(loop_of())).items():
-        assert torch.equal(matrix, matrices(train(loop_of(), others))[name]), name
-
-
 def test_the_validation_text_is_the_same_with_random_tokens():
     """The last 3 of 8 batches are random tokens; text 2 and random tokens 6 are for validation in every step."""
     settings = replace(DESCENT, penalties=[0.1], validate=False, descent_steps=3)
@@ -90,12 +74,6 @@ def test_the_validation_text_is_the_same_with_random_tokens():
     priced = replace(REFIT, balance=3.0)
     load_E = load_balance(loop.router, INPUTS, K, [2, 6])
     assert load_cost(loop, inputs, priced) == 3 * float((load_E - 1).square().mean())
-
-
-def test_the_order_of_the_tokens_is_the_seeds():
-    down_EDN = train(loop_of()).experts.down_EDN
-    assert torch.equal(down_EDN, train(loop_of()).experts.down_EDN)
-    assert not torch.equal(down_EDN, train(loop_of(), seed=6).experts.down_EDN)
 
 
 def test_copies_of_a_neuron_go_their_own_ways():

@@ -33,12 +33,6 @@ def test_every_neuron_moves_by_the_asked_length_along_its_own_gradient():
         torch.testing.assert_close(cosine, torch.full_like(cosine, -1), rtol=1e-5, atol=0)
 
 
-def test_a_vanishing_gradient_moves_nothing():
-    weight = torch.ones(E, N, D)
-    project_neurons([weight], [torch.zeros(E, N, D)], [0.24], [-1], epsilon=1e-8)
-    assert torch.equal(weight, torch.ones(E, N, D))
-
-
 def test_matrices_stand_for_routed_and_always_on_neurons():
     assert projected_fields(["down"]) == ["down_EDN", "shared_down_DS"]
     assert projected_fields(["up", "gate"]) == ["gate_END", "up_END", "shared_gate_SD", "shared_up_SD"]

@@ -45,11 +45,6 @@ def test_a_round_that_evens_the_load_is_kept_for_the_price_it_is_worth():
     assert (paid.rounds, paid.error_end > free.error_end) == (1, True)
 
 
-def test_rounds_lower_the_error():
-    _, outcome = project(0.0)
-    assert outcome.error_end <= outcome.error_aligned < outcome.error_start
-
-
 def test_descent_starts_from_the_columns_of_the_next_larger_penalty():
     layer = carve_layer(0.0)
     still = ProjectConfig(rounds=0, descent_steps=1, descent_rate=1e-12, validate=False)
@@ -86,9 +81,3 @@ def test_down_is_rounded_once_as_the_product_that_is_written(down_scale):
     assert layer.experts.gate_END.dtype == torch.bfloat16
     # Later layers get their inputs from the weights that the checkpoint will have.
     torch.testing.assert_close(layer.experts.down_EDN.float(), written.float() / down_scale, rtol=1e-6, atol=0)
-
-
-def test_float32_is_kept_as_it_is():
-    loop = draw_loop()
-    layer = ProjectedLayer.of(loop, Outcome(0.1), torch.float32, 58.0)
-    assert torch.equal(layer.experts.down_EDN, loop.experts.down_EDN)

@@ -20,7 +20,7 @@ from stages.project.gradient_projection import GradientRounds, _State
 from stages.project.layer_pass import descend_experts, project_layer
 from stages.routing.descent import RouterSettings
 from stages.routing.fit import fit_router
-from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_logit_std, watch_experts
+from stages.routing.task import load_balance, set_logit_std, watch_experts
 from stages.text.batches import TokenSequence, batch_sequences
 
 D, N, K, S = 8, 3, 2, 4
@@ -74,19 +74,11 @@ def test_a_step_of_descent_has_at_most_64_operators_and_no_wait():
 
 def batch_passes(loop, ffn, inputs, wanted):
     """Passes over `count` batches."""
-    task = watch_experts(ffn, loop.neurons_EN, loop.always_S, inputs, K)
-
-    def part(count):
-        contributions = task.contributions[:count]
-        return replace(task, inputs=inputs[:count], wanted=wanted[:count], contributions=contributions)
-
     return {
         "gate moments": lambda count: column_scale(loop, inputs[:count]),
         "error": lambda count: relative_error(loop, inputs[:count], wanted[:count], range(count)),
         "moments": lambda count: sum_features(loop, inputs[:count], wanted[:count], range(count)),
         "task": lambda count: watch_experts(ffn, loop.neurons_EN, loop.always_S, inputs[:count], K),
-        "reported error": lambda count: relative_output_error(loop, part(count)),
-        "agreement": lambda count: oracle_agreement(loop.router, part(count)),
         "load": lambda count: load_balance(loop.router, inputs[:count], K),
         "logits": lambda count: set_logit_std(loop.router, inputs[:count], 0.3),
     }

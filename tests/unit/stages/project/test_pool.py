@@ -12,10 +12,9 @@ from stages.artifacts.carve import Partition
 from stages.artifacts.experts import join_pool
 from stages.calibration.alignment import column_scale
 from stages.calibration.batches import LayerSample
-from stages.project.carved_model import gather_parts
 from stages.project.config import ProjectConfig
 from stages.project.pool import PoolFit, RoutedTokens, sweep_experts
-from stages.project.stage import part_pool, split_pool
+from stages.project.stage import split_pool
 from stages.routing.descent import RouterSettings
 
 L, D, F, E, N, K, S = 3, 6, 20, 4, 5, 2, 2
@@ -105,16 +104,6 @@ def test_sweeps_end_at_the_joint_least_squares_solution(loops, samples):
     torch.testing.assert_close(down_EDN.movedim(2, 1).reshape(E * N, D).double(), best, rtol=1e-2, atol=1e-2)
 
 
-def test_each_sweep_lowers_the_error_on_what_is_fitted(loops, samples):
-    errors = [pool_fit(samples).mean_error(loops, range(5))]
-    for sweeps in (1, 2, 4):
-        down_EDN = sweep(loops, samples, penalty=1e-3, sweeps=sweeps)
-        swept = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
-        errors.append(pool_fit(samples).mean_error(swept, range(5)))
-    assert errors == sorted(errors, reverse=True)
-    assert errors[1] < 0.9 * errors[0]
-
-
 def test_an_expert_that_nobody_chooses_stays(loops, samples):
     down_EDN = loops[0].experts.down_EDN
     away = torch.zeros(E)
@@ -136,14 +125,6 @@ def test_alignment_lowers_the_error_and_says_so(loops, samples):
     assert torch.equal(projected[0].experts.gate_END, loops[0].experts.gate_END)
 
 
-def test_penalties_do_not_depend_on_each_other(loops, samples):
-    settings = ProjectConfig(validation_share=0.2, penalties=[1e-2, 1.0, 10.0])
-    best = pool_fit(samples, settings).align(loops)
-    assert best.penalty < 10
-    alone = pool_fit(samples, replace(settings, penalties=[best.penalty])).align(loops)
-    assert torch.equal(best.carved[0].experts.down_EDN, alone.carved[0].experts.down_EDN)
-
-
 def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
     loops = pool_fit(samples).weigh(loops)
     still, plain = project(loops, samples, ProjectConfig(validation_share=0.2, rounds=0))
@@ -161,13 +142,6 @@ def test_scaled_layers_still_share_their_experts(loops, samples):
     for layers in (weighed, rerouted):
         assert not torch.equal(layers[0].experts.down_EDN, loops[0].experts.down_EDN)
         assert all(loop.experts.down_EDN is layers[0].experts.down_EDN for loop in layers)
-
-
-def test_nothing_is_done_where_nothing_is_asked_for(loops, samples):
-    projected, outcome = project(loops, samples, ProjectConfig(alignment="none"))
-    assert projected is loops
-    assert outcome.errors["at the end"] == outcome.errors["as cut"]
-    assert (outcome.penalty, outcome.rounds) == (None, 0)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # 4: more workers than layers
@@ -190,19 +164,6 @@ def test_workers_that_have_some_layers_each_fit_the_pool_as_one_process_does(loo
             torch.testing.assert_close(found.experts.down_EDN, loop.experts.down_EDN, rtol=1e-5, atol=1e-5)
 
     as_workers(world, work)
-
-
-def test_the_parts_of_a_pool_are_joined_to_one_pool(loops):
-    def work(workers):
-        parts = part_pool(loops, workers)
-        assert len({id(part.experts.gate_END) for part in parts}) == 1
-        joined = gather_parts(parts, workers)
-        assert len({id(loop.experts.gate_END) for loop in joined}) == 1
-        for found, loop in zip(joined if workers.leads else (), loops, strict=False):
-            assert torch.equal(found.neurons_EN, loop.neurons_EN)
-            assert all(torch.equal(getattr(found.experts, name), part) for name, part in vars(loop.experts).items())
-
-    as_workers(2, work)
 
 
 def test_a_pool_is_scaled_for_the_tokens_of_all_its_layers(loops, samples):

@@ -7,10 +7,11 @@ import torch
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
+from stages.calibration.alignment import relative_error
 from stages.routing import task as expert_outputs
 from stages.routing.descent import RouterSettings
-from stages.routing.fit import fit_pool_router, regress_contributions, split
-from stages.routing.task import error_drops, oracle_agreement, relative_output_error, watch_pool
+from stages.routing.fit import fit_pool_router, regress_drops, split
+from stages.routing.task import error_drops, watch_pool
 
 T, D, E, N, K, S = 29, 6, 4, 3, 1, 2
 SILU = torch.nn.functional.silu
@@ -60,26 +61,12 @@ def settings(method, steps=0):
     return RouterSettings(method, 0.1, 3000, steps, 0.02, 0.0, 3, biased=True)
 
 
-def test_contributions_name_the_expert_that_helps(loop):
-    task = make_task(loop)
-    assert all(float(drops_TE.max()) == pytest.approx(1, abs=1e-4) for drops_TE in task.contributions)
-
-
-def test_fitted_routers_choose_what_helps_and_random_ones_do_not(loop):
-    task = make_task(loop)
-    chance = oracle_agreement(fit_pool_router(task, settings("random")), task)
-    assert oracle_agreement(fit_pool_router(task, settings("error", steps=40)), task) > max(0.5, chance + 0.2)
-
-
-def test_the_search_is_no_worse_than_any_of_its_starts(loop):
+def test_fitted_routers_are_better_than_chance_and_no_worse_than_their_starts(loop):
     task = make_task(loop)
     fitted, _ = split(task, settings("error"))
-    ridge = LinearRouter.without_bias(regress_contributions(task, fitted).solve(0.1))
-    found, ridge = (
-        relative_output_error(task.routed(router), task)
-        for router in (
-            fit_pool_router(task, settings("error")),
-            LinearRouter.without_bias(regress_contributions(task, fitted).solve(0.1)),
-        )
-    )
-    assert found <= ridge * 1.05
+    routers = [LinearRouter.without_bias(regress_drops(task, fitted).solve(0.1))]
+    routers += [fit_pool_router(task, given) for given in (settings("random"), settings("error", steps=40))]
+    every = range(len(task.inputs))
+    start, random, found = (relative_error(task.routed(one), task.inputs, task.wanted, every) for one in routers)
+    assert found <= 1.05 * start
+    assert found < 0.8 * random

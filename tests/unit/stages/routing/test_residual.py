@@ -104,16 +104,6 @@ def test_what_is_always_there_is_not_routed_for():
     assert errors["residual"] < 0.5 * errors["norm"]
 
 
-def test_without_always_on_neurons_the_residual_is_all_of_it():
-    ffn = DenseFFN(draw(E * N, D, seed=1), draw(E * N, D, seed=2), draw(D, E * N, seed=3), torch.nn.functional.silu)
-    inputs = [draw(60, D, seed=seed) for seed in range(10, 18)]
-    nobody = torch.empty(0, dtype=torch.long)
-    task = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1)
-    found = Activations(task.loop, distinct_neurons(task.loop), inputs[0])
-    assert regress_on_always_on(found, 0.1).shape == (E * N, 0)
-    assert fit_router(task, SETTINGS).rows_ED.isfinite().all()
-
-
 @pytest.mark.parametrize(("numbers", "seen"), [(2**26, [100]), (60 * E * N, [60, 40, 60, 40])])
 def test_it_uses_at_most_the_given_tokens(numbers, seen, monkeypatch):
     """Tokens in one piece are computed once; several pieces twice, for the prediction and for the residual."""
@@ -125,10 +115,3 @@ def test_it_uses_at_most_the_given_tokens(numbers, seen, monkeypatch):
     )
     fit_router(task, replace(SETTINGS, tokens=100))
     assert tokens == seen
-
-
-def test_pieces_do_not_change_what_is_found(monkeypatch):
-    task = make_task(echo=False)
-    whole = fit_router(task, SETTINGS).rows_ED
-    monkeypatch.setattr(residual, "MAX_ELEMENTS", 50 * E * N)
-    torch.testing.assert_close(fit_router(task, SETTINGS).rows_ED, whole, rtol=1e-3, atol=1e-4)

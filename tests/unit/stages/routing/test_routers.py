@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from models.routing import LinearRouter, active_copies, membership
-from stages.routing.fit import RouterSettings, fit_router, regress_contributions
-from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_logit_std, watch_experts
+from models.routing import active_copies, membership
+from stages.calibration.alignment import relative_error
+from stages.routing.fit import RouterSettings, fit_router
+from stages.routing.task import load_balance, set_logit_std, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
 NO_NEURONS = torch.empty(0, dtype=torch.long)
@@ -27,17 +28,14 @@ def make_task(*, shift=0.0, tokens=40, loud=1.0):
     return watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K)
 
 
+def error(router, task):
+    """Of the layer's output, relative."""
+    return relative_error(task.routed(router), task.inputs, task.wanted, range(len(task.inputs)))
+
+
 @pytest.fixture
 def task():
     return make_task()
-
-
-@pytest.mark.parametrize("method", ["residual_ridge", "error"])
-def test_fitted_routers_beat_chance(task, method):
-    router = fit_router(task, settings(method))
-    assert router.rows_ED.shape == (E, D)
-    assert not router.bias_E.any()
-    assert oracle_agreement(router, task) > 0.5 > K / E
 
 
 def test_a_random_router_is_seeded_and_fitted_to_nothing(task):
@@ -49,8 +47,7 @@ def test_a_random_router_is_seeded_and_fitted_to_nothing(task):
 def test_training_lowers_the_output_error():
     task = make_task(tokens=200)
     trained, fitted = (
-        relative_output_error(task.routed(fit_router(task, settings(method, steps=200))), task)
-        for method in ("error", "residual_ridge")
+        error(fit_router(task, settings(method, steps=200)), task) for method in ("error", "residual_ridge")
     )
     assert trained < 0.98 * fitted
 
@@ -84,19 +81,7 @@ def test_balance_evens_the_load_and_costs_error():
     uneven, even = (fit_router(task, settings("error", balance=balance, steps=200)) for balance in (0.0, 1.0))
     loads = [float(load_balance(router, task.inputs, K).max()) for router in (uneven, even)]
     assert loads[1] < 0.9 * loads[0]
-    assert relative_output_error(task.routed(even), task) > relative_output_error(task.routed(uneven), task)
-
-
-def test_ridge_recovers_contributions_that_are_linear():
-    """With |h| linear in x (all gates open, positive inputs) the router orders experts as the oracle does."""
-    generator = torch.Generator().manual_seed(0)
-    gate_FD = torch.ones(F, D)
-    up_FD = torch.rand(F, D, generator=generator)
-    ffn = DenseFFN(gate_FD, up_FD, torch.randn(D, F, generator=generator), torch.ones_like)
-    inputs = [torch.rand(60, D, generator=generator)]
-    task = watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K)
-    torch.testing.assert_close(task.wanted[0], ffn(inputs[0]))
-    assert oracle_agreement(LinearRouter.without_bias(regress_contributions(task, [0]).solve(1e-9)), task) == 1.0
+    assert error(even, task) > error(uneven, task)
 
 
 def test_logit_std_sets_the_deviation_and_keeps_the_choice():
@@ -111,15 +96,6 @@ def test_logit_std_sets_the_deviation_and_keeps_the_choice():
     constant = set_logit_std(router, task.inputs, 0.0)
     assert not constant.rows_ED.any()
     assert not constant.bias_E.any()
-
-
-def test_load_is_relative_to_an_even_share(task):
-    rows_ED = torch.zeros(E, D)
-    rows_ED[2, 0] = 100.0  # serves every token whose first feature is positive
-    load_E = load_balance(LinearRouter.without_bias(rows_ED), task.inputs, 1)
-    x_TD = torch.cat(list(task.inputs))
-    assert float(load_E[2]) == pytest.approx(E * float((x_TD[:, 0] > 0).float().mean()), abs=1e-6)
-    assert float(load_E.mean()) == pytest.approx(1.0)
 
 
 def test_active_copies_count_replicas_and_always_on_neurons():

@@ -32,11 +32,6 @@ def test_every_batch_fits_padding_included_and_keeps_the_order():
     assert all(batch.input_ids.numel() <= 12 for batch in batches if batch.names != ["of 13"])
 
 
-def test_padding_may_be_a_token_of_the_text():
-    (batch,) = batch_sequences([sequence_of(3), sequence_of(5)], batch_tokens=10, pad_id=300)
-    assert batch.attention_mask[0].tolist() == [1, 1, 1, 0, 0]
-
-
 def test_no_sequences_no_batches():
     assert batch_sequences([], batch_tokens=12, pad_id=PAD) == []
     assert group_lengths([], 12) == []

@@ -1,7 +1,5 @@
 import json
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 from stages.text.cache_key import calibration_cache_key, data_cache_key
 from stages.text.config import DataConfig, Source, SourceConfig, calibration_only
@@ -84,32 +82,11 @@ def test_a_local_dataset_counts_by_content(write_jsonl, tmp_path):
     assert data_cache_key(DataConfig(kind="hub", name=str(tmp_path))) != key
 
 
-def test_a_dataset_counts_by_commit_on_line_and_off(tmp_path, monkeypatch):
-    """Also one without .gitattributes, the file that is asked for."""
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", "c0ffee")
-            self.end_headers()
-
-        def log_message(self, *_words):
-            pass
-
+def test_a_dataset_counts_by_the_commit_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    source = Source(kind="hub", name="a/b")
-    assert find_commit(source) is None
-    with HTTPServer(("127.0.0.1", 0), Hub) as server, monkeypatch.context() as patch:
-        Thread(target=server.serve_forever, daemon=True).start()
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        address = f"http://127.0.0.1:{server.server_port}"
-        patch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        assert find_commit(source) == "c0ffee"
-        server.shutdown()
-    assert find_commit(source) == "c0ffee"
+    assert find_commit(Source(kind="hub", name="a/b")) is None
+    (tmp_path / "datasets--a--b/refs").mkdir(parents=True)
+    (tmp_path / "datasets--a--b/refs/main").write_text("c0ffee")
     assert data_cache_key(DataConfig(kind="hub", name="a/b"))["sources"] == ["c0ffee"]
 
 

@@ -1,7 +1,6 @@
 from datetime import UTC, datetime
 
 import pytest
-from transformers import ByT5Tokenizer
 
 from instruments.errors import DataError
 from stages.text.chat import encode_conversation, encode_prompt
@@ -80,18 +79,6 @@ def test_an_answer_that_occurs_elsewhere_too_is_found_in_its_own_turn(tokenizer,
     turns = ("user", "user"), ("assistant", "user"), ("user", "assistant"), ("assistant", "user"), ("user", "user")
     conversation = [{"role": role, "content": content} for role, content in turns]
     assert supervise(conversation, tokenizer)[0] == "user<|endoftext|>user<|endoftext|>"
-
-
-def test_an_empty_answer_is_its_end(tokenizer, conversation):
-    tokenizer.chat_template = UNMARKED
-    conversation[1]["content"] = ""
-    assert supervise(conversation, tokenizer)[0] == "<|endoftext|>龙虾 🦞<|endoftext|>"
-
-
-def test_special_tokens_are_those_the_template_writes(tokenizer, conversation):
-    tokenizer.chat_template = "{{ bos_token }}" + UNMARKED
-    ids, _ = encode(conversation, tokenizer, "full_sequence")
-    assert ids.count(tokenizer.bos_token_id) == 1 + len(conversation)
 
 
 @pytest.mark.parametrize("labels", ["completion", "full_sequence", None])
@@ -216,17 +203,6 @@ def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch):
 
     assert encode_on(3) == encode_on(4)
     assert tokenizer.decode(encode_on(4)[2]).startswith("26 Jul 2024<|user|>\nWhat is a lobster?")
-
-
-def test_a_tokenizer_without_places_of_tokens_encodes_but_cannot_label_answers(conversation):
-    """One without Rust code."""
-    slow = ByT5Tokenizer()
-    slow.chat_template, slow.name_or_path = PLAIN, "slow"
-    ids, counts = encode(conversation, slow, "full_sequence")
-    assert ids == slow(slow.apply_chat_template(conversation, tokenize=False), add_special_tokens=False)["input_ids"]
-    assert counts == [True] * len(ids)
-    with pytest.raises(DataError, match="does not show where"):
-        encode(conversation, slow)
 
 
 @pytest.mark.parametrize("template", [None, UNMARKED, PLAIN])

@@ -2,7 +2,6 @@ import importlib.util
 
 import pytest
 
-from pipeline.check import field_errors
 from stages.text.check import check_data, check_length
 from stages.text.config import DataConfig, SourceConfig
 
@@ -27,17 +26,6 @@ def test_right_settings(path):
     assert remedies(labels="generated", max_length=96, temperature=0.7) == []
     sources = {"path": path, "share": 0.4}, {"python_stdlib": True, "share": 0.4}, {"name": "a/b", "share": 0.2}
     assert mixture(*sources) == mixture(*sources, heldout_path=path) == []
-
-
-def test_every_field_has_its_own_rule():
-    wrong = DataConfig(kind="csv", packing="tight", labels="some", separator="x", max_length=1, temperature=-1)
-    wrong.heldout_share, wrong.sources = 0.0, [SourceConfig(share=2.0, heldout_share=1.0)]
-    assert [error.where for error in field_errors(wrong, "data.")] == [
-        *("setting data.kind", "setting data.sources.0.share", "setting data.sources.0.heldout_share"),
-        *("setting data.packing", "setting data.labels", "setting data.temperature", "setting data.separator"),
-        *("setting data.max_length", "setting data.heldout_share"),
-    ]
-    assert check_data(wrong) == []
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,6 @@ def test_a_record_that_cannot_be_read_is_named(record, where):
     assert caught.value.where == where
 
 
-def test_a_wrong_column_names_the_setting_of_the_source():
-    with pytest.raises(DataError) as caught:
-        read({"body": "a"}, place="data.sources.2")
-    assert "data.sources.2.text_column=" in caught.value.do
-
-
 def test_long_documents_are_cut():
     text = "words and " * 60_000
     parts = list(bound_documents([Document("a:1", text)]))

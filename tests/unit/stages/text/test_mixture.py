@@ -88,14 +88,6 @@ def test_a_source_that_misses_its_share_is_named(files, tokenizer, caplog, share
     assert any("web.jsonl has" in message for message in caplog.messages)
 
 
-def test_a_fault_of_a_later_record_names_the_settings_of_its_source(files, tokenizer):
-    with (files / "web.jsonl").open("a") as file:
-        file.write('{"body": "x"}')
-    with pytest.raises(DataError) as caught:
-        load_text(mixture(files, tokens=60_000), tokenizer, "calibration")
-    assert "data.sources.1.text_column=" in caught.value.do
-
-
 def test_the_standard_library_is_a_source(files, tokenizer):
     settings = mixture(files, (0.5, 0.3), heldout_tokens=2048)
     settings.sources.append(SourceConfig(python_stdlib=True, share=0.2))

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from pico_moes import make_moe
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +23,7 @@ from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.sequences import LoadedText
 from stages.train import loop, stage
 from stages.train.config import TrainConfig
-from stages.train.loop import PhaseLoop, TrainContext, TrainingText, collate, is_due, order_sequences, rates_of
+from stages.train.loop import PhaseLoop, TrainContext, TrainingText, is_due, order_sequences
 from stages.train.objective import Balance, LogitSchedule, Phase, make_phases, make_schedule, rate_factor, stretch
 from stages.train.record import Record, mark_whole, read_record
 
@@ -76,14 +75,6 @@ def test_with_a_teacher_the_heldout_text_also_gives_the_distance_from_it():
     assert divergence > 1e-4
     assert context.heldout_figures(model)["heldout_divergence"] == pytest.approx(float(divergence), rel=1e-4)
     assert context.heldout_figures(teacher).keys() == {"heldout_loss"}
-
-
-def test_the_heldout_loss_of_a_model_whose_weights_are_offloaded():
-    model, heldout = make_moe("qwen3_moe").eval(), batch_sequences(draw(3), 16, 0)
-    loss = measure_loss(model, heldout).nats
-    cpu_offload(model)
-    assert next(model.parameters()).device.type == "meta"
-    assert make_context(TrainConfig(), heldout).heldout_figures(model) == {"heldout_loss": pytest.approx(loss)}
 
 
 def train_in(folder, phase, saved=None, **context):
@@ -193,13 +184,6 @@ def test_every_pass_reads_everything_once_in_an_order_of_its_own():
         assert names(order_sequences(make(7), first, count, seed=4)) == read[first : first + count]
 
 
-def test_batches_are_padded_on_the_right():
-    batch = collate(make(2), 9, torch.device("cpu"))
-    assert torch.equal(batch["input_ids"], torch.tensor([[0, 0, 9], [1, 1, 1]]))
-    assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 0], [1, 1, 1]]))
-    assert torch.equal(batch["labels"], torch.tensor([[0, 0, -100], [1, 1, 1]]))
-
-
 def test_figures_are_saved_with_whole_log_lines():
     settings = TrainConfig(log_steps=4)
     assert [step for step in range(1, 25) if is_due(step, 6, settings)] == [8, 16, 24]
@@ -244,16 +228,6 @@ def test_phases_follow_each_other_and_have_their_share(tokens, shares, phases):
     assert found[-1].last == sum(phases[-1][1:])
 
 
-def test_parts_that_do_not_learn_have_no_rate():
-    settings = TrainConfig(tokens=300, router_share=0.3, experts_share=0.3, all_share=0.4, router_rate=3.0,
-                           expert_rate=2.0, rest_rate=1.0)  # fmt: skip
-    router, experts, everything = make_phases(settings, 10.0)
-    assert rates_of(router, settings) == {"router_rate": 3.0, "expert_rate": 0.0, "rest_rate": 0.0}
-    assert rates_of(experts, settings) == {"router_rate": 3.0, "expert_rate": 2.0, "rest_rate": 0.0}
-    assert rates_of(everything, settings) == {"router_rate": 3.0, "expert_rate": 2.0, "rest_rate": 1.0}
-    assert everything.learns == frozenset(Part)
-
-
 def test_rates_rise_and_fall_within_a_phase():
     settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, final_rate=0.2)
     (phase,) = make_phases(settings, 10.0)
@@ -263,17 +237,6 @@ def test_rates_rise_and_fall_within_a_phase():
     assert factors[:11] == sorted(factors[:11])
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert factors[-1] == pytest.approx(0.2)
-
-
-def test_rates_stay_at_their_peak_until_the_last_share_of_a_phase():
-    settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, decay_share=0.25)
-    (phase,) = make_phases(settings, 10.0)
-    factors = [rate_factor(step, phase, settings) for step in range(phase.steps + 1)]
-    assert factors[10:76] == [1.0] * 66
-    assert factors[76] < 1
-    assert factors[-1] == pytest.approx(0.1)
-    constant = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, decay_share=0.0)
-    assert rate_factor(99, phase, constant) == 1.0
 
 
 class Router(nn.Module):

@@ -1,10 +1,7 @@
-import logging
-import sys
-
 import pytest
 
 from stages.train.objective import Phase
-from stages.train.record import Record, drop_older, drop_unfinished, find_latest, mark_whole, read_record, summarise
+from stages.train.record import Record, drop_unfinished, find_latest, mark_whole, read_record, summarise
 
 
 def save(record, name):
@@ -28,15 +25,6 @@ def test_a_record_goes_on_from_a_checkpoint(tmp_path):
     assert [(line["step"], line["tokens"]) for line in read_record(tmp_path)] == [(2, 10), (4, 20), (6, 31)]
     assert read_record(tmp_path) == record.lines
     assert Record.open(tmp_path, None, tensorboard=False).lines == []
-
-
-@pytest.mark.parametrize("name", ["checkpoint-30", "final"])
-def test_the_last_checkpoint_is_kept(tmp_path, name):
-    for step in (9, 20, 30):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / name).mkdir(exist_ok=True)
-    drop_older(tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_only_whole_checkpoints_are_gone_on_from(tmp_path):
@@ -106,13 +94,3 @@ def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 1.0), (4, 2.0), (6, 7.0)]
-
-
-def test_what_is_not_installed_is_asked_for_until_told_otherwise(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with caplog.at_level(logging.INFO):
-        Record.open(tmp_path, None, tensorboard=True)
-        assert caplog.messages == ["no TensorBoard events: pip install tensorboard, or train.tensorboard=false"]
-        caplog.clear()
-        Record.open(tmp_path, None, tensorboard=False)
-    assert caplog.messages == []

@@ -1,4 +1,4 @@
-"""CMoE and MoEfication against references that follow the papers step by step."""
+"""CMoE against references that follow the paper step by step."""
 
 from dataclasses import replace
 
@@ -9,10 +9,7 @@ from scipy.optimize import linear_sum_assignment
 from torch.nn.functional import normalize, silu
 
 from models.config import MoEShape
-from stages.evaluate.baselines import route
-from stages.evaluate.config import PUBLISHED_TOKENS
-from stages.evaluate.published import CMOE_ACTIVE, PUBLISHED, carve_cmoe, carve_moefication, first_text
-from stages.text.batches import TokenBatch
+from stages.evaluate.baselines import CMOE_ACTIVE, carve_cmoe, route
 
 D, F, E, N, K, S = 12, 60, 9, 5, 3, 15  # of the fixture `wide`
 
@@ -65,44 +62,13 @@ def test_cmoe_routes_by_the_neuron_closest_to_each_experts_mean(wide, batches):
     assert choose(x_TD, x_TD).sort(1).values.tolist() == scores_TE.topk(K, dim=1).indices.sort(1).values.tolist()
 
 
-def test_moefication_sends_tokens_to_the_closest_mean_gate_row(wide, batches):
-    carved, choose = carve_moefication(wide, batches)
-    assert carved.neurons_EN.shape == (F // N, N)
-    assert carved.neurons_EN.flatten().sort().values.tolist() == list(range(F))
-    assert not len(carved.always_S)
-    centers = torch.stack([normalize(wide.ffn.gate_FD[group], dim=1).mean(0) for group in carved.neurons_EN])
-    distances = torch.cdist(normalize(batches[0], dim=1), centers)
-    chosen = distances.topk((S + K * N) // N, dim=1, largest=False).indices
-    assert choose(batches[0], batches[0]).sort(1).values.tolist() == chosen.sort(1).values.tolist()
-
-
-def test_moefication_groups_similar_gate_rows(wide, batches):
-    """Six bundles of ten nearly equal rows end up together."""
-    bundles = torch.randn(6, D, generator=torch.Generator().manual_seed(2))
-    rows = bundles.repeat(10, 1) + 0.01 * torch.randn(F, D, generator=torch.Generator().manual_seed(3))
-    alike = replace(wide, ffn=replace(wide.ffn, gate_FD=rows), shape=MoEShape(6, 10, 2, 10))
-    carved, _ = carve_moefication(alike, batches)
-    assert all(len({neuron % 6 for neuron in group}) == 1 for group in carved.neurons_EN.tolist())
-
-
-@pytest.mark.parametrize("method", PUBLISHED)
 @pytest.mark.parametrize("shape", [MoEShape(E, N, K, S), MoEShape(7, 7, 2, 14), MoEShape(4, 25, 1, 0)])
-def test_published_methods_have_at_most_the_active_width_of_the_carve(wide, batches, method, shape):
+def test_cmoe_has_at_most_the_active_width_of_the_carve(wide, batches, shape):
     """With neurons that fill no expert, and with experts that overlap in the carve."""
-    carved, choose = PUBLISHED[method](replace(wide, shape=shape), batches)
+    carved, choose = carve_cmoe(replace(wide, shape=shape), batches)
     neurons = [*carved.neurons_EN.flatten().tolist(), *carved.always_S.tolist()]
     assert len(set(neurons)) == len(neurons)
     h_TF = wide.ffn.hidden(batches[0])
     active_TF = route(carved, choose).features(batches[0]) / h_TF
     (width,) = {round(float(count)) for count in active_TF.sum(1)}
     assert shape.active_width - shape.n < width <= shape.active_width
-
-
-def test_cmoe_reads_as_much_text_as_its_code():
-    ids_BT = torch.zeros(1, 6000, dtype=torch.long)
-    text = [TokenBatch(ids_BT, torch.ones_like(ids_BT), ids_BT, []) for _ in range(4)]
-    batches = [*text, replace(text[0], is_text=False)]
-    assert first_text(batches, PUBLISHED_TOKENS["cmoe"]) == batches[:3]
-    assert (
-        first_text(batches[4:], PUBLISHED_TOKENS["cmoe"]) == first_text(batches, PUBLISHED_TOKENS["moefication"]) == []
-    )
