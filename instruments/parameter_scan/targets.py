@@ -1,7 +1,7 @@
 """The watched weights of a model, and the record of their norms."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -78,14 +78,22 @@ class Selection:
         self.left_out: dict[str, str] = {}  # name of a weight or module → reason
         self._model, self._patterns, self._width = model, patterns, block_width
         self._modules = dict(model.named_modules())
-        self._linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
-        self._heads: set[nn.Module] = set()  # Linear layers tied to an embedding
-        self._add_embeddings()
-        self._add_layers()
+        embeddings = [name for name, module in self._modules.items() if isinstance(module, nn.Embedding)]
+        linears = [n for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))]
+        users: dict[int, list[str]] = {}  # weight → its modules
+        for name in (*embeddings, *linears):
+            users.setdefault(self._key(self._modules[name]), []).append(name)
+        by_first = {names[0]: names for names in users.values()}
+        self._heads = find_head_widths(self._modules)
+        for name in dict.fromkeys((*embeddings, *self._modules)):
+            self._add_weight(by_first.get(name, []))
+            for fused in fused_parameters(self._modules[name]):
+                if self._wanted(f"{name}.{fused}"):
+                    self._add_experts(name, self._modules[name], fused)
         if patterns is None:
-            self._leave_others_out()
+            self._leave_others_out(users.keys())
         if not self.targets:
-            kinds = sorted({name.rpartition(".")[2] for name in self._linears})
+            kinds = sorted({name.rpartition(".")[2] for name in linears})
             why = some(f"{name}: {why}" for name, why in self.left_out.items()) or f"its Linear layers are {kinds}"
             do = f"patterns=['*{kinds[0]}']" if kinds else "scan a model with nn.Linear layers"
             raise refusal(f"no parameter can be scanned by patterns={patterns}; {why}", do)
@@ -98,50 +106,37 @@ class Selection:
         column = self.targets[-1].columns.stop if self.targets else 0
         self.targets.append(Target(column, parameters, module, **more))
 
-    def _add_embeddings(self) -> None:
-        """Embeddings, each with its tied Linear."""
-        embeddings = {name: module for name, module in self._modules.items() if isinstance(module, nn.Embedding)}
-        users: dict[int, list[str]] = {}
-        for name, module in embeddings.items():
-            users.setdefault(id(stored_weight(module)), []).append(name)
-        for name, module in embeddings.items():
-            tied = {n: m for n, m in self._linears.items() if _tied(self._model, m, module)}
-            self._heads.update(tied.values())
-            weight = stored_weight(module)
-            if not self._wanted(name):
-                why = f"it shares its weight with {name}, whose gradient is the sum of both uses; patterns=['{name}']"
-                self.left_out |= {f"{other}.weight": why for other in tied if self._wanted(other)}
-            elif len(shared := users[id(weight)]) > 1:
-                self.left_out[f"{name}.weight"] = f"{some(shared, 3, ', ')} share one weight"
-            elif why := _unmeasured(module):
-                self.left_out[f"{name}.weight"] = why
-            elif len(tied) > 1:
-                self.left_out[f"{name}.weight"] = f"{some(tied)} share its weight"
-            else:
-                sizes = module.num_embeddings, module.embedding_dim
-                parameter = WatchedParameter(f"{name}.weight", "embedding", *sizes, self._width)
-                self._add([parameter], module, head=next(iter(tied.values()), None))
+    def _key(self, module: Any) -> int:  # noqa: ANN401 - a Linear, Conv1D or embedding
+        """Identity of its weight."""
+        weight, model = stored_weight(module), self._model
+        # Offloading gives every module its own placeholder; only the config shows the tie.
+        if weight.is_meta and module is getattr(model, "get_output_embeddings", lambda: None)():
+            config: Any = getattr(model, "config", None)
+            if config and config.get_text_config().tie_word_embeddings:
+                weight = stored_weight(model.get_input_embeddings())  # type: ignore[operator]
+        return id(weight)
 
-    def _add_layers(self) -> None:
-        """Linear layers and Conv1D that are not tied to an embedding, and fused experts."""
-        chosen = {n: m for n, m in self._linears.items() if self._wanted(n) and m not in self._heads}
-        owners: dict[int, str] = {}
-        for name, module in chosen.items():
-            weight = stored_weight(module)
-            first = name if weight.is_meta else owners.setdefault(id(weight), name)
-            for shared in {first, name} if first != name else ():
-                why = f"{first} and {name} share one weight; its gradient is the sum of both"
-                self.left_out[f"{shared}.weight"] = why
-        heads = find_head_widths(self._modules)
-        for name, module in self._modules.items():
-            if name in chosen and (why := _unmeasured(module)):
-                self.left_out[f"{name}.weight"] = why
-            elif name in chosen and f"{name}.weight" not in self.left_out:
-                parameter = WatchedParameter(f"{name}.weight", "linear", *_features(module), self._width)
-                self._add([_cut_by_heads(parameter, *heads[name]) if name in heads else parameter], module)
-            for fused in fused_parameters(module):
-                if self._wanted(f"{name}.{fused}"):
-                    self._add_experts(name, module, fused)
+    def _add_weight(self, names: Sequence[str]) -> None:
+        """A weight of these modules: an embedding, which one Linear may share, or a Linear or Conv1D."""
+        if not (wanted := [name for name in names if self._wanted(name)]):
+            return
+        name, module, *others = names[0], *(self._modules[one] for one in names)
+        embedding = isinstance(module, nn.Embedding)
+        tied = embedding and len(others) == 1 and not isinstance(others[0], nn.Embedding)
+        if embedding and name not in wanted:
+            why = f"it shares its weight with {name}, whose gradient is the sum of both uses; patterns=['{name}']"
+        elif others and not tied:
+            why = f"{some(names, 3, ', ')} share one weight"
+        else:
+            why, wanted = _unmeasured(module), [name]
+        if why:
+            self.left_out |= {f"{one}.weight": why for one in wanted}
+            return
+        kind = "embedding" if embedding else "linear"
+        parameter = WatchedParameter(f"{name}.weight", kind, *_features(module), self._width)
+        if name in self._heads and not embedding:
+            parameter = _cut_by_heads(parameter, *self._heads[name])
+        self._add([parameter], module, head=others[0] if tied else None)
 
     def _add_experts(self, name: str, module: nn.Module, fused: str) -> None:
         weight: Tensor = getattr(module, fused)
@@ -153,10 +148,9 @@ class Selection:
         parameters = [WatchedParameter(own, "linear", inputs, outputs, self._width) for own in names]
         self._add(parameters, module, fused=fused)
 
-    def _leave_others_out(self) -> None:
-        """Note the model's weight matrices that no target has."""
-        linears_and_embeddings = (*self._heads, *(target.module for target in self.targets if not target.fused))
-        seen = {id(stored_weight(module)) for module in linears_and_embeddings}
+    def _leave_others_out(self, known: Iterable[int]) -> None:
+        """Note the model's weight matrices of other modules than those of the weights `known`, and of fused experts."""
+        seen = {*known}
         for target in self.targets:
             seen |= {id(weight) for weight in getattr(target.module, "parametrizations", nn.Module()).parameters()}
             if target.fused:
@@ -226,20 +220,10 @@ def _cut_by_heads(parameter: WatchedParameter, side: str, width: int) -> Watched
     return replace(parameter, in_head=width) if side == "in" else replace(parameter, out_head=width)
 
 
-def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a Linear or a Conv1D
+def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a Linear, Conv1D or embedding
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     inputs, outputs = stored_weight(module).shape
     return inputs, outputs
-
-
-def _tied(model: nn.Module, linear: Any, embedding: nn.Embedding) -> bool:  # noqa: ANN401
-    weight, looked_up = stored_weight(linear), stored_weight(embedding)
-    if weight is looked_up:
-        return True
-    # Offloading gives every module its own placeholder; only the config shows the tie.
-    placeholders = weight.is_meta and weight.shape == looked_up.shape
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    config: Any = getattr(model, "config", None)
-    tied = placeholders and linear is output and bool(config and config.get_text_config().tie_word_embeddings)
-    return tied and embedding is model.get_input_embeddings()  # type: ignore[operator]

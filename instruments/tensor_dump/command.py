@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "suspicious")
 
 
-def summarise(reader: DumpReader, chosen: Sequence[TensorRecord]) -> str:
+def summarise(reader: DumpReader) -> str:
     """Facts, a table row per kind of module and tensor, and problems."""
     groups: dict[tuple[str, str], list[TensorRecord]] = {}
-    for record in chosen:
+    for record in reader.records:
         kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$", "*", record.source.module)
         groups.setdefault((kind, record.source.tensor), []).append(record)
     table = align([COLUMNS, *((*group, *_row(records)) for group, records in groups.items())])
-    facts = align(facts_of(reader, chosen))
+    facts = align(facts_of(reader))
     complaints = "".join(f"{line}\n" for line in complaints_of(reader))
     return "\n".join([*facts, "", *table, ""]) + (f"\n{complaints}" if complaints else "")
 
@@ -45,20 +45,21 @@ def complaints_of(reader: DumpReader) -> Iterator[str]:
         yield from (f"rank {rank}: {complaint}" for complaint in manifest.complaints())
 
 
-def facts_of(reader: DumpReader, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
+def facts_of(reader: DumpReader) -> Iterator[tuple[str, str]]:
     """Number of records, modules, processes and steps, and the size of the tensors."""
-    sources = [record.source for record in chosen]
+    sources = [record.source for record in reader.records]
     steps = sorted({source.step for source in sources})
-    stored = {(record.file, record.key): record for record in chosen if record.status == STORED}
+    stored = {(record.file, record.key): record for record in reader.records if record.status == STORED}
     size = sum(prod(record.shape) * SIZES.get(record.dtype, 4) for record in stored.values())
-    labels = {record.label for record in chosen if record.label is not None}
+    labels = {record.label for record in reader.records if record.label is not None}
     yield "folder", str(reader.folder)
-    yield "records", f"{len(chosen):,} of {len(reader.records):,}, {len({source.module for source in sources})} modules"
+    yield "records", f"{len(sources):,}, {len({source.module for source in sources})} modules"
     yield "processes", ", ".join(map(str, reader.ranks))
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}" if steps else "0"
     yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB; shared tensors count once"
     if labels:
-        yield "label", f"{', '.join(sorted(labels))}; really {', '.join(sorted({one.quant_type for one in chosen}))}"
+        real = sorted({record.quant_type for record in reader.records})
+        yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
 
 
 def _row(records: Sequence[TensorRecord]) -> tuple[str, ...]:
@@ -158,10 +159,6 @@ def main(words: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="show|compare|export")
     show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious")
     show.add_argument("folder", type=Path, help="folder of the dump")
-    show.add_argument("--module", default="*", metavar="GLOB", help="only these modules")
-    show.add_argument("--tensor", default="*", metavar="GLOB", help="only input, weight, grad_output, query ...")
-    show.add_argument("--step", type=int, help="only this step")
-    show.add_argument("--list", action="store_true", help="one line a tensor, by name")
     show.set_defaults(act=_show)
     compare = commands.add_parser("compare", help="where two dumps of the same model differ")
     compare.add_argument("first", type=Path)
@@ -180,13 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _show(wanted: argparse.Namespace) -> int:
     with DumpReader(wanted.folder) as reader:
-        step = {} if wanted.step is None else {"step": wanted.step}
-        chosen = reader.select(module=wanted.module, tensor=wanted.tensor, **step)
-        if not chosen:
-            where, do = "--module, --tensor, --step", f"python -m pipeline dump show {wanted.folder} --list"
-            raise ConfigError(f"none of {len(reader.records)} records matches", where=where, do=do)
-        names = "".join(f"{record.name}\n" for record in chosen)
-        say(names if wanted.list else summarise(reader, chosen))
+        say(summarise(reader))
     return 0
 
 

@@ -58,7 +58,6 @@ class ModelWatch:
         self.last: StepReport | None = None
         self.measurement = Measurement(model, config)
         self._log = StepLog(log, config)
-        self._loss: Tensor | float | None = None
         self._roots: list[Tensor] = []  # losses of the backward pass that runs
         self._root_loss: Tensor | None = None  # their sum since the last step
         self._in_step: set[int] = set()  # ids of the optimizers that have stepped in this step
@@ -119,8 +118,8 @@ class ModelWatch:
         if isinstance(loss, Tensor) and loss.numel() != 1:
             what = f"a loss of shape {tuple(loss.shape)} is no single number"
             raise ConfigError(what, where="watch_model", do="loss.mean()")
-        self._loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
-        return self._judge(None if optimizer is None else _unwrap(optimizer))
+        loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
+        return self._judge(None if optimizer is None else _unwrap(optimizer), loss)
 
     def _scale(self) -> Tensor | None:
         """The scaler's loss scale, None without one; does not wait for the device."""
@@ -128,7 +127,7 @@ class ModelWatch:
             return None
         return self.scaler.scale(torch.ones((), device=self.measurement.device))
 
-    def _judge(self, optimizer: Optimizer | None) -> StepReport:
+    def _judge(self, optimizer: Optimizer | None, loss: Tensor | float | None = None) -> StepReport:
         """Several optimizers may step after the same pass; a step ends when one of them steps again."""
         key = None if optimizer is None else id(optimizer)
         joins = key is not None and bool(self._in_step) and key not in self._in_step
@@ -142,7 +141,6 @@ class ModelWatch:
             held = None
         scale = self._scale() if held is None or held.scale is None else held.scale
         norms_P = None if held is None else held.norms_P
-        loss = self._loss
         if loss is None and self._root_loss is not None:
             loss = self._root_loss if scale is None else self._root_loss / scale
         followed = self._names_of(self.optimizers) if self.optimizers else set()
@@ -150,7 +148,7 @@ class ModelWatch:
         report = self.measurement.read(self.next_step - 1, loss, scale, norms_P, only=names, optimizer=key)
         if self._held is not None:
             self._held.judged.add(key)
-        self.last, self._loss, self._root_loss = report, None, None
+        self.last, self._root_loss = report, None
         self._log.write(report)
         self._hook_parameters()
         severe = [anomaly for anomaly in report.anomalies if anomaly.severity == SEVERE]

@@ -27,7 +27,7 @@ from stages.text.sequences import load_text
 def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
     """The result table; its notes name missing or suspicious records."""
     reader = DumpReader(folder)
-    _folder, *facts = facts_of(reader, reader.select())
+    _folder, *facts = facts_of(reader)
     rows = [*facts, ("time", f"{seconds:.1f} s")]
     return Table("Tensors dumped", ("what", "value"), rows, list(manifest.complaints()))
 

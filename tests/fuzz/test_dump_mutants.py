@@ -48,8 +48,7 @@ def mutate(random, kind, data):
 def use_everything(folder, original, out):
     """Run every command and load every tensor; returns the tensors by name."""
     with DumpReader(folder) as reader:
-        if reader.records:
-            summarise(reader, reader.records)
+        summarise(reader)
         list(complaints_of(reader))
         stored = [record for record in reader.records if record.status == "stored"]
         found = {record.name: reader.load(record) for record in stored}

@@ -25,17 +25,10 @@ def test_show(dump, tmp_path, capsys):
     assert main(["show", str(tmp_path)]) == 1  # no dump there
     assert main(["show", str(dump)]) == 0
     out = capsys.readouterr().out
-    assert "records    18 of 18, 2 modules" in out
+    assert "records    18, 2 modules" in out
     row = next(line for line in out.splitlines() if line.startswith("layers.*  grad_output"))
     assert row.split()[2] == "6"
     assert "7×11 7×6" in row
-    assert main(["show", str(dump), "--list", "--tensor", "weight", "--step", "1"]) == 0
-    names = capsys.readouterr().out.split()
-    assert [name.split("_", 2)[2] for name in names] == [
-        "linear_L0_forward_fp32_weight",
-        "linear_L1_forward_fp32_weight",
-    ]
-    assert main(["show", str(dump), "--module", "*.q_proj"]) == 2
 
 
 def test_compare_finds_the_first_divergence(dump, tmp_path, capsys):
