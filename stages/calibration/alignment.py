@@ -131,6 +131,14 @@ def sum_moments(inputs: Sequence[Tensor], weigh: Callable[[Tensor], Tensor], col
     return Share.of(inputs).total((2, columns), measure)
 
 
+def neuron_moments(
+    inputs: Sequence[Tensor], weigh: Callable[[Tensor], Tensor], member_EF: Float[Tensor, "E F"]
+) -> Float[Tensor, "2 F"]:
+    """`sum_moments` of the experts' weights (T, E) @ `member_EF`; neurons with equal columns are summed once."""
+    columns_EA, column_F = torch.unique(member_EF, dim=1, return_inverse=True)
+    return sum_moments(inputs, lambda x_TD: weigh(x_TD) @ columns_EA, columns_EA.shape[1])[:, column_F]
+
+
 def least_squares(moments_2E: Float[Tensor, "2 E"]) -> Float[Tensor, "E"]:
     """Σ g / Σ g²: the constant c for which c·g is nearest to 1; 1 for experts without tokens."""
     first_E, second_E = moments_2E
@@ -151,8 +159,7 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     if not has_copies(neurons_EN):
         return expert_E[:, None].expand(neurons_EN.shape)
     member_EF = membership(neurons_EN, loop.width) * expert_E[:, None]
-    moments_2F = sum_moments(inputs, lambda x_TD: loop.gates(x_TD) @ member_EF, loop.width)
-    return expert_E[:, None] * least_squares(moments_2F)[neurons_EN]
+    return expert_E[:, None] * least_squares(neuron_moments(inputs, loop.gates, member_EF))[neurons_EN]
 
 
 def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLoop:

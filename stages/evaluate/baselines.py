@@ -6,6 +6,7 @@ partition, replicated or not, is one F × D matrix and costs one dense FFN.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -16,8 +17,8 @@ from torch.nn.functional import normalize
 from models.config import MoEShape
 from models.experts import Block
 from models.ffn import DenseFFN
-from models.routing import LinearRouter, active_copies, choose_experts, has_copies, membership
-from stages.calibration.alignment import least_squares, sum_moments
+from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
+from stages.calibration.alignment import least_squares, neuron_moments
 from stages.calibration.balanced import assign_balanced
 from stages.calibration.share import Share
 from stages.text.batches import TokenBatch
@@ -85,7 +86,8 @@ class LayerFacts:
 
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
-Choice = Callable[[Tensor, Tensor], Tensor]  # (inputs, activations of all neurons) → the K experts of every token
+# (inputs, function to their activations of all neurons) → the K experts of every token
+Choice = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 def choice_of(method: str, facts: LayerFacts) -> Choice:
@@ -105,7 +107,7 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
             return lambda x_TD, _h: drawn.choose(x_TD, top_k)
         case "oracle":
             grams_ENN = expert_grams(facts.ffn, facts.neurons_EN)
-            return lambda _x, h_TF: choose_experts(output_norms(grams_ENN, h_TF, facts.neurons_EN), top_k)
+            return lambda _x, hidden: choose_experts(output_norms(grams_ENN, hidden(), facts.neurons_EN), top_k)
     raise AssertionError(f"no baseline {method}")
 
 
@@ -120,9 +122,9 @@ def start_baseline(method: str, facts: LayerFacts, inputs: Sequence[Tensor]) -> 
     ffn, choose = facts.ffn, choice_of(method, facts)
     if not has_copies(facts.neurons_EN):
         return route(facts, choose)
-    member_EF = membership(facts.neurons_EN, ffn.width)
-    copies_2F = sum_moments(
-        inputs, lambda x_TD: active_copies(choose(x_TD, ffn.hidden(x_TD)), member_EF, facts.always_S), ffn.width
+    experts, member_EF = len(facts.neurons_EN), membership(facts.neurons_EN, ffn.width)
+    copies_2F = neuron_moments(
+        inputs, lambda x_TD: chosen_mask(choose(x_TD, partial(ffn.hidden, x_TD)), experts), member_EF
     )
     return route(facts, choose, least_squares(copies_2F))
 
@@ -133,7 +135,7 @@ def route(facts: LayerFacts, choose: Choice, scale_F: Float[Tensor, "F"] | float
 
     def features(x_TD: Tensor) -> Tensor:
         h_TF = ffn.hidden(x_TD)
-        return h_TF * active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
+        return h_TF * active_copies(choose(x_TD, lambda: h_TF), member_EF, facts.always_S)
 
     return CarvedFFN(features, ffn.down_DF * scale_F)
 

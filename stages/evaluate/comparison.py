@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from models.training import RouterWatch
 from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import TokenStream, passed_losses
-from stages.calibration.share import Share
 from stages.calibration.token_memory import Keep, TokenMemory, as_it_is
 from stages.evaluate.baselines import (
     CMOE_TOKENS,
+    CarvedFFN,
     FactsOf,
     LayerFacts,
     carve_cmoe,
@@ -243,10 +244,10 @@ class BaselineRun:
         self._calibration = TokenStream(stream, read, workers, memory)
         self.heldout = TokenStream(stream, text.heldout, workers, memory)
 
-    def step(self, layer: StreamLayer, facts: LayerFacts, cut: Share, *, last: bool) -> None:
+    def step(self, layer: StreamLayer, facts: LayerFacts, start: Callable[[str], CarvedFFN], *, last: bool) -> None:
         """Fit the baseline on calibration inputs, then run the layer on both splits; the `last` on held-out text only.
 
-        A baseline that is not fitted uses the inputs `cut` of the unaligned carve.
+        One that is not fitted takes `start` of its method.
         """
         self._calibration.enter(layer)
         inputs = self._calibration.inputs
@@ -255,7 +256,7 @@ class BaselineRun:
             if self.method == "cmoe":
                 baseline = route(*carve_cmoe(facts, inputs))
             else:
-                baseline = start_baseline(self.method, facts, inputs if self.fitted else cut)
+                baseline = start_baseline(self.method, facts, inputs) if self.fitted else start(self.method)
             if self.aligned:
                 wanted = [inputs.keep(layer.ffn(x_TD)) for x_TD in inputs]
                 baseline = align_down(baseline, inputs, wanted, self._settings).carved
@@ -292,10 +293,10 @@ def run_baselines(
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
         facts, last = facts_of(index, layer.ffn), index == stream.depth - 1
         cut.enter(layer)
+        start = cache(partial(start_baseline, facts=facts, inputs=cut.inputs))
         for run in runs.values():
-            run.step(layer, facts, cut.inputs, last=last)
+            run.step(layer, facts, start, last=last)
         if not last:
-            cut.leave(
-                map(layer.ffn if facts.stays_dense else start_baseline("unaligned", facts, cut.inputs), cut.inputs)
-            )
+            cut.leave(map(layer.ffn if facts.stays_dense else start("unaligned"), cut.inputs))
+        del start  # with the inputs, before the next layer has its own
     return passed_losses({name: run.heldout for name, run in runs.items()}, stream, text.heldout, workers, dense)
