@@ -84,16 +84,13 @@ def read_call(arguments: Mapping[str, Any], given: object = None, samples_in: st
     if inputs is None or not inputs.ndim:
         what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples are unknown"
         raise refusal(what, "call the scanned model with a tensor of samples, or name it: samples='x'")
-    if not text:
-        samples, sequences = len(inputs), inputs.ndim == (3 if inputs.is_floating_point() else 2)
-        length, mask_BT = inputs.shape[1] if sequences else 1, arguments.get("attention_mask")
-        fits = isinstance(mask_BT, Tensor) and mask_BT.shape == (samples, length)
-        padding = _padding_mask(mask_BT, samples, length) if fits else None
-        return CallFacts(samples, length, padding, *_supervised(arguments, samples), text=False)
-    samples, length = inputs.shape[:2]
-    ids_BT = None if inputs.is_floating_point() else inputs
-    mask_BT = _padding_mask(arguments.get("attention_mask"), samples, length)
-    return CallFacts(samples, length, mask_BT, *_supervised(arguments, samples), ids_BT)
+    samples, sequences = len(inputs), text or inputs.ndim == (3 if inputs.is_floating_point() else 2)
+    length, mask = inputs.shape[1] if sequences else 1, arguments.get("attention_mask")
+    if not text and getattr(mask, "shape", None) != (samples, length):
+        mask = None
+    ids_BT = inputs if text and not inputs.is_floating_point() else None
+    mask_BT = _padding_mask(mask, samples, length)
+    return CallFacts(samples, length, mask_BT, *_supervised(arguments, samples), ids_BT, text)
 
 
 def _padding_mask(mask: object, samples: int, length: int) -> Tensor | None:

@@ -190,13 +190,14 @@ class MscanWriter:
         self._file.seek(self._closing.offset)
         self._file.truncate()
 
-    def close(self) -> None:
-        """Seal the remaining rows, write the closing header, close the file and release its lock."""
+    def close(self, *, whole: bool = True) -> None:
+        """Seal the remaining rows, write the closing header of a `whole` file, close it and release its lock."""
         try:
             self.seal()
-            self._cut()
-            self._file.write(self._closing.pack())
-            _sync(self._file)
+            if whole:
+                self._cut()
+                self._file.write(self._closing.pack())
+                _sync(self._file)
         finally:
             self._file.close()
 
@@ -205,13 +206,7 @@ class MscanWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Close; after an error the added rows are sealed, and the file gets no closing header."""
-        if kind is None:
-            self.close()
-            return
-        try:
-            self.seal()
-        finally:
-            self._file.close()
+        self.close(whole=kind is None)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

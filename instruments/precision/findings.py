@@ -183,9 +183,8 @@ def _verdict(diff: Diff) -> str:
     if (first := diff.first) is None:
         nearest = max(diff.outputs, key=_nearness)
         return (
-            f"ok: no error is above {diff.limits.warning_ratio:g} times the error floor, the response to one unit in "
-            f"the last place of {diff.precision}; the largest is that of {nearest.name}, {_nearness(nearest):.2f} "
-            "times (rounding alone: 0.29)"
+            f"ok: the largest error is that of {nearest.name}, {_nearness(nearest):.2f} times the error floor "
+            f"(rounding alone: 0.29; a warning: {diff.limits.warning_ratio:g})"
         )
     itself = "errs itself"
     if first.own_verdict is Verdict.OK:
