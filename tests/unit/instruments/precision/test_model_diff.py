@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from pico_moes import MOES, make_moe
+from pico_moes import make_moe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,7 +102,7 @@ def test_a_layer_that_sums_in_bf16_is_named():
 def test_rotary_frequencies_cast_with_the_model(model_type):
     """`model.to(bfloat16)` rounds the rotary frequencies; `from_pretrained(dtype=)` keeps them in fp32."""
     sizes = {
-        "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61, "num_attention_heads": 4,
+        "num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_settings_and_models_that_do_not_work():
     assert auto_diff(Fussy(), sample()).verdict is Verdict.OK
 
 
-@pytest.mark.parametrize("model_type", MOES)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "glm4_moe", "granitemoe"])
 def test_a_healthy_moe_is_left_alone_though_tokens_change_experts(model_type):
     torch.manual_seed(0)
     ids = torch.randint(0, 61, (2, 37), generator=torch.Generator().manual_seed(0))
