@@ -41,6 +41,7 @@ def reload(case: Path) -> dict[str, object]:
     wanted = dense.pop("logits")
     logits = model(**dense).logits
     model.save_pretrained(case / "again")
+    config = json.loads((case / "moe" / "config.json").read_text(encoding="utf-8"))
     prompt = dense["input_ids"][:1, :3]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, min_new_tokens=4)
     return {
@@ -51,7 +52,7 @@ def reload(case: Path) -> dict[str, object]:
         "saved_again": float((load(case / "again")(**dense).logits - logits).abs().max()),
         "loading": {name: str(found) for name, found in info.items() if found},
         "generated": generated.shape[1] - prompt.shape[1],
-        "own_dtype": str(load(case / "moe", dtype="auto").dtype),
+        "own_dtype": f"torch.{config['dtype']}",
     }
 
 

@@ -24,7 +24,7 @@ LENGTHS = (9, 5, 7)
 LAYERS, HIDDEN, WIDTH = 2, 24, 40
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama", "mistral"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
 def folder(request, tmp_path_factory):
     return write_pico(
         tmp_path_factory.mktemp("dense"), request.param, layers=LAYERS, hidden=HIDDEN, intermediate=WIDTH, tie=True
