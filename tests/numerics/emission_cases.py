@@ -164,7 +164,7 @@ CASES = {
     "helium": Case("helium", "ernie4_5_moe", always_on=5, pico={"head_dim": 6}),
     "hunyuan": Case("hunyuan_v1_dense", "hunyuan_v1_moe", always_on=5, pico={"tie": True}),
     "hunyuan-alpha": Case(
-        "hunyuan_v1_dense", "hunyuan_v1_moe", warned=4, pico={"rope_parameters": ALPHA_ROPE, "attention_bias": True}
+        "hunyuan_v1_dense", "hunyuan_v1_moe", warned=3, pico={"rope_parameters": ALPHA_ROPE, "attention_bias": True}
     ),
     "cohere2": Case("cohere2", "cohere2_moe", always_on=5, pico=COHERE2 | {"tie": True}),
     "cohere2-dense-last": Case("cohere2", "cohere2_moe", dense_layers=(1,), pico=COHERE2 | {"attention_bias": True}),
