@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import Field
+from dataclasses import Field, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -185,8 +185,8 @@ def _type_fault(key: str, value: object) -> str:
     name = _ITEM.sub(".0.", key)
     group, _dot, rest = name.partition(".")
     try:
-        # A copy of the group alone: the whole schema takes ten times as long.
-        OmegaConf.update(deepcopy(_TRIED[group] if rest else _TRIED), rest or name, value)
+        # A copy of the group or of the dials alone: the whole schema takes ten times as long.
+        OmegaConf.update(deepcopy(_TRIED[group] if rest else _DIALS), rest or name, value)
     except OmegaConfBaseException as error:
         return str(error).splitlines()[0]
     for part in reversed(name.split(".")):
@@ -219,6 +219,9 @@ FLAGS |= {"--multirun", "-m"}
 _TRIED = OmegaConf.structured(Settings(data=DataConfig(sources=[SourceConfig()])))
 _ITEM = re.compile(r"\.\d+\.")  # data.sources.0.share: a setting of an item of a list
 FIELDS: Mapping[str, Field[Any]] = {name: spec for name, _value, spec in find_fields(Settings())}
+_DIALS = OmegaConf.structured(
+    make_dataclass("Dials", [(name, spec.type, spec) for name, spec in FIELDS.items() if "." not in name])
+)
 _ITEM_FIELDS = {name: spec for name, _value, spec in find_fields(SourceConfig(), "data.sources.0.")}
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -13,22 +14,48 @@ os.environ.setdefault("XDG_CACHE_HOME", str(Path(gettempdir()) / f"tiny-onn-test
 
 import pytest
 import shape_checking
+from hydra._internal import config_loader_impl as hydra_loader
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.defaults_list import Overrides
 
 shape_checking.install(["models", "stages"])
 
-# A file under conf/ is read once, not for each of the two thousand compositions of the tests.
-_load_config, _loaded = ConfigRepository.load_config, {}
+# A file under conf/ is read once, and options of the same groups are put together once, not in each of the two thousand
+# compositions of the tests; what is set by name comes on top of them, as in Hydra.
+_load_config, _list_defaults = ConfigRepository.load_config, hydra_loader.create_defaults_list
+_merge_defaults = ConfigLoaderImpl._compose_config_from_defaults_list
+_loaded, _lists, _merged = {}, {}, {}
 
 
-def _load_once(self: ConfigRepository, config_path: str) -> object:
-    key = config_path, *(source.path for source in self.sources)
+def _load_once(repo, config_path):
+    key = config_path, *_paths(repo)
     if key not in _loaded:
-        _loaded[key] = _load_config(self, config_path)
+        _loaded[key] = _load_config(repo, config_path)
     return deepcopy(_loaded[key])
 
 
-ConfigRepository.load_config = _load_once
+def _list_once(repo, config_name, overrides_list, prepend_hydra, skip_missing):
+    groups = [override for override in overrides_list if repo.group_exists(override.key_or_group)]
+    key = config_name, skip_missing, *_paths(repo), *(override.input_line for override in groups)
+    if key not in _lists:
+        _lists[key] = _list_defaults(repo, config_name, groups, prepend_hydra, skip_missing)
+    return replace(_lists[key], config_overrides=Overrides(repo, overrides_list).config_overrides)
+
+
+def _merge_once(loader, defaults, repo):
+    key = *_paths(repo), *map(repr, defaults)
+    if key not in _merged:
+        _merged[key] = _merge_defaults(loader, defaults, repo)
+    return deepcopy(_merged[key])
+
+
+def _paths(repo):
+    return (source.path for source in repo.get_sources())
+
+
+ConfigRepository.load_config, hydra_loader.create_defaults_list = _load_once, _list_once
+ConfigLoaderImpl._compose_config_from_defaults_list = _merge_once
 
 
 @pytest.fixture(autouse=True)

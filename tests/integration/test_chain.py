@@ -14,7 +14,6 @@ TOLERANCE = 1e-5
 # Computed by hand: the scale of the experts' down, with which the chosen gates sum to K; and that of the shared expert.
 GATE_SCALES = {
     "embedded": (1, 1),  # glm4_moe: in config.json
-    "embedded-routed": (8, None),  # qwen3_moe: K
     "qwen2-chain": (4, 2),  # qwen2_moe: E, for gates that are not renormalised; and σ(0) = ½
     "llama-dropped": (2, None),  # mixtral: K
     "qwen3-hundred": (2, None),  # qwen3_moe: K
