@@ -97,7 +97,6 @@ def survive(
     *,
     rate: float,
     looks: Sequence[int],
-    weight_decay: float = 0.01,
     train: Callable[[PreTrainedModel, torch.optim.Optimizer, Tensor], None] = step,
 ) -> dict[int, Trained]:
     """Train one AdamW group of all parameters; return steps → measurements, with step 0 before training.
@@ -108,11 +107,10 @@ def survive(
         heldout: batches for the measurements.
         rate: learning rate of AdamW.
         looks: steps after which to measure.
-        weight_decay: torch's default, or 0.
         train: does one step.
     """
     model.eval()  # no dropout, so the comparison is deterministic
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     loss, first = measure(model, heldout)
     found = {0: Trained(loss, 1.0)}
     for number in range(1, max(looks) + 1):

@@ -64,8 +64,7 @@ TARGETS = {
 }
 # The embedded model with softmax gates; and parity mode, whose tiny logits low precision loses.
 OTHERS = {
-    "qwen2-parity": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", PARITY),
-    "parity": ("qwen3", *FEW, "always_on=8", PARITY),
+    "parity": ("qwen3", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", PARITY),
     "dense-layer": (
         "llama",
         "stage=all",
@@ -125,7 +124,8 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
     """Run the command for a source in `folder`."""
     outputs = folder / f"outputs-{source}"
     given = words_of_embedded() if source is None else words_of_pico(folder / source, text)
-    quick = ("cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={outputs}")
+    quick = ["cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={outputs}"]
+    quick += ["evaluate.samples=0"] if source else []
     gc.freeze()  # every stage starts with a garbage collection, which need not search the imported modules
     with patch("pipeline.charts.draw", charts.draw if source else DRAW):
         assert run_command([*given, *quick, *words]) == 0
@@ -137,8 +137,8 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
 
 def words_of_embedded() -> list[str]:
     return [
-        *("model=embedded", "data.tokens=2048", "data.heldout_tokens=1024", "vocabulary.tokens=1024"),
-        *("project.gradient_tokens=512", "project.descent_steps=4", "project.router_steps=40"),
+        *("model=embedded", "data.tokens=1024", "data.heldout_tokens=1024", "vocabulary.tokens=512"),
+        *("project.gradient_tokens=256", "project.descent_steps=4", "project.router_steps=20"),
     ]
 
 
@@ -147,7 +147,7 @@ def words_of_pico(source: Path, text: Path) -> list[str]:
         *("model=local", f"model.path={source}", f"model.label={source.name}"),
         *("data=text", f"data.path={text}", "data.tokens=900", "data.heldout_tokens=300"),
         *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100"),
-        *("project.descent_steps=4", "project.router_steps=20"),
+        *("vocabulary.tokens=100", "project.descent_steps=4", "project.router_steps=20"),
     ]
 
 

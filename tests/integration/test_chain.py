@@ -34,7 +34,7 @@ MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 @pytest.fixture(scope="module")
 def reopened(carves, tmp_path_factory):
-    return reopen({name: carves[name] for name in CARVES}, tmp_path_factory.mktemp("reopened"))
+    return reopen({name: carves[name] for name in (*CARVES, "parity")}, tmp_path_factory.mktemp("reopened"))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -56,6 +56,34 @@ def test_checkpoints_load_speak_and_learn(reopened, carves, name):
         assert all(0 < norm < math.inf for norm in found["router_gradients"])
         before, after = found["losses"]
         assert after < before
+
+
+def read_losses(carve):
+    models = json.loads((carve.evaluation / "evaluation.json").read_text())["models"]
+    return {name: model["loss"] for name, model in models.items()}
+
+
+@pytest.mark.parametrize("name", ["embedded", "qwen2-chain"])
+def test_losses_are_those_of_transformers_in_a_fresh_process(carves, reopened, name):
+    losses = read_losses(carves[name])
+    assert losses["dense"] == pytest.approx(reopened[name]["dense"]["loss"], abs=1e-5)
+    assert losses["carved"] == pytest.approx(reopened[name]["project"]["loss"], abs=1e-5)
+
+
+def test_the_carve_before_projection_is_the_assembled_checkpoint(carves, reopened):
+    """One is computed neuron by neuron, with constant gates, the other by transformers' experts.
+
+    Gates in parity mode differ from constant ones by the spread of the logits, 1e-3, but not in their sum.
+    """
+    losses = read_losses(carves["parity"])
+    assert losses["unaligned"] == pytest.approx(reopened["parity"]["assemble"]["loss"], abs=5e-4)
+
+
+def test_the_carve_beats_a_mask_and_a_random_router_of_its_width(carves):
+    """The embedded model with half of the FFN active, on held-out text."""
+    losses = read_losses(carves["embedded"])
+    assert losses["dense"] < losses["carved"] < losses["static_mask"]
+    assert losses["carved"] < losses["random_router"]
 
 
 @pytest.mark.parametrize("name", GATE_SCALES)

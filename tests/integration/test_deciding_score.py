@@ -1,4 +1,4 @@
-"""Every term of S_p changes the checkpoint's weights; a score that is not used changes nothing."""
+"""The gradient term of S_p changes the checkpoint's weights; a score that is not used changes nothing."""
 
 import json
 from itertools import combinations
@@ -14,9 +14,7 @@ WORDS = ("stage=assemble", "experts=4", "n=8", "top_k=2", "always_on=8", "cluste
 SCORES = {
     "s_p": [],
     "random": ["score=random"],
-    "without activation": ["score.activation_weight=0"],
     "without gradient": ["score.gradient_weight=0"],
-    "without frequency": ["score.frequency_weight=0"],
     "forward only": ["scan=forward_only"],
 }
 

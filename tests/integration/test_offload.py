@@ -48,12 +48,10 @@ def is_recomputing(model):
     return model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing
 
 
-# The embedding of the tokenizer's 4096 tokens takes 393 KB, a layer 23 KB.
-@pytest.mark.parametrize(("memory", "places"), [("450KB", {"cpu", "disk"}), ("1KB", {"disk"})])
-def test_a_scan_with_layers_on_disk_finds_the_same(source, text, whole, tmp_path, loaded, memory, places):
-    found = scanned(source, text, tmp_path, "model.device_map=auto", f"model.cpu_memory={memory}")
+def test_a_scan_with_all_layers_on_disk_finds_the_same(source, text, whole, tmp_path, loaded):
+    found = scanned(source, text, tmp_path, "model.device_map=auto", "model.cpu_memory=1KB")
     (model,) = loaded
-    assert set(model.hf_device_map.values()) == places
+    assert set(model.hf_device_map.values()) == {"disk"}
     # Otherwise autograd would keep all weights until the backward pass.
     assert is_recomputing(model)
     assert found.keys() == whole.keys()
@@ -71,9 +69,11 @@ def evaluate(source, text, outputs, *words):
 
 
 def test_the_whole_chain_with_layers_on_disk_finds_the_same(source, text, tmp_path, loaded):
+    # The embedding of the tokenizer's 4096 tokens takes 393 KB, a layer 23 KB.
     words = ["model.device_map=auto", "model.cpu_memory=450KB"]
     found = evaluate(source, text, tmp_path / "disk", *words)
     assert [is_offloaded(model) for model in loaded] == [True, True, True]
+    assert {*loaded[0].hf_device_map.values()} == {"cpu", "disk"}
     assert [is_recomputing(model) for model in loaded] == [True, True, False]  # evaluate needs no gradients
     assert not list(tmp_path.rglob("offloaded"))
     whole = evaluate(source, text, tmp_path / "whole")

@@ -41,7 +41,8 @@ def projected(tmp_path_factory):
         *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text"),
         *(f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}", "data.tokens=900"),
         *("data.heldout_tokens=200", "data.max_length=50", "cluster.map=none", "experts=4", "n=8", "top_k=2"),
-        *("cluster=rank", "assemble=residual_ridge", "assemble.mode=parity", "project.descent_steps=4"),
+        *("cluster=rank", "assemble=residual_ridge", "assemble.mode=parity", "vocabulary=none"),
+        *("project=none", "evaluate.samples=0"),
         *("always_on=6", f"output_dir={folder / 'outputs'}", "evaluate.speed_tokens=0", "evaluate.baselines=[]"),
     ]
     assert run_command([*words, "stage=project"]) == 0

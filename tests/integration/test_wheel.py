@@ -53,7 +53,7 @@ def test_the_wheel_holds_one_package(installed):
 def test_the_command_carves_in_a_foreign_folder(installed):
     """The settings, the embedded model and the templates are in the wheel; results go to the working folder."""
     _python, project = installed
-    done = run(installed, "tiny-onn", "debug=tiny", "cluster.map=none", "stage=assemble")
+    done = run(installed, "tiny-onn", "debug=tiny", "cluster=random", "cluster.map=none", "stage=assemble")
     assert done.returncode == 0, done.stderr
     assert (project / "outputs/latest/checkpoint/config.json").is_file()
     assert "tiny-onn" in done.stdout
@@ -65,7 +65,7 @@ def test_a_notebook_carves_and_goes_on_with_its_own_modules(installed):
 from tiny_onn import carve
 import models, stages, pipeline, instruments
 assert {module.OWNER for module in (models, stages, pipeline, instruments)} == {"somebody else"}
-result = carve(stage="assemble", debug="tiny", settings={"cluster.map": "none"})
+result = carve(stage="assemble", debug="tiny", settings={"cluster": "random", "cluster.map": "none"})
 assert (result.checkpoint / "config.json").is_file()
 assert result.table.rows and set(result.figures) == {str(row[0]) for row in result.table.rows}
 from tiny_onn.instruments.errors import ConfigError

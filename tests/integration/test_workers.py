@@ -79,10 +79,10 @@ def alone(words, tmp_path_factory):
 
 
 def test_two_processes_equal_one(words, alone, tmp_path):
-    done = torchrun(2, tmp_path, words)
-    assert done.returncode == 0, done.stderr
-    assert "630 tokens in 13 samples" in done.stdout
-    assert done.stdout.count("scan      done in") == 1  # only one process reports
+    found = run_workers(2, [*words, f"output_dir={tmp_path}"], tmp_path / "said")
+    assert [code for code, _ in found] == [0, 0], found
+    assert "630 tokens in 13 samples" in found[0][1]
+    assert sum(said.count("scan      done in") for _, said in found) == 1  # only one process reports
     assert_equal(statistics(tmp_path), alone)
     assert not list((tmp_path / "artifacts" / "pico" / "scan").glob(".*"))
 
@@ -119,10 +119,15 @@ def test_a_lost_worker_stops_the_job_and_another_team_finishes_it(words, alone, 
     assert_equal(statistics(outputs), alone)
 
 
-def test_wrong_settings_are_said_once(words, tmp_path):
-    found = run_workers(2, [*words, "scan.batch_tokens=0", f"output_dir={tmp_path / 'outputs'}"], tmp_path)
-    assert found[0][0] == INVALID
-    assert sum(said.count("scan.batch_tokens=0 must be at least 1") for _, said in found) == 1
+@pytest.mark.parametrize(
+    ("word", "code", "once"),
+    [("scan.batch_tokens=0", INVALID, "scan.batch_tokens=0 must be at least 1"), ("plan=true", 0, "all stages ")],
+)
+def test_wrong_settings_and_the_plan_are_said_once(words, tmp_path, word, code, once):
+    found = run_workers(2, [*words, word, f"output_dir={tmp_path / 'outputs'}"], tmp_path)
+    assert found[0][0] == code
+    assert sum(said.count(once) for _, said in found) == 1
+    assert not [*tmp_path.glob("outputs/artifacts/pico/*")]
 
 
 # The command, but worker 1 kills itself before the n-th call of a function that all workers call.
@@ -271,12 +276,3 @@ def router_agreements(outputs):
     table = json.loads((result_of(outputs, "assemble") / "manifest.json").read_text())["table"]
     place = next(number for number, name in enumerate(table["columns"]) if name.startswith("agreement"))
     return [float(row[place]) for row in table["rows"]]
-
-
-@pytest.mark.slow
-def test_a_plan_is_printed_once_and_runs_nothing(chain, tmp_path):
-    words, _ = chain
-    done = torchrun(2, tmp_path / "outputs", [*words, "plan=true"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all stages ") == 1
-    assert not (tmp_path / "outputs").exists()
