@@ -1,9 +1,6 @@
 """Checkpoints that bitsandbytes stored in 4 or 8 bits, carved like any other."""
 
 import json
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,9 +13,7 @@ from models.check import check_source
 from models.config import ModelConfig
 from models.stream import LayerStream
 from pipeline.cli import run_command
-from pipeline.help import REPOSITORY
 
-PROGRESS = re.compile(r"[\w ]+: +\d+%\|")  # of tqdm
 KINDS = ["nf4-nested", "int8"]
 
 
@@ -113,17 +108,6 @@ def test_shapes_are_checked_as_the_model_sees_them(plain, tmp_path):
     (error,) = check_source(local(folder))
     assert error.what == "6 tensors do not have the shape that config.json says"
     assert error.where.startswith("model.layers.0.mlp.down_proj.weight is (40, 72), not (40, 73), ")
-
-
-@pytest.mark.parametrize("quantization", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_scan_in_fewer_bits_prints_nobody_elses_advice(plain, text, tmp_path, quantization):
-    """In a fresh process, the import of bitsandbytes must print neither warnings nor advice."""
-    words = ["stage=scan", f"model.quantization={quantization}", f"output_dir={tmp_path}"]
-    command = [sys.executable, "-m", "pipeline", *words_of_pico(plain, text), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    lines = [line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()]
-    assert [line for line in lines if not PROGRESS.match(line)] == []
-    assert "install" not in done.stdout
 
 
 SPARSE = [

