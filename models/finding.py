@@ -33,7 +33,7 @@ def find_decoder(folder: Path, *, weights: bool = True, text_only: bool = False)
     config = read_config(folder)
     entries = read_checkpoint(folder) if weights and has_weights(folder) else {}
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    facts = json.dumps([_FORMAT, version("transformers"), _code(), config, sorted(shapes.items()), text_only])
+    facts = json.dumps([_FORMAT, _code(), config, sorted(shapes.items()), text_only])
     return _kept(folder, weights and has_weights(folder), text_only, hashlib.sha256(facts.encode()).hexdigest())
 
 
@@ -65,6 +65,6 @@ def from_json(content: Mapping[str, Any]) -> Decoder:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """Hash of the code that finds decoders."""
+    """Hash of the code that finds decoders, transformers included."""
     code = (Path(__file__).with_name(name).read_bytes() for name in ("structure.py", "text_part.py"))
-    return hashlib.sha256(b"".join(code)).hexdigest()
+    return hashlib.sha256(b"".join([version("transformers").encode(), *code])).hexdigest()

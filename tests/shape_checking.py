@@ -15,7 +15,7 @@ Checked = TypeVar("Checked", bound=Callable)
 
 # Calls of a function that are checked in a test: a check costs as much as a small operation on tensors, and a function
 # that a test calls a thousand times has seen its shapes by then.
-CALLS = 20
+CALLS = 5
 calls: Counter[CodeType] = Counter()
 # An int is accepted as a float.
 ENFORCE = beartype(conf=BeartypeConf(is_pep484_tower=True))
