@@ -82,7 +82,7 @@ def peak_bytes(stage: str, checked: Checked) -> int:
         return 4 * tokens * ((16 * hidden + 8 * width) * (1 if checkpointing else layers) + 3 * vocabulary)
 
     scan, train, project = settings.scan, settings.train, settings.project
-    batch = scan.read_batch("cpu" if on_host else "cuda")
+    batch = scan.batch_size("cpu" if on_host else "cuda")
     gradients = (4 * weights + 20 * carved + 8 * project.round_tokens * vocabulary) * project.gradient_projection
     training = 16 * max(weights, carved) + dense * (train.logits > 0)  # weights, gradients and two moments; a teacher
     training += saved(train.micro_batch * settings.data.max_length, checkpointing=train.gradient_checkpointing)

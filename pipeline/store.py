@@ -40,7 +40,7 @@ def _copy(wanted: argparse.Namespace) -> None:
 
     client, place = connect(StoreConfig("redis", url=wanted.url))
     # Loads torch.
-    from stages.accumulators.redis_transfer import export_sums, import_sums, write_averages  # noqa: PLC0415
+    from stages.accumulators.redis_store import export_sums, import_sums, write_averages  # noqa: PLC0415
 
     try:
         with client:

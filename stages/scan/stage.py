@@ -115,13 +115,13 @@ def load_inputs(
     text = kept or load_prompts(data, tokenizer)
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
     passes.check_causal(dense)
+    at_once = scan.batch_size(input_device(dense).type)
     if kept is None:
-        at_once = scan.written_batch()
         text = continue_prompts(dense, tokenizer, text, data, seed=seed, batch_tokens=at_once, workers=workers)
         if workers.leads:
             save_generated(text, job.scratch)
     save_memory(dense, asked=scan.gradient_checkpointing)
-    batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), padding_id(tokenizer))
+    batches = batch_sequences(text.sequences, at_once, padding_id(tokenizer))
     return dense, text, batches
 
 

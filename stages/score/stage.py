@@ -84,24 +84,6 @@ def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "
     return torch.where(norms_LF.any(1, keepdim=True), rate_LF, 0.0)
 
 
-def score_taylor(sum_taylor_LF: Float[Tensor, "L F"], tokens: int) -> Float[Tensor, "L F"]:
-    """First-order loss change when a neuron is removed: mean |h·∂loss/∂h| over tokens.
-
-    Source: arXiv:1611.06440 eq. 5; differs: absolute value inside the mean.
-    """
-    return (sum_taylor_LF / tokens).float()
-
-
-def score_wanda(
-    sum_sq_LF: Float[Tensor, "L F"], down_norm_LF: Float[Tensor, "L F"], tokens: int
-) -> Float[Tensor, "L F"]:
-    """‖d_j‖·rms(h_j): weight norm times input norm.
-
-    Source: arXiv:2306.11695 eq. 1; differs: one score for the whole column d_j instead of one per weight.
-    """
-    return ((sum_sq_LF / tokens).sqrt() * down_norm_LF).float()
-
-
 def score_random(layers: int, width: int, seed: int) -> Float[Tensor, "L F"]:
     """Seeded uniform noise in 0..1; every layer has its own random stream."""
     rows = [np.random.default_rng((seed, layer)).random(width, dtype=np.float32) for layer in range(layers)]
@@ -135,8 +117,10 @@ def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int
 # Method name → function that returns (L, F) fp32.
 MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
     "s_p": measure_synergy,
-    "taylor": lambda statistics, *_: score_taylor(statistics.sum_taylor, statistics.tokens),
-    "wanda": lambda statistics, *_: score_wanda(statistics.sum_sq, statistics.weight_norm_down, statistics.tokens),
+    # First-order loss change without the neuron: arXiv:1611.06440 eq. 5; differs: absolute value inside the mean.
+    "taylor": lambda sums, *_: (sums.sum_taylor / sums.tokens).float(),
+    # ‖d_j‖·rms(h_j): arXiv:2306.11695 eq. 1; differs: one score for the whole column d_j instead of one per weight.
+    "wanda": lambda sums, *_: ((sums.sum_sq / sums.tokens).sqrt() * sums.weight_norm_down).float(),
     "frequency": lambda statistics, *_: statistics.frequency,
     "contribution": lambda statistics, *_: statistics.contribution,
     "random": lambda statistics, _, seed: score_random(len(statistics.sum_abs), statistics.sum_abs.shape[1], seed),

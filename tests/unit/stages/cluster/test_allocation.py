@@ -56,12 +56,6 @@ def test_every_layer_gives_one_where_there_are_as_many(scores_LF):
         assert min(given) == least
 
 
-def test_a_layer_chooses_among_its_own_as_a_part_of_them(scores_LF):
-    shapes = layer_shapes(MoEShape(12, 5, 4, 3, "global_pool"), scores_LF)
-    assert [own.top_k for own in shapes] == [max(1, min(4, own.experts // 2)) for own in shapes]
-    assert {(own.n, own.always_on, own.pooled) for own in shapes} == {(5, 3, True)}
-
-
 def test_no_copies_where_the_model_has_neurons_enough(scores_LF):
     """Each layer has 40 neurons, enough for 8 experts of 5."""
     outstanding_LF = scores_LF.clone()

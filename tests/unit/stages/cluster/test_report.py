@@ -3,7 +3,7 @@ import torch
 
 from models.config import MoEShape
 from stages.cluster.config import ClusterConfig
-from stages.cluster.report import describe, share_of
+from stages.cluster.stage import describe, share_of
 
 
 def test_share_of_a_layer():

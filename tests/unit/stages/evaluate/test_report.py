@@ -38,16 +38,6 @@ def test_the_table_has_a_row_per_model(evaluation):
     assert "router agrees with the output oracle on 62% of its choices (chance 50%)" in table.notes[1]
 
 
-def test_baselines_in_another_number_format_are_said(evaluation):
-    def said(**changes):
-        return [note for note in notes(replace(evaluation, **changes)) if "float32" in note]
-
-    (note,) = said(dtype="bfloat16")
-    assert note.startswith("both models are computed in bfloat16, the baselines in float32, ")
-    assert said() == said(dtype="bfloat16", shape=MoEShape(4, 8, 2, 16, "global_pool")) == []
-    assert said(dtype="bfloat16", losses={name: evaluation.losses[name] for name in ("dense", "carved")}) == []
-
-
 def test_the_record(evaluation, tmp_path):
     write_report(evaluation, tmp_path)
     record = json.loads((tmp_path / "evaluation.json").read_text())
@@ -81,9 +71,3 @@ def test_what_the_models_write_is_the_last_to_read(evaluation):
         'prompt  "for bird in\\n"\ndense   " flock:"\nMoE     " birds:"',
         'prompt  "x"\ndense   "\\u001b[2J"\nMoE     "é"',
     ]
-
-
-def test_a_pool_has_no_oracle(evaluation):
-    layers = [replace(layer, agreement=None) for layer in evaluation.layers]
-    pool = replace(evaluation, layers=layers, shape=MoEShape(4, 8, 2, 16, "global_pool"))
-    assert not any("router agrees" in note for note in notes(pool))

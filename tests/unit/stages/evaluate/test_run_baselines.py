@@ -88,21 +88,3 @@ def test_alignment_reads_calibration_text_only(folder, text):
     parts = [run(folder, Text(text.calibration, [batch]), "static_mask_aligned") for batch in text.heldout]
     total = sum(part["static_mask_aligned"].total for part in parts)
     assert whole.total == pytest.approx(total, rel=1e-6)
-
-
-def test_neurons_with_copies_share_their_weight(folder, text):
-    """All experts are on and expert 0 is there twice: half the weight for each copy gives the dense model."""
-
-    def facts_of(index, ffn):
-        order = torch.randperm(F, generator=torch.Generator().manual_seed(index))
-        neurons_EN = torch.cat([order.view(F // N, N), order[:N][None]])
-        router = LinearRouter.without_bias(torch.zeros(len(neurons_EN), D))
-        none_S, shape = torch.empty(0, dtype=torch.int64), MoEShape(len(neurons_EN), N, len(neurons_EN), 0)
-        return LayerFacts(ffn, neurons_EN, none_S, router, torch.rand(F), shape, seed=index)
-
-    names = ("unaligned", "static_mask", "oracle", "oracle_aligned")
-    with LayerStream(folder, device=torch.device("cpu")) as stream:
-        losses = run_baselines(names, stream, text, facts_of, Settings(), replicated=True)
-    expected = measure_loss(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), text.heldout, "dense")
-    for name in names:
-        assert losses[name].nats == pytest.approx(expected.nats, rel=1e-5), name

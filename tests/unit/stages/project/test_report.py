@@ -1,18 +1,6 @@
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import ProjectionOutcome, describe_gradients
 from stages.project.layer_pass import Outcome
 from stages.project.stage import describe, summarise
-
-
-def test_what_gradient_projection_came_to():
-    assert describe_gradients(None) == "gradient projection off"
-    undone = describe_gradients(ProjectionOutcome(0.5, 0.5, rounds=0, tokens=0, length=0.01))
-    assert undone == "gradient projection tried and undone: no step lowered the KL on validation tokens"
-    kept = describe_gradients(ProjectionOutcome(0.5, 0.25, rounds=7, tokens=3584, length=0.02))
-    assert kept == (
-        "gradient projection in 7 rounds (3,584 tokens, λ 0.02): KL to the dense model on validation tokens "
-        "0.5000 → 0.2500"
-    )
 
 
 def test_descent_is_counted_where_it_was_kept():

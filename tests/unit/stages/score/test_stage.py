@@ -17,8 +17,6 @@ from stages.score.stage import (
     score_neurons,
     score_random,
     score_synergy,
-    score_taylor,
-    score_wanda,
 )
 
 VALUES_LF = torch.tensor([[4.0, 1.0, 1.0, 10.0, 2.0], [-3.0, 5.0, 0.0, 5.0, 1.0]])
@@ -119,26 +117,23 @@ def test_controls_against_their_definitions():
     generator = torch.Generator().manual_seed(0)
     h_TF, gradient_TF = torch.randn(2, T, F, generator=generator, dtype=torch.float64)
     down_DF = torch.randn(4, F, generator=generator)
-    norm_LF = down_DF.norm(dim=0)[None]
-
-    taylor_LF = score_taylor((h_TF * gradient_TF).abs().sum(0)[None], T)
-    torch.testing.assert_close(taylor_LF[0], (h_TF * gradient_TF).abs().mean(0).float())
-
-    wanda_LF = score_wanda(h_TF.square().sum(0)[None], norm_LF, T)
-    # ‖column‖·rms is the norm over the column of Wanda's |W|·‖x‖, divided by √T.
-    per_weight_DF = down_DF.abs() * h_TF.norm(dim=0).float()
-    torch.testing.assert_close(wanda_LF[0], per_weight_DF.norm(dim=0) / T**0.5)
-
     sums = SimpleNamespace(
         tokens=T,
         sum_abs=h_TF.abs().sum(0)[None],
-        weight_norm_down=norm_LF,
+        sum_sq=h_TF.square().sum(0)[None],
+        sum_taylor=(h_TF * gradient_TF).abs().sum(0)[None],
+        weight_norm_down=down_DF.norm(dim=0)[None],
         active_count=torch.tensor([[0, 5, 2]]),
     )
-    contribution_LF = NeuronStatistics.contribution.fget(sums)
+    # ‖column‖·rms is the norm over the column of Wanda's |W|·‖x‖, divided by √T.
+    per_weight_DF = down_DF.abs() * h_TF.norm(dim=0).float()
+    for method, expected in (
+        ("taylor", (h_TF * gradient_TF).abs().mean(0).float()),
+        ("wanda", per_weight_DF.norm(dim=0) / T**0.5),
+    ):
+        torch.testing.assert_close(MEASURES[method](sums, ScoreConfig(), 0)[0], expected)
     outputs_TFD = h_TF[:, :, None].float() * down_DF.T
-    torch.testing.assert_close(contribution_LF[0], outputs_TFD.norm(dim=2).mean(0))
-
+    torch.testing.assert_close(NeuronStatistics.contribution.fget(sums)[0], outputs_TFD.norm(dim=2).mean(0))
     assert NeuronStatistics.frequency.fget(sums).tolist() == [[0.0, 1.0, 0.4000000059604645]]
 
 

@@ -4,7 +4,6 @@ import gc
 import shutil
 import weakref
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -188,29 +187,6 @@ def test_figures_are_saved_with_whole_log_lines():
     settings = TrainConfig(log_steps=4)
     assert [step for step in range(1, 25) if is_due(step, 6, settings)] == [8, 16, 24]
     assert not any(is_due(step, 0, settings) for step in range(1, 9))
-
-
-def test_the_speed_counts_neither_heldout_text_nor_saving(tmp_path, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(loop, "time", Mock(perf_counter=lambda: clock[0]))
-
-    def slow(method, seconds):
-        def slowed(self, *arguments):
-            clock[0] += seconds
-            return method(self, *arguments)
-
-        return slowed
-
-    for owner, name, seconds in (
-        (PhaseLoop, "run_step", 5),
-        (TrainContext, "heldout_figures", 70),
-        (Record, "save", 700),
-    ):
-        monkeypatch.setattr(owner, name, slow(getattr(owner, name), seconds))
-    settings = TrainConfig(batch=2, micro_batch=2, log_steps=1, heldout_steps=1, save_steps=1)
-    train_in(tmp_path, Phase("all", 0, 3, frozenset(Part)), settings=settings, total=3)
-    speeds = [line["tokens_per_second"] for line in read_record(tmp_path) if "tokens" in line]
-    assert speeds == [16 / 5] * 3
 
 
 @pytest.mark.parametrize(

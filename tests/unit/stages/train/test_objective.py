@@ -36,30 +36,6 @@ def test_figures_are_means_over_what_was_counted():
     assert (pooled["load_max_over_mean"], pooled["dead_experts"]) == (pytest.approx(8 / (16 / 3)), 0)
 
 
-def logits_after_backward(settings, teacher=None):
-    """The logits before and after the backward pass of a micro-batch's loss."""
-    model, kept = make_moe("qwen3_moe"), []
-    model.set_experts_implementation(AUTOCAST_IMPLEMENTATION)
-    model.lm_head.register_forward_hook(lambda _module, _args, output: kept.extend((output, output.detach().clone())))
-    objective = Objective(settings, RouterWatch(model), teacher, Balance("none", 0.0))
-    ids = torch.arange(14).view(2, 7)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "rows": ids.flatten()}
-    objective.loss(model, inputs, torch.tensor(12), parts=1, world=1).backward()
-    return kept
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_the_gradient_overwrites_the_logits_which_stay_in_the_format_of_the_products(precision, dtype):
-    logits, before = logits_after_backward(TrainConfig(precision=precision))
-    assert logits.dtype == dtype
-    assert not torch.equal(logits, before)
-
-
-def test_the_divergence_finds_the_logits_unchanged():
-    logits, before = logits_after_backward(TrainConfig(logits=1.0), make_moe("qwen3_moe"))
-    assert torch.equal(logits, before)
-
-
 @pytest.fixture
 def batch():
     draw = torch.Generator().manual_seed(3)
