@@ -182,11 +182,11 @@ def measure_losses(
 ) -> dict[str, MeanLoss]:
     """The same of several models in one pass; with KL(first model ‖ model), if there are more.
 
-    Memory: every model's logits of one batch.
+    Without a progress bar if a model has no name. Memory: every model's logits of one batch.
     """
     found: dict[str, dict[int, Tensor]] = {name: {} for name in models}
-    mine, title = range(len(batches))[workers.rank :: workers.world], " and ".join(models)
-    for number in tqdm(mine, desc=f"loss of the {title} model", unit="batch", disable=not (title and workers.leads)):
+    mine, title = range(len(batches))[workers.rank :: workers.world], f"loss of the {' and '.join(models)} model"
+    for number in tqdm(mine, desc=title, unit="batch", disable=not (all(models) and workers.leads)):
         batch, first_BTV = batches[number], None
         for name, model in models.items():
             logits_BTV = model(**batch.inputs(input_device(model)), use_cache=False).logits

@@ -7,7 +7,6 @@ partition, replicated or not, is one F × D matrix and costs one dense FFN.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +20,6 @@ from models.routing import LinearRouter, active_copies, choose_experts, chosen_m
 from stages.calibration.alignment import least_squares, neuron_moments
 from stages.calibration.balanced import assign_balanced
 from stages.calibration.share import Share
-from stages.text.batches import TokenBatch
 
 # Seeds of random routers start here: with those of stage=assemble, its random router would be drawn again.
 FIRST_SEED = 5_000
@@ -206,10 +204,3 @@ def count_coactive(ffn: DenseFFN, inputs: Sequence[Tensor], active: int) -> Int[
         together_P.index_add_(0, pairs_TAA.flatten(), together_P.new_ones(pairs_TAA.numel()))
     text.workers.sum_(together_P)
     return together_P.view(width, width)
-
-
-def first_text(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
-    """The first batches of text, until they hold `tokens`."""
-    text = [batch for batch in batches if batch.is_text]
-    before = accumulate((batch.tokens for batch in text), initial=0)
-    return [batch for batch, seen in zip(text, before, strict=False) if seen < tokens]

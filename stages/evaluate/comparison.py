@@ -33,14 +33,13 @@ from stages.evaluate.baselines import (
     LayerFacts,
     carve_cmoe,
     expert_grams,
-    first_text,
     output_norms,
     route,
     start_baseline,
 )
 from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_losses
-from stages.text.batches import TokenBatch
+from stages.text.batches import TokenBatch, first_batches
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
@@ -239,7 +238,8 @@ class BaselineRun:
         self._settings = settings
         read = text.calibration
         if not self.aligned:
-            read = first_text(read, CMOE_TOKENS if self.method == "cmoe" else 0)
+            text_only = [batch for batch in read if batch.is_text]
+            read = first_batches(text_only, CMOE_TOKENS) if self.method == "cmoe" else []
         self.fitted = bool(read)
         self._calibration = TokenStream(stream, read, workers, memory)
         self.heldout = TokenStream(stream, text.heldout, workers, memory)

@@ -16,7 +16,7 @@ from stages.calibration.share import split_validation
 from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
 from stages.project.config import ProjectConfig
-from stages.text.batches import TokenBatch, split_batch
+from stages.text.batches import TokenBatch, first_batches, split_batch
 
 # Matrix of the settings → fields of ExpertWeights: routed experts, always-on neurons.
 FIELDS = {
@@ -96,7 +96,7 @@ class GradientRounds:
         self._dims = [neuron_dim(name) for name, _ in weights]
         self._scales = model.root_mean_squares(self._names)
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
-        self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
+        self._validation = model.teach(first_batches([text[index] for index in held_out], VALIDATION_TOKENS))
 
     def run(self) -> ProjectionOutcome:
         """Move every expert down the gradient of the carved model's distance from the dense one.
@@ -157,18 +157,7 @@ def shuffle_rounds(text: Sequence[TokenBatch], settings: ProjectConfig, seed: in
     """Batches of about `round_tokens` in random order, about `gradient_tokens` in all; at least one batch."""
     parts = [part for batch in text for part in split_batch(batch, settings.round_tokens)]
     order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
-    return first_tokens([parts[index] for index in order], settings.gradient_tokens)
-
-
-def first_tokens(batches: Sequence[TokenBatch], wanted: int) -> list[TokenBatch]:
-    """The first batches, until they hold `wanted` tokens; at least one batch."""
-    chosen, tokens = [], 0
-    for batch in batches:
-        if tokens >= wanted:
-            break
-        chosen.append(batch)
-        tokens += batch.tokens
-    return chosen
+    return first_batches([parts[index] for index in order], settings.gradient_tokens)
 
 
 def divide(count: int, sections: int) -> list[range]:

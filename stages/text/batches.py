@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,12 @@ def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
         tensors = {name: getattr(batch, name)[those, :width] for name in ("input_ids", "attention_mask", "labels")}
         parts.append(replace(batch, **tensors, names=batch.names[those]))
     return parts
+
+
+def first_batches(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
+    """The first batches, until they hold `tokens`."""
+    before = accumulate((batch.tokens for batch in batches), initial=0)
+    return [batch for batch, seen in zip(batches, before, strict=False) if seen < tokens]
 
 
 def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:

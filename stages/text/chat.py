@@ -97,17 +97,15 @@ def find_lost(document: Document, text: str, written: set[int]) -> str | None:
         for what, part in _parts(message)
     ]
     functions = [tool.get("function", tool) for tool in document.tools]
-    parts += [(str(function[key]), "the tools") for function in functions for key in function if key in TOOL_TEXT]
+    fields = ("name", "description")
+    parts += [(str(function[name]), "the tools") for function in functions for name in fields if function.get(name)]
     left = _squeeze(text)
-    for part, what in sorted(parts, key=lambda pair: len(pair[0]), reverse=True):
+    for part, what in sorted(parts, key=lambda pair: len(_squeeze(pair[0])), reverse=True):
         spelling = next((spelling for spelling in _spellings(part) if spelling in left), None)
         if spelling is None:
             return what
         left = left.replace(spelling, "\0", 1) if spelling else left
     return None
-
-
-TOOL_TEXT = ("name", "description")
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ from models.device import send
 from models.structure import decoder_layers
 from models.training import Part, RouterWatch, parameter_groups, rounded_weights, show_scores
 from stages.artifacts.job import Workers
-from stages.losses import supervised_tokens
+from stages.losses import measure_losses, supervised_tokens
 from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import LoadedText, load_text
@@ -39,7 +39,6 @@ from stages.train.objective import (
     Phase,
     add_up,
     autocast,
-    heldout_sums,
     move_biases,
     rate_factor,
     stretch,
@@ -110,22 +109,19 @@ class TrainContext:
 
         `heldout_loss` is the next-token loss; with a teacher, `heldout_divergence` is KL(teacher ‖ `model`).
         """
-        batches, device, world = self.text.heldout, self.device, self.workers.world
-        mine = range(self.workers.rank, len(batches), world)
-        teacher = None if self.teacher is model else self.teacher
+        batches, workers = self.text.heldout, self.workers
         was_training = model.training
         model.eval()
-        totals = torch.zeros(3, dtype=torch.float64, device=device)
-        with torch.no_grad(), autocast(self.settings, device):
-            for number in mine:
-                totals += heldout_sums(model, teacher, batches[number], device)
-            if self.settings.fsdp and len(mine) < -(-len(batches) // world):
+        with torch.no_grad(), autocast(self.settings, self.device):
+            if self.settings.fsdp and workers.rank >= len(batches) % workers.world > 0:
                 # FSDP gathers weights in every forward pass: each process must run as many. This one does not count.
-                heldout_sums(model, None, batches[0], device)
+                model(**batches[0].inputs(self.device), use_cache=False)
+            taught = self.teacher is not None and self.teacher is not model
+            models = {"": self.teacher, "model": model} if taught else {"": model}  # no name: no progress bar
+            (*_, found) = measure_losses(models, batches, workers).values()
         model.train(was_training)
-        loss, divergence, tokens = add_up(totals).tolist()
-        found = {"heldout_loss": loss / tokens}
-        return found if teacher is None else found | {"heldout_divergence": divergence / tokens}
+        figures = {"heldout_loss": found.nats}
+        return figures if found.divergence is None else figures | {"heldout_divergence": found.divergence}
 
 
 class PhaseLoop:

@@ -11,11 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.device import send
 from models.routing import count_choices
 from models.training import Part, RouterWatch, Routing, selection_bias
 from stages.losses import prediction_distance, predicts, supervised_tokens, token_losses
-from stages.text.batches import TokenBatch
 from stages.train.config import TrainConfig
 
 
@@ -302,16 +300,3 @@ class Objective:
         assert self.load_LE is not None, "asked before the first forward pass"
         load_LE, self.load_LE = self.load_LE, None
         return add_up(load_LE)
-
-
-def heldout_sums(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: TokenBatch, device: torch.device
-) -> Float[Tensor, "3"]:
-    """Next-token loss and KL(teacher ‖ model), summed over the supervised tokens, and their number."""
-    inputs, labels_BT = batch.inputs(device), send(batch.labels, device, torch.int64)
-    logits_BTV = model(**inputs, use_cache=False).logits
-    sums = [token_losses(logits_BTV, labels_BT).sum(), logits_BTV.new_zeros(()), supervised_tokens(labels_BT).sum()]
-    if teacher is not None:
-        taught_BTV = teacher(**inputs, use_cache=False).logits
-        sums[1] = prediction_distance(logits_BTV, taught_BTV, predicts(labels_BT))
-    return torch.stack([value.double() for value in sums])

@@ -32,11 +32,12 @@ from models.training import Part, RouterWatch, Routing, parameter_groups, part_o
 from stages.artifacts.carve import NeuronStatistics
 from stages.calibration.batches import TokenStream
 from stages.evaluate.baselines import LayerFacts, select_cmoe
+from stages.losses import measure_losses
 from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.sequences import load_text
 from stages.train.loop import BETAS, collate, order_sequences
-from stages.train.objective import balance_loss, count_load, heldout_sums
+from stages.train.objective import balance_loss, count_load
 from stages.train.stage import load_trainable
 
 CPU, LENGTH, BATCH = torch.device("cpu"), 256, 8
@@ -187,9 +188,10 @@ class Measure:
         for name, batches in (("new", self.new), ("known", self.known)):
             sums = torch.zeros(3, dtype=torch.float64)
             for batch in batches:
-                run = lambda batch=batch: heldout_sums(model, self.dense, batch, CPU)  # noqa: E731
-                result, routings = routings_of(model, watch, run)
-                sums += result
+                models = {"": self.dense, "model": model}
+                run = lambda batch=batch, models=models: measure_losses(models, [batch])["model"]  # noqa: E731
+                mean, routings = routings_of(model, watch, run)
+                sums += torch.tensor([mean.total, mean.divergence * mean.tokens, mean.tokens])
                 choices.append([routing.chosen_TK.sort(1).values for routing in routings])
             found |= {name: float(sums[0] / sums[2]), f"{name}_kl": float(sums[1] / sums[2])}
         model.train()

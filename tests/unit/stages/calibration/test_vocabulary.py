@@ -1,7 +1,5 @@
 """Random tokens in addition to the text: which tokens are drawn, and how many layers they pass."""
 
-from itertools import product
-
 import pytest
 import torch
 from pico import write_pico
@@ -10,7 +8,7 @@ from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
 from models.stream import LayerStream
-from stages.calibration.batches import TokenStream, calibration_batches, draw_sequences, layer_seed
+from stages.calibration.batches import TokenStream, calibration_batches, draw_sequences
 from stages.calibration.config import VocabularyConfig
 from stages.text.batches import IGNORED
 from stages.text.config import DataConfig
@@ -92,10 +90,3 @@ def test_they_pass_so_many_layers_and_the_text_passes_all(tokenizer, tmp_path, l
                 torch.testing.assert_close(text_TD, same_TD)
             for tokens in (alone, mixed):
                 tokens.leave(map(layer.ffn, tokens.inputs))
-
-
-def test_runs_and_layers_never_share_a_seed():
-    """The second range of indices is that of a stage that adds an offset."""
-    indices = [*range(80), *range(5_000, 5_080)]
-    seeds = [layer_seed(seed, index) for seed, index in product(range(50), indices)]
-    assert len(set(seeds)) == len(seeds)

@@ -32,11 +32,6 @@ def test_every_batch_fits_padding_included_and_keeps_the_order():
     assert all(batch.input_ids.numel() <= 12 for batch in batches if batch.names != ["of 13"])
 
 
-def test_no_sequences_no_batches():
-    assert batch_sequences([], batch_tokens=12, pad_id=PAD) == []
-    assert group_lengths([], 12) == []
-
-
 def test_groups_of_neighbours():
     assert group_lengths([3, 3, 13, 2, 6, 7], 12) == [range(2), range(2, 3), range(3, 5), range(5, 6)]
 

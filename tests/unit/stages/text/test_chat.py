@@ -186,13 +186,6 @@ def test_roles_that_the_template_leaves_out(tokenizer, conversation, labels):
     assert "<|human|>\nWhy  so?" in supervise(messages, tokenizer)[1]
 
 
-def test_roles_whose_messages_are_written_in_other_quotes(tokenizer, conversation):
-    """Like Llama 3.1, whose results of tools have the role ipython."""
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
-    messages = [*conversation, {"role": "ipython", "content": '{"legs": 10}'}]
-    assert r"{\"legs\": 10}" in tokenizer.decode(encode(messages, tokenizer, "full_sequence")[0])
-
-
 def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch):
     tokenizer.chat_template = DATED
 

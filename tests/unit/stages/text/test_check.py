@@ -111,8 +111,3 @@ def test_sequences_longer_than_the_model_reads(source, longest):
     assert check_length(DataConfig(max_length=longest), source) == []
     (error,) = check_length(DataConfig(max_length=longest + 1), source)
     assert error.do == f"data.max_length={longest}"
-
-
-@pytest.mark.parametrize("source", [{}, *({"max_position_embeddings": size} for size in ("many", -3, float("inf")))])
-def test_an_unknown_size_limits_nothing(source):
-    assert check_length(DataConfig(max_length=10**9), source) == []

@@ -35,13 +35,6 @@ def test_the_publishers_splits(folder):
     ]
 
 
-def test_a_share_of_one_split(folder):
-    calibration, heldout = read(folder), read(folder, "heldout")
-    assert len(calibration) + len(heldout) == 40
-    assert {document.text for document in calibration}.isdisjoint(document.text for document in heldout)
-    assert heldout
-
-
 def test_compressed_conversations_and_a_damaged_file(tmp_path, conversation):
     file = tmp_path / "train.jsonl.gz"
     file.write_bytes(gzip.compress(json.dumps({"messages": conversation}).encode()))

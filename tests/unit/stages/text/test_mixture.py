@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from instruments.errors import DataError
 from stages.text.config import DataConfig, SourceConfig, list_sources
 from stages.text.sequences import load_text
 
@@ -60,24 +59,6 @@ def test_a_source_has_settings_of_its_own_and_others_of_data(files):
     assert (books.kind, books.split, books.place, books.title) == ("hub", "all", "data.sources.2", "some/books[all]")
     for source, taken in zip((chats, web, books), ("path", "path", "name"), strict=True):
         assert [name for name in ignored if getattr(source, name) is not None] == [taken]
-
-
-def test_a_dataset_keeps_all_but_the_documents_of_the_heldout_file(tmp_path, tokenizer, write_jsonl):
-    pytest.importorskip("datasets", reason="the optional extra hub is not installed")
-    (tmp_path / "books").mkdir()
-    write_jsonl("books/train.jsonl", [{"body": f"book {number}"} for number in range(20)])
-    source = SourceConfig(name=str(tmp_path / "books"), text_column="body", packing="single")
-
-    def load(*heldout):
-        path = str(write_jsonl("heldout.jsonl", [{"text": text} for text in heldout]))
-        data = DataConfig(kind="mixture", sources=[source], heldout_path=path, heldout_share=0.5)
-        assert len(load_text(data, tokenizer, "heldout").sequences) == 1
-        found = load_text(data, tokenizer, "calibration").sequences
-        return [tokenizer.decode(sequence.ids, skip_special_tokens=True) for sequence in found]
-
-    assert load("book 3 and another text") == [f"book {number}" for number in range(20)]
-    with pytest.raises(DataError, match="no document is left for the calibration text"):
-        load(*(f"book {number}" for number in range(20)))
 
 
 @pytest.mark.parametrize(("shares", "tokens"), [((0.95, 0.05), 640), ((0.2, 0.8), 40_000)])

@@ -1,8 +1,5 @@
 import sys
 
-import pytest
-
-from instruments.errors import DataError
 from stages.text.python_stdlib import choose_modules, list_modules, read_module, read_stdlib, split_docstrings
 
 SOURCE = '''\
@@ -69,9 +66,3 @@ def test_no_module_is_in_both_splits():
     assert sorted(heldout + calibration) == sorted(names)
     assert 20 < len(heldout) < 80
     assert {document.name.partition(" ")[0] for document in read_stdlib(0.1, "heldout")} == {*heldout}
-
-
-def test_an_installation_without_source(tmp_path, monkeypatch):
-    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    with pytest.raises(DataError, match="no source of its standard library"):
-        read_stdlib(0.1, "calibration")

@@ -40,14 +40,6 @@ def test_a_txt_file_is_cut_into_passages_named_by_their_first_lines(tmp_path):
     assert [document.text for document in documents] == [paragraph.strip()] * 3
 
 
-def test_a_share_of_one_path_is_held_out(write_jsonl):
-    path = str(write_jsonl("a.jsonl", [{"text": f"text {number}"} for number in range(300)]))
-    heldout, calibration = read("heldout", path=path), read("calibration", path=path)
-    assert len(heldout) + len(calibration) == 300
-    assert {document.text for document in heldout}.isdisjoint(document.text for document in calibration)
-    assert 10 < len(heldout) < 60
-
-
 def test_calibration_leaves_out_what_the_heldout_file_in_its_folder_holds(tmp_path, write_jsonl):
     chat = {"messages": [{"role": "user", "content": "b"}]}
     write_jsonl("a.jsonl", [{"text": "one"}, {"text": "two"}, chat])

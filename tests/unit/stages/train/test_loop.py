@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from integration.forked import as_workers
 from pico_moes import make_moe
 from safetensors.torch import load_file
 from torch import nn
@@ -46,18 +47,19 @@ def draw(count):
     return [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(count)]
 
 
-@pytest.mark.parametrize(("batches", "passes"), [(4, 2), (6, 2), (7, 3)])
-def test_with_shards_every_process_runs_as_many_forward_passes(batches, passes):
+def test_with_shards_every_process_runs_as_many_forward_passes():
     model, calls = make_moe("qwen3_moe").eval(), []
     model.register_forward_hook(lambda *_: calls.append(1))
-    heldout = batch_sequences(draw(batches), 8, 0)
-    assert len(heldout) == batches
-    for rank in range(3):
-        calls.clear()
-        context = make_context(TrainConfig(fsdp=True), heldout, Workers(rank, 3))
-        found = context.heldout_figures(model)
-        assert len(calls) == passes
-        assert found == {"heldout_loss": pytest.approx(measure_loss(model, heldout[rank::3]).nats)}
+    expected = {count: measure_loss(model, batch_sequences(draw(count), 8, 0)).nats for count in (4, 6)}
+
+    def work(workers):
+        for count, passes in ((4, 2), (6, 2)):
+            calls.clear()
+            context = make_context(TrainConfig(fsdp=True), batch_sequences(draw(count), 8, 0), workers)
+            assert context.heldout_figures(model) == {"heldout_loss": pytest.approx(expected[count])}
+            assert len(calls) == passes
+
+    as_workers(3, work)
 
 
 def test_with_a_teacher_the_heldout_text_also_gives_the_distance_from_it():
