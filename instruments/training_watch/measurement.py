@@ -293,6 +293,7 @@ class Measurement:
         if not lost:  # non-finite gradients have no norms to judge
             idle = self._order.keys() - {output.module for output in outputs} if outputs else ()
             found += verdict.judge_norms(layers, self.config, history, idle)
+            found += verdict.judge_loss(known_loss, history)
         found += verdict.judge_range(outputs)
         missing = [name for name, norm in norms.items() if norm == MISSING]
         self._steps_without.update(missing)

@@ -26,7 +26,7 @@ class Anomaly:
     """A finding of one step."""
 
     # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, no_gradient, outputs_unseen, loss_scale,
-    # falling_scale, not_zeroed, not_stepped, stalled_weights
+    # falling_scale, not_zeroed, not_stepped, loss_rises, stalled_weights
     kind: str
     severity: str
     message: str

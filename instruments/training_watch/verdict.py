@@ -69,6 +69,7 @@ _HALF = 0.5
 _NEAR_LIMIT = 0.5  # share of the largest number of a format above which outputs are too close to it
 
 
+_START, _ABOVE = 5, 20  # steps whose largest loss is the start, and steps in a row above 1.1 times it that are reported
 _STALLED = 20  # steps whose median share of unchanged 16-bit weights is judged
 
 
@@ -80,6 +81,8 @@ class History:
     low: dict[str, tuple[int, float]] = field(default_factory=dict)  # layer → low steps in a row, norm in the first
 
     named: set[str] = field(default_factory=set)  # dead layers that are reported
+    losses: list[float] = field(default_factory=list)  # of the first steps
+    above: int = 0  # steps in a row with a loss above them; reported once
     still: deque[float] = field(default_factory=lambda: deque(maxlen=_STALLED))  # shares of weights a step left alone
     stalled: bool = False  # reported
 
@@ -140,6 +143,21 @@ def _lasting(layers: Mapping[str, float], low: Collection[str], history: History
         runs[name] = (1, layers[name]) if layers[name] > 2 * first else (count + 1, first)
     history.low = runs
     return [name for name in layers if name in runs and runs[name][0] >= _DEAD_STEPS]
+
+
+def judge_loss(loss: float | None, history: History) -> list[Anomaly]:
+    """Find a loss that stays above its start; reported once, and not for losses that may be negative."""
+    if loss is None or not math.isfinite(loss):
+        return []
+    if len(history.losses) < _START:
+        history.losses.append(loss)
+        return []
+    start = max(history.losses)
+    history.above = history.above + 1 if min(history.losses) > 0 and loss > 1.1 * start else 0
+    if history.above != _ABOVE:
+        return []
+    what = f"the loss has been above its start for {_ABOVE} steps: {loss:.3g}, at first at most {start:.3g}; a lower "
+    return [Anomaly("loss_rises", WARNING, f"{what}learning rate? (no fault where losses work against each other)")]
 
 
 def judge_stalled(still: float, dtype: torch.dtype, history: History) -> list[Anomaly]:

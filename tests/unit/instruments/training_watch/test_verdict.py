@@ -10,7 +10,7 @@ from unit.instruments.training_watch.watched_net import D, H, Net, V, batch, los
 
 from instruments.static_check.check import static_check
 from instruments.training_watch.step_log import WatchConfig
-from instruments.training_watch.verdict import History, check_loss_scale, judge_norms
+from instruments.training_watch.verdict import History, check_loss_scale, judge_loss, judge_norms
 from tiny_onn import watch_model
 
 
@@ -145,3 +145,14 @@ def test_a_vanished_gradient_lasts_and_a_dead_layer_is_reported_once():
         assert [len(one) for one in found] == expected
     history, layers = History(), {"a": 1.0, "b": 1e-8, "c": 2.0}
     assert [len(judge_norms(layers, WatchConfig(), history)) for _ in range(6)] == [0, 0, 1, 0, 0, 0]
+
+
+def test_a_loss_above_its_start_is_reported_once_and_a_noisy_or_negative_one_is_not():
+    for loss, expected in (
+        (lambda step: 2.0 + (step > 9), 1),
+        (lambda step: 2.0 + step % 5, 0),
+        (lambda step: 2.0 - step / 99, 0),
+        (lambda step: step - 3.0, 0),
+    ):
+        history = History()
+        assert sum(len(judge_loss(loss(step), history)) for step in range(99)) == expected
