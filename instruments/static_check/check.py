@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -102,3 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return report.exit_code
 
     return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,11 @@
 """The static check: every rule on code that breaks it and on code that does not; regions, comments, bad files."""
 
 import json
+import subprocess
+import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -402,3 +405,11 @@ def test_the_trainer_and_the_autocast_of_a_star_import(check_alone):
     """
     assert check_alone(code.format("16-mixed")) == [(7, "LP402")]
     assert check_alone(code.format("32")) == []
+
+
+@pytest.mark.parametrize("module", ["instruments.static_check", "instruments.static_check.check"])
+def test_the_package_is_a_command(module, tmp_path):
+    (tmp_path / "train.py").write_text("import torch\nx = torch.ones(3).half() + 1e-9\n")
+    command = [sys.executable, "-m", module, str(tmp_path / "train.py")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
+    assert (done.returncode, "LP107" in done.stdout) == (1, True)
