@@ -141,10 +141,9 @@ def suitable_runtimes(
     if "vLLM" in served:
         lines.append(f"{', '.join(name for name in served if name != 'llama.cpp')}: {_fused_kernels(shape, width)}")
     if "llama.cpp" in served:
-        where = ", where there are as many key heads as query heads" if target.llama_cpp_equal_heads else ""
         head = " and adds the output embedding, without which llama.cpp does not load it"
-        more = where + head * (tied and "llama.cpp" in target.needs_head)
-        lines.append(f"llama.cpp: `python -m pipeline gguf` converts it{more}; {_blocks(width)}")
+        head *= tied and "llama.cpp" in target.needs_head
+        lines.append(f"llama.cpp: `python -m pipeline gguf` converts it{head}; {_blocks(width)}")
         lines.append("llama.cpp, with less GPU memory than weights: `-ot exps=CPU` keeps the experts in RAM.")
     if not target.is_tiny_onn:
         lines.append(_nf4(target))

@@ -114,8 +114,6 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
     config = text_of(config)
     if "llama.cpp" not in target.runtimes:
         return f"llama.cpp knows no {architecture}"
-    if target.llama_cpp_equal_heads and config["num_key_value_heads"] != config["num_attention_heads"]:
-        return f"llama.cpp gives {architecture} as many key heads as query heads, this model has fewer"
     if dense := config.get("mlp_only_layers"):
         return f"llama.cpp wants experts in every layer of {architecture}, and layers {dense} have none"
     fault = target.faults(MoEShape(2, 1, 1, 0), config, tied=False).get("llama.cpp")

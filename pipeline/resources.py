@@ -126,9 +126,8 @@ def room_errors(checked: Checked, due: Sequence[str]) -> Iterator[ConfigError]:
     settings = checked.settings
     results = artifact_folder(Path(settings.output_dir), settings.model.label, "", "")  # may be on another disk
     written = sum(expected_bytes(stage, checked.source, checked.shape, settings.assemble) for stage in due)
-    begun = {
-        folder.parents[1].name for folder in results.glob("*/.*/scratch")
-    }  # by killed runs, which left their files
+    # Killed runs have written the temporary files of their stages before.
+    begun = {folder.parents[1].name for folder in results.glob("*/.*/scratch")}
     temporary = {stage: 0 if stage in begun else temporary_bytes(stage, checked) for stage in due}
     stage = max(due, key=temporary.__getitem__, default="")
     needed, free = written + temporary.get(stage, 0), free_bytes(results)

@@ -13,7 +13,6 @@ MOES = {
     "mixtral": {"num_local_experts": 5},
     "glm4_moe": {"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1,
                  "topk_group": 1},
-    "dots1": {"n_routed_experts": 5, "n_shared_experts": 2},
     "flex_olmo": {"num_experts": 5},
     "granitemoe": {"num_local_experts": 5},
     "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 16},

@@ -94,8 +94,6 @@ class MoETarget:
     # Runtimes that read its output embedding only from a tensor of its own; `pipeline gguf` writes that for llama.cpp.
     needs_head: tuple[str, ...] = ()
     activation: str = "silu"  # of the experts in serving runtimes
-    # llama.cpp assumes as many key heads as query heads, and ignores their number in config.json.
-    llama_cpp_equal_heads: bool = False
     # Position encodings that llama.cpp has for it, by their names in transformers; it silently ignores others. Dynamic
     # ones differ from the default only in texts longer than max_position_embeddings.
     llama_cpp_ropes: tuple[str, ...] = ("default", "linear", "yarn", "dynamic")

@@ -216,18 +216,9 @@ CASES = {
     "phi3-longrope-tiny_onn": Case("phi3", "tiny_onn", warned=1, pico=LONGROPE | {"tie": True}),
     "granite-tiny_onn": Case("granite", "tiny_onn", always_on=5, pico=MULTIPLIERS),
     "olmo2-bfloat16": Case("olmo2", "tiny_onn", always_on=5, dtype=torch.bfloat16),
-    "dots1": Case("qwen3", "dots1", always_on=5, pico={"tie": True}),
-    "dots1-windows-biased": Case(
-        "qwen3", "dots1", always_on=5, pico=WINDOWS | {"use_sliding_window": True, "attention_bias": True}
-    ),
-    "dots1-later-windows": Case(
-        "qwen3", "dots1", pico={"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
-    ),
-    "dots1-windows-unused": Case("qwen3", "dots1", pico={"sliding_window": 4, "max_window_layers": 0}),
-    "dots1-yarn-padded": Case("qwen3", "dots1", always_on=5, pad_to=128, pico={"rope_parameters": YARN_ROPE}),
     "qwen3-dense-last": Case("qwen3", "qwen3_moe", dense_layers=(1,)),
     "phi3-dense-first": Case("phi3", "qwen2_moe", always_on=5, dense_layers=(0,)),
-    "dots1-dense-first": Case("qwen3", "dots1", always_on=5, dense_layers=(0,)),
+    "glm4-dense-first": Case("qwen3", "glm4_moe", always_on=5, dense_layers=(0,)),
     "gemma2-dense-first": Case("gemma2", "tiny_onn", always_on=5, dense_layers=(0,), pico=GEMMA),
     "qwen2-padded": Case("qwen2", "qwen2_moe", always_on=5, pad_to=128, pico={"tie": True}),
     "granite-padded": Case("granite", "granitemoeshared", always_on=5, pad_to=128, pico={"tie": True}),

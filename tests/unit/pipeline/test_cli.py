@@ -41,7 +41,7 @@ def command(tmp_path, monkeypatch, capsys):
         (["n=2048"], "n=2048 needs at least 2048 neurons a layer", "experts=12 n=64 top_k=4 always_on=256"),
         (["always_on=1024"], "always_on=1024 leaves no neuron to route", "experts=12 top_k=4 always_on=256"),
         (["assemble.target=mixtral", "always_on=0"], "mixtral cannot hold the attention of qwen3",
-         "assemble.target=auto, or one of qwen3_moe, glm4_moe, dots1, tiny_onn"),
+         "assemble.target=auto, or one of qwen3_moe, glm4_moe, tiny_onn"),
         (["model.label=a/b"], "model.label=a/b is no plain folder name", "model.label=source"),
         (["model=local", f"model.path={EMBEDDED}"], "model=local needs a text to calibrate on",
          "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"),

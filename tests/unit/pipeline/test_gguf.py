@@ -51,8 +51,6 @@ def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, caps
     ("config", "what"),
     [
         ({"model_type": "tiny_onn", "dense": {"model_type": "gemma2"}}, "knows no TinyONN"),
-        ({"model_type": "dots1", "num_key_value_heads": 2, "num_attention_heads": 4, "n_shared_experts": 1},
-         "as many key heads as query heads"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": [0, 23]}, "layers [0, 23]"),
         ({"model_type": "mixtral", "rope_parameters": {"rope_type": "longrope"}}, "no longrope position encoding"),
         ({"model_type": "mixtral", "hidden_act": "gelu"}, "only SiLU"),
@@ -69,10 +67,6 @@ def test_targets_that_do_not_convert_are_refused(config, what):
     ("config", "what"),
     [
         ({"model_type": "mixtral", "sliding_window": 4096}, "Mixtral no sliding window: texts of up to 4,096"),
-        (
-            {"model_type": "dots1", "sliding_window": 2048, "num_key_value_heads": 4, "num_attention_heads": 4},
-            "Dots1 no sliding window: texts of up to 2,048",
-        ),
         (
             {"model_type": "glm4_moe", "rope_scaling": {"type": "dynamic"}},
             "Glm4Moe no dynamic position encoding: texts of up to 32,768",

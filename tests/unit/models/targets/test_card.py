@@ -90,7 +90,6 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
         ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
         ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),
         ("granitemoe", MoEShape(64, 304, 8, 0), 'llm_int8_skip_modules=["layer", "lm_head"]'),
-        ("dots1", MoEShape(64, 256, 8, 64), "converts it, where there are as many key heads as query heads; N = 256"),
     ],
 )
 def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):

@@ -37,7 +37,7 @@ HUNYUAN = {"model_type": "hunyuan_v1_dense", "head_dim": 6}
         *((HUNYUAN, 16, "hunyuan_v1_moe"), (HUNYUAN, 17, "tiny_onn")),
         ({"model_type": "helium", "attention_bias": True}, 0, "tiny_onn"),
         ({"model_type": "llama", "attention_bias": True}, 0, "tiny_onn"),
-        ({"model_type": "qwen3", "attention_bias": True}, 5, "dots1"),
+        ({"model_type": "qwen3", "attention_bias": True}, 5, "tiny_onn"),
         ({"model_type": "qwen2", "head_dim": 8}, 5, "glm4_moe"),
     ],
 )
@@ -59,7 +59,7 @@ def test_no_two_targets_of_a_source_have_one_rank(source):
     [
         ("llama", "mixtrel", 0, "unknown target 'mixtrel'", "mixtral, glm4_moe, qwen2_moe, tiny_onn"),
         ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2", "qwen2_moe, glm4_moe, tiny_onn"),
-        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted", "glm4_moe, dots1, tiny_onn"),
+        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted", "glm4_moe, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2", "tiny_onn"),
         ("granite", "granitemoe", 3, "granitemoe has no always-on neurons, 3 are wanted", "granitemoeshared, tiny_onn"),
         (
@@ -93,7 +93,7 @@ MIXED = ["full_attention", "sliding_attention"]
         ({"model_type": "mistral"}, "glm4_moe", "sliding_window", "mixtral"),
         ({"model_type": "llama", "head_dim": 8}, "qwen2_moe", "head_dim", "mixtral"),
         ({"model_type": "granite", "head_dim": 8}, "granitemoe", "head_dim", "tiny_onn"),
-        (WINDOWS | {"model_type": "qwen3", "layer_types": MIXED}, "qwen3_moe", "layer_types", "dots1"),
+        (WINDOWS | {"model_type": "qwen3", "layer_types": MIXED}, "qwen3_moe", "layer_types", "tiny_onn"),
         (WINDOWS | {"model_type": "qwen2", "max_window_layers": 1}, "qwen2_moe", "layer_types", "tiny_onn"),
         (WINDOWS | {"model_type": "qwen2", "max_window_layers": 0, "sliding_window": None}, "qwen2_moe", None, None),
         (
@@ -161,7 +161,6 @@ OF_CHOSEN = (
     [
         *((target, "softmax_of_all", 100.0, None) for target in ("qwen2_moe", "flex_olmo")),
         *((target, "sigmoid", 1.0, 2.0) for target in ("tiny_onn", "glm4_moe")),
-        ("dots1", "sigmoid", 2.0, None),
         ("cohere2_moe", "sigmoid", 4.0, None),
         *((target, "softmax_of_chosen", 1.0, None) for target in OF_CHOSEN),
     ],
