@@ -70,7 +70,7 @@ def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
     It is all that a client sees of a checkpoint: some run Python that is in its folder, or that its settings name. The
     only Python in it is the project's own, for TinyONN. `respell`: for llama.cpp's converter, which may know the carve
     by another class, and whose transformers may be 4.57, which then reads the tokenizer settings.
-    Raises CheckpointError: it cannot be read. Errors name the checkpoint.
+    Raises CheckpointError: it cannot be read.
     """
     with explained_config(checkpoint), TemporaryDirectory() as place:
         folder = Path(place) / checkpoint.resolve().name
@@ -82,12 +82,7 @@ def readable_copy(checkpoint: Path, *, respell: bool = False) -> Iterator[Path]:
             (folder / path.name).symlink_to(path.resolve())
         for path in (path for pattern in OTHERS for path in checkpoint.glob(pattern) if path.is_file()):
             shutil.copyfile(path, folder / path.name)
-        try:
-            yield folder
-        except UserError as error:
-            parts = (part.replace(str(folder), str(checkpoint)) for part in (error.what, error.where, error.do))
-            what, where, do = parts
-            raise type(error)(what, where=where, do=do) from error
+        yield folder
 
 
 def _copy_settings(checkpoint: Path, folder: Path, *, respell: bool) -> None:

@@ -5,17 +5,21 @@ import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from instruments.errors import redact
-from instruments.files import write_text
 from models.config import MoEShape
 from pipeline.artifacts import SHORT, Manifest, is_complete
-from pipeline.charts import Chart, draw_bars, draw_lines
 from pipeline.overrides import command_line
 from pipeline.run_folder import RunRecord, StageRun
 from pipeline.settings import STAGES
@@ -23,10 +27,29 @@ from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time, show
 from stages.evaluate.config import BASELINES
 
-FILE = "report.html"
 REMEDY = "run the stage again, with fresh=true"
 MAX_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
 MAX_FIGURE = 1e30  # larger ones cannot be drawn
+WIDTH, HEIGHT = 520, 240  # CSS pixels, which are matplotlib's points (72 per inch)
+INK, GRID, LINES = "#7b8590", "#7b859055", ["#2f86e0", "#d96a1f"]
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "tiny-onn", "font.size": 12, "text.parse_math": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "axes.grid.axis": "y", "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
+    "grid.color": GRID, "axes.prop_cycle": cycler(color=LINES), **dict.fromkeys(INKED, INK),
+}  # fmt: skip
+
+Points = Sequence[tuple[float, float]]  # x, y
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its title and caption; the picture is a data URI."""
+
+    title: str
+    caption: str
+    picture: str
 
 
 @dataclass
@@ -39,12 +62,6 @@ class Section:
     table: Table | None = None
     folded: dict[str, Table] = field(default_factory=dict)  # title → table, shown on request
     samples: Sequence[Mapping[str, str]] = ()  # prompt, and what both models write after it
-
-
-def write_page(run: RunRecord, label: str, config: str, last: Path, out: Path) -> Path:
-    """Write the page of a run: see `draw_page`. Raises ContractError, OSError or one of UNREADABLE."""
-    write_text(out, draw_page(run, label, config, last))
-    return out
 
 
 def draw_page(run: RunRecord, label: str, config: str, last: Path) -> str:
@@ -64,7 +81,12 @@ def draw_page(run: RunRecord, label: str, config: str, last: Path) -> str:
     if stage == "evaluate":
         evaluation = read_evaluation(last)
         verdict = describe(evaluation)
-        sections = [quality(evaluation, manifest.table), writing(evaluation), layers(evaluation)]
+        notes = [note for note in manifest.table.notes if "\n" not in note]  # without the samples
+        sections = [
+            Section("Quality", table=replace(filled(manifest.table), notes=notes)),
+            Section("What they write", samples=evaluation.samples),
+            layers(evaluation),
+        ]
     else:
         sections = [Section(f"What {stage} found", pictures=pictures(last, manifest), table=filled(manifest.table))]
     sections += [*training(chain, last), *neurons(chain, last), costs(chain, run)]
@@ -148,21 +170,6 @@ def describe(evaluation: Evaluation) -> str:
     )
 
 
-def quality(evaluation: Evaluation, table: Table) -> Section:
-    """The table of evaluate, and the gaps as bars."""
-    gaps = {name: model["gap"] for name, model in evaluation.models.items() if name != "dense"}
-    names = {"carved": "this MoE"} | {name: name.replace("_", " ") for name in gaps if name != "carved"}
-    bars = [(names[name], gap, name == "carved") for name, gap in sorted(gaps.items(), key=lambda item: item[1])]
-    caption = "Nats per token; shorter is better."
-    figures = replace(filled(table), notes=[note for note in table.notes if "\n" not in note])  # without the samples
-    return Section("Quality", [draw_bars("Loss gap over the dense model", caption, bars)], table=figures)
-
-
-def writing(evaluation: Evaluation) -> Section:
-    """What both models write after the beginnings of held-out documents."""
-    return Section("What they write", samples=evaluation.samples)
-
-
 def layers(evaluation: Evaluation) -> Section:
     """Reconstruction error of each carved FFN, and its router's agreement with the oracle."""
     shape, found = evaluation.shape, evaluation.layers
@@ -242,3 +249,27 @@ def filled(table: Table) -> Table:
     places = [place for place in range(len(table.columns)) if any(row[place] != "" for row in table.rows)]
     rows = [[row[place] for place in places] for row in table.rows]
     return replace(table, columns=[table.columns[place] for place in places], rows=rows)
+
+
+def draw_lines(
+    title: str, caption: str, lines: Mapping[str, Points], *, x: str = "layer", chance: float | None = None
+) -> Chart:
+    """One or two named lines; `chance` is a share from 0 to 1 to compare with."""
+    with rc_context(STYLE):  # type: ignore[arg-type] # a mapping of names that matplotlib checks
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
+        axes = figure.add_subplot()
+        for name, points in lines.items():
+            axes.plot(*np.array(points, dtype=float).reshape(-1, 2).T, marker="o", markersize=4, label=name)
+        if chance is not None:
+            axes.axhline(chance, linestyle=":", color=INK, label=f"chance {chance:.0%}")
+            axes.set_ylim(0, 1.04)
+        axes.axhline(0, linewidth=1, color=INK)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_xlabel(x)
+        if len(lines) > 1 or chance is not None:
+            axes.legend()
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    picture = f"data:image/svg+xml;base64,{b64encode(out.getvalue().encode()).decode()}"
+    return Chart(title, caption, picture)

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from safetensors import SafetensorError
 
 from instruments.errors import ConfigError, UserError
-from instruments.files import hash_code
+from instruments.files import hash_code, write_text
 from pipeline import artifacts
 from pipeline.check import Checked, validate
 from pipeline.disk import explain_os_error
@@ -146,16 +146,17 @@ class Runner:
 
     def write_page(self, last: Path) -> Path | None:
         """Write report.html about the published result `last`; a failure only warns."""
-        from pipeline.report import write_page  # noqa: PLC0415 - loads matplotlib
+        from pipeline.report import draw_page  # noqa: PLC0415 - loads matplotlib
 
         folder = self.run_folder.folder
         try:
             config = (folder / "config.yaml").read_text(encoding="utf-8")
             label, page = self.checked.settings.model.label, folder / "report.html"
-            return write_page(self.run_folder.record, label, config, last, page)
+            write_text(page, draw_page(self.run_folder.record, label, config, last))
         except (UserError, SafetensorError, *artifacts.UNREADABLE) as error:  # results of earlier stages may be damaged
             log.warning("no report.html: %s", error)
             return None
+        return page
 
     def close(self, steps: Sequence[Step]) -> None:
         """Log the last stage's table if it was kept, then checkpoint, report and the next command."""

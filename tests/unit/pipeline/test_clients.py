@@ -163,19 +163,6 @@ def test_tiny_onn_is_seen_with_the_projects_own_code(tmp_path):
         assert json.loads((seen / "config.json").read_text())["auto_map"] == {"AutoConfig": AUTO_CLASSES["AutoConfig"]}
 
 
-def test_errors_name_the_checkpoint_and_not_the_copy(tmp_path, carve):
-    moe = shutil.copytree(carve, tmp_path / "moe")
-
-    def fail():
-        with clients.readable_copy(moe) as seen:
-            raise CheckpointError(f"cannot read {seen / 'x'}", where=str(seen), do=f"look into {seen}")
-
-    with pytest.raises(CheckpointError) as caught:
-        fail()
-    found = caught.value
-    assert (found.what, found.where, found.do) == (f"cannot read {moe / 'x'}", str(moe), f"look into {moe}")
-
-
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
 def test_settings_without_a_meaning_are_refused(tmp_path, carve, content):
     moe = shutil.copytree(carve, tmp_path / "moe")

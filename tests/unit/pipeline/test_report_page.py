@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
 
-from pipeline import charts
+from pipeline import report
 from pipeline.report import draw_page, read_chain
 
 OPEN_ENDED = {"meta", "img", "source"}
-CHARTS = {"Loss gap over the dense model", "Reconstruction error", "Router's agreement with the oracle"}
+CHARTS = {"Reconstruction error", "Router's agreement with the oracle"}
 
 
 class Page(HTMLParser):
@@ -119,7 +119,6 @@ def test_what_is_missing_is_left_out(outputs):
     page = read(outputs.run(evaluation))
     assert "Neurons" not in page.sections
     assert page.titles == {
-        "Loss gap over the dense model",
         "Reconstruction error",
         "Router's agreement with the oracle",
     }
@@ -135,7 +134,7 @@ def test_models_without_a_finite_loss_are_drawn(outputs, value):
 @pytest.mark.parametrize("spread", [1.0, 0.0])
 def test_charts_of_any_depth_and_spread(layers, spread):
     points = [(layer, spread) for layer in range(layers)]
-    assert charts.draw_lines("t", "c", {"": points, "none": []}, chance=0.25).title == "t"
+    assert report.draw_lines("t", "c", {"": points, "none": []}, chance=0.25).title == "t"
 
 
 def test_foreign_words_stay_words(outputs):
