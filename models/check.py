@@ -8,7 +8,7 @@ from typing import Any
 from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
-from models.config import MEMORY, ModelConfig
+from models.config import ModelConfig
 from models.decoder import Decoder
 from models.finding import source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
@@ -29,7 +29,7 @@ def check_source(model: ModelConfig) -> list[UserError]:
         entries, wrong_weights = checkpoint.check_shards(config_folder(model))
     if stored_quantization(config) not in DECODED:  # its tensors are odd, and that is the reason
         wrong_weights = []
-    errors: list[UserError] = [*check_placement(model)]
+    errors: list[UserError] = []
     try:
         with explained_config(f"config.json of {model.path or model.name or model.kind}"):
             errors += [*_check_config(model, config, len(entries)), *wrong_weights]
@@ -134,13 +134,3 @@ def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterato
         yield ConfigError(what, where="model.quantization", do=do)
     if (stored not in {None, "fp8"} or asked != "none") and not find_spec("bitsandbytes"):
         yield missing_bitsandbytes(f"a checkpoint stored in {stored}" if stored else f"model.quantization={asked}")
-
-
-def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
-    """Yield an error for memory limits that are not written as an amount of memory."""
-    for name in ("gpu_memory", "cpu_memory", "hidden_memory"):
-        amount, where = getattr(model, name), f"model.{name}"
-        if amount is None:
-            continue
-        if not MEMORY.fullmatch(amount):
-            yield ConfigError(f"{where}={amount} is no amount of memory", where=where, do=f"{where}=20GiB")

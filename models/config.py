@@ -6,6 +6,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+MEMORY = r"(?i:(\d+(?:\.\d+)?) ?([KMGT])(i?)B)"
+# Patterns of texts → what they are.
+_LABEL = {"pattern": (r"[\w+-][\w.+ -]{0,99}", "a plain folder name")}
+_DEVICE = {"pattern": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:0, cuda:1 ...")}
+_AMOUNT = {"pattern": (MEMORY, "an amount of memory, such as 20GiB"), "fingerprint": False}
 _SPREADING = ("auto", "balanced", "sequential")
 _SPREAD = {"device_map": _SPREADING}
 
@@ -15,17 +20,17 @@ class ModelConfig:
     """The dense source model; explained in conf/model."""
 
     kind: str = field(default="embedded", metadata={"choices": ("embedded", "local", "hub")})
-    label: str = field(default="embedded", metadata={"fingerprint": False})
+    label: str = field(default="embedded", metadata={"fingerprint": False, **_LABEL})
     path: str | None = field(default=None, metadata={"needs": {"kind": "local"}})
     name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     dtype: str = field(default="auto", metadata={"choices": ("auto", "float32", "bfloat16", "float16")})
-    device: str = "auto"
+    device: str = field(default="auto", metadata=_DEVICE)
     quantization: str = field(default="none", metadata={"choices": ("none", "nf4", "fp4", "int8")})
     device_map: str = field(default="none", metadata={"choices": ("none", *_SPREADING), "fingerprint": False})
-    gpu_memory: str | None = field(default=None, metadata={"fingerprint": False, "needs": _SPREAD})
-    cpu_memory: str | None = field(default=None, metadata={"fingerprint": False, "needs": _SPREAD})
-    hidden_memory: str | None = field(default=None, metadata={"fingerprint": False})
+    gpu_memory: str | None = field(default=None, metadata={**_AMOUNT, "needs": _SPREAD})
+    cpu_memory: str | None = field(default=None, metadata={**_AMOUNT, "needs": _SPREAD})
+    hidden_memory: str | None = field(default=None, metadata=_AMOUNT)
     tf32: bool = True
     trust_remote_code: bool = False
     experts: int | None = field(default=None, metadata={"fingerprint": False})
@@ -100,12 +105,9 @@ class MoEShape:
         return self.experts * self.n * (1 if self.pooled else layers) + self.always_on * layers
 
 
-MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", re.IGNORECASE)
-
-
 def memory_bytes(amount: str) -> int:
-    """Convert an amount such as 20GiB, 512 MB or 0KB, which `check_placement` has accepted, to bytes."""
-    found = MEMORY.fullmatch(amount)
+    """Convert an amount such as 20GiB, 512 MB or 0KB, in the pattern MEMORY, to bytes."""
+    found = re.fullmatch(MEMORY, amount)
     assert found, "checked before"
     number, unit, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))

@@ -15,7 +15,7 @@ from typing import Any
 from instruments.errors import ConfigError, UserError
 from models.check import check_source
 from models.checkpoint.folder import expand_user
-from models.config import GLOBAL_POOL, ModelConfig, MoEShape, setting_word
+from models.config import GLOBAL_POOL, MoEShape, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
 from models.source import explained_config
@@ -36,8 +36,6 @@ from stages.text.config import DataConfig, list_sources
 logger = logging.getLogger(__name__)
 
 LARGEST = 2**63 - 1
-LABEL = re.compile(r"[\w+-][\w.+ -]{0,99}")
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Default maximum of an integer setting, by the last word of its name; a larger value is a typing error.
 MAX_COUNTS = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
@@ -72,7 +70,10 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
     if choices and value not in choices:
         yield unknown_choice(name, value, choices, listed=callable(spec.default_factory))
     faults = []
-    if isinstance(value, float) and not isfinite(value):
+    pattern, meant = spec.metadata.get("pattern", (".*", ""))
+    if isinstance(value, str) and not re.fullmatch(pattern, value, re.DOTALL):
+        faults.append(meant)
+    elif isinstance(value, float) and not isfinite(value):
         faults.append("a finite number")
     elif isinstance(value, int) and abs(value) > LARGEST:
         faults.append(f"between -{LARGEST} and {LARGEST}")
@@ -82,7 +83,9 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
         bounds = {rule: rules[rule] for rule in LIMITS if rules.get(rule) is not None}
         faults += [f"{LIMITS[rule][1]} {bound}" for rule, bound in bounds.items() if LIMITS[rule][0](value, bound)]
     for fault in faults:
-        yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={default_text(spec)}")
+        yield ConfigError(
+            f"{name}={str(value)[:100]} must be {fault}", where=f"setting {name}", do=f"{name}={default_text(spec)}"
+        )
 
 
 def as_word(value: object) -> str:
@@ -173,7 +176,7 @@ def find_errors(
 
 def _add_errors(errors: list[UserError], settings: Settings, words: Sequence[str], unreadable_groups: Set[str]) -> None:
     """Add the errors of `find_errors`. Raises OSError: the system does not take a path."""
-    errors += [*field_errors(settings), *_name_errors(settings.model)]
+    errors += field_errors(settings)
     if "output_dir" not in unreadable_groups:
         errors += _output_errors(settings.output_dir)
     sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
@@ -270,17 +273,6 @@ def request_shape(settings: Settings, source: Decoder) -> ShapeRequest:
 def carves(settings: Settings) -> bool:
     """Whether a stage of this run depends on the shape."""
     return any("shape" in stage.nodes for stage in settings.stages)
-
-
-def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
-    """Errors: a label that is no plain folder name, an unknown device."""
-    label = model.label
-    if not LABEL.fullmatch(label):
-        what = f"model.label={label[:100]} is no plain folder name"
-        yield ConfigError(what, where="setting model.label", do="model.label=source")
-    if not DEVICE.fullmatch(model.device):
-        what = f"model.device={model.device} is none of auto, cpu, cuda, cuda:0, cuda:1 ..."
-        yield ConfigError(what, where="setting model.device", do="model.device=auto")
 
 
 def _output_errors(output_dir: str) -> Iterator[ConfigError]:

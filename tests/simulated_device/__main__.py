@@ -6,7 +6,6 @@ words of its command, and to its exit code, what it said, and where its host wai
 
 import io
 import json
-import re
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
@@ -31,8 +30,7 @@ def run_case(words: list[str]) -> dict[str, object]:
 def main(cases: Path, found: Path) -> None:
     """Run all cases in their order."""
     load_device()
-    known = re.compile(rf"auto|cpu|{NAME}(:\d+)?")
-    with patch("pipeline.check.DEVICE", known):
+    with patch.dict("models.config._DEVICE", pattern=(rf"auto|cpu|{NAME}(:\d+)?", "a device")):
         results = {name: run_case(words) for name, words in json.loads(cases.read_text()).items()}
     found.write_text(json.dumps(results))
 

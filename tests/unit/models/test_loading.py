@@ -38,12 +38,11 @@ def test_auto_takes_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu():
     assert resolve_dtype(ModelConfig(dtype="float16"), CPU) == torch.float16
 
 
-@pytest.mark.parametrize(("device", "what"), [("gpu", "unknown device 'gpu'"), ("cuda:2", "device cuda:2 is not here")])
-def test_devices_that_are_not_here(monkeypatch, device, what):
+def test_devices_that_are_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device(ModelConfig(device="cuda:1")) == torch.device("cuda:1")
-    with pytest.raises(ConfigError, match=what) as caught:
-        resolve_device(ModelConfig(device=device))
+    with pytest.raises(ConfigError, match="device cuda:2 is not here") as caught:
+        resolve_device(ModelConfig(device="cuda:2"))
     assert caught.value.where == "model.device"
 
 

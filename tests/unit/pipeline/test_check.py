@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from models.config import ModelConfig
 from pipeline.check import field_errors, find_errors, validate
 from pipeline.settings import compose
 
@@ -238,3 +239,7 @@ def test_every_broken_rule_is_reported():
         ("node.layers=-4 must be at least 0", "node.layers=[]"),
     ]
     assert [error.do for error in field_errors(Node(share=1.5))] == ["share=0.25"]
+    for amount, fits in {"20GiB": True, "512 MB": True, "1.5gb": True, "20": False, "much": False, "": False}.items():
+        assert [*field_errors(ModelConfig(hidden_memory=amount))] == [] or not fits
+    wrong = {error.where for error in field_errors(ModelConfig(label="a/b", device="cuda:x", cpu_memory="half"))}
+    assert wrong == {"setting label", "setting device", "setting cpu_memory"}

@@ -42,7 +42,7 @@ def command(tmp_path, monkeypatch, capsys):
         (["always_on=1024"], "always_on=1024 leaves no neuron to route", "experts=12 top_k=4 always_on=256"),
         (["assemble.target=mixtral", "always_on=0"], "mixtral cannot hold the attention of qwen3",
          "assemble.target=auto, or one of qwen3_moe, glm4_moe, tiny_onn"),
-        (["model.label=a/b"], "model.label=a/b is no plain folder name", "model.label=source"),
+        (["model.label=a/b"], "model.label=a/b must be a plain folder name", "model.label=embedded"),
         (["model=local", f"model.path={EMBEDDED}"], "model=local needs a text to calibrate on",
          "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"),
         (["model=local", "data=python_stdlib"], "model=local needs a folder", "model.path=<folder of the checkpoint>"),
