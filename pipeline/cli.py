@@ -104,11 +104,9 @@ def start(words: Sequence[str]) -> list[Step]:
 
 
 def split_jobs(words: Sequence[str]) -> tuple[set[str], list[list[str]]]:
-    """The swept settings, and the words of all jobs; no jobs for another sweeper than Hydra's."""
+    """The swept settings, and the words of all jobs."""
     overrides = parse_overrides(words)
     swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
-    if any(word.startswith("hydra/sweeper") for word in words):
-        return swept, []
     (jobs,) = BasicSweeper.split_arguments(overrides, None)
     return swept, jobs
 
@@ -116,7 +114,7 @@ def split_jobs(words: Sequence[str]) -> tuple[set[str], list[list[str]]]:
 def run_sweep(words: Sequence[str]) -> None:
     """Run all jobs, and compare them in a table at the end. Raises UserError: a job failed; the others still ran."""
     swept, jobs = split_jobs(words)
-    if not jobs or "output_dir" in swept:
+    if "output_dir" in swept:
         run_hydra(run_job)
         return
     settings, folder = compose([*jobs[0], "hydra.run.dir=${hydra.sweep.dir}"])

@@ -36,25 +36,6 @@ STALE = "a result that it reads has changed"
 NODES_WITH_CONTENT = ("model", "data")
 
 
-def make_recipe(
-    stage: Stage,
-    nodes: Mapping[str, object],
-    cache_keys: Mapping[str, Mapping[str, Any]],
-    parents: Mapping[str, str],
-) -> dict[str, Any]:
-    """All inputs that affect the result of a stage, as JSON values.
-
-    `cache_keys` are cache keys of the content of model and data, `parents` fingerprints.
-    """
-    return {
-        "stage": stage.name,
-        "version": stage.version,
-        "settings": {name: plain_settings(nodes[name]) for name in stage.nodes},
-        "identity": {name: dict(cache_keys[name]) for name in stage.nodes if name in NODES_WITH_CONTENT},
-        "parents": {name: parents[name] for name in stage.parents},
-    }
-
-
 def plain_settings(node: object) -> object:
     """A node as JSON values, without settings that have no effect and fields with `metadata={"fingerprint": False}`.
 
@@ -160,7 +141,14 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         data = sample if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)
         cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout]}
-        recipe = make_recipe(stage, counted | {"data": absolute_paths(read)}, cache_keys, parents)
+        stated = counted | {"data": absolute_paths(read)}
+        recipe = {  # all inputs that affect the result
+            "stage": stage.name,
+            "version": stage.version,
+            "settings": {name: plain_settings(stated[name]) for name in stage.nodes},
+            "identity": {name: cache_keys[name] for name in stage.nodes if name in NODES_WITH_CONTENT},
+            "parents": parents,
+        }
         address = fingerprint(recipe)
         steps[stage.name] = Step(
             stage,
