@@ -1,6 +1,7 @@
 """Finds all errors in the settings before any weights are loaded, and reports them together."""
 
 import logging
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -381,10 +382,10 @@ def text_errors(words: Sequence[str]) -> Iterator[ConfigError]:
 
 def circle_errors(settings: Settings) -> Iterator[ConfigError]:
     """An error for each folder of text in which the runs write their own files."""
-    outputs = expand_user(settings.output_dir).resolve()
+    outputs = Path(os.path.realpath(expand_user(settings.output_dir)))
     sources = [source for source in list_sources(settings.data, "calibration") if source.kind == "text"]
     for path in filter(None, [*(source.path for source in sources), settings.data.heldout_path]):
-        if outputs.is_relative_to(expand_user(path).resolve()):
+        if outputs.is_relative_to(os.path.realpath(expand_user(path))):
             what = f"the text in {path} would include the runs' files in output_dir={settings.output_dir}"
             yield ConfigError(what, where="setting output_dir", do="output_dir=A_FOLDER_BESIDE_THE_TEXT")
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -183,7 +184,7 @@ def absolute_paths(data: DataConfig) -> DataConfig:
 
 def absolute(path: str | None) -> str | None:
     """The absolute path without `..` and symbolic links."""
-    return None if path is None else str(Path(path).resolve())
+    return None if path is None else os.path.realpath(path)
 
 
 def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
