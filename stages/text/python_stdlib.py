@@ -5,6 +5,7 @@ import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from instruments.errors import DataError
@@ -62,6 +63,7 @@ def read_module(name: str, path: Path, *, docstrings_first: bool) -> Iterator[Do
     yield from interleave(kinds if docstrings_first else reversed(kinds))
 
 
+@cache  # every stage reads the text, and parsing takes nine tenths of that
 def split_docstrings(source: str, module: str) -> tuple[str, str]:
     """The docstrings of a source, each below its signature, and the source without docstrings."""
     lines = source.splitlines(keepends=True)
