@@ -22,9 +22,9 @@ from pipeline.settings import CHAIN, Stage, asked_stages, unneeded
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
 from stages.calibration.config import without_random_tokens
-from stages.text.cache_key import calibration_cache_key, data_cache_key
 from stages.text.config import DataConfig, calibration_only, list_sources, sampled
 from stages.text.hub import require_hub
+from stages.text.sources import calibration_cache_key, data_cache_key
 
 log = logging.getLogger(__name__)
 

@@ -58,33 +58,12 @@ def summarise(
         f"{checkpoint.target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, "
         f"{shape.always_on} always on ({share:.0%} of the dense FFN's {partition.width} neurons)",
     ]
-    if unused := sum(int((report.load_E == 0).sum()) for report in reports.values()):
+    unused = sum(int((report.load_E == 0).sum()) for report in reports.values())
+    if unused and not shape.pooled:  # no layer of a pool should use all experts
         price, steps = 10 * assemble.balance or 0.01, max(200, assemble.router_steps)
         remedy = f"assemble.router=error assemble.router_steps={steps} assemble.balance={price:g} evens the load"
         notes.append(f"{unused} experts are chosen by no calibration token; {remedy}")
     return Table("assemble", ["layer", "load max/mean", "unused experts"], rows, notes)
-
-
-def summarise_pool(reports: Sequence[RouterReport], partition: Partition, shape: MoEShape) -> Table:
-    """One row per layer: how often its router chooses experts cut from the same layer."""
-    given = partition.given
-    rows = [
-        [
-            layer,
-            given[layer],
-            f"{float(report.load_E[partition.home == layer].sum() / report.load_E.sum()):.1%}",
-            int((report.load_E == 0).sum()),
-        ]
-        for layer, report in enumerate(reports)
-    ]
-    load_E = torch.stack([report.load_E for report in reports]).mean(0)
-    slots, neurons = shape.experts * shape.n, partition.layers * partition.width
-    notes = [
-        f"one pool of {shape.experts} experts of {shape.n} for {partition.layers} layers ({slots / neurons:.0%} of the "
-        f"dense FFNs' {neurons:,} neurons), {shape.top_k} per token and layer, {shape.always_on} always on a layer",
-        f"all layers together: load max/mean {load_E.max():.2f}, {int((load_E == 0).sum())} experts chosen by no layer",
-    ]
-    return Table("assemble", ["layer", "experts given", "own chosen", "experts not used"], rows, notes)
 
 
 def run(
@@ -117,8 +96,6 @@ def run(
         projection="none: experts are the dense slices",
     )
     check_number_format(job.out / "checkpoint", checkpoint.dtype, context.text, context.device)
-    if partition.pooled:
-        return summarise_pool([*reports.values()], partition, shape)
     return summarise(reports, checkpoint, partition, assemble)
 
 

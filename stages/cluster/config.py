@@ -27,10 +27,6 @@ class ClusterConfig:
         return shape.pooled or shape.always_on > 0 or self.method == "rank" or drops(shape, width)
 
 
-# Reason why the score has no effect.
-NOTHING_RANKED = "no neuron is always on or dropped"
-
-
 def drops(shape: MoEShape, width: int) -> bool:
     """Whether a layer has more routed neurons than its experts can hold, so that some are dropped."""
     return shape.experts * shape.n < width - shape.always_on

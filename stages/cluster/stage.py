@@ -24,7 +24,7 @@ from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_check
 from stages.calibration.batches import CalibrationContext, deal_layers
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.share import sample_rows
-from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
+from stages.cluster.config import ClusterConfig, drops
 from stages.cluster.layer import (
     GROUPING,
     Activity,
@@ -214,5 +214,5 @@ def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | N
         "pooled": shape.pooled,
     }
     roles = " and ".join(role for role, taken in chosen.items() if taken)
-    said = f"{roles} neurons by {score}" if score else NOTHING_RANKED
+    said = f"{roles} neurons by {score}" if score else "no neuron is always on or dropped"
     return f"experts by {cluster.method}; {said}"

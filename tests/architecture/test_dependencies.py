@@ -18,7 +18,7 @@ LIGHT = [
     "instruments.safetensors_files",
     "models.decoder",
     "models.targets.base",
-    "stages.text.cache_key",
+    "stages.text.sources",
     "stages.text.check",
     *(".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in REPOSITORY.glob("stages/*/config.py")),
 ]

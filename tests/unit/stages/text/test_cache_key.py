@@ -1,9 +1,9 @@
 import json
 from dataclasses import replace
 
-from stages.text.cache_key import calibration_cache_key, data_cache_key
 from stages.text.config import DataConfig, Source, SourceConfig, calibration_only
 from stages.text.hub import find_commit
+from stages.text.sources import calibration_cache_key, data_cache_key
 
 
 def ask(_question, find):
