@@ -57,9 +57,8 @@ def _check_weights(
 
 
 def _check_config(model: ModelConfig, config: dict[str, Any], tensors: int) -> list[UserError]:
-    wrong: list[UserError] = [*check_layers(config, tensors)]
-    if wrong:
-        return wrong
+    if wrong := check_layers(config, tensors):
+        return [*wrong]
     try:
         json.dumps(config, allow_nan=False)  # refuses NaN and Infinity, which 1e999 becomes, too
     except ValueError as error:

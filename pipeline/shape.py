@@ -239,10 +239,8 @@ def find_remedy(request: ShapeRequest) -> str | None:
     pool = request.layers * request.width // 2
     # active=1 saves nothing.
     active = request.active if request.active < 1 else 0.5
-    sizes = [
-        EXPERT_WIDTH if request.pooled else None,
-        pad_to,
-    ]  # experts padded to more than their width may be too many
+    # Experts padded to more than their width may be too many.
+    sizes = [EXPERT_WIDTH if request.pooled else None, pad_to]
     for name, n in product(dict.fromkeys([target, "auto", "tiny_onn"]), sizes):
         experts = max(1, pool // n) if request.pooled and n else None
         assemble = replace(request.assemble, target=name)

@@ -86,15 +86,6 @@ def test_results_that_were_copied_with_their_links_followed(command, tmp_path):
     assert text.endswith(f"  do:    mv {latest} {latest}-old\n")
 
 
-def test_a_folder_that_may_not_be_entered(monkeypatch, capsys, closed):
-    def deny(words):
-        (closed / "x").exists()
-
-    monkeypatch.setattr(cli, "start", deny)
-    assert cli.run_command([]) == 1
-    assert capsys.readouterr().err.startswith(f"cannot open {closed / 'x'}: Permission denied")
-
-
 @pytest.mark.parametrize("words", [["dump", "show"], ["mscan"], ["serve_check"], ["static_check"], ["watch_log"]])
 def test_a_path_that_the_system_does_not_take_is_refused_in_words(words, capsys):
     assert import_module(PROGRAMS[words[0]][0]).main([*words[1:], "x" * 300]) == 1

@@ -69,10 +69,3 @@ def test_wrong_command_lines(tmp_path, words, code, capsys):
     given = [word.format(tmp_path=tmp_path, embedded=EMBEDDED) for word in words]
     assert generate.main(given) == code
     assert "  do:    " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("tokens", ["0", "-1", "many", "1.5"])
-def test_limits_are_numbers_from_1(tokens, capsys):
-    with pytest.raises(SystemExit):
-        generate.main([str(EMBEDDED), "x", "--tokens", tokens])
-    assert "--tokens" in capsys.readouterr().err

@@ -136,15 +136,6 @@ def test_every_number_of_steps_rounds_and_tokens_has_a_maximum():
     assert [name for name, spec in found.items() if not any(value_errors(name, 10**13, spec))] == []
 
 
-def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["model=local", "model.path='~nobody_/x'", "data=text", "data.path='~nobody_/y'", "output_dir=outputs"]
-    assert {error.what for error in find_faults(words)} == {
-        "~nobody_/y is no file that can be read as text, and no folder that holds one",
-        "no checkpoint: ~nobody_/x does not exist",
-    }
-
-
 def test_results_are_not_written_into_the_text(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 1000)
     for inside, faults in (("runs", 1), ("../runs", 0)):
