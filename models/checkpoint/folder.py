@@ -61,7 +61,7 @@ def require_folder(folder: Path) -> Path:
         found = "is a file, not a folder" if folder.exists() else "does not exist"
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
-    raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
+    raise CheckpointError(f"no checkpoint: {folder} {found}", where=str(folder), do=GIVE_FOLDER)
 
 
 def _check_links(folder: Path) -> None:

@@ -62,10 +62,10 @@ def test_whole_checkpoints_have_no_faults(folder):
 
 def test_places_that_are_no_checkpoint(folder, tmp_path):
     for path, what, where in (
-        (tmp_path / "gone", "does not exist", "model.path"),
-        (folder / "config.json", "is a file, not a folder", "model.path"),
+        (tmp_path / "gone", "does not exist", str(tmp_path / "gone")),
+        (folder / "config.json", "is a file, not a folder", str(folder / "config.json")),
         (tmp_path, "cannot read config.json", str(tmp_path)),
-        (Path("a" * 5000), "cannot be opened (File name too long)", "model.path"),
+        (Path("a" * 5000), "cannot be opened (File name too long)", "a" * 5000),
     ):
         (error,) = faults(path)
         assert (what in error.what, error.where) == (True, where)
