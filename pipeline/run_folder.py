@@ -140,14 +140,6 @@ class LogFile(logging.FileHandler):
             self.failed = True
             sys.stderr.write(f"{self.baseFilename} lacks lines from here on: {error}\n")
 
-    def close(self) -> None:
-        """Close the file; report lines that cannot be written, unless that was done before."""
-        try:
-            super().close()
-        except OSError as error:
-            if not self.failed:
-                sys.stderr.write(f"{self.baseFilename} lacks its last lines: {error}\n")
-
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
@@ -172,4 +164,5 @@ def logging_to(path: Path) -> Iterator[None]:
             logger.handlers = []
             logger.propagate = True
         logging.captureWarnings(capture=False)
-        record.close()
+        with suppress(OSError):  # a full disk, which was reported with the first line
+            record.close()
