@@ -13,7 +13,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from instruments.errors import ConfigError, UserError, check_output, exit_code, say
+from instruments.errors import UserError, check_output, exit_code, say
 from models.source import read_config
 from models.targets.base import MoETarget
 from models.targets.config import target_of
@@ -52,7 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
         description="Compare a carve's log-probabilities in every runtime with those of transformers in fp32.",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a carve")
-    parser.add_argument("--types", default="f32,q8_0", help="GGUF types for llama.cpp (default f32,q8_0)")
+    types, told = [*CONVERTED, *QUANTISED], "GGUF types for llama.cpp; default f32 q8_0"
+    parser.add_argument("--types", nargs="+", choices=types, default=["f32", "q8_0"], metavar="TYPE", help=told)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
     Clients.add_options(parser)
     wanted = parser.parse_args(words)
@@ -61,14 +62,9 @@ def main(words: Sequence[str] | None = None) -> int:
         check_carve(wanted.checkpoint)
         check_tokenizer(wanted.checkpoint)
         check_output(wanted.json)
-        types = wanted.types.split(",")
-        if unknown := sorted({*types} - {*CONVERTED, *QUANTISED}):
-            known = ", ".join([*CONVERTED, *QUANTISED])
-            what = f"unknown types: {', '.join(unknown)}; known are {known}"
-            raise ConfigError(what, where="--types", do="--types q8_0")
         with readable_copy(wanted.checkpoint) as seen:
             check = Check(seen, read_config(seen), Clients.of(wanted), *first_tokens(seen))
-            rows, missing = check.rows(types), check.missing()
+            rows, missing = check.rows(wanted.types), check.missing()
         say(render(rows, missing))
         if wanted.json:
             result = {"rows": [asdict(row) | {"right": row.right} for row in rows], "missing": missing}
