@@ -11,6 +11,7 @@ import pytest
 import tiny_onn
 
 REPOSITORY = Path(__file__).parents[2]
+QUICK = {"cluster": "random", "cluster.map": "none", "scan": "forward_only", "vocabulary": "none", "data.tokens": 512}
 FOREIGN = ("models.py", "stages/__init__.py", "pipeline/__init__.py", "instruments/__init__.py", "conf.py")
 
 
@@ -53,7 +54,8 @@ def test_the_wheel_holds_one_package(installed):
 def test_the_command_carves_in_a_foreign_folder(installed):
     """The settings, the embedded model and the templates are in the wheel; results go to the working folder."""
     _python, project = installed
-    done = run(installed, "tiny-onn", "debug=tiny", "cluster=random", "cluster.map=none", "stage=assemble")
+    words = (f"{name}={value}" for name, value in QUICK.items())
+    done = run(installed, "tiny-onn", "debug=tiny", "stage=assemble", *words)
     assert done.returncode == 0, done.stderr
     assert (project / "outputs/latest/checkpoint/config.json").is_file()
     assert "tiny-onn" in done.stdout
@@ -61,11 +63,13 @@ def test_the_command_carves_in_a_foreign_folder(installed):
 
 
 def test_a_notebook_carves_and_goes_on_with_its_own_modules(installed):
-    code = """
+    code = (
+        f"QUICK = {QUICK}"
+        + """
 from tiny_onn import carve
 import models, stages, pipeline, instruments
 assert {module.OWNER for module in (models, stages, pipeline, instruments)} == {"somebody else"}
-result = carve(stage="assemble", debug="tiny", settings={"cluster": "random", "cluster.map": "none"})
+result = carve(stage="assemble", debug="tiny", settings=QUICK)
 assert (result.checkpoint / "config.json").is_file()
 assert result.table.rows and set(result.figures) == {str(row[0]) for row in result.table.rows}
 from tiny_onn.instruments.errors import ConfigError
@@ -78,6 +82,7 @@ try:
 except ConfigError as error:
     print("refused:", error)
 """
+    )
     done = run(installed, "python", "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("refused:") == 2
