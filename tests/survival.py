@@ -1,12 +1,6 @@
-"""Effect of training on checkpoints: held-out loss and routing after AdamW steps, for a dense model and its MoEs.
+"""Effect of training on checkpoints: held-out loss and routing after AdamW steps, for a dense model and its MoEs."""
 
-    PYTHONPATH=.:tests python -m survival DENSE MOE ...
-
-trains all of them on the Python standard library in a plain loop: one AdamW group of all parameters.
-"""
-
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -83,13 +77,6 @@ def measure(
     return sum(losses) / len(losses), torch.cat([*map(torch.stack, chosen)], 1) if sparse else None
 
 
-def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-    """One step of a hand-written loop."""
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def survive(
     model: PreTrainedModel,
     batches: Sequence[Tensor],
@@ -97,7 +84,6 @@ def survive(
     *,
     rate: float,
     looks: Sequence[int],
-    train: Callable[[PreTrainedModel, torch.optim.Optimizer, Tensor], None] = step,
 ) -> dict[int, Trained]:
     """Train one AdamW group of all parameters; return steps → measurements, with step 0 before training.
 
@@ -107,14 +93,16 @@ def survive(
         heldout: batches for the measurements.
         rate: learning rate of AdamW.
         looks: steps after which to measure.
-        train: does one step.
     """
     model.eval()  # no dropout, so the comparison is deterministic
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     loss, first = measure(model, heldout)
     found = {0: Trained(loss, 1.0)}
     for number in range(1, max(looks) + 1):
-        train(model, optimizer, batches[(number - 1) % len(batches)])
+        ids = batches[(number - 1) % len(batches)]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         if number in looks:
             loss, now = measure(model, heldout)
             kept = 1.0 if first is None or now is None else float((first == now).all(-1).float().mean())
@@ -125,19 +113,3 @@ def survive(
 def excess(moe: dict[int, Trained], dense: dict[int, Trained], steps: int) -> float:
     """Rise of the MoE's loss minus the rise of the dense model's loss; a fall of the dense model's loss counts as 0."""
     return (moe[steps].loss - moe[0].loss) - max(0.0, dense[steps].loss - dense[0].loss)
-
-
-def main(dense: str, *moes: str, rates: Sequence[float] = (1e-5, 1e-4), looks: Sequence[int] = (1, 10, 100)) -> None:
-    """Print a table: losses before training and after some steps, and the share of kept choices."""
-    batches, heldout = read_batches(dense, "calibration", max(looks)), read_batches(dense, "heldout", 16)
-    print("| rate | model | start |" + "".join(f" {look} |" for look in looks) + " kept |")  # noqa: T201
-    for rate in rates:
-        for folder in (dense, *moes):
-            found = survive(load_fp32(folder), batches, heldout, rate=rate, looks=looks)
-            losses = "".join(f" {found[look].loss:.4f} |" for look in (0, *looks))
-            kept = " ".join(f"{found[look].kept:.1%}" for look in looks)
-            print(f"| {rate:g} | {'dense' if folder == dense else folder} |{losses} {kept} |", flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

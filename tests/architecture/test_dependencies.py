@@ -1,6 +1,7 @@
 """Dependencies flow one way, and light modules stay light."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,20 @@ def test_init_files_hold_a_docstring_only(package):
     for path in set((REPOSITORY / package).rglob("__init__.py")) - {names_of_its_parts}:
         assert len(path.read_text().strip().splitlines()) == 1, path
         assert path.read_text().startswith('"""'), path
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_a_run_installs_no_tools_of_the_tests(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+
+    def installed(target):
+        done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return re.findall(r"pip install .* -e '(.*)'", done.stdout)
+
+    assert (installed("run"), installed("test")) == (["."], [".[dev]"])
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.runs").touch()
+    assert (installed("run"), installed("test")) == ([], [".[dev]"])
+    (tmp_path / ".venv/.installed").touch()
+    assert (installed("run"), installed("test")) == ([], [])

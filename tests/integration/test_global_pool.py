@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.carving import Carve, reopen
+from integration.carving import Carve, reopen, words_of_pico
 from omegaconf import OmegaConf
 from pico import write_pico
 from safetensors.torch import load_file
@@ -17,8 +17,7 @@ from stages.text.config import DataConfig
 
 L, D, F, E, N, K, S = 3, 24, 40, 7, 6, 2, 4
 QUICK = (
-    *("data.tokens=1200", "data.heldout_tokens=300", "data.max_length=50", "data.heldout_share=0.3"),
-    *("scan.batch_tokens=100", "cluster.map=none", "evaluate.speed_tokens=0", "project.router_steps=20"),
+    *("data.tokens=1200", "vocabulary.tokens=0", "cluster.map=none", "evaluate.speed_tokens=0", "evaluate.samples=0"),
     *("topology=global_pool", f"experts={E}", f"n={N}", f"top_k={K}", f"always_on={S}"),
 )
 GRADIENTS = ("project=gradient", "project.validate=false", "project.gradient_tokens=400")
@@ -28,9 +27,8 @@ GRADIENTS = ("project=gradient", "project.validate=false", "project.gradient_tok
 def words(text, tmp_path_factory):
     """The command for a pico model."""
     folder = tmp_path_factory.mktemp("pool")
-    write_pico(folder / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
-    source = ("model=local", f"model.path={folder / 'pico'}", "model.label=pico")
-    return [*source, "data=text", f"data.path={text}", *QUICK, f"output_dir={folder / 'outputs'}"]
+    source = write_pico(folder / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
+    return [*words_of_pico(source, text), *QUICK, f"output_dir={folder / 'outputs'}"]
 
 
 @pytest.fixture(scope="module")

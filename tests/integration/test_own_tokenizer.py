@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from integration.carving import words_of_pico
 from pico import write_pico
 
 from instruments.errors import FAILED
@@ -18,7 +19,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def words(tmp_path, monkeypatch, text):
     """The command line of a short run."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
@@ -26,15 +27,15 @@ def words(tmp_path, monkeypatch):
     settings = folder / "tokenizer_config.json"
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
-    (tmp_path / "text.txt").write_text(
-        "\n\n".join(f"{number} rooks met {number * 7 % 31} gulls." for number in range(900))
-    )
     return [
-        *("model=local", f"model.path={folder}", "data=text", f"data.path={tmp_path / 'text.txt'}"),
-        *("data.max_length=50", "data.tokens=600", "data.heldout_tokens=300", "data.heldout_share=0.3"),
+        *words_of_pico(folder, text),
         *("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"),
-        *("evaluate.baselines=[static_mask]", "project.descent_steps=2", "project.gradient_projection=false"),
-        *("assemble.router_steps=2", "project.router_steps=2", "train.tokens=400", f"output_dir={tmp_path / 'out'}"),
+        *(
+            "evaluate.baselines=[static_mask]",
+            "project.gradient_projection=false",
+            "train.tokens=400",
+            f"output_dir={tmp_path / 'out'}",
+        ),
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from integration.carving import words_of_pico
 from pico import write_pico
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
@@ -17,15 +18,13 @@ RECIPES = Path(__file__).parents[2] / "stages/train/RECIPES.md"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory, text):
     """A carve made for training."""
     folder = tmp_path_factory.mktemp("recipes")
-    write_pico(folder / "pico", "qwen3", tokenizer=True, tie=True)
-    (folder / "text.txt").write_text("\n\n".join(f"{number} larks met {number % 9} swifts." for number in range(200)))
     words = [
-        *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text", "cluster.map=none"),
-        *(f"data.path={folder / 'text.txt'}", "data.tokens=500", "data.max_length=50", f"output_dir={folder}"),
-        *("experts=4", "n=8", "top_k=2", "always_on=8", "stage=assemble", "cluster=rank", "assemble=residual_ridge"),
+        *words_of_pico(write_pico(folder / "pico", "qwen3", tokenizer=True, tie=True), text),
+        *("cluster.map=none", f"output_dir={folder}", "stage=assemble", "cluster=rank", "assemble=residual_ridge"),
+        *("experts=4", "n=8", "top_k=2", "always_on=8"),
     ]
     assert run_command(words) == 0
     return str((folder / "latest/checkpoint").resolve())

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from integration.carving import words_of_pico
 from integration.forked import kill_at
 from pico import write_pico
 
@@ -27,19 +28,12 @@ LAYERS = 2  # of the model below
 
 
 @pytest.fixture(scope="session")
-def words(tmp_path_factory):
+def words(tmp_path_factory, text):
     """The command line of a carve that takes seconds."""
-    folder = tmp_path_factory.mktemp("source")
-    write_pico(folder / "pico", "llama", tokenizer=True)
-    lines = (f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(400))
-    (folder / "text.txt").write_text("\n\n".join(lines))
-    return [
-        *("model=local", f"model.path={folder / 'pico'}", "model.label=pico"),
-        *("data=text", f"data.path={folder / 'text.txt'}", "data.tokens=900", "data.heldout_tokens=300"),
-        *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100", "store.checkpoint_every=0"),
-        *("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"),
-        *("vocabulary.tokens=64", "evaluate.samples=0", "project.descent_steps=4", "project.router_steps=20"),
-    ]
+    source = write_pico(tmp_path_factory.mktemp("source") / "pico", "llama", tokenizer=True)
+    shape = ("experts=4", "n=8", "top_k=2", "always_on=8", "vocabulary.tokens=64")
+    quick = ("store.checkpoint_every=0", "cluster.map=none", "evaluate.speed_tokens=0", "evaluate.samples=0")
+    return [*words_of_pico(source, text), *shape, *quick]
 
 
 @pytest.fixture(scope="session")

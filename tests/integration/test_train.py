@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from integration.carving import words_of_pico
 from integration.forked import run_workers, start
 from pico import write_pico
 from safetensors.torch import load_file
@@ -30,20 +31,14 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def projected(tmp_path_factory):
+def projected(tmp_path_factory, text):
     """The command line of a chain whose stages before training are done."""
     folder = tmp_path_factory.mktemp("train")
-    write_pico(folder / "pico", "qwen3", tokenizer=True)
-    lines = (f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(400))
-    (folder / "text.txt").write_text("\n\n".join(lines))
-    (folder / "heldout.txt").write_text("\n\n".join(f"{n} swifts met {n * 3 % 11} larks." for n in range(30)))
     words = [
-        *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text"),
-        *(f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}", "data.tokens=900"),
-        *("data.heldout_tokens=200", "data.max_length=50", "cluster.map=none", "experts=4", "n=8", "top_k=2"),
-        *("cluster=rank", "assemble=residual_ridge", "assemble.mode=parity", "vocabulary=none"),
-        *("project=none", "evaluate.samples=0"),
-        *("always_on=6", f"output_dir={folder / 'outputs'}", "evaluate.speed_tokens=0", "evaluate.baselines=[]"),
+        *words_of_pico(write_pico(folder / "pico", "qwen3", tokenizer=True), text),
+        *("experts=4", "n=8", "top_k=2", "always_on=6", "cluster=rank", "assemble=residual_ridge"),
+        *("assemble.mode=parity", "project.gradient_projection=false", "vocabulary.tokens=0", "cluster.map=none"),
+        *("evaluate.speed_tokens=0", "evaluate.samples=0", "evaluate.baselines=[]", f"output_dir={folder / 'outputs'}"),
     ]
     assert run_command([*words, "stage=project"]) == 0
     return words

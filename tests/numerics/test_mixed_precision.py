@@ -1,7 +1,5 @@
 """Training under autocast: experts multiply in bfloat16, routers in float32, and without autocast nothing changes."""
 
-from importlib import import_module
-
 import pytest
 import torch
 from pico_moes import make_moe
@@ -123,20 +121,13 @@ def test_training_loads_the_model_this_way(tmp_path):
 
 
 @pytest.mark.parametrize("kernels", [STRAIGHT_THROUGH, AUTOCAST_IMPLEMENTATION])
-def test_replicas_of_data_parallel_route_with_their_own_weights(monkeypatch, kernels):
-    """Trainer uses nn.DataParallel where one process sees several GPUs; here its replicas are copies on the CPU."""
-    moe, module = make_moe("glm4_moe"), import_module("torch.nn.parallel.replicate")
+def test_replicas_of_data_parallel_route_with_their_own_weights(replicate, kernels):
+    moe = make_moe("glm4_moe")
     moe.set_experts_implementation(kernels)
     if kernels == STRAIGHT_THROUGH:
         show_scores(moe)
     exempt_routers(moe)
-    monkeypatch.setattr(module, "_get_device_index", lambda device, _optional: device)
-    monkeypatch.setattr(
-        module,
-        "_broadcast_coalesced_reshape",
-        lambda tensors, *_, **__: [[t.clone() for t in tensors] for _ in range(2)],
-    )
-    replicas = module.replicate(moe, [0, 1])
+    replicas = replicate(moe)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = moe(IDS).logits
         with torch.no_grad():

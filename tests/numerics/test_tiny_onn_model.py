@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -197,17 +196,9 @@ def test_a_pool_is_held_once_and_learns_from_every_layer(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("pooled", [False, True])
-def test_replicas_of_data_parallel_compute_with_their_own_weights(model, monkeypatch, pooled) -> None:
-    """Trainer uses nn.DataParallel where one process sees several GPUs; here its replicas are copies on the CPU."""
-    original, module = route(make_pool()) if pooled else model, import_module("torch.nn.parallel.replicate")
-
-    def copies(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
-        return [[tensor.detach().clone() for tensor in tensors] for _ in devices]
-
-    monkeypatch.setattr(module, "_get_device_index", lambda device, _optional: device)
-    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
-    wanted = original(IDS).logits
-    replicas = module.replicate(original, [0, 1])
+def test_replicas_of_data_parallel_compute_with_their_own_weights(model, replicate, pooled) -> None:
+    original = route(make_pool()) if pooled else model
+    wanted, replicas = original(IDS).logits, replicate(original)
     with torch.no_grad():
         for parameter in original.parameters():
             parameter.zero_()
