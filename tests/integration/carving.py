@@ -8,13 +8,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
-from pipeline import charts
 from pipeline.cli import run_command
 from stages.evaluate.config import BASELINES
 from stages.text.config import DataConfig
@@ -78,7 +76,6 @@ OTHERS = {
     ),
     "embedded-softmax": (None, "stage=project", "always_on=0", "top_k=8", "project.penalties=[0.1]"),
 }
-DRAW = charts.draw  # reports of the embedded model have drawings
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,7 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
     quick = ["cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={outputs}"]
     quick += ["evaluate.samples=0"] if source else []
     gc.freeze()  # every stage starts with a garbage collection, which need not search the imported modules
-    with patch("pipeline.charts.draw", charts.draw if source else DRAW):
-        assert run_command([*given, *quick, *words]) == 0
+    assert run_command([*given, *quick, *words]) == 0
     latest = outputs / "latest"
     data = DataConfig(**OmegaConf.to_container(OmegaConf.load(latest / "config.yaml").data))
     dense = EMBEDDED if source is None else folder / source

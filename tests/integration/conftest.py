@@ -5,7 +5,6 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from filelock import FileLock
@@ -14,16 +13,8 @@ from pico import write_pico
 
 from instruments.errors import FAILED, INVALID
 from models.checkpoint.shards import ShardReader
-from pipeline.charts import Chart
 from pipeline.cli import run_command
 from stages.text.config import DataConfig
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _empty_charts():
-    """Most runs end with a report without drawings, which would take a sixth of the time; see `make_carve`."""
-    with patch("pipeline.charts.draw", lambda title, caption, *_: Chart(title, caption, "data:,")):
-        yield
 
 
 @pytest.fixture(scope="session")
