@@ -79,12 +79,12 @@ def draw_page(run: RunRecord, label: str, config: str, last: Path) -> str:
     stage, manifest = list(chain.items())[-1]
     sections, verdict = [], ""
     if stage == "evaluate":
-        evaluation = read_evaluation(last)
+        evaluation = json.loads((last / "evaluation.json").read_text(encoding="utf-8"))
         verdict = describe(evaluation)
         notes = [note for note in manifest.table.notes if "\n" not in note]  # without the samples
         sections = [
             Section("Quality", table=replace(filled(manifest.table), notes=notes)),
-            Section("What they write", samples=evaluation.samples),
+            Section("What they write", samples=evaluation.get("samples", ())),
             layers(evaluation),
         ]
     else:
@@ -127,25 +127,9 @@ def _folder(last: Path, stage: str, fingerprint: str) -> Path:
     return last.parents[1] / stage / fingerprint[:SHORT]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The content of evaluation.json."""
-
-    shape: MoEShape
-    width: int
-    models: Mapping[str, Mapping[str, float]]
-    layers: Sequence[Mapping[str, Any]]
-    samples: Sequence[Mapping[str, str]] = ()
-
-
-def read_evaluation(folder: Path) -> Evaluation:
-    """Read `evaluation.json`."""
-    record = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-    shape = MoEShape(**{**record["shape"], "dense_layers": tuple(record["shape"].get("dense_layers", ()))})
-    models = {
-        name: {key: _number(model[key]) for key in ("gap", "perplexity")} for name, model in record["models"].items()
-    }
-    return Evaluation(shape, record["dense_width"], models, record["layers"], record.get("samples", ()))
+def read_shape(record: Mapping[str, Any]) -> MoEShape:
+    """The shape of the carve in evaluation.json."""
+    return MoEShape(**{**record["shape"], "dense_layers": tuple(record["shape"].get("dense_layers", ()))})
 
 
 def _number(value: Any) -> float:  # noqa: ANN401 - anything that JSON holds
@@ -154,10 +138,10 @@ def _number(value: Any) -> float:  # noqa: ANN401 - anything that JSON holds
     return number if isfinite(number) and abs(number) < MAX_FIGURE else nan
 
 
-def describe(evaluation: Evaluation) -> str:
-    """The shape of the carve, and the loss that it costs in comparison with the static masks."""
-    shape, models = evaluation.shape, evaluation.models
-    share = shape.active_share(evaluation.width, len(evaluation.layers))
+def describe(evaluation: Mapping[str, Any]) -> str:
+    """The shape of the carve, and the loss that it costs in comparison with the static masks; of evaluation.json."""
+    shape, models, width = read_shape(evaluation), evaluation["models"], evaluation["dense_width"]
+    share = shape.active_share(width, len(evaluation["layers"]))
     always = f" and {shape.always_on:,} always-on neurons" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
     kept = f"; layers {', '.join(map(str, shape.dense_layers))} stay dense" if shape.dense_layers else ""
@@ -165,14 +149,14 @@ def describe(evaluation: Evaluation) -> str:
     compared = "".join(f"; {BASELINES[name]}: {models[name]['gap']:+.4f}" for name in masks)
     return (
         f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}{kept}. Serving each token with "
-        f"{share:.0%} of the FFN's {evaluation.width:,} neurons costs {models['carved']['gap']:+.4f} nats per token "
+        f"{share:.0%} of the FFN's {width:,} neurons costs {models['carved']['gap']:+.4f} nats per token "
         f"(perplexity {models['carved']['perplexity']:,.4g}, dense {models['dense']['perplexity']:,.4g}){compared}."
     )
 
 
-def layers(evaluation: Evaluation) -> Section:
+def layers(evaluation: Mapping[str, Any]) -> Section:
     """Reconstruction error of each carved FFN, and its router's agreement with the oracle."""
-    shape, found = evaluation.shape, evaluation.layers
+    shape, found = read_shape(evaluation), evaluation["layers"]
     errors = [(index, _number(layer["error"])) for index, layer in enumerate(found)]
     charts = [
         draw_lines("Reconstruction error", "Σ‖dense − MoE‖² / Σ‖dense‖² of each FFN's output on the carved model's own "
