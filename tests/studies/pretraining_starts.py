@@ -43,7 +43,7 @@ from stages.train.stage import load_trainable
 CPU, LENGTH, BATCH = torch.device("cpu"), 256, 8
 SHAPE = MoEShape(experts=16, n=64, top_k=4, always_on=256)
 POINTS = [0, 30_000, 100_000, 300_000, 1_000_000]
-CARVE = 3_428_608  # active parameters of the default carve, whose training FLOPs all starts also reach
+CARVE = 3_427_072  # active parameters of the default carve, whose training FLOPs all starts also reach
 STARTS = {
     "cmoe": "CMoE (arXiv:2502.04416)",
     "random": "random split, 8 of 16 (LLaMA-MoE, arXiv:2406.16554)",
@@ -247,39 +247,43 @@ def train(start, seed, wanted, text, measure) -> Iterator[dict]:
         optimizer.zero_grad()
 
 
-def interpolate(curve, tokens):
-    """Loss at this number of tokens, linear in the logarithm of tokens between two measurements."""
-    at, losses = zip(*sorted(curve), strict=True)
-    return float(np.interp(np.log1p(tokens), np.log1p(at), losses))
+def losses_at(lines, start, tokens):
+    """Seed → loss of a start after so many tokens, within two steps of them."""
+    near = (line for line in lines if line["start"] == start and abs(line["tokens"] - tokens) < 2 * BATCH * LENGTH)
+    return {line["seed"]: line["new"] for line in near}
+
+
+def mean_and_range(values):
+    """Mean over seeds, with half of the range between them."""
+    if not values:
+        return ""
+    return f"{np.mean(values):.3f}" + (f" ± {np.ptp(values) / 2:.3f}" if len(values) > 1 else "")
 
 
 def report(lines, file):
-    """A row for each start: means over seeds; and a picture of the losses over tokens and over training FLOPs."""
-    points = sorted({line["tokens"] for line in lines if line["start"] == "dense" and line["at_tokens"]})
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    by_tokens, by_flops = figure.subplots(1, 2, sharey=True)
-    head = ["start", "seeds", "active, M", *(f"{point:,}" for point in points), "at equal FLOPs", "KL, known", "load"]
-    rows = []
-    for start in dict.fromkeys(line["start"] for line in lines):
-        found = [line for line in lines if line["start"] == start]
-        means = {}
-        for tokens in sorted({line["tokens"] for line in found}):
-            here = [line for line in found if line["tokens"] == tokens]
-            means[tokens] = {key: np.mean([line[key] for line in here]) for key in ("new", "known_kl")}
-        curve, active = [(tokens, mean["new"]) for tokens, mean in means.items()], found[0]["active"]
-        last = max(point for point in points if point in means)
-        equal = interpolate(curve, max(points) * CARVE / active) if last == max(points) else None
-        losses = [means[point]["new"] if point in means else None for point in points]
-        load = next((line.get("load_max_over_mean") for line in found if line["tokens"] == last), None)
-        seeds = len({line["seed"] for line in found})
-        rows.append([start, seeds, active / 1e6, *losses, equal, means[last]["known_kl"], load])
-        tokens, nats = zip(*curve, strict=True)
-        by_tokens.plot(tokens, nats, marker=".", label=start)
-        by_flops.plot([6e-12 * active * count for count in tokens], nats, marker=".")
-    print(tabulate(rows, head, tablefmt="github", floatfmt=".3f", missingval=""))  # noqa: T201
-    by_tokens.set(xlabel="training tokens", ylabel="loss on code kept apart, nats", xscale="symlog")
-    by_flops.set(xlabel="training FLOPs, 10¹²")
-    by_tokens.legend(fontsize=8)
+    """A table of losses at the carve's tokens and at its training FLOPs; a picture of their distances from the carve's."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels, rows = figure.subplots(1, 2, sharey=True), []
+    points = sorted({line["tokens"] for line in lines if line["start"] == "carve"})
+    for start, active in {line["start"]: line["active"] for line in lines}.items():
+        row = [start, f"{active / 1e6:.2f} M"]
+        for panel, factor in zip(panels, (1, CARVE / active), strict=True):
+            found = [losses_at(lines, start, point * factor) for point in points]
+            row += [mean_and_range([*losses.values()]) for losses in found]
+            apart = [
+                np.mean([loss - losses_at(lines, "carve", point)[seed] for seed, loss in losses.items()] or [np.nan])
+                for point, losses in zip(points, found, strict=True)
+            ]
+            panel.plot(range(len(points)), apart, marker=".", label=start)
+        rows.append(row)
+    names = [f"{point / 1e6:.2f} M" for point in points]
+    head = ["start", "active", *names, *(f"FLOPs of {name}" for name in names)]
+    print(tabulate(rows, head, tablefmt="github", disable_numparse=True))  # noqa: T201
+    for panel, what in zip(panels, ("after as many tokens", "after the training FLOPs of as many tokens"), strict=True):
+        panel.set(xlabel=what, xticks=range(len(points)), xticklabels=names, ylim=(-0.06, 0.5))
+        panel.axhline(0, color="black", linewidth=0.5)
+    panels[0].set_ylabel("loss above the carve's, nats")
+    panels[1].legend(fontsize=8)
     figure.savefig(file, dpi=110)
 
 
@@ -290,9 +294,7 @@ def main():
     parser.add_argument("--scan", type=Path, help="folder of a result of stage=scan")
     parser.add_argument("--text", type=Path, default=Path(torch.__file__).parent, help="a folder of Python files")
     parser.add_argument("--starts", nargs="*", choices=STARTS, default=[*STARTS], help="the others")
-    parser.add_argument(
-        "--points", type=int, nargs="*", default=[0, 30_000, 100_000, 300_000, 1_000_000], help="tokens"
-    )
+    parser.add_argument("--points", type=int, nargs="*", default=POINTS, help="tokens")
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument(
         "--seed", type=int, default=0, help="of the order of the text, and of random experts and routers"
