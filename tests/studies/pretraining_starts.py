@@ -261,7 +261,7 @@ def mean_and_range(values):
 
 
 def report(lines, file):
-    """A table of losses at the carve's tokens and at its training FLOPs; a picture of their distances from the carve's."""
+    """A table of losses after the carve's tokens and after its FLOPs; a picture of the distances from the carve."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels, rows = figure.subplots(1, 2, sharey=True), []
     points = sorted({line["tokens"] for line in lines if line["start"] == "carve"})
