@@ -374,7 +374,7 @@ def text_errors(words: Sequence[str]) -> Iterator[ConfigError]:
     """An error if the user names a model, and no text for it."""
     named = {word.lstrip("+").partition("=")[0] for word in words}
     own = [word for word in words if word in {"model=local", "model=hub"}]
-    if own and not named & {"data", "data.kind", "data.path", "data.name", "data.sources", *OVERLAYS}:
+    if own and not named & {"data", "data.kind", "data.path", "data.paths", "data.name", "data.sources", *OVERLAYS}:
         what = f"{own[0]} needs a text to calibrate on: the kinds of text that the model is for"
         do = "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"
         yield ConfigError(what, where="setting data", do=do)
@@ -384,7 +384,8 @@ def circle_errors(settings: Settings) -> Iterator[ConfigError]:
     """An error for each folder of text in which the runs write their own files."""
     outputs = Path(os.path.realpath(expand_user(settings.output_dir)))
     sources = [source for source in list_sources(settings.data, "calibration") if source.kind == "text"]
-    for path in filter(None, [*(source.path for source in sources), settings.data.heldout_path]):
+    paths = [path for source in sources for path in (*source.paths, source.path)]
+    for path in filter(None, (*paths, settings.data.heldout_path)):
         if outputs.is_relative_to(os.path.realpath(expand_user(path))):
             what = f"the text in {path} would include the runs' files in output_dir={settings.output_dir}"
             yield ConfigError(what, where="setting output_dir", do="output_dir=A_FOLDER_BESIDE_THE_TEXT")

@@ -179,7 +179,10 @@ def resolve_model(checked: Checked) -> ModelConfig:
 def absolute_paths(data: DataConfig) -> DataConfig:
     """The settings of the text with absolute paths, so that another spelling of a path recomputes nothing."""
     sources = [replace(source, path=absolute(source.path)) for source in data.sources]
-    return replace(data, path=absolute(data.path), heldout_path=absolute(data.heldout_path), sources=sources)
+    paths = [str(absolute(path)) for path in data.paths]
+    return replace(
+        data, path=absolute(data.path), paths=paths, heldout_path=absolute(data.heldout_path), sources=sources
+    )
 
 
 def absolute(path: str | None) -> str | None:

@@ -49,6 +49,7 @@ class DataConfig:
 
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
     path: str | None = field(default=None, metadata={"needs": {"kind": "text"}})
+    paths: list[str] = field(default_factory=list, metadata={"needs": {"kind": "text"}})
     heldout_path: str | None = None
     name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     subset: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
@@ -96,13 +97,14 @@ class Source(DataConfig):
     @property
     def title(self) -> str:
         """The source in tables, logs and errors."""
-        titles = {"text": str(self.path), "hub": f"{self.name}[{self.split}]"}
+        titles = {"text": ", ".join(self.paths or [str(self.path)]), "hub": f"{self.name}[{self.split}]"}
         return titles.get(self.kind, "the Python standard library")
 
     @property
     def path_setting(self) -> str:
         """The setting that names the local files."""
-        return f"{self.place}.path" if self.heldout_path is None else "data.heldout_path"
+        own = f"{self.place}.{'paths' if self.paths else 'path'}"
+        return own if self.heldout_path is None else "data.heldout_path"
 
 
 def list_sources(data: DataConfig, role: Split) -> list[Source]:
@@ -110,14 +112,14 @@ def list_sources(data: DataConfig, role: Split) -> list[Source]:
     tokens = data.tokens if role == "calibration" else data.heldout_tokens
     shared: dict[str, Any] = vars(data) | {"sources": [], "tokens": tokens, "role": role}
     if data.heldout_path is not None and role == "heldout":
-        return [Source(**shared | {"kind": "text", "path": data.heldout_path, "heldout_share": 1.0})]
+        return [Source(**shared | {"kind": "text", "path": data.heldout_path, "paths": [], "heldout_share": 1.0})]
     shared["heldout_path"] = None
     sources = [] if data.kind == "mixture" else [Source(**shared)]
     for place, settings in data.mixed.items():
         own = {name: value for name, value in vars(settings).items() if value is not None}
         own |= {"kind": settings.kind, "place": place, "tokens": max(round(settings.share * tokens), data.max_length)}
         del own["python_stdlib"]
-        sources.append(Source(**shared | dict.fromkeys(NOT_SHARED) | own))
+        sources.append(Source(**shared | dict.fromkeys(NOT_SHARED) | {"paths": []} | own))
     for source in sources:
         if data.heldout_path is not None:
             source.heldout_share, source.heldout_split = 0.0, None

@@ -24,7 +24,7 @@ TEXT_FIELDS = ("reasoning_content", "thinking", "content")
 # Fields that templates read to connect calls and results of tools.
 NAMES = ("name", "tool_call_id")
 
-# role, content; maybe further fields of text, tool_calls, names.
+# role, content; maybe further fields of text, tool_calls, names; and "train": False, if the loss leaves it out.
 Message = dict[str, Any]
 
 
@@ -94,12 +94,9 @@ def _known_conversation(record: Mapping[str, Any]) -> object:
 
 
 def _read_messages(conversation: object, where: str, source: Source) -> tuple[Message, ...]:
-    messages = enumerate(_as_list(conversation), start=1)
-    return tuple(_read_message(message, f"{where}, message {number}", source) for number, message in messages)
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    messages = conversation if isinstance(conversation, list) else [conversation]
+    places = (f"{where}, message {number}" for number in range(1, len(messages) + 1))
+    return tuple(_read_message(message, place, source) for message, place in zip(messages, places, strict=True))
 
 
 # Roles of ShareGPT → those that chat templates know.
@@ -121,6 +118,8 @@ def _read_message(message: object, place: str, source: Source) -> Message:
     if not isinstance(role, str) or not isinstance(read["content"], str):
         what = "a conversation is a list of messages with a role and a content"
         raise DataError(what, where=place, do='[{"role": "user", "content": "..."}]')
+    if not _counts(fields, role, place, source):
+        read["train"] = False
     read |= {name: fields.pop(name) for name in (*TEXT_FIELDS, *NAMES) if isinstance(fields.get(name), str)}
     if fields:
         what = f"a message has {', '.join(map(str, fields))}, which is not read"
@@ -131,8 +130,10 @@ def _read_message(message: object, place: str, source: Source) -> Message:
 
 def _read_calls(fields: dict[str, Any], place: str) -> list[Message]:
     """Calls of tools, with their arguments as values; takes them out of `fields`."""
+    calls = fields.pop("tool_calls", [])
+    calls = [*(calls if isinstance(calls, list) else [calls]), *filter(None, [fields.pop("function_call", None)])]
     read = []
-    for call in _as_list(fields.pop("tool_calls", [])):
+    for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         arguments = function.get("arguments") or {}
         try:
@@ -147,9 +148,28 @@ def _read_calls(fields: dict[str, Any], place: str) -> list[Message]:
     return read
 
 
+def _counts(fields: dict[str, Any], role: str, place: str, source: Source) -> bool:
+    """Whether the loss may count a message, by its own words `weight` and `train`; takes them out of `fields`.
+
+    Raises DataError: with the source's labels, the loss cannot do what they say.
+    """
+    said = {name: fields.pop(name) for name in ("weight", "train") if name in fields}
+    answers = role == "assistant"
+    for name, value in said.items():
+        full = source.labels == "full_sequence"
+        if value not in (0, 1) or (full and not value) or (not full and value and not answers):
+            what = f"a message of role {role} has {name} {value}, which {source.place}.labels={source.labels} cannot do"
+            do = f"{source.place}.labels={'completion' if full else 'full_sequence'}"
+            do += f", or without it: '{source.place}.ignored_fields=[{name}]'"
+            raise DataError(what, where=place, do=do)
+    return all(said.values()) or not answers
+
+
 def _read_tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """The tools that a record offers: a list of JSON schemas, or JSON of one."""
-    tools = record.get("tools") or []
+    tools: Any = record.get("tools") or [
+        {"type": "function", "function": function} for function in record.get("functions") or ()
+    ]
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError):

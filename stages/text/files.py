@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -22,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 TEXT = (".txt", ".md")
 RECORDS = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSED = ".gz"
+COMPRESSED = (".gz", ".zst")
 # Data that is not read; beside files that are, it is an error.
 UNREAD = frozenset(
-    {".tsv", ".arrow", ".feather", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".bz2", ".xz", ".zst", COMPRESSED}
+    {".tsv", ".arrow", ".feather", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".bz2", ".xz", *COMPRESSED}
 )
 # Files about the data, left out of a folder that has others.
 ABOUT = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|contributing|dataset_infos?)\b", re.IGNORECASE)
@@ -35,39 +36,53 @@ SHORTEST_PASSAGE = 2_000
 LONGEST_PASSAGE = 8_000
 # Files of a folder that are interleaved; limits the number of open files.
 FILES_AT_ONCE = 64
-# Maximum bytes of a line, and of a .json file; more is an error.
-MAX_LINE, MAX_JSON = 2**26, 2**29
+# Maximum bytes of a line of text; longer lines are cut.
+MAX_LINE = 2**16
+# Maximum bytes of a record, and of a .json file; more is an error.
+MAX_RECORD, MAX_JSON = 2**26, 2**29
 
 
 def list_files(source: Source) -> list[Path]:
-    """The file that the source names, or the sorted files of its folder and subfolders that can be read.
+    """The files that the source names, or the sorted files of its folders and subfolders that can be read.
 
     Hidden files and those whose name begins with `__` are left out, and files about the data (README, LICENSE ...).
 
     Raises:
-        DataError: the path may not be read, there is no file that can be read, or other data beside those.
+        DataError: a path may not be read, there is no file that can be read, or other data beside those.
     """
-    path = expand_user(str(source.path))
-    where = f"{source.path_setting}={source.path}, from working folder {Path.cwd()}"
+    names = source.paths or [str(source.path)]
+    return [file for name in names for file in _list_files(expand_user(name), f"{source.path_setting}={name}", source)]
+
+
+def _list_files(path: Path, said: str, source: Source) -> list[Path]:
+    where = f"{said}, from working folder {Path.cwd()}"
     try:
-        found = sorted(_visible_files(path)) if path.is_dir() else [*filter(Path.is_file, [path])]
+        files, _about, others = _sort_files(path)
     except OSError as error:
         what = f"cannot read {error.filename}: {error.strerror}"
         raise DataError(what, where=where, do="check its permissions") from error
-    files = [file for file in found if find_kind(file)]
-    others = [file.name for file in found if file.suffix.lower() in UNREAD and not find_kind(file)]
     if files and others:
         what, do = f"the folder also holds data that is not read: {some(others)}", "move these files, or convert them"
         raise DataError(what, where=where, do=do)
     if not files:
-        do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, COMPRESSED))}"
+        do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, *COMPRESSED))}"
         raise DataError(f"{path} is no file that can be read as text, and no folder that holds one", where=where, do=do)
-    return [file for file in files if not _is_about(file)] or files  # a README alone is text
+    return files
 
 
-def _is_about(file: Path) -> bool:
-    """Whether the file is about the data, by its name."""
-    return bool(ABOUT.match(file.name)) and file.suffix in {*TEXT, ".json"}
+def _sort_files(path: Path) -> tuple[list[Path], list[Path], list[str]]:
+    """The files that are read, those about the data, and names of other data. Raises OSError."""
+    if not path.is_dir():
+        return [path] if path.is_file() and find_kind(path) else [], [], []
+    found = sorted(_visible_files(path))
+    readable = [file for file in found if find_kind(file)]
+    about = [file for file in readable if ABOUT.match(file.name) and file.suffix in {*TEXT, ".json"}]
+    if len(about) == len(readable):  # a README alone is text
+        about = []
+    others = [
+        file.relative_to(path).as_posix() for file in found if file.suffix.lower() in UNREAD and not find_kind(file)
+    ]
+    return [file for file in readable if file not in about], about, others
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
@@ -79,16 +94,24 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 def find_kind(file: Path) -> str:
     """The suffix by which a file is read, without that of its compression; empty if it is not read."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] == COMPRESSED:
+    if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in (*TEXT, *RECORDS) else ""
 
 
+def describe_files(source: Source) -> str:
+    """Numbers of the files by kind, and the names of files about the data; empty for a single file."""
+    sorted_files = [_sort_files(expand_user(name)) for name in source.paths or [str(source.path)]]
+    kinds = Counter(find_kind(file) for files, _about, _others in sorted_files for file in files)
+    about = [file.name for _files, files, _others in sorted_files for file in files]
+    numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    without = f", without {some(about, separator=', ')}" if about else ""
+    return f" ({numbers}{without})" if kinds.total() > 1 or about else ""
+
+
 def read_files(source: Source) -> Iterator[Document]:
     """The documents of a file, or of a folder's files in turn. Raises DataError."""
-    files, path = list_files(source), expand_user(str(source.path))
-    if about := [file.name for file in _visible_files(path) if _is_about(file) and file not in files]:
-        logger.info("%s text: %d files of %s, without %s", source.role, len(files), path, some(about))
+    files = list_files(source)
     groups = (files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE))
     return (document for group in groups for document in interleave(read_file(file, source) for file in group))
 
@@ -102,8 +125,7 @@ def read_file(file: Path, source: Source) -> Iterator[Document]:
             return
         with _open(file) as stream:
             if kind in TEXT:
-                lines = (line.replace("\r\n", "\n") for _, line in _read_lines(file, stream))
-                passages = cut_passages(lines, SHORTEST_PASSAGE, LONGEST_PASSAGE)
+                passages = cut_passages(_read_lines(file, stream), SHORTEST_PASSAGE, LONGEST_PASSAGE)
                 yield from (Document(f"{file}:{number}", text) for number, text in passages)
             else:
                 read = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind]
@@ -119,24 +141,33 @@ def _documents(records: Iterable[tuple[str, Any]], source: Source) -> Iterator[D
 
 
 def _open(file: Path) -> io.BufferedIOBase:
-    return gzip.open(file) if file.suffix.lower() == COMPRESSED else file.open("rb")
+    if file.suffix.lower() == ".gz":
+        return gzip.open(file)
+    if file.suffix.lower() == ".zst":
+        _require("pyarrow", file)
+        import pyarrow  # noqa: PLC0415 - optional
+
+        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+    return file.open("rb")
 
 
-def _read_lines(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, str]]:
-    """The lines of a file with their places. Raises DataError: one is too long, or not UTF-8."""
-    for number in count(1):
-        line, where = stream.readline(MAX_LINE + 1), f"{file}:{number}"
-        if not line:
-            return
-        if len(line) > MAX_LINE:
-            what, do = f"a line has more than {MAX_LINE >> 20} MiB", "correct or remove the line"
-            raise DataError(what, where=where, do=do)
-        yield where, _decode(line, where)
+def _require(package: str, file: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        do = f"pip install {package}, or convert the file to .jsonl"
+        raise DataError(f"reading this file needs the package {package}", where=str(file), do=do)
 
 
 def _read_jsonl(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
-    lines = ((where, line.strip()) for where, line in _read_lines(file, stream))
-    return ((where, _parse(line, where, "correct or remove the line")) for where, line in lines if line)
+    for number in count(1):
+        line, where = stream.readline(MAX_RECORD + 1), f"{file}:{number}"
+        if not line:
+            return
+        if len(line) > MAX_RECORD:
+            raise DataError(
+                f"a record has more than {MAX_RECORD >> 20} MiB", where=where, do="correct or remove the line"
+            )
+        if text := _decode(line, where).strip():
+            yield where, _parse(text, where, "correct or remove the line")
 
 
 def _read_json(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
@@ -157,8 +188,9 @@ def _parse(text: str, where: str, do: str) -> object:
 
 
 def _read_csv(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(MAX_LINE)
-    rows = csv.DictReader((line for _, line in _read_lines(file, stream)), strict=True)
+    csv.field_size_limit(MAX_RECORD)
+    lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(iter(stream.readline, b""), start=1))
+    rows = csv.DictReader(lines, strict=True)
     try:
         for number, row in enumerate(rows, start=1):
             where = f"{file}, row {number}"
@@ -171,9 +203,7 @@ def _read_csv(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    if importlib.util.find_spec("pyarrow") is None:
-        do = "pip install pyarrow, or convert the file to .jsonl"
-        raise DataError("reading this file needs the package pyarrow", where=str(file), do=do)
+    _require("pyarrow", file)
     from pyarrow import ArrowException  # noqa: PLC0415 - optional
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415
 
@@ -184,6 +214,30 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
     except ArrowException as error:
         what = f"cannot read the file: {error}"
         raise DataError(what, where=str(file), do="check that it is whole") from error
+
+
+def _read_lines(file: Path, stream: io.BufferedIOBase) -> Iterator[str]:
+    """The lines of a text file; a line of more than MAX_LINE bytes is cut."""
+    rest = b""
+    for number in count(1):
+        line = rest + stream.readline(MAX_LINE - len(rest))
+        if not line:
+            return
+        rest = b""
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            line, rest = _cut_line(line)
+        yield _decode(line, f"{file}:{number}").replace("\r\n", "\n")
+
+
+def _cut_line(line: bytes) -> tuple[bytes, bytes]:
+    """Split a line into a part and the rest: after a space near the end, else between two characters."""
+    last = line.rfind(b" ", len(line) - 1024) + 1
+    if not last:
+        last = len(line)
+        while last > len(line) - 4 and line[last - 1] & 0xC0 == 0x80:  # within a character
+            last -= 1
+        last -= line[last - 1] >= 0xC0
+    return line[:last], line[last:]
 
 
 def _decode(line: bytes, where: str) -> str:

@@ -28,10 +28,12 @@ from stages.text.sequences import (
     NO_ROOM,
     NOTHING_WRITTEN,
     LoadedText,
+    describe_skipped,
     encode_text,
     find_begin,
     missing_begin,
-    require_usable,
+    require_embeddings,
+    require_sequences,
     select_usable,
 )
 from stages.text.sources import read_sources
@@ -69,7 +71,12 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
             room -= len(ids)
         if room <= 0:
             break
-    return require_usable(LoadedText(prompts, dict(skipped)), source, tokenizer)
+    text = LoadedText(prompts, dict(skipped))
+    require_sequences(text, source)
+    for note in describe_skipped(skipped):
+        logger.warning("prompts: %s", note)
+    require_embeddings(prompts, tokenizer)
+    return text
 
 
 def encode_start(document: Document, tokenizer: PreTrainedTokenizerBase, data: Source) -> list[int]:
@@ -123,7 +130,8 @@ def continue_prompts(
             tokens += sum(len(prompt) + len(row) for prompt, row in pairs if row)
             written += news
             progress.update(min(tokens, data.tokens) - progress.n)
-    text = require_usable(_join(prompts, written, data.tokens), list_sources(data, "calibration")[0], tokenizer)
+    text = _join(prompts, written, data.tokens)
+    require_sequences(text, list_sources(data, "calibration")[0])
     logger.info("generated text: %d of %d tokens, %d sequences", text.tokens, data.tokens, len(text.sequences))
     return text
 
@@ -212,4 +220,7 @@ def _join(prompts: LoadedText, written: Sequence[Sequence[int]], wanted: int) ->
                 silent.append(prompt.name)
 
     sequences = select_usable(join(), wanted).sequences
-    return LoadedText(sequences, {**prompts.skipped, **({NOTHING_WRITTEN: silent} if silent else {})})
+    skipped = {NOTHING_WRITTEN: silent} if silent else {}
+    for note in describe_skipped(skipped):
+        logger.warning("generated text: %s", note)
+    return LoadedText(sequences, {**prompts.skipped, **skipped})

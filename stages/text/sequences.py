@@ -3,24 +3,42 @@
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError, some
-from models.loading import vocabulary_size
+from models.loading import is_panic, vocabulary_size
 from stages.text.batches import IGNORED, TokenSequence
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig, Source, Split
 from stages.text.documents import Document
+from stages.text.files import describe_files
 from stages.text.sources import describe_emptiness, read_sources
+from stages.text.template import RenderingError
 
 logger = logging.getLogger(__name__)
 
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, source: Source) -> TokenSequence:
-    """Tokenize one document with its end token. Raises DataError: a conversation cannot be rendered or labelled."""
+    """Tokenize one document with its end token.
+
+    Raises DataError: a conversation cannot be rendered or labelled, or the tokenizer fails.
+    """
+    try:
+        return _encode_document(document, tokenizer, source)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        what, do = f"the tokenizer fails: {str(error)[:200]}", "the model's own tokenizer files, or other text"
+        where = f"{document.name}, tokenizer {tokenizer.name_or_path}"
+        raise DataError(what, where=where, do=do) from error
+
+
+def _encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, source: Source) -> TokenSequence:
     if document.messages:
         ids, supervised = encode_conversation(document, tokenizer, source)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
@@ -62,6 +80,10 @@ REMEDIES = {
 }
 
 
+# Records that are tried after one that the chat template does not write whole, to say how many are like it.
+COUNTED = 99
+
+
 @dataclass(frozen=True)
 class LoadedText:
     """Usable sequences, and the names of the skipped ones."""
@@ -90,24 +112,26 @@ def describe_skipped(skipped: Skipped) -> list[str]:
     ]
 
 
-def require_usable(text: LoadedText, source: Source, tokenizer: PreTrainedTokenizerBase) -> LoadedText:
-    """The text; warns of skipped sequences. Raises DataError: no sequence is left, or the model lacks a token."""
-    if not text.sequences and not text.skipped:
+def require_sequences(text: LoadedText, source: Source) -> None:
+    """Raise DataError if no sequence is left."""
+    if text.sequences:
+        return
+    if not text.skipped:
         raise describe_emptiness(source)
-    if not text.sequences:
-        where = f"{source.title}, {source.place}.labels={source.labels}, data.max_length={source.max_length}"
-        what = f"the {source.role} text has no usable sequence: {'; '.join(describe_skipped(text.skipped))}"
-        raise DataError(what, where=where, do=", or ".join(REMEDIES[fault] for fault in text.skipped))
-    for note in describe_skipped(text.skipped):
-        logger.warning("%s text: %s", source.role, note)
+    where = f"{source.title}, {source.place}.labels={source.labels}, data.max_length={source.max_length}"
+    what = f"the {source.role} text has no usable sequence: {'; '.join(describe_skipped(text.skipped))}"
+    raise DataError(what, where=where, do=", or ".join(REMEDIES[fault] for fault in text.skipped))
+
+
+def require_embeddings(sequences: Iterable[TokenSequence], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError at a token that the tokenizer has and the model has not."""
     known = vocabulary_size(tokenizer)
-    for sequence in text.sequences:
+    for sequence in sequences:
         if known is not None and (last := max(sequence.ids)) >= known:
             name = tokenizer.convert_ids_to_tokens(last)
             what = f"the tokenizer makes token {last}, {name!r}, and the model has {known}"
             do = "the tokenizer and the chat template of these weights, or text without this token"
             raise DataError(what, where=f"{sequence.name}, tokenizer {tokenizer.name_or_path}", do=do)
-    return text
 
 
 # Cache of one entry: the stages of a run share one DataConfig, so that its calibration split is tokenized once.
@@ -140,13 +164,37 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
 
 
 def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> LoadedText:
-    encoded = (encode_document(document, tokenizer, source) for document in documents)
+    encoded = _encode_documents(iter(documents), tokenizer, source)
     build = pack_documents if source.packing == "packed" else truncate_documents
-    found = select_usable(build(encoded, source.max_length, find_begin(tokenizer)), source.tokens)
-    text = require_usable(found, source, tokenizer)
+    text = select_usable(build(encoded, source.max_length, find_begin(tokenizer)), source.tokens)
+    require_sequences(text, source)
+    require_embeddings(text.sequences, tokenizer)
+    for note in describe_skipped(text.skipped):
+        logger.warning("%s text: %s", source.role, note)
     counts = text.tokens, source.tokens, len(text.sequences)
-    logger.info("%s text: %d of %d tokens, %d sequences of %s", source.role, *counts, source.title)
+    files = describe_files(source) if source.kind == "text" else ""
+    logger.info("%s text: %d of %d tokens, %d sequences of %s%s", source.role, *counts, source.title, files)
     return text
+
+
+def _encode_documents(
+    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, source: Source
+) -> Iterator[TokenSequence]:
+    """Tokenize documents; the error for a conversation that is not written whole counts further ones."""
+    for document in documents:
+        try:
+            yield encode_document(document, tokenizer, source)
+        except RenderingError as error:
+            read = refused = 0
+            with suppress(DataError):  # a record that cannot be read
+                for other in islice(documents, COUNTED):
+                    read += 1
+                    try:
+                        encode_document(other, tokenizer, source)
+                    except RenderingError:
+                        refused += 1
+            what = f"{error.what}; and those of {refused} of the next {read} records"
+            raise RenderingError(what, where=error.where, do=error.do) from error
 
 
 def _mix(parts: Sequence[tuple[Source, LoadedText]]) -> LoadedText:

@@ -1,13 +1,15 @@
 from datetime import UTC, datetime
 
 import pytest
+from transformers import ByT5Tokenizer
 
 from instruments.errors import DataError
 from stages.text.chat import encode_conversation, encode_prompt
 from stages.text.config import Source
 from stages.text.documents import Document
+from stages.text.template import RenderingError
 
-# The embedded tokenizer's format with a newline after each turn.
+# The embedded tokenizer's format with a newline after each turn and without generation marks.
 UNMARKED = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -58,7 +60,7 @@ def supervise(messages, tokenizer):
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (None, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
+        (None, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),  # generation marks
         (UNMARKED, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
         (THINKING, "A crustacean.<|endoftext|><think>\n\n</think>\n\n龙虾 🦞<|endoftext|>"),
         # The token " A" joins the template's space and the answer's first letter.
@@ -73,6 +75,12 @@ def test_the_answers_and_their_ends_are_supervised(tokenizer, conversation, temp
     assert (tokenizer.decode(ids), counts) == (text, [True] * len(ids))
 
 
+def test_marked_and_unmarked_templates_agree(tokenizer, conversation):
+    marked = encode(conversation, tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert encode(conversation, tokenizer) == marked
+
+
 @pytest.mark.parametrize("template", [UNMARKED, THINKING])
 def test_an_answer_that_occurs_elsewhere_too_is_found_in_its_own_turn(tokenizer, template):
     tokenizer.chat_template = template
@@ -81,8 +89,20 @@ def test_an_answer_that_occurs_elsewhere_too_is_found_in_its_own_turn(tokenizer,
     assert supervise(conversation, tokenizer)[0] == "user<|endoftext|>user<|endoftext|>"
 
 
+def test_an_empty_answer_is_its_end(tokenizer, conversation):
+    tokenizer.chat_template = UNMARKED
+    conversation[1]["content"] = ""
+    assert supervise(conversation, tokenizer)[0] == "<|endoftext|>龙虾 🦞<|endoftext|>"
+
+
+def test_special_tokens_are_those_the_template_writes(tokenizer, conversation):
+    tokenizer.chat_template = "{{ bos_token }}" + UNMARKED
+    ids, _ = encode(conversation, tokenizer, "full_sequence")
+    assert ids.count(tokenizer.bos_token_id) == 1 + len(conversation)
+
+
 @pytest.mark.parametrize("labels", ["completion", "full_sequence", None])
-@pytest.mark.parametrize(("template", "what"), [(None, "no default chat template"), (REFUSING, "roles must alternate")])
+@pytest.mark.parametrize(("template", "what"), [(None, "has no chat template"), (REFUSING, "roles must alternate")])
 def test_a_template_that_is_missing_or_refuses(tokenizer, conversation, labels, template, what):
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=what):
@@ -114,7 +134,7 @@ CALLING = (
         (THINKING, {"content": "<think>Hm.</think>A crustacean."}, "the content of message 2"),
         (UNMARKED, {"reasoning_content": "Hm."}, "the reasoning_content of message 2"),
         (UNMARKED, {"tool_calls": [CALL]}, "a tool call of message 2"),
-        (UNMARKED.replace("m['content']", "m['content'][:9]"), {}, "the content of message"),
+        (UNMARKED.replace("m['content']", "m['content'][:9]"), {}, "the content of message 1"),
         # The content is also a part of the template, and of another message.
         (FORGETFUL, {"content": "user"}, "all of message 2"),
         (FORGETFUL, {"content": "What"}, "all of message 2"),
@@ -124,7 +144,7 @@ CALLING = (
 def test_a_template_that_leaves_something_out(tokenizer, conversation, labels, template, change, missing):
     tokenizer.chat_template = template
     conversation[1] |= change
-    with pytest.raises(DataError, match=f"leaves out {missing}"):
+    with pytest.raises(RenderingError, match=f"leaves out {missing}"):
         encode(conversation, tokenizer, labels)
     ids, counts = encode(conversation, tokenizer, "completion", chat_template="plain")
     text = "".join(tokenizer.decode(ids).split())
@@ -138,15 +158,24 @@ def test_tools_and_calls_of_them_are_written(tokenizer, conversation, template):
     tokenizer.chat_template = template or tokenizer.chat_template
     conversation[1] |= {"content": "", "tool_calls": [CALL]}
     if template is None:
-        with pytest.raises(DataError, match="a tool call of message 2"):
+        with pytest.raises(RenderingError, match="a tool call of message 2"):
             encode(conversation, tokenizer, tools=[TOOL])
         conversation[1] = {"role": "assistant", "content": "No."}
-        with pytest.raises(DataError, match="the tools"):
+        with pytest.raises(RenderingError, match="the tools"):
             encode(conversation, tokenizer, tools=[TOOL])
     else:
         text = tokenizer.decode(encode(conversation, tokenizer, "full_sequence", tools=[TOOL])[0])
         assert text.startswith('{"type": "function", "function": {"name": "weigh", "description"')
         assert '<|assistant|>\n{"name": "weigh", "arguments": {"what": "a lobster", "unit": null}}' in text
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED])
+def test_an_answer_that_the_record_takes_out_is_not_supervised(tokenizer, conversation, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    conversation[1]["train"] = False
+    if template is None:
+        tokenizer.chat_template = UNMARKED + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    assert supervise(conversation, tokenizer)[0] == "龙虾 🦞<|endoftext|>"
 
 
 def test_a_template_is_one_of_several_names_or_a_file(tokenizer, conversation, tmp_path):
@@ -172,13 +201,17 @@ def test_a_template_that_refuses_the_beginning_of_a_conversation(tokenizer, conv
 
 def test_a_conversation_that_begins_with_an_answer(tokenizer, conversation):
     """transformers renders no empty conversation, so that nothing shows where this answer begins."""
+    opened = conversation[1:]
+    assert supervise(opened, tokenizer)[0] == "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"
+    tokenizer.chat_template = UNMARKED
     with pytest.raises(DataError, match="does not show where"):
-        supervise(conversation[1:], tokenizer)
+        supervise(opened, tokenizer)
 
 
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
 @pytest.mark.parametrize("labels", ["completion", "full_sequence", None])
-def test_roles_that_the_template_leaves_out(tokenizer, conversation, labels):
-    tokenizer.chat_template = KNOWN_ROLES
+def test_roles_that_the_template_leaves_out(tokenizer, conversation, labels, marks):
+    tokenizer.chat_template = KNOWN_ROLES + marks
     messages = [*conversation[:2], {"role": "human", "content": "Why  so?"}, {"role": "gpt", "content": ""}]
     with pytest.raises(DataError, match="role 'human'"):
         encode(messages, tokenizer, labels)
@@ -186,8 +219,16 @@ def test_roles_that_the_template_leaves_out(tokenizer, conversation, labels):
     assert "<|human|>\nWhy  so?" in supervise(messages, tokenizer)[1]
 
 
-def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch):
-    tokenizer.chat_template = DATED
+def test_roles_whose_messages_are_written_in_other_quotes(tokenizer, conversation):
+    """Like Llama 3.1, whose results of tools have the role ipython."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
+    messages = [*conversation, {"role": "ipython", "content": '{"legs": 10}'}]
+    assert r"{\"legs\": 10}" in tokenizer.decode(encode(messages, tokenizer, "full_sequence")[0])
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch, marks):
+    tokenizer.chat_template = DATED + marks
 
     def encode_on(day):
         clock = type("clock", (), {"now": lambda: datetime(2031, 5, day, tzinfo=UTC)})
@@ -196,6 +237,17 @@ def test_the_text_is_the_same_tomorrow(tokenizer, conversation, monkeypatch):
 
     assert encode_on(3) == encode_on(4)
     assert tokenizer.decode(encode_on(4)[2]).startswith("26 Jul 2024<|user|>\nWhat is a lobster?")
+
+
+def test_a_tokenizer_without_places_of_tokens_encodes_but_cannot_label_answers(conversation):
+    """One without Rust code."""
+    slow = ByT5Tokenizer()
+    slow.chat_template, slow.name_or_path = PLAIN, "slow"
+    ids, counts = encode(conversation, slow, "full_sequence")
+    assert ids == slow(slow.apply_chat_template(conversation, tokenize=False), add_special_tokens=False)["input_ids"]
+    assert counts == [True] * len(ids)
+    with pytest.raises(DataError, match="does not show where"):
+        encode(conversation, slow)
 
 
 @pytest.mark.parametrize("template", [None, UNMARKED, PLAIN])

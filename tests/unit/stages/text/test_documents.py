@@ -58,10 +58,29 @@ def test_calls_of_tools_are_read_with_values_as_arguments():
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     expected = {"role": "assistant", "content": "", "tool_calls": [call]}
     function = {"name": "f", "arguments": '{"x": 1}'}
-    for calls in ([{"function": function}], function):
-        record = {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}], "tools": [tool]}
+    for fields in ({"tool_calls": [{"function": function}]}, {"tool_calls": function}, {"function_call": function}):
+        record = {"messages": [{"role": "assistant", "content": None, **fields}], "functions": [tool["function"]]}
         assert read(record) == Document("f:1", messages=(expected,), tools=(tool,))
         assert read(record).digest != read({"messages": record["messages"]}).digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels", "trained"),
+    [
+        ({"weight": 0}, "completion", False),
+        ({"train": False}, "generated", False),
+        ({"weight": 1, "train": True}, "completion", True),
+        ({"train": True}, "full_sequence", True),
+        ({"train": False}, "full_sequence", None),
+    ],
+)
+def test_a_message_says_whether_the_loss_counts_it(fields, labels, trained):
+    record = {"messages": [MESSAGES[0], MESSAGES[1] | fields]}
+    if trained is None:
+        with pytest.raises(DataError, match=r"data\.labels=completion"):
+            read(record, labels=labels)
+    else:
+        assert read(record, labels=labels).messages[1].get("train", True) is trained
 
 
 @pytest.mark.parametrize("record", [{"text": ""}, {"text": " \n\t"}, {"text": None}, {"messages": []}])
@@ -85,8 +104,13 @@ def test_half_a_surrogate_pair_becomes_a_question_mark():
         ({"messages": [MESSAGES[0], {"from": "gpt"}]}, "f:1, column messages, message 2"),
         ({"messages": [MESSAGES[0] | {"content": [{"type": "text"}]}]}, "f:1, column messages, message 1"),
         ({"messages": [MESSAGES[0] | {"tool_calls": ["f"]}]}, "f:1, column messages, message 1"),
+        (
+            {"messages": [MESSAGES[0] | {"function_call": {"name": "f", "arguments": "{"}}]},
+            "f:1, column messages, message 1",
+        ),
         ({"messages": [MESSAGES[0] | {"loss_mask": 0}]}, "f:1, column messages, message 1"),
         ({"messages": [MESSAGES[0] | {"id": 3}]}, "f:1, column messages, message 1"),
+        ({"messages": [MESSAGES[1] | {"weight": 0.5}]}, "f:1, column messages, message 1"),
         ({"messages": MESSAGES, "tools": "{"}, "f:1, column tools"),
         ({"conversations": [{"from": "human"}]}, "f:1, message 1"),
         ({"instruction": "a", "output": ""}, "f:1; its columns: instruction, output"),
@@ -96,6 +120,12 @@ def test_a_record_that_cannot_be_read_is_named(record, where):
     with pytest.raises(DataError) as caught:
         read(record)
     assert caught.value.where == where
+
+
+def test_a_wrong_column_names_the_setting_of_the_source():
+    with pytest.raises(DataError) as caught:
+        read({"body": "a"}, place="data.sources.2")
+    assert "data.sources.2.text_column=" in caught.value.do
 
 
 def test_long_documents_are_cut():

@@ -1,17 +1,20 @@
-from dataclasses import replace
+import logging
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from threading import Barrier, Thread
 
 import pytest
 import torch
-from integration.forked import as_workers
 from numerics.quantised_models import plain_twin
 from pico import write_pico
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from instruments.errors import DataError
 from models.config import ModelConfig
 from models.loading import is_offloaded, load_dense
 from models.source import EMBEDDED
+from stages.artifacts.job import Workers
 from stages.text.batches import TokenSequence
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts, find_ends, load_prompts, write_continuations
@@ -125,6 +128,16 @@ def test_draws_depend_on_the_seed_alone_and_leave_torch_as_it_was(model):
     assert drawn != write(model)
 
 
+def test_draws_follow_the_softmax_of_all_tokens_at_the_temperature(model):
+    data = DataConfig(max_new_tokens=1, temperature=0.7)
+    drawn = torch.tensor(write(model, data, prompts=[[9, 8, 7]] * 4000, seed=1))
+    with torch.no_grad():
+        expected = (model(torch.tensor([[9, 8, 7]])).logits[0, -1] / 0.7).softmax(0)
+    shares = torch.bincount(drawn[:, 0], minlength=len(expected)) / 4000
+    # The bound is five standard deviations of a share.
+    assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-3).all()
+
+
 def test_settings_of_the_checkpoint_do_not_steer_what_is_written(model):
     expected = write(model)
     own = model.generation_config
@@ -190,6 +203,16 @@ def test_only_what_was_written_counts(embedded_model, tokenizer):
     assert text.skipped["dull"] == ["x"]
 
 
+def test_the_model_finds_what_it_wrote_likely(embedded_model, tokenizer):
+    """With teacher forcing on its greedy text, the model gives every labelled token the highest logit."""
+    text = go_on(embedded_model, tokenizer, load_prompts(DATA, tokenizer))
+    for sequence in text.sequences:
+        with torch.no_grad():
+            logits = embedded_model(torch.tensor([sequence.ids])).logits[0, :-1]
+        labels = torch.tensor(sequence.labels[1:])
+        assert logits.argmax(1)[labels != -100].equal(labels[labels != -100])
+
+
 def test_greedy_text_does_not_depend_on_the_batches_and_drawn_text_on_nothing_but_the_seed(embedded_model, tokenizer):
     """A resumed scan generates its text again and relies on equal batches."""
     few, drawn = replace(DATA, tokens=90), replace(DATA, temperature=1.0)
@@ -201,23 +224,67 @@ def test_greedy_text_does_not_depend_on_the_batches_and_drawn_text_on_nothing_bu
     assert go_on(embedded_model, tokenizer, data=drawn, seed=4) != text
 
 
-def test_the_text_does_not_depend_on_the_workers(embedded_model, tokenizer):
+@dataclass(frozen=True)
+class Threads(Workers):
+    """Workers as threads of this process."""
+
+    board: tuple = ()
+    meeting: Barrier | None = None
+
+    def gather(self, value):
+        self.board[self.rank].append(value)
+        self.meeting.wait()
+        values = [values[-1] for values in self.board]
+        self.meeting.wait()
+        return values
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_text_does_not_depend_on_the_workers(embedded_model, tokenizer, world):
     expected = go_on(embedded_model, tokenizer)
+    board, meeting = tuple([] for _ in range(world)), Barrier(world, timeout=60)
+    found, models = {}, [deepcopy(embedded_model) for _ in range(world)]
 
-    def work(workers):
-        assert go_on(embedded_model, tokenizer, workers=workers) == expected
+    def work(rank):
+        found[rank] = go_on(models[rank], tokenizer, workers=Threads(rank, world, rank, world, board, meeting))
 
-    as_workers(2, work)
+    threads = [Thread(target=work, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(world), expected)
+    assert all(sum(map(len, parts)) > 0 for parts in board), "every worker wrote a part of it"
 
 
-def test_a_prompt_after_which_nothing_is_written_is_counted_and_named(embedded_model, tokenizer, monkeypatch):
-    def write(_model, prompts, *_rest, **_options):
-        return [[] if 120 in prompt else [300] * 6 for prompt in prompts]
+@pytest.fixture(scope="module")
+def ending_model(tmp_path_factory):
+    """A model whose next token depends on the last token alone; after tokens 100 to 199 the text ends."""
+    folder = write_pico(tmp_path_factory.mktemp("ending"), "qwen3", tokenizer=True, hidden=32)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        # After tokens 100 to 199 the end has logit 0 and all others have negative logits.
+        model.lm_head.weight.fill_(-1.0)
+        model.lm_head.weight[0] = 0.0
+        model.lm_head.weight[300] = 2.0
+        model.model.norm.weight.fill_(1.0)
+        model.model.embed_tokens.weight.fill_(1.0)  # token 300 follows all other tokens
+        model.model.embed_tokens.weight[100:200] = -1.0
+        model.model.embed_tokens.weight[100:200, 1:] = 0.0
+        model.model.embed_tokens.weight[100:200, 0] = 1.0
+        model.lm_head.weight[300, 0] = -1.0
+    return model, AutoTokenizer.from_pretrained(folder)
 
-    monkeypatch.setattr("stages.text.generated.write_continuations", write)
-    text = go_on(embedded_model, tokenizer, named([5, 120], [5, 6, 7], [120]))
+
+def test_a_prompt_after_which_nothing_is_written_is_counted_and_named(ending_model, caplog):
+    with caplog.at_level(logging.WARNING):
+        text = go_on(*ending_model, named([5, 120], [5, 6, 7], [150]))
     assert [sequence.ids for sequence in text.sequences] == [[5, 6, 7] + [300] * 6]
-    assert text.skipped == {"the model ended the text at once": ["p[5, 120]", "p[120]"]}
+    assert text.skipped == {"the model ended the text at once": ["p[5, 120]", "p[150]"]}
+    assert len(caplog.messages) == 1
     with pytest.raises(DataError) as caught:
-        go_on(embedded_model, tokenizer, named([5, 120], [120]))
+        go_on(*ending_model, named([5, 120], [150]))
     assert caught.value.do == "prompts that call for an answer"

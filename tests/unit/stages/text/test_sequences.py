@@ -9,6 +9,7 @@ from stages.text.config import DataConfig, Source
 from stages.text.documents import Document
 from stages.text.generated import load_prompts
 from stages.text.sequences import (
+    describe_skipped,
     encode_document,
     find_begin,
     load_text,
@@ -79,6 +80,13 @@ def test_usable_sequences_until_enough_and_the_names_of_the_others():
     assert (text.sequences, text.skipped) == (sequences[:1], {"no token counts in the loss": ["g"]})
 
 
+def test_what_was_skipped_in_words():
+    assert describe_skipped({"too dull": list("abcdefgh"), "too long": ["d"]}) == [
+        "skipped 8 sequences (too dull: a, b, c, d, e and 3 more)",
+        "skipped 1 sequence (too long: d)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("record", "settings", "do"),
     [
@@ -110,6 +118,14 @@ def test_documents_end_with_one_separator(tokenizer, conversation):
     assert encode(tokenizer, Document("f:1", "one two")) == "one two"
 
 
+def test_packed_text_holds_the_documents_and_their_ends(write_jsonl, tokenizer):
+    path = write_jsonl("a.jsonl", [{"text": f"document number {number}"} for number in range(9)])
+    sequences = load_text(config_of(path, max_length=16), tokenizer, "calibration").sequences
+    assert all(sequence.labels == sequence.ids for sequence in sequences)
+    text = tokenizer.decode([id_ for sequence in sequences for id_ in sequence.ids])
+    assert text == "".join(f"document number {number}<|endoftext|>" for number in range(9))
+
+
 def test_a_whole_file_is_one_running_text(tmp_path, tokenizer):
     path = tmp_path / "a.txt"
     text = "\n\n".join(" = Lobster =\n\n" + " The lobster pinches." * (number + 1) for number in range(40))
@@ -128,6 +144,14 @@ def test_the_number_of_tokens_is_kept_to_the_token(write_jsonl, tokenizer, packi
     # A last sequence of one token has nothing to predict and is left out.
     assert sum(len(sequence.ids) for sequence in sequences) == (64 if tokens == 65 else tokens)
     assert [len(sequence.ids) for sequence in sequences[:4]] == [16] * 4
+
+
+def test_calibration_and_heldout_have_their_own_numbers_of_tokens(tokenizer):
+    data = DataConfig(tokens=100, heldout_tokens=50, max_length=32)
+    calibration = load_text(data, tokenizer, "calibration").sequences
+    heldout = load_text(data, tokenizer, "heldout").sequences
+    assert [len(sequence.ids) for sequence in calibration] == [32, 32, 32, 4]
+    assert [len(sequence.ids) for sequence in heldout] == [32, 18]
 
 
 def test_skipped_sequences_are_counted_and_named(write_jsonl, tokenizer, caplog):
@@ -179,3 +203,15 @@ def test_a_token_without_an_embedding(write_jsonl, tokenizer, load):
     with pytest.raises(DataError) as caught:
         load(data, tokenizer, *(["calibration"] if load is load_text else []))
     assert caught.value.what == "the tokenizer makes token 4096, '<|new|>', and the model has 4096"
+
+
+def test_a_tokenizer_whose_compiled_code_fails_is_an_error_of_the_text(tokenizer, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def fail(*_words, **_options):
+        raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    monkeypatch.setattr(type(tokenizer), "__call__", fail)
+    with pytest.raises(DataError, match="the tokenizer fails: called"):
+        encode_document(Document("f:1", "text"), tokenizer, Source())

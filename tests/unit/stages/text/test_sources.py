@@ -1,11 +1,13 @@
 import gzip
 import json
+import os
 
 import pyarrow.parquet
 import pytest
 
 from instruments.errors import DataError
-from stages.text.config import DataConfig, list_sources
+from stages.text.config import DataConfig, Source, list_sources
+from stages.text.files import MAX_LINE, describe_files, read_file
 from stages.text.sources import read_sources
 
 
@@ -40,6 +42,36 @@ def test_a_txt_file_is_cut_into_passages_named_by_their_first_lines(tmp_path):
     assert [document.text for document in documents] == [paragraph.strip()] * 3
 
 
+def test_the_passages_of_a_running_text_hold_all_of_it(tmp_path):
+    text = "\n\n".join("word " * (37 * number % 400) + str(number) for number in range(100))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert "\n\n".join(texts(tmp_path)) == text
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "龙", "🦞"])
+@pytest.mark.parametrize("shift", range(4))
+def test_long_lines_are_cut_between_characters(tmp_path, letter, shift):
+    text = "b" * shift + letter * 50_000
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert "".join(texts(tmp_path)) == text
+    assert max(len(part.encode()) for part in texts(tmp_path)) <= MAX_LINE
+
+
+def test_long_lines_are_cut_at_spaces_and_read_as_far_as_needed(tmp_path):
+    (tmp_path / "a.txt").write_text("some words " * 12_000 + "\nlast\n", encoding="utf-8")
+    assert " ".join(texts(tmp_path)).split() == ["some", "words"] * 12_000 + ["last"]
+    os.truncate(tmp_path / "a.txt", 2**33)  # a hole
+    assert next(read_file(tmp_path / "a.txt", Source())).text.startswith("some words")
+
+
+def test_a_share_of_one_path_is_held_out(write_jsonl):
+    path = str(write_jsonl("a.jsonl", [{"text": f"text {number}"} for number in range(300)]))
+    heldout, calibration = read("heldout", path=path), read("calibration", path=path)
+    assert len(heldout) + len(calibration) == 300
+    assert {document.text for document in heldout}.isdisjoint(document.text for document in calibration)
+    assert 10 < len(heldout) < 60
+
+
 def test_calibration_leaves_out_what_the_heldout_file_in_its_folder_holds(tmp_path, write_jsonl):
     chat = {"messages": [{"role": "user", "content": "b"}]}
     write_jsonl("a.jsonl", [{"text": "one"}, {"text": "two"}, chat])
@@ -71,13 +103,15 @@ def write_rows(path):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
         case ".jsonl.gz":
             path.write_bytes(gzip.compress(lines))
+        case ".jsonl.zst":
+            path.write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
         case ".json":
             path.write_text(json.dumps(ROWS))
         case ".csv":
             path.write_text('id,text\r\n1,"one, two"\r\n2,"three\nfour"\r\n')
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.json", "a.csv"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.csv"])
 def test_every_format_gives_the_same_documents_or_says_that_it_is_damaged(tmp_path, name):
     write_rows(tmp_path / name)
     assert texts(tmp_path / name) == ["one, two", "three\nfour"]
@@ -86,39 +120,55 @@ def test_every_format_gives_the_same_documents_or_says_that_it_is_damaged(tmp_pa
     assert str(tmp_path / name) in refusal(tmp_path / name).where
 
 
-def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("stages.text.files.MAX_LINE", 100)
+def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(b"plain")
+    assert refusal(tmp_path / "a.txt.gz").where == str(tmp_path / "a.txt.gz")
+
+
+def test_a_row_of_another_length_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,a,b\n")
+    assert refusal(tmp_path / "a.csv").where == f"{tmp_path / 'a.csv'}, row 1"
+
+
+def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.text.files.MAX_RECORD", 100)
     monkeypatch.setattr("stages.text.files.MAX_JSON", 100)
-    for name in ("a.jsonl", "a.json", "a.csv", "a.txt"):
-        (tmp_path / name).write_text("text\n" + "a" * 200 if name == "a.csv" else json.dumps({"text": "a" * 200}))
+    for name in ("a.jsonl", "a.json", "a.csv"):
+        (tmp_path / name).write_text('{"text": "' + "a" * 200 + '"}\n' if name != "a.csv" else "text\n" + "a" * 200)
         assert str(tmp_path / name) in refusal(tmp_path / name).where
 
 
-def test_hidden_files_and_files_about_the_data_are_left_out_and_the_latter_named(tmp_path, write_jsonl, caplog):
-    caplog.set_level("INFO")
+def test_hidden_files_and_files_about_the_data_are_left_out(tmp_path, write_jsonl):
     write_jsonl("train.jsonl", [{"text": "one"}])
     for name in (".ipynb_checkpoints/train.jsonl", "__MACOSX/._train.jsonl", "README.md", "LICENSE.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"\xff not text")
     assert texts(tmp_path) == ["one"]
-    assert all(name in caplog.text for name in ("README.md", "LICENSE.txt"))
+    assert describe_files(Source(path=str(tmp_path))) == " (1 .jsonl, without LICENSE.txt, README.md)"
     write_jsonl("license-texts.jsonl", [{"text": "two"}])  # records are no file about the data
     assert sorted(texts(tmp_path)) == ["one", "two"]
 
 
-def test_a_readme_alone_is_text(tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_a_readme_alone_is_text(tmp_path):
     (tmp_path / "README.md").write_text("words")
     assert texts(tmp_path) == ["words"]
-    assert "without" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["train.arrow", "deeper/part.tsv"])
+@pytest.mark.parametrize("name", ["train.arrow", "deeper/part.tsv", "archive.tar.gz"])
 def test_data_that_is_not_read_beside_text_is_an_error(tmp_path, write_jsonl, name):
     write_jsonl("train.jsonl", [{"text": "one"}])
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    assert name.rpartition("/")[2] in refusal(tmp_path).what
+    assert name in refusal(tmp_path).what
+
+
+def test_several_paths_are_read_one_after_another(write_jsonl):
+    first, second = (str(write_jsonl(f"{name}.jsonl", [{"text": name}])) for name in "ab")
+    found = read(path=None, paths=[second, first], heldout_share=1e-9)
+    assert {document.text for document in found} == {"a", "b"}
+    with pytest.raises(DataError) as caught:
+        read(path=None, paths=[first, "nowhere"])
+    assert caught.value.where.startswith("data.paths=nowhere")
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "a.tsv", "README", ""])
@@ -161,6 +211,14 @@ def test_bytes_that_are_no_utf8(tmp_path, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     assert "not UTF-8" in refusal(path).what
+
+
+def test_labels_of_answers_need_conversations(write_jsonl):
+    path = write_jsonl("a.jsonl", [{"text": "one"}])
+    with pytest.raises(DataError) as caught:
+        read(path=str(path), heldout_share=1e-9, labels="completion")
+    assert (caught.value.where, "data.labels=full_sequence" in caught.value.do) == (f"{path}:1", True)
+    assert len(read("heldout", heldout_path=str(path), labels="completion")) == 1
 
 
 def test_heldout_text_of_a_file_beside_the_standard_library(write_jsonl):
