@@ -22,6 +22,7 @@ from models.finding import source_decoder
 from models.source import explained_config
 from models.targets.base import ALIGNMENT, MoETarget, expert_width, long_texts
 from models.targets.config import check_target
+from pipeline.advice import SYNONYMS, other_values, presets_like
 from pipeline.disk import nearest_existing
 from pipeline.help import LOCAL, OVERLAYS, groups
 from pipeline.settings import LOOKING, PLACES, TRAINED, Settings, enables, unneeded
@@ -108,12 +109,10 @@ def default_text(spec: Field[Any]) -> str:
 def unknown_choice(name: str, value: object, choices: Iterable[object], *, listed: bool = False) -> ConfigError:
     """The error for a name outside the choices, with the closest one as the remedy; `listed`: the setting is a list."""
     known = [str(choice) for choice in choices]
-    lowered = {choice.lower(): choice for choice in known}
-    close = get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.8 if name in LOCAL else 0.5)
-    meant = lowered[close[0]] if close else known[0]
-    do = f"{name}=[{meant}]" if listed else f"{name}={meant}"
-    if name in LOCAL and not close:
-        do = f"{name}=A_PATH_THAT_EXISTS, {name}=OWNER/NAME of the hub, or one of these"
+    close = get_close_matches(str(value), known, n=1, cutoff=0.8 if name in LOCAL else 0.5)
+    meant = [str(other) for other in other_values(value) if str(other) in known] or close
+    word = f"{name}=[{(meant or known)[0]}]" if listed else f"{name}={(meant or known)[0]}"
+    do = presets_like(name, str(value)) if name in LOCAL and not meant else SYNONYMS.get(f"{name}={value}", word)
     return ConfigError(f"{name}={value} is none of {', '.join(known)}", where=f"setting {name}", do=do)
 
 

@@ -81,7 +81,7 @@ def start(words: Sequence[str]) -> list[Step]:
             "lines; TINY_ONN_REDIS_PASSWORD in the environment is safer"
         )
     flags = {word for word in words if word.startswith("-")}
-    if wrong := flag_errors(flags):
+    if wrong := flag_errors(words):
         raise InvalidSettingsError(wrong)
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
     if faults := override_errors(settings, sweep=bool(SWEEPING & flags)):

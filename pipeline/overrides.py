@@ -18,9 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
-from pipeline.check import default_text, find_fields, folder_errors, unknown_choice
+from pipeline.advice import COMMANDS, flag_words, other_values, other_words
+from pipeline.check import as_word, default_text, find_fields, folder_errors, unknown_choice, value_errors
 from pipeline.help import LOCAL, groups
-from pipeline.settings import STAGES, Settings, find_wrong_values
+from pipeline.settings import Settings, find_wrong_values
 from stages.accumulators.config import hide_password
 from stages.text.config import DataConfig, SourceConfig
 
@@ -149,7 +150,8 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
             return
         elif fault := _type_fault(key, value):
             what = fault if fault.startswith(f"{key}=") else f"{key}={value}: {fault}"
-            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec)}")
+            meant = next((as_word(other) for other in other_values(value) if not _value_faults(key, other, spec)), None)
+            yield ConfigError(what, where=WHERE, do=f"{key}={default_text(spec) if meant is None else meant}")
 
 
 def _hydra_errors(key: str, value: str) -> Iterator[ConfigError]:
@@ -166,7 +168,7 @@ def _unreadable_word(word: str, options: dict[str, list[str]]) -> ConfigError:
     key, equals, value = word.lstrip("+").partition("=")
     spec = find_field(key)
     if not equals or not (spec or key in options or key.startswith("hydra")):
-        do = f"stage={key}" if key in STAGES else "stage=scan, or another key=value"
+        do = COMMANDS.get(key) or (find_words("model", key) or ["stage=scan, or another key=value"])[0]
         return ConfigError(f"{word[:200]} is no setting", where=WHERE, do=do)
     if spec is None or spec.type in {str, str | None}:
         # The shell does not expand ~ inside quotes.
@@ -194,22 +196,32 @@ def _type_fault(key: str, value: object) -> str:
     return "; ".join(find_wrong_values(Settings, value))
 
 
+def _value_faults(key: str, value: object, spec: Field[Any]) -> bool:
+    """Whether a value is of the wrong type, or breaks the setting's own rule."""
+    return bool(_type_fault(key, value) or [*value_errors(key, value, spec)])
+
+
 def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
-    """The error for a setting that does not exist, with the closest one that takes the value as the remedy."""
+    """The error for a setting that does not exist, with a word that takes the value as the remedy."""
     key, _equals, value = word.lstrip("+").partition("=")
     last_words = {name.rpartition(".")[2]: name for name in [*options, *FIELDS]}
     close = get_close_matches(key, [*FIELDS, *options], n=2, cutoff=0.75)
     close += [last_words[name] for name in get_close_matches(key.rpartition(".")[2], last_words, n=2, cutoff=0.75)]
-    near = (f"{name}={value}" for name in close)
-    do = next((word for word in near if not any(_word_errors(word, options, sweep=False))), None)
-    what = f"there is no setting {key}"
-    return ConfigError(what, where=WHERE, do=do or "python -m pipeline --cfg job lists the settings")
+    for meant in [*other_words(key, value), *(f"{name}={value}" for name in close)]:
+        is_sentence = "=" not in meant.partition(" ")[0]
+        if is_sentence or not any(_word_errors(expand_words([meant])[-1], options, sweep=False)):
+            return ConfigError(f"there is no setting {key}", where=WHERE, do=meant)
+    return ConfigError(f"there is no setting {key}", where=WHERE, do="python -m pipeline --cfg job lists the settings")
 
 
-def flag_errors(flags: Iterable[str]) -> list[ConfigError]:
-    """Errors: flags that are none, or that Hydra has and that would run a file's code or read other files."""
-    do = "settings without dashes, as in stage=scan; python -m pipeline --help, or --hydra-help for flags"
-    return [ConfigError(f"there is no flag {flag}", where=WHERE, do=do) for flag in flags if flag not in FLAGS]
+def flag_errors(words: Sequence[str]) -> list[ConfigError]:
+    """Errors, with the words to type: flags that are none, or that Hydra has and that run or read other files."""
+    errors = []
+    for flag, word in flag_words(words, FLAGS):
+        faults = [fault for new in expand_words([word]) for fault in _word_errors(new, groups(), sweep=False)]
+        do = faults[0].do if faults else word
+        errors.append(ConfigError(f"there is no flag {flag}: settings have no dashes", where=WHERE, do=do))
+    return errors
 
 
 # Hydra's flags that are supported, as they are written here: Hydra also takes abbreviations, of all its flags.
