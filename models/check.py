@@ -8,6 +8,7 @@ from typing import Any
 from instruments.dtypes import FLOATING
 from instruments.errors import CheckpointError, ConfigError, UserError, some
 from models.checkpoint import folder as checkpoint
+from models.checkpoint.mistaken import explain_names
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.finding import source_decoder
@@ -53,6 +54,8 @@ def _check_weights(
         what = f"config.json says that the weights are stored in {stored}, and none is"
         do = "remove quantization_config from config.json, or download the weights again"
         return [CheckpointError(what, where="quantization_config in config.json", do=do)]
+    if mistaken := explain_names(entries):
+        return [mistaken]
     return check_tensors(decoder, {name: entry.shape for name, entry in entries.items()})
 
 

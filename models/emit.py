@@ -86,7 +86,7 @@ def keep_tokens(source_folder: Path, out_folder: Path) -> None:
         return
     rules, path = out_folder / "tokenizer.json", out_folder / "tokenizer_config.json"
     if type(dense) is not TokenizersBackend or not rules.exists():
-        # Compact: indentation makes a large vocabulary several times as long.
+        # Compact: with indentation, a large vocabulary would exceed MAX_VOCABULARY_BYTES.
         rules.write_text(dense.backend_tokenizer.to_str(), encoding="utf-8")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     settings = {name: str(token) for name in names if (token := getattr(dense, name))}

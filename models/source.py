@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from instruments.errors import CheckpointError, ConfigError
 from instruments.files import hash_file
 from models.checkpoint import folder as checkpoint
+from models.checkpoint.mistaken import explain_place
 from models.config import ModelConfig
 
 # Not every *.safetensors: some repositories hold a second copy of the weights under another name.
@@ -148,6 +149,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = checkpoint.read_json(path)
     except OSError as error:
+        if mistaken := explain_place(folder):
+            raise mistaken from error
         what = f"no checkpoint: cannot read config.json ({error.strerror})"
         raise CheckpointError(what, where=str(folder), do=checkpoint.GIVE_FOLDER) from error
     except ValueError as error:

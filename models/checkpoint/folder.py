@@ -14,25 +14,33 @@ from typing import Any
 from instruments.dtypes import COMPUTED, FLOATING, SAFETENSORS, dtype_name, stored_name
 from instruments.errors import CheckpointError, some
 from instruments.safetensors_files import TensorEntry, read_header
+from models.checkpoint.mistaken import ADAPTER, explain_place, explain_shard
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-ADAPTER = "adapter_config.json"
-# Of a folder with several states of a model, one is named; an adapter is merged into its model and saved first.
-GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors, and no adapter, GGUF or folder of states>"
+GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the checkpoint again"
 
 _BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0\ud800-\udfff]+")  # a file name without a folder, valid UTF-8
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-# Parsing a hostile JSON file takes forty times its bytes. The index of a model with 100,000 tensors has 10 MiB.
+# Parsing a hostile JSON file takes forty times its bytes. The index of a model with 100,000 tensors has 10 MiB;
+# compiled code parses a tokenizer's vocabulary.
 MAX_JSON_BYTES = 16 * 2**20
+MAX_VOCABULARY_BYTES = 40 * 2**20  # Gemma's has 33 MiB
+MAX_VALUES = 2**21  # per file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
+VOCABULARIES = {"tokenizer.json", "vocab.json"}
+# Files in other formats than JSON are at most as large as a vocabulary.
 TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
     "chat_template*", "*.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 # Settings for images, sounds and videos.
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+# The other JSON files that transformers reads of a language model. A folder may hold more, such as trainer_state.json.
+_CONFIGURATIONS = {
+    "config.json", "generation_config.json", INDEX, ADAPTER, *PROCESSORS,
+}  # fmt: skip
 LICENCES = ("LICENSE*", "NOTICE*")
 # What a carve copies, in addition to weights.
 COPIED = ("generation_config.json", *PROCESSORS, *TOKENIZER_PATTERNS, *LICENCES)
@@ -47,17 +55,20 @@ def expand_user(path: str | Path) -> Path:
 
 
 def require_folder(folder: Path) -> Path:
-    """Return the folder. Raises CheckpointError: it does not exist, or holds a pipe or a device."""
+    """Return the folder. Raises CheckpointError: it does not exist, or holds a pipe, a device or an oversized file."""
     try:
         if folder.is_dir():
             # A broken link is reported when its file is needed.
             files = [path for path in folder.iterdir() if path.exists() and not path.is_dir()]
             odd = sorted(path.name for path in files if not path.is_file())
             if not odd:
+                _check_sizes(files)
                 _check_links(folder)
                 return folder
             what = f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint"
             raise CheckpointError(what, where=str(folder), do=f"remove it, or {RESTORE}")
+        if folder.is_file() and (error := explain_place(folder)):
+            raise error
         found = "is a file, not a folder" if folder.exists() else "does not exist"
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
@@ -75,6 +86,22 @@ def _check_links(folder: Path) -> None:
         if path.is_symlink() and path.resolve().parent not in inside:
             what = f"{path.name} is a link to a file outside of the checkpoint, and a carve would copy that"
             raise CheckpointError(what, where=str(path), do="replace the link by the file, if it belongs to the model")
+
+
+def _check_sizes(files: Iterable[Path]) -> None:
+    """Refuse configurations and tokenizer files that are larger than any model's. Raises CheckpointError."""
+    for file in sorted(files):
+        is_json, size = file.suffix == ".json", file.stat().st_size
+        if file.name not in _CONFIGURATIONS and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
+            continue
+        most = MAX_JSON_BYTES if is_json and file.name not in VOCABULARIES else MAX_VOCABULARY_BYTES
+        what = f"{size:,} bytes, more than the {most:,}" if size > most else ""
+        if is_json and MAX_VALUES < size <= most:
+            content = file.read_bytes()
+            if (found := sum(map(content.count, (b"[", b"{", b",")))) > MAX_VALUES:
+                what = f"{found:,} values, more than the {MAX_VALUES:,}"
+        if what:
+            raise CheckpointError(f"{file.name} has {what} that it may have", where=str(file), do=RESTORE)
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
@@ -193,7 +220,7 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
         try:
             stored |= read_header(shard)
         except CheckpointError as error:
-            errors.append(error)
+            errors.append(explain_shard(shard) or error)
     wrong = sorted(name for name, shard in index.items() if name not in stored or stored[name].path.name != shard)
     if wrong and not errors:
         what = f"{len(wrong)} of {len(index)} tensors are not in the shard the index names: {', '.join(wrong[:3])}"

@@ -1,4 +1,4 @@
-"""Headers of a folder: weights stored in 4 or 8 bits are one tensor each."""
+"""Headers of a folder: weights stored in 4 or 8 bits are one tensor each; no file is larger than any model's."""
 
 import json
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
-from models.checkpoint.folder import PackedEntry, read_checkpoint
+from models.checkpoint.folder import PackedEntry, read_checkpoint, require_folder
 from models.checkpoint.shards import ShardReader
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -112,3 +112,20 @@ def test_packed_weights_that_cannot_be_decoded(plain, tmp_path, kind, name, chan
     assert caught.value.what.startswith(what)
     assert UP.removesuffix("weight") in str(caught.value)
     assert caught.value.do
+
+
+@pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 41)])
+def test_json_larger_than_any_model_has(tmp_path, name, size):
+    """Too large files are not read at all: parsed JSON takes forty times the file's size in memory."""
+    for file in ("trainer_state.json", name):  # nobody reads the first
+        assert require_folder(tmp_path) == tmp_path
+        with (tmp_path / file).open("wb") as opened:
+            opened.truncate(size * 2**20)
+    with pytest.raises(CheckpointError, match=f"{name} has {size * 2**20:,} bytes, more than the "):
+        require_folder(tmp_path)
+
+
+def test_json_of_more_values_than_any_model_has(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(f"[{','.join(['0'] * (2**21 + 2))}]")
+    with pytest.raises(CheckpointError, match="2,097,154 values, more than the 2,097,152 that it may have"):
+        require_folder(tmp_path)

@@ -1,0 +1,97 @@
+"""Folders that people take for a checkpoint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.check import check_source
+from models.config import ModelConfig
+from models.source import EMBEDDED
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(EMBEDDED, tmp_path / "model")
+
+
+def only_error(path):
+    (error,) = check_source(ModelConfig(kind="local", path=str(path), label="x"))
+    return error
+
+
+def without_model(folder, name):
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).unlink()
+    (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "named"), [("adapter_config.json", "merge_and_unload"), ("m.Q4_K_M.gguf", 'gguf_file="m.Q4_K_M.gguf"')]
+)
+def test_an_adapter_and_a_gguf_are_no_model(folder, name, named):
+    assert named in only_error(without_model(folder, name)).do
+
+
+def test_the_path_of_a_gguf_itself(folder):
+    (folder / "m.gguf").touch()
+    assert "gguf_file=" in only_error(folder / "m.gguf").do
+
+
+@pytest.mark.parametrize(
+    ("names", "last"),
+    [(["snapshots/abc"], "snapshots/abc"), (["checkpoint-90", "checkpoint-500", "checkpoint-7"], "checkpoint-500")],
+)
+def test_a_folder_of_several_models_names_the_newest(folder, tmp_path, names, last):
+    for name in names:
+        shutil.copytree(folder, tmp_path / "all" / name)
+    assert only_error(tmp_path / "all").do == f"model={tmp_path / 'all' / last}"
+
+
+def test_a_pointer_of_git_lfs_is_no_weights(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n")
+    assert only_error(folder).do.startswith("git lfs pull")
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_names_that_another_program_put_before_the_models_own(folder, prefix):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    error = only_error(folder)
+    assert prefix in error.what
+    assert "save model" in error.do
+
+
+def test_weights_that_are_not_stored_as_config_json_says(folder):
+    config = json.loads((folder / "config.json").read_text())
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    assert "stored in nf4, and none is" in only_error(folder).what
+
+
+def test_weights_in_fp8_without_scales_are_one_error(folder):
+    tensors = load_file(folder / "model.safetensors")
+    odd = {name: t.to(torch.float8_e4m3fn) if "proj" in name else t for name, t in tensors.items()}
+    save_file(odd, folder / "model.safetensors")
+    assert only_error(folder).what.startswith("FP8 weight without a scale")
+
+
+def test_a_link_to_a_file_elsewhere_is_not_copied_into_a_carve(folder, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    (folder / "LICENSE").unlink(missing_ok=True)
+    (folder / "LICENSE").symlink_to(tmp_path / "secret")
+    error = only_error(folder)
+    assert (error.where, "outside of the checkpoint" in error.what) == (str(folder / "LICENSE"), True)
+
+
+def test_the_links_of_the_hubs_cache_are_its_own_files(folder, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/abc", tmp_path / "models--a--b/blobs"
+    for place in (snapshot, blobs):
+        place.mkdir(parents=True)
+    for file in folder.iterdir():
+        shutil.copyfile(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert check_source(ModelConfig(kind="local", path=str(snapshot), label="x")) == []
