@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
+from pipeline.interrupts import answered_interrupts
 from pipeline.overrides import (
     expand_words,
     first_word,
@@ -46,7 +47,8 @@ def run_command(words: Sequence[str]) -> int:
 
     def work() -> None:
         try:
-            start(words)
+            with answered_interrupts():
+                start(words)
         except ConfigError:
             if not workers.leads:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -31,7 +31,7 @@ from pipeline.plan import (
 )
 from pipeline.resources import measured_peak, memory_warnings, record_seconds, room_errors, start_measuring
 from pipeline.run_folder import RunFolder, logging_to, replace_link
-from pipeline.settings import STAGES, Settings
+from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import log_shape, shape_text, weakness_text
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, render
@@ -40,6 +40,24 @@ log = logging.getLogger(__name__)
 
 # The packages whose code affects results.
 SOURCE_PACKAGES = ("pipeline", "stages", "models", "instruments")
+
+# Stage, or all → the changed settings of the commands that continue after a run of `stage=<that stage>`.
+NEXT: dict[str, list[dict[str, str]]] = {
+    "scan": [{"stage": "score"}, {"stage": "project"}],
+    "score": [{"stage": "cluster"}],
+    "cluster": [{"stage": "extract"}],
+    "extract": [{"stage": "assemble"}],
+    "assemble": [{"stage": "project"}],
+    "project": [{"stage": "evaluate"}, {"stage": "train"}],
+    "train": [{"stage": "evaluate", "evaluate.checkpoint": "train"}],
+    ALL: [{"stage": "train"}],
+}
+
+
+def next_commands(stage: str, overrides: Sequence[str]) -> list[str]:
+    """The commands that go on from a stage: the typed settings with another stage."""
+    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
+    return [command_line(kept, **change) for change in NEXT.get(stage, [])]
 
 
 def shown(path: Path) -> str:
@@ -159,7 +177,7 @@ class Runner:
         return page
 
     def close(self, steps: Sequence[Step]) -> None:
-        """Log the last stage's table if it was kept, then checkpoint, report and the next command."""
+        """Log the last stage's table if it was kept, then checkpoint, report and the next commands."""
         last = steps[-1]
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
         if not last.due:
@@ -174,8 +192,11 @@ class Runner:
             log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
         if page := self.write_page(last.folder):
             log.info("report     %s", shown(page))
+        commands = next_commands(self.checked.settings.stage, self.overrides)
         if checkpoint is not None:
-            log.info('next       python -m pipeline generate %s "def main("', shlex.quote(shown(latest / "checkpoint")))
+            commands.insert(0, f'python -m pipeline generate {shlex.quote(shown(latest / "checkpoint"))} "def main("')
+        if commands:
+            log.info("next       %s", ("\n" + " " * 11).join(commands))
 
 
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:

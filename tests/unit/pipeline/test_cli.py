@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -17,7 +18,8 @@ from pipeline.__main__ import main
 from pipeline.check import InvalidSettingsError
 from pipeline.help import PROGRAMS
 from pipeline.plan import Step, find_checkpoint
-from pipeline.settings import STAGES
+from pipeline.run import NEXT, next_commands
+from pipeline.settings import STAGES, compose
 from stages.diagnose.config import DiagnoseConfig
 
 
@@ -235,6 +237,19 @@ def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(monkey
 
     monkeypatch.setattr("pipeline.__main__._do", interrupt)
     assert main() == 130
+
+
+@pytest.mark.parametrize("stage", NEXT)
+def test_the_commands_can_be_pasted_and_repeat_what_was_typed(stage):
+    commands = next_commands(stage, [f"stage={stage}", "fresh=true", "experts=3", "data.path=/my texts"])
+    for command in commands:
+        python, dash_m, package, *words = shlex.split(command)
+        assert (python, dash_m, package) == ("python", "-m", "pipeline")
+        assert words[:2] == ["experts=3", "data.path=/my texts"]
+        settings, _folder = compose(words)
+        assert settings.stage in STAGES
+        assert settings.stage != stage
+        assert not settings.fresh
 
 
 def test_the_checkpoint_of_a_run_is_the_one_that_it_wrote_or_read_last(tmp_path):
