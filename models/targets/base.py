@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LAYER = "model.layers.{layer}."
 
-RUNTIMES = ("vLLM", "llama.cpp")  # for serving
+RUNTIMES = ("vLLM", "SGLang", "llama.cpp")  # for serving
 
 # Grouped matrix kernels need rows of 16 bytes, 8 half-precision numbers. llama.cpp quantises in blocks of 32 (tensors
 # of other widths stay in 16 bits and are slow), and vLLM on a CPU needs 32, too. Fused kernels of serving runtimes are

@@ -47,8 +47,8 @@ TARGETS = (
         sources={"glm": 1, "seed_oss": 1, "qwen3": 2, "qwen2": 2, "llama": 2, "mistral": 2, "phi3": 2},
         config_keys=_config_keys,
         copies=_in_halves,
-        runtimes=("vLLM", "llama.cpp"),
-        needs_head=("vLLM",),
+        runtimes=("vLLM", "SGLang", "llama.cpp"),
+        needs_head=("vLLM", "SGLang"),
         runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; "
         "`python -m pipeline gguf` runs it with the vocabulary as it is.",
         shared=LAYER + "mlp.shared_experts.{part}.weight",

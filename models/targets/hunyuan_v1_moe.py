@@ -11,14 +11,14 @@ TARGETS = (
             "attention_bias": bool(given.dense.get("attention_bias")),
             "intermediate_size": given.width,
             "num_experts": given.shape.experts,
-            # For vLLM, and as lists for llama.cpp.
+            # For vLLM and SGLang, and as lists for llama.cpp.
             **dict.fromkeys(("moe_topk", "num_experts_per_tok"), [given.shape.top_k] * given.decoder.depth),
             "moe_intermediate_size": [given.width] * given.decoder.depth,
             "num_shared_expert": [1] * given.decoder.depth,
             "use_mixed_mlp_moe": True,
             "use_qk_norm": True,
         },
-        runtimes=("vLLM", "llama.cpp"),
+        runtimes=("vLLM", "SGLang", "llama.cpp"),
         router=LAYER + "mlp.gate.wg.weight",
         shared=LAYER + "mlp.shared_mlp.{part}.weight",
         router_module="gate.wg",

@@ -22,7 +22,7 @@ TARGETS = (
             "routed_scaling_factor": 1.0,
         },
         transformers_4=False,
-        runtimes=("vLLM", "llama.cpp"),
+        runtimes=("vLLM", "SGLang", "llama.cpp"),
         router=LAYER + "feed_forward.gate.weight",
         experts=LAYER + "feed_forward.experts.{expert}.{part}.weight",
         parts=("w1", "w3", "w2"),

@@ -39,7 +39,8 @@ TARGETS = (
         sources={"llama": 1, "ministral3": 1, "mistral": 1, "phi3": 1},
         wrappers={"mistral3": ("Mistral3ForConditionalGeneration", "mistral3")},
         config_keys=_keys,
-        runtimes=("vLLM", "llama.cpp"),
+        runtimes=("vLLM", "SGLang", "llama.cpp"),
+        needs_head=("SGLang",),
         runtime_note="llama.cpp gives this architecture no sliding window: where config.json has "
         "one, keep texts within it.",
         router=LAYER + "block_sparse_moe.gate.weight",

@@ -54,14 +54,14 @@ def test_what_the_default_comes_to(said):
         "  neurons     512 of 1,024 serve a token (50% active), 256 of them chosen for it (50% routed)\n"
         "  parameters  5.79 M (1.16 x the dense model's 4.98 M), 3.43 M active per token (0.69 x)\n"
         "  checkpoint  about 11.0 MiB on disk\n"
-        "  serving     Glm4MoeForCausalLM: transformers, llama.cpp; vLLM with assemble.tied_embeddings=false\n"
+        "  serving     Glm4MoeForCausalLM: transformers, llama.cpp; vLLM, SGLang with assemble.tied_embeddings=false\n"
     )
     lines, _warning = said("embedded", "assemble.tied_embeddings=false")
     assert lines.splitlines()[2:] == [
         "  parameters  6.83 M (1.37 x the dense model's 4.98 M), 3.43 M active per token (0.69 x)",
         "              1.05 M of these are the output embedding, in the dense model the input's",
         "  checkpoint  about 13.0 MiB on disk",
-        "  serving     Glm4MoeForCausalLM: transformers, vLLM, llama.cpp",
+        "  serving     Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp",
     ]
 
 
@@ -142,13 +142,13 @@ def test_a_model_too_narrow_for_any_good_shape_is_given_no_advice():
 @pytest.mark.parametrize(
     ("target", "dense", "said"),
     [
-        ("auto", (0,), "Glm4MoeForCausalLM: transformers, llama.cpp; vLLM with assemble.tied_embeddings=false"),
+        ("auto", (0,), "Glm4MoeForCausalLM: transformers, llama.cpp; vLLM, SGLang with assemble.tied_embeddings=false"),
         (
             "qwen3_moe",
             (0,),
-            "Qwen3MoeForCausalLM: transformers, vLLM; not llama.cpp",
+            "Qwen3MoeForCausalLM: transformers, vLLM; SGLang with assemble.tied_embeddings=false; not llama.cpp",
         ),
-        ("tiny_onn", (), "TinyONNForCausalLM: transformers, vLLM; not llama.cpp"),
+        ("tiny_onn", (), "TinyONNForCausalLM: transformers, vLLM; not SGLang, llama.cpp"),
     ],
 )
 def test_runtimes_that_a_carve_gives_up_are_named(target, dense, said):

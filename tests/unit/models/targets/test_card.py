@@ -72,16 +72,17 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
 @pytest.mark.parametrize(
     ("target", "shape", "expected"),
     [
-        ("qwen3_moe", SHAPE, "vLLM: expert count and width suit the fused kernels."),
+        ("qwen3_moe", SHAPE, "vLLM, SGLang: expert count and width suit the fused kernels."),
         ("qwen3_moe", MoEShape(100, 256, 8, 0), "E = 100, N = 256 take a slower path; the fast one needs E a power of"),
         ("qwen3_moe", MoEShape(64, 64, 8, 0), "converts it; N = 64 suits Q8_0 and Q4_0; K-quants want"),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "12 always-on neurons are padded with zero neurons to 16."),
+        ("granitemoeshared", MoEShape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
         (
             "qwen3_moe",
             SHAPE,
             "\nllama.cpp, with less GPU memory than weights: `-ot exps=CPU` keeps the experts in RAM.",
         ),
-        ("flex_olmo", SHAPE, "\nllama.cpp: does not know this architecture."),
+        ("flex_olmo", SHAPE, "\nSGLang, llama.cpp: do not know this architecture."),
         ("tiny_onn", SHAPE, "needs `trust_remote_code=True`"),
         ("qwen3_5_moe_text", SHAPE, "transformers 5: loads without remote code; train with"),
         ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM: runs no pool of experts that layers share.\n"),
@@ -99,11 +100,11 @@ def test_a_card_names_the_runtimes_that_read_no_tied_embeddings():
     def said(target, tied):
         return "\n".join(suitable_runtimes(MOE_TARGETS[target], SHAPE, None, PLAIN, tied=tied))
 
-    assert "\nvLLM: reads the output embedding only from" in said("glm4_moe", tied=True)
+    assert "\nSGLang: reads the output embedding only from" in said("qwen3_moe", tied=True)
     assert "\nvLLM: expert count and" in said("qwen3_moe", tied=True)
     assert "`python -m pipeline gguf` converts it and adds the output embedding" in said("qwen2_moe", tied=True)
     for target in MOE_TARGETS:
-        assert ("tied_embeddings=false" in said(target, tied=True)) == ("vLLM" in MOE_TARGETS[target].needs_head)
+        assert ("tied_embeddings=false" in said(target, tied=True)) == bool(MOE_TARGETS[target].needs_head)
         assert "output embedding" not in said(target, tied=False)
 
 
