@@ -53,9 +53,9 @@ def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count
 
 
 @torch.no_grad()
-def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor]) -> float:
+def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor], autocast: torch.dtype | None = None) -> float:
     """Mean loss, in nats per token."""
-    return measure(model, batches)[0]
+    return measure(model, batches, autocast)[0]
 
 
 @torch.no_grad()

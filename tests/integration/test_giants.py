@@ -1,4 +1,4 @@
-"""Huge sparse weights are refused before they are read; lack of memory gives a clear message."""
+"""Huge sparse files are refused before they are read; lack of memory gives a clear message."""
 
 import json
 import resource
@@ -67,6 +67,15 @@ def set_vocabulary(source, tokens):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": tokens}))
     stretch(source / "model.safetensors", lambda name, shape: [tokens, shape[1]] if name in EMBEDDINGS else shape)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "chat_template.jinja"])
+def test_giant_files_beside_the_weights(source, name):
+    lengthen(source / name, GIANT)
+    code, text, seconds = refusal(source)
+    assert code != 0
+    assert text.startswith(f"{name} has {(source / name).stat().st_size:,} bytes, more than the ")
+    assert seconds < SECONDS
 
 
 def test_giant_tensors_of_which_config_says_less(source):
