@@ -1,8 +1,11 @@
 """Connection to the configured Redis server, and checks that it can hold sums."""
 
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,6 +21,8 @@ URL, PASSWORD = "TINY_ONN_REDIS_URL", "TINY_ONN_REDIS_PASSWORD"
 # In seconds; the numbers of tries, with growing waits, take three seconds at the start and a minute during a scan.
 ANSWER_WITHIN, LONGEST_WAIT = 30, 2.0
 OPENING_TRIES, RUNNING_TRIES = 5, 33
+
+logger = logging.getLogger(__name__)
 
 
 def connect(store: StoreConfig) -> tuple["Redis", str]:
@@ -82,6 +87,18 @@ def _check_server(info: dict[str, Any], place: str) -> None:
     if info.get("maxmemory") and policy.startswith("allkeys"):
         what = f"the Redis server drops keys when its memory is full (maxmemory-policy {policy}): sums would vanish"
         raise ConfigError(what, where=place, do="redis-cli config set maxmemory-policy noeviction")
+    if info.get("cluster_enabled"):
+        what = "the Redis server is a cluster: a flush must be one transaction on one server"
+        raise ConfigError(what, where=place, do="store.url= of a single server")
+    if not info.get("aof_enabled"):
+        _warn_of_loss(place)
+
+
+@cache  # one warning per server
+def _warn_of_loss(place: str) -> None:
+    what = "%s keeps no append-only file: if it stops, batches since its last snapshot are scanned again. %s"
+    # The first command lasts until the server restarts, the second writes it to the server's configuration file.
+    logger.warning(what, place, "To change that: redis-cli config set appendonly yes; redis-cli config rewrite")
 
 
 @contextmanager
@@ -95,17 +112,20 @@ def in_words(place: str) -> Iterator[None]:
 
     try:
         yield
-    except RedisError as error:
+    except (RedisError, RecursionError) as error:  # the client reads nested answers by recursion
         raise _explain(error, place) from error
 
 
+# What Redis 6 puts before the error of a command in a script; Redis 7 names the script behind it.
+_IN_SCRIPT = re.compile(r"(ERR )?(Error running script \(.*?\): )?@user_script: ?\d+: -?")
+
+
 def _explain(error: Exception, place: str) -> UserError:
-    line = (str(error).splitlines() or [type(error).__name__])[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0].partition(" script: ")[0]
+    line = _IN_SCRIPT.sub("", line).removeprefix("ERR ")
     # By class name, because the package is an extra; by the server's own words where the class says nothing.
     classes = {base.__name__ for base in type(error).__mro__}
-    what, do = next(
-        (what, do) for kinds, what, do in _REFUSALS if kinds & classes or any(kind in line for kind in kinds)
-    )
+    what, do = next((what, do) for kinds, what, do in _REFUSALS if kinds & classes or line.startswith((*kinds,)))
     make = ContractError if do == START_OVER else UserError
     return make(f"{what}: {line}", where=place, do=do)
 
@@ -127,6 +147,7 @@ _REFUSALS: list[tuple[set[str], str, str]] = [
         f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
     ),
     ({"WRONGTYPE", "hash value is not a float"}, "sums in Redis were changed by somebody else", START_OVER),
+    ({"RecursionError"}, "the server's answer is nested too deeply for Redis", "store.url of a Redis server"),
     (
         {"RedisError"},
         "the Redis server refuses",

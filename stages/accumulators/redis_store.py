@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from math import prod
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -354,6 +355,7 @@ def _number(answer: bytes) -> float:
         return float("nan")
 
 
+MOST_ELEMENTS = 2**34
 AVERAGES = ("avg_act", "avg_grad_norm", "freq_act")
 # Keys of an identity that are no facts of the scan, see `pack_identity`.
 PACKED = ("layout", "sums", "weights")
@@ -406,7 +408,8 @@ def _open_namespace(client: Redis, place: str, prefix: str) -> tuple[RedisStore,
         raise ContractError(what, where=place, do="--namespace as the scan has in store.namespace")
     try:
         content = json.loads(held)
-        if content["layout"] != LAYOUT_VERSION:
+        sizes = [prod(size) for size, _kind in content["sums"].values()]
+        if content["layout"] != LAYOUT_VERSION or not 0 < min(sizes) <= max(sizes) < MOST_ELEMENTS:
             raise ValueError("another layout")
         store = RedisStore(client, place, prefix, str(held, "utf-8"))  # type: ignore[arg-type]
     except FOREIGN as error:

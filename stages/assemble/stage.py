@@ -45,6 +45,7 @@ class RouterReport:
     scale_EN: Tensor  # of the experts' down columns, compensates for gates and copies
     moments_2E: Tensor  # Σ g and Σ g² of every expert's gates
     load_E: Tensor  # 1 = even share
+    silent: bool = False  # the dense FFN writes nothing on the text: there is nothing to choose
 
 
 def summarise(
@@ -58,7 +59,9 @@ def summarise(
         f"{checkpoint.target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, "
         f"{shape.always_on} always on ({share:.0%} of the dense FFN's {partition.width} neurons)",
     ]
-    unused = sum(int((report.load_E == 0).sum()) for report in reports.values())
+    if silent := ",".join(str(layer) for layer, report in reports.items() if report.silent):
+        notes.append(f"the dense FFN of layer {silent} writes nothing on the text; 'dense_layers=[{silent}]' keeps it")
+    unused = sum(int((report.load_E == 0).sum()) for report in reports.values() if not report.silent)
     if unused and not shape.pooled:  # no layer of a pool should use all experts
         price, steps = 10 * assemble.balance or 0.01, max(200, assemble.router_steps)
         remedy = f"assemble.router=error assemble.router_steps={steps} assemble.balance={price:g} evens the load"
@@ -162,7 +165,8 @@ def fit_all(
         loop = replace(task.routed(router), gate=checkpoint.gate)
         scale_EN = scale_of(loop, layer.inputs, assemble, pooled=checkpoint.shape.pooled)
         load_E, moments_2E = load_balance(router, task.inputs[:text], task.top_k), gate_moments(loop, task.inputs)
-        return index, RouterReport(router.to("cpu"), scale_EN.cpu(), moments_2E.cpu(), load_E.cpu())
+        silent = not any(bool(wanted_TD.any()) for wanted_TD in task.wanted[:text])
+        return index, RouterReport(router.to("cpu"), scale_EN.cpu(), moments_2E.cpu(), load_E.cpu(), silent)
 
     reports: dict[int, RouterReport] = {}
     layers, turns = deal_layers(stream, context.batches, workers, context.memory), -(-stream.depth // workers.world)

@@ -1,6 +1,8 @@
 """Messages when the server cannot be reached, refuses access, or cannot be trusted."""
 
+import socketserver
 import sys
+import threading
 
 import pytest
 from integration.redis_parts import assert_equal, close_stores, flush, make_part, open_store
@@ -8,7 +10,7 @@ from integration.redis_server import running
 
 from instruments.errors import ConfigError, UserError
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.redis_connection import check_store, connect
+from stages.accumulators.redis_connection import _warn_of_loss, check_store, connect
 
 
 @pytest.fixture
@@ -73,6 +75,21 @@ def test_nobody_answers():
     assert error.what.startswith("the Redis server cannot be reached: ")
     assert error.where == "Redis at 127.0.0.1:9, database 2"
     assert "without fresh=true: it goes on from the last flush" in error.do
+
+
+def test_an_answer_that_is_nested_without_end():
+    class Nest(socketserver.BaseRequestHandler):
+        def handle(self):
+            while self.request.recv(4096):
+                self.request.sendall(b"*1\r\n" * 50_000 + b":1\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Nest) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        error = refusal(f"redis://127.0.0.1:{server.server_address[1]}/0").value
+        server.shutdown()
+    assert error.what.startswith("the server's answer is nested too deeply")
+    assert error.do == "store.url of a Redis server"
 
 
 def test_the_server_goes_away_for_good(server, monkeypatch):
@@ -153,6 +170,19 @@ def test_a_server_that_drops_keys(server):
     assert "maxmemory-policy allkeys-lfu" in caught.value.what
     follow(client, caught.value.do)
     check_store(StoreConfig("redis", url=server.url))
+
+
+def test_a_server_that_keeps_nothing_is_used_with_one_warning_and_a_cluster_is_not(tmp_path, caplog):
+    with running(tmp_path, append_only=False) as server:
+        _warn_of_loss.cache_clear()
+        for _ in range(2):
+            check_store(StoreConfig("redis", url=server.url))
+    (message,) = caplog.messages
+    assert message.startswith(f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: ")
+    with running(tmp_path / "cluster", "--cluster-enabled", "yes") as server:
+        caught = refusal(server.url)
+    assert caught.type is ConfigError
+    assert "is a cluster" in caught.value.what
 
 
 def test_a_user_with_just_the_rights_that_the_message_names_or_fewer(server):

@@ -1,15 +1,17 @@
 """Scales of the experts' down columns, and the size of the router logits."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from unit.stages.calibration.test_alignment import APART, COPIED, INPUTS, E, N, make_loop
 
+from models.config import MoEShape
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from stages.artifacts.carve import Partition
 from stages.assemble.config import AssembleConfig
-from stages.assemble.stage import RouterReport, column_scales, logit_std, scale_of, scaled
+from stages.assemble.stage import RouterReport, column_scales, logit_std, scale_of, scaled, summarise
 from stages.calibration.alignment import column_scale, gate_moments, least_squares
 
 TRAIN, PARITY = AssembleConfig(mode="train"), AssembleConfig(mode="parity", parity_logit_std=0.003)
@@ -49,3 +51,15 @@ def test_all_layers_together_scale_a_pool(assemble):
     scales = column_scales(reports, assemble, partition)
     assert [tuple(scale.shape) for scale in scales.values()] == [(3, N), (1, N)]
     assert torch.cat([*scales.values()]).unique().tolist() == [1.0 if assemble is PARITY else 0.75]
+
+
+def test_experts_of_a_layer_that_writes_nothing_are_not_missed():
+    partition = Partition(12, APART.int(), torch.tensor([0, 0, 0, 1]).int(), torch.zeros(2, 0).int())
+    router, load_E = LinearRouter.without_bias(torch.zeros(E, 6)), torch.tensor([0.0, *[1.0] * (E - 1)])
+    checkpoint = SimpleNamespace(target=SimpleNamespace(architecture="Any"), shape=MoEShape(E, N, 2, 0))
+    reports = {
+        layer: RouterReport(router, torch.ones(E, N), torch.zeros(2, E), load_E, silent=layer == 1) for layer in (0, 1)
+    }
+    _shape, silent, unused = summarise(reports, checkpoint, partition, AssembleConfig()).notes
+    assert "'dense_layers=[1]'" in silent
+    assert unused.startswith("1 experts are chosen by no")
