@@ -39,8 +39,8 @@ class LinearRouter:
 
 
 def rounded(router: LinearRouter, dtype: torch.dtype) -> LinearRouter:
-    """The router after a round trip through a checkpoint of this number format; a bias is kept in fp32."""
-    return LinearRouter(router.rows_ED.to(dtype).float(), router.bias_E.float())
+    """The router as a checkpoint of this number format holds it, contiguous; a bias is kept in fp32."""
+    return LinearRouter(router.rows_ED.to(dtype).float().contiguous(), router.bias_E.float())
 
 
 def choose_experts(logits_TE: Float[Tensor, "T E"], top_k: int) -> Int[Tensor, "T K"]:

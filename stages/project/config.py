@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 20
+VERSION = 21
 
 
 @dataclass

@@ -31,7 +31,7 @@ LAYERS = 2  # of the model below
 def words(tmp_path_factory, text):
     """The command line of a carve that takes seconds."""
     source = write_pico(tmp_path_factory.mktemp("source") / "pico", "llama", tokenizer=True)
-    shape = ("experts=4", "n=8", "top_k=2", "always_on=8", "vocabulary.tokens=64")
+    shape = ("experts=4", "n=8", "top_k=2", "always_on=8", "vocabulary.tokens=100")
     quick = ("store.checkpoint_every=0", "cluster.map=none", "evaluate.speed_tokens=0", "evaluate.samples=0")
     return [*words_of_pico(source, text), *shape, *quick]
 

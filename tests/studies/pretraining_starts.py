@@ -280,7 +280,7 @@ def report(lines, file):
     head = ["start", "active", *names, *(f"FLOPs of {name}" for name in names)]
     print(tabulate(rows, head, tablefmt="github", disable_numparse=True))  # noqa: T201
     for panel, what in zip(panels, ("after as many tokens", "after the training FLOPs of as many tokens"), strict=True):
-        panel.set(xlabel=what, xticks=range(len(points)), xticklabels=names, ylim=(-0.06, 0.5))
+        panel.set(xlabel=what, xticks=range(len(points)), xticklabels=names, ylim=(-0.1, 0.5))
         panel.axhline(0, color="black", linewidth=0.5)
     panels[0].set_ylabel("loss above the carve's, nats")
     panels[1].legend(fontsize=8)
