@@ -54,7 +54,9 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
 
 @torch.no_grad()
 def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBatch], tokens: int) -> dict[str, float]:
-    """Prefill tokens per second of models that have run before; they alternate, so that drift affects all."""
+    """Prefill tokens per second of each model; the models alternate on every batch, so that drift affects all."""
+    for model in models.values():
+        time_forward(model, batches[0])
     seconds, seen = dict.fromkeys(models, 0.0), 0
     for batch in batches:
         for name, model in models.items():
