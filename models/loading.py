@@ -82,7 +82,10 @@ def resolve_device(model: ModelConfig) -> torch.device:
     """The device in `model.device`; auto takes a GPU if there is one. Raises ConfigError."""
     if model.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(model.device)
+    try:
+        device = torch.device(model.device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {model.device!r}", where="model.device", do="model.device=auto") from error
     found = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
     if (device.index or 0) >= found:
         what = f"device {model.device} is not here: {found} GPUs found"
