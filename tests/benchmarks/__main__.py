@@ -17,6 +17,7 @@ from importlib.util import find_spec
 import torch
 from benchmarks.carve_memory import measure_carve
 from benchmarks.dump_speed import measure_dump
+from benchmarks.moe_speed import measure_moe
 from benchmarks.peak_memory import measure_memory
 from benchmarks.rows import Row, show_rows
 from benchmarks.scan_speed import measure_forward, measure_scan
@@ -60,6 +61,7 @@ def _measurements(bench: Workbench, options: Namespace, words: Sequence[str]) ->
         "carve": measure_carve,
         "mscan": lambda: measure_mscan(bench, rounds),
         "redis": lambda: import_module("benchmarks.redis_speed").measure_redis(rounds),  # redis may be missing
+        "moe": lambda: measure_moe(bench, options),
         "dump": lambda: measure_dump(bench, rounds),
         "watch": lambda: measure_watch(bench, rounds),
     }

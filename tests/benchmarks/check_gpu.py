@@ -23,7 +23,7 @@ from models.loading import resolve_device
 
 REPOSITORY = Path(__file__).parents[2]
 LOSSES = 2e-3  # nats: kernels sum in different orders, and a few tokens are routed to other experts
-GROUPS = ("scan", "forward", "scanner", "memory", "dump", "watch")
+GROUPS = ("scan", "forward", "scanner", "memory", "moe", "dump", "watch")
 Cells = tuple[str, str, str, str]
 
 

@@ -19,7 +19,7 @@ from stages.text.batches import TokenBatch
 from stages.text.config import DataConfig
 
 # Rows are measured by group; redis needs redis-server and redis-benchmark on the PATH.
-GROUPS = ("scan", "forward", "scanner", "memory", "carve", "mscan", "redis", "dump", "watch")
+GROUPS = ("scan", "forward", "scanner", "memory", "carve", "mscan", "redis", "moe", "dump", "watch")
 SHAPES = {
     "qwen3-1.7b": {
         "model_type": "qwen3",
@@ -46,6 +46,9 @@ def read_options(words: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
     parser.add_argument("--length", type=int, default=256, help="of a sequence")
     parser.add_argument("--repetitions", type=int, default=7, help="of every measurement, after one that warms up")
+    parser.add_argument("--experts", type=int, default=16, help="of the MoE timed against the dense model")
+    parser.add_argument("--active", type=float, nargs="+", default=[0.5, 0.25], help="its shares of active neurons")
+    parser.add_argument("--steps", type=int, default=16, help="tokens decoded after each sequence")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--json", type=Path, help="also write every single measurement here")
     return parser.parse_args(words)
