@@ -198,7 +198,8 @@ def _type_fault(key: str, value: object) -> str:
 
 def _value_faults(key: str, value: object, spec: Field[Any]) -> bool:
     """Whether a value is of the wrong type, or breaks the setting's own rule."""
-    return bool(_type_fault(key, value) or [*value_errors(key, value, spec)])
+    items = value if isinstance(value, list) else [value]
+    return bool(_type_fault(key, value)) or any([*value_errors(key, item, spec)] for item in items)
 
 
 def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:

@@ -145,6 +145,8 @@ class GradientRounds:
         self._model.put(self._names, weights)
         for number, batch in zip(section, taught, strict=True):
             gradients = self._model.gradients([batch], self._names, clipped=True)
+            if not weights:  # of a worker without experts
+                continue
             torch._foreach_mul_(velocity, MOMENTUM)
             torch._foreach_add_(velocity, gradients)
             strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))

@@ -21,8 +21,8 @@ from torch import Tensor
 from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import GateKind
-from stages.assemble.stage import fit_layer, measure_router
-from stages.calibration.alignment import column_scale
+from stages.assemble.stage import fit_layer
+from stages.calibration.alignment import column_scale, gate_moments
 from stages.calibration.batches import DealtLayer
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import sample_rows
@@ -32,7 +32,7 @@ from stages.cluster.methods import FEATURE_DIMS, project_on_top_directions, unpa
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import project_layer
 from stages.routing.descent import RouterSettings
-from stages.routing.task import set_logit_std
+from stages.routing.task import load_balance, set_logit_std
 
 HIDDEN, WIDTH = 3584, 18944  # D, F
 TOKENS, TOPICS = 8192, 256  # of the activation bits
@@ -101,7 +101,9 @@ def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
         task, fitted = fit_layer(DealtLayer(0, ffn, inputs, as_it_is), None, neurons_EN, always_S, shape.top_k, router)
         routed = task.routed(set_logit_std(fitted, inputs, 1.0))
         found.loop = replace(routed, gate=GateKind.SIGMOID_OF_CHOSEN)
-        measure_router(found.loop, column_scale(found.loop, inputs), task, len(inputs))
+        column_scale(found.loop, inputs)
+        gate_moments(found.loop, inputs)
+        load_balance(found.loop.router, inputs, shape.top_k)
 
     def project() -> None:
         wanted = [ffn(x_TD) for x_TD in inputs]

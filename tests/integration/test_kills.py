@@ -106,7 +106,7 @@ POOL_KILLS = [
     ("assemble", "pipeline.artifacts:sync_tree", 1),
     ("project", "stages.project.stage:sample_layers", 1),
     ("project", "stages.project.pool:sweep_experts", 2),
-    ("project", "stages.project.pool:refit_routers", 1),
+    ("project", "stages.project.pool:PoolFit.refit_routers", 1),
     ("project", "stages.project.pool:fit_pool_router", 2),
     ("project", "stages.project.gradient_projection:project_neurons", 5),
     ("project", "stages.project.stage:split_pool", 1),
@@ -121,7 +121,7 @@ POOL_KILLS = [
 @pytest.mark.slow
 def test_a_pool_survives_kills_in_its_own_work(words, tmp_path):
     pool = [
-        *(word for word in words if not word.startswith(("stage=", "scan=", "data.tokens="))),
+        *(word for word in words if not word.startswith(("stage=", "scan=", "data.tokens=", "data.heldout_path="))),
         *("stage=project", "data.tokens=1200", "data.heldout_share=0.3", "cluster.map=none"),
         *("topology=global_pool", "experts=7", "n=6", "top_k=2", "always_on=4", "project.router_steps=20"),
         *("project=gradient", "project.validate=false", "project.gradient_tokens=400"),

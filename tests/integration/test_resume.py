@@ -227,7 +227,7 @@ GRADIENTS = "stages.project.carved_model:CarvedModel.gradients"
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("assemble", "stage", "measure_router", "stages.assemble.stage:measure_router", LAYERS - 1),
+            *("assemble", "stage", "load_balance", "stages.assemble.stage:load_balance", LAYERS - 1),
             marks=pytest.mark.slow,
         ),
     ],

@@ -265,14 +265,3 @@ def test_a_pool_is_that_of_one_process(chain, tmp_path):
     assert done.returncode == 0, done.stderr
     assert torchrun(1, tmp_path / "one", pooled, limit=300).returncode == 0
     assert_same_carve(tmp_path / "two", tmp_path / "one")
-    # evaluate has no agreement for a pool; assemble has.
-    ours, theirs = (router_agreements(tmp_path / name) for name in ("two", "one"))
-    assert len(set(theirs)) > 1
-    assert ours == pytest.approx(theirs, abs=2e-3)
-
-
-def router_agreements(outputs):
-    """Per layer, the share of the oracle's experts that assemble's router chooses, as in the published table."""
-    table = json.loads((result_of(outputs, "assemble") / "manifest.json").read_text())["table"]
-    place = next(number for number, name in enumerate(table["columns"]) if name.startswith("agreement"))
-    return [float(row[place]) for row in table["rows"]]
