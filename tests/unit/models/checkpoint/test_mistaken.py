@@ -1,10 +1,8 @@
 """Folders that people take for a checkpoint."""
 
-import json
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from models.check import check_source
@@ -63,35 +61,3 @@ def test_names_that_another_program_put_before_the_models_own(folder, prefix):
     error = only_error(folder)
     assert prefix in error.what
     assert "save model" in error.do
-
-
-def test_weights_that_are_not_stored_as_config_json_says(folder):
-    config = json.loads((folder / "config.json").read_text())
-    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    assert "stored in nf4, and none is" in only_error(folder).what
-
-
-def test_weights_in_fp8_without_scales_are_one_error(folder):
-    tensors = load_file(folder / "model.safetensors")
-    odd = {name: t.to(torch.float8_e4m3fn) if "proj" in name else t for name, t in tensors.items()}
-    save_file(odd, folder / "model.safetensors")
-    assert only_error(folder).what.startswith("FP8 weight without a scale")
-
-
-def test_a_link_to_a_file_elsewhere_is_not_copied_into_a_carve(folder, tmp_path):
-    (tmp_path / "secret").write_text("x")
-    (folder / "LICENSE").unlink(missing_ok=True)
-    (folder / "LICENSE").symlink_to(tmp_path / "secret")
-    error = only_error(folder)
-    assert (error.where, "outside of the checkpoint" in error.what) == (str(folder / "LICENSE"), True)
-
-
-def test_the_links_of_the_hubs_cache_are_its_own_files(folder, tmp_path):
-    snapshot, blobs = tmp_path / "models--a--b/snapshots/abc", tmp_path / "models--a--b/blobs"
-    for place in (snapshot, blobs):
-        place.mkdir(parents=True)
-    for file in folder.iterdir():
-        shutil.copyfile(file, blobs / file.name)
-        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    assert check_source(ModelConfig(kind="local", path=str(snapshot), label="x")) == []
