@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from pickle import UnpicklingError  # noqa: TID251 - only the error
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
 
@@ -118,6 +119,7 @@ class EntryReader:
 
     def __init__(self) -> None:
         self._files: dict[Path, BufferedReader] = {}
+        self._reading = Lock()  # of threads that read ahead
 
     def __enter__(self) -> Self:
         return self
@@ -143,8 +145,10 @@ class EntryReader:
                     f"cannot open {entry.path.name}: {error.strerror}", where=str(entry.path)
                 ) from error
         file = self._files[entry.path]
-        file.seek(entry.offset)
-        if file.readinto(data.numpy().data) != entry.nbytes:
+        with self._reading:
+            file.seek(entry.offset)
+            count = file.readinto(data.numpy().data)
+        if count != entry.nbytes:
             raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {name}")
         return data.view(torch_dtype(entry.dtype)).view(entry.shape)
 

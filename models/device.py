@@ -1,10 +1,16 @@
-"""How weights reach a GPU, and which of its products may be rounded to TF32."""
+"""How weights reach a GPU, what its host does meanwhile, and which of its products may be rounded to TF32."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Item = TypeVar("Item")
+Fetched = TypeVar("Fetched")
 
 
 def send(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
@@ -14,8 +20,37 @@ def send(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tens
     numbers from pageable memory.
     """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
+        tensor = pinned(tensor, device).to(device, non_blocking=True)
     return tensor.to(device, dtype).contiguous()
+
+
+def pinned(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor, for a GPU in pinned memory, from which copies do not wait."""
+    return tensor.pin_memory() if torch.device(device).type == "cuda" and not tensor.is_pinned() else tensor
+
+
+def fetch_ahead(
+    fetch: Callable[[Item], Fetched], items: Iterable[Item], device: torch.device
+) -> Iterator[tuple[Item, Fetched]]:
+    """Each item with what `fetch` gives for it: with a GPU, a thread fetches the next one while this one is used.
+
+    Memory: with a GPU, two results.
+    """
+    if device.type != "cuda":  # the thread would take the cores that compute
+        yield from ((item, fetch(item)) for item in items)
+        return
+    waiting: deque[tuple[Item, Future[Fetched]]] = deque()
+    with ThreadPoolExecutor(1) as pool:
+        for item in items:
+            waiting.append((item, pool.submit(fetch, item)))
+            if len(waiting) == 2:
+                yield _finished(*waiting.popleft())
+        while waiting:
+            yield _finished(*waiting.popleft())
+
+
+def _finished(item: Item, future: Future[Fetched]) -> tuple[Item, Fetched]:
+    return item, future.result()
 
 
 _allowed = {"tf32": True}  # a dict, since it is set for the life of a process

@@ -69,10 +69,9 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[T
     if is_launch_bound(weight_DF.device):
         columns_PD = weight_DF.T.index_select(0, neurons_EN.flatten())
         return columns_PD.view(*neurons_EN.shape, len(weight_DF)).mT, weight_DF.index_select(1, always_S)
-    columns_EDN = weight_DF.new_empty(len(neurons_EN), len(weight_DF), neurons_EN.shape[1])
-    for expert_DN, neurons_N in zip(columns_EDN, neurons_EN, strict=True):
-        expert_DN.copy_(weight_DF.index_select(1, neurons_N))
-    return columns_EDN, weight_DF.index_select(1, always_S)
+    # One selection of all columns: to select each expert's reads every row of the matrix E times.
+    columns_DEN = weight_DF.index_select(1, neurons_EN.flatten()).view(len(weight_DF), *neurons_EN.shape)
+    return columns_DEN.transpose(0, 1).contiguous(), weight_DF.index_select(1, always_S)
 
 
 class TinyONNExpert(nn.Module):

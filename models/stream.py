@@ -8,7 +8,7 @@ Memory: the hidden states, what a layer computes before its FFN, and one layer.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from instruments.errors import CheckpointError
 from models.checkpoint.shards import DenseReader
+from models.decoder import PROJECTIONS
+from models.device import fetch_ahead, pinned, send
 from models.ffn import DenseFFN
 from models.loading import explained_loading
 from models.structure import model_class
@@ -345,15 +347,22 @@ class LayerStream(AbstractContextManager["LayerStream"]):
     def layers(self) -> Iterator[StreamLayer]:
         """Yield every decoder layer in order and free the previous one."""
         decoder = self.reader.decoder
-        for index, module in enumerate(self._layers):
-            prefix = f"{decoder.layers}.{index}."
-            for name in decoder.layer_names(index):
-                _put(module, name.removeprefix(prefix), self._tensor(name))
+        for index, (weights, ffn) in fetch_ahead(self._read_layer, range(self.depth), self.device):
+            module, prefix = self._layers[index], f"{decoder.layers}.{index}."
+            for name, tensor in weights.items():
+                _put(module, name.removeprefix(prefix), send(tensor, self.device, torch.float32))
             _move_buffers(module, self.device, recurse=True)
+            made = [self._ffn(module, ffn)]
+            del weights, ffn
             # Only the caller holds the FFN, and may delete it from the layer.
-            yield StreamLayer(self, index, module, self._ffn(index, module))
+            yield StreamLayer(self, index, module, made.pop())
             for name, parameter in [*module.named_parameters()]:
                 _put(module, name, torch.empty_like(parameter, device="meta"))
+
+    def _read_layer(self, index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """A layer's tensors without the FFN, and its gate, up and down, as stored."""
+        weights = {name: self._read(name) for name in self.reader.decoder.layer_names(index)}
+        return weights, [pinned(self.reader.projection(index, part), self.device) for part in PROJECTIONS]
 
     def head(self) -> Callable[[Passage], Float[Tensor, "B T V"]]:
         """What is behind the last layer, as a function from a batch to its logits."""
@@ -367,15 +376,16 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
         return logits
 
-    def _ffn(self, index: int, module: nn.Module) -> DenseFFN:
+    def _ffn(self, module: nn.Module, projections: Sequence[Tensor]) -> DenseFFN:
         plan = self.reader.decoder.ffn
-        gate_FD, up_FD, down_DF = (
-            self.reader.projection(index, part).to(self.device, torch.float32) for part in ("gate", "up", "down")
-        )
+        gate_FD, up_FD, down_DF = (send(tensor, self.device, torch.float32) for tensor in projections)
         return DenseFFN(gate_FD, up_FD, down_DF, find_activation(plan.act, module.get_submodule(plan.path)))
 
+    def _read(self, name: str) -> Tensor:
+        return pinned(self.reader.tensor(name), self.device)
+
     def _tensor(self, name: str) -> Tensor:
-        return self.reader.tensor(name).to(self.device, torch.float32)
+        return send(self.reader.tensor(name), self.device, torch.float32)
 
 
 def _hidden(call: Call) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
@@ -99,7 +100,12 @@ def is_complete(folder: Path) -> bool:
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Relative path → size and SHA-256, for every file below the folder."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: {"size": path.stat().st_size, "sha256": hash_file(path)} for name, path in files.items()}
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(hash_file, files.values())
+        return {
+            name: {"size": path.stat().st_size, "sha256": digest}
+            for (name, path), digest in zip(files.items(), digests, strict=True)
+        }
 
 
 def tensors_hash(folder: Path) -> str:

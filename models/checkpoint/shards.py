@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import KeysView, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -140,12 +141,15 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._pointers: set[int] = set()
         self._shards: list[tuple[Path, list[str]]] = []  # path and names of its tensors
         self._names: set[str] = set()
+        # The disk works while the next shard is made.
+        self._disk, self._flushed = ThreadPoolExecutor(1), list[Future[None]]()
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         """Close after success; after a failure remove the shards."""
-        if kind is None:
-            self.close()
-            return
+        with self._disk:
+            if kind is None:
+                self.close()
+                return
         for path, _names in self._shards:
             path.unlink(missing_ok=True)
 
@@ -167,6 +171,8 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
     def close(self) -> None:
         """Write the last shard, give all shards their final names, and write the index."""
         self._flush()
+        for flushed in self._flushed:
+            flushed.result()
         weight_map: dict[str, str] = {}
         count, total = len(self._shards), 0
         for number, (path, names) in enumerate(self._shards, start=1):
@@ -196,5 +202,5 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         found = {name: (entry.shape, entry.dtype) for name, entry in read_header(path).items()}
         if wrong := sorted(name for name in found.keys() | given if found.get(name) != given.get(name)):
             raise CheckpointError(f"what was written is not what was given: {', '.join(wrong[:3])}", where=str(path))
-        sync(path)
+        self._flushed.append(self._disk.submit(sync, path))
         self._pending, self._pending_bytes, self._pointers = {}, 0, set()

@@ -1,10 +1,8 @@
 """Maps of chosen layers: each neuron's expert, score and firing frequency."""
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +20,6 @@ from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import ALWAYS_ON, DROPPED, LAYOUT, LayerEvidence, LayerPartition
 
@@ -163,23 +160,9 @@ def place_by_tsne(points_UP: Points, start_U2: Points, neighbors: int, *, seed: 
     return placed_U2
 
 
-DRAWING = Lock()  # neither matplotlib nor numba's parallel code, which UMAP runs, may be used by two threads at once
 MAP_NEURONS = 8192  # drawn at most, evenly spaced over the layer
 MAP_NEIGHBORS = 15  # neighbours in UMAP, perplexity in t-SNE
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
-
-
-def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = ()) -> list[int]:
-    """Layers to draw, ascending, without the `dense` ones. Raises ConfigError: no such layer."""
-    if cluster.map == "none":
-        return []
-    carved = [layer for layer in range(layers) if layer not in dense]
-    wanted = cluster.map_layers or [carved[0], carved[len(carved) // 2], carved[-1]]
-    if unknown := [layer for layer in wanted if not -layers <= layer < layers]:
-        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
-        do = "cluster.map_layers=[] for the first, the middle and the last"
-        raise ConfigError(what, where="setting cluster.map_layers", do=do)
-    return sorted({layer % layers for layer in wanted}.difference(dense))
 
 
 def plot_layer(

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from instruments.device import free_device_memory
+from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory, resolve_device
 from models.stream import LayerStream
@@ -35,7 +37,6 @@ from stages.cluster.layer import (
     save_partition,
     view_neurons,
 )
-from stages.cluster.picture import DRAWING, layers_to_draw, plot_layer
 from stages.text.config import DataConfig
 
 Result = TypeVar("Result")
@@ -148,6 +149,22 @@ class GroupedLayer(NamedTuple):
     pictures: dict[str, bytes]  # name → PNG file
 
 
+DRAWING = Lock()  # neither matplotlib nor numba's parallel code, which UMAP runs, may be used by two threads at once
+
+
+def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = ()) -> list[int]:
+    """Layers to draw, ascending, without the `dense` ones. Raises ConfigError: no such layer."""
+    if cluster.map == "none":
+        return []
+    carved = [layer for layer in range(layers) if layer not in dense]
+    wanted = cluster.map_layers or [carved[0], carved[len(carved) // 2], carved[-1]]
+    if unknown := [layer for layer in wanted if not -layers <= layer < layers]:
+        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
+        do = "cluster.map_layers=[] for the first, the middle and the last"
+        raise ConfigError(what, where="setting cluster.map_layers", do=do)
+    return sorted({layer % layers for layer in wanted}.difference(dense))
+
+
 def group_layer(
     cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape, partition: LayerPartition | None, *, draw: bool
 ) -> GroupedLayer:
@@ -165,6 +182,8 @@ def group_layer(
     pictures = {}
     if draw and shape.experts:
         with DRAWING:
+            from stages.cluster.picture import plot_layer  # noqa: PLC0415 - its libraries take seconds to import
+
             pictures = plot_layer(partition, features(), evidence, cluster)
     return GroupedLayer(evidence.layer, partition, measure_layer(partition, evidence), pictures)
 

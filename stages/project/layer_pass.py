@@ -1,6 +1,7 @@
 """Project layer by layer: each is fitted on the outputs of the carved layers before it, each step validated."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.device import tf32
+from models.device import fetch_ahead, tf32
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter, rounded
 from models.stream import LayerStream
@@ -281,12 +282,16 @@ def project_all(
     """
     workers, scratch, found = job.workers, job.scratch, {}
     tokens = TokenStream(stream, context.batches, workers, context.memory)
+    carved_layers = [index for index in range(stream.depth) if index not in checkpoint.shape.dense_layers]
+    cut = fetch_ahead(partial(load_layer, job.parents["extract"]), carved_layers, stream.device)
+    disk, saving = ThreadPoolExecutor(1), list[Future[None]]()
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         carved: Callable[[Tensor], Tensor] = layer.ffn
         if index not in checkpoint.shape.dense_layers:
             make_loop = partial(checkpoint.loop, partition, index, act=layer.ffn.act, device=stream.device)
             done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
+            _, experts = next(cut)
             # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
             if workers.broadcast(done is not None):
                 done = done or find_done(scratch, index)
@@ -295,18 +300,27 @@ def project_all(
                 refit = refit_settings(checkpoint, project, routers.logit_std, seed, text_sources(context.batches))
                 wanted = tokens.inputs.map(layer.ffn)
                 del layer.ffn, carved  # the fit needs this memory
-                loop = make_loop(load_layer(job.parents["extract"], index), routers.layer(index))
+                loop = make_loop(experts, routers.layer(index))
                 loop, outcome = project_layer(loop, refit, tokens.inputs, wanted, project, seed)
                 del wanted  # free it before the next layer's is computed
                 done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
-                if workers.leads:
-                    save_layer_checkpoint(scratch, index, done)
+                if workers.leads:  # the disk works while the next layer is fitted
+                    wait_for(saving)
+                    saving.append(disk.submit(save_layer_checkpoint, scratch, index, done))
+            del experts
             # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
             carved = make_loop(done.experts, done.router)
             found[index] = (done.router, done.outcome)
         if index < stream.depth - 1:  # nothing reads the last layer's outputs
             tokens.leave(map(carved, tokens.inputs))
+    wait_for(saving)
     return found
+
+
+def wait_for(saving: list[Future[None]]) -> None:
+    """Wait for what is being saved, and raise its error."""
+    while saving:
+        saving.pop().result()
 
 
 def find_done(scratch: Path, layer: int) -> ProjectedLayer:

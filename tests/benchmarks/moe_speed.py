@@ -1,9 +1,10 @@
-"""Tokens per second of the MoE against its dense source: prefill, and decoding with a KV cache."""
+"""Tokens per second of the MoE against its dense source: prompts, and decoding with a cache, of 1 and of 32 sequences.
+
+The MoE is drawn on the device: speed does not depend on the weights, and random routers load the experts about evenly.
+"""
 
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,17 @@ from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
-from models.emit import emit_checkpoint
-from models.experts import slice_experts
 from models.finding import find_decoder
-from models.source import EMBEDDED
 from models.targets.config import select_target
+from models.targets.config_json import emit_config
 from pipeline.shape import ShapeRequest, resolve_shape
 
-# batched_mm gathers the experts of each token: made for decoding, it would fill the memory in a prefill.
-PREFILL, DECODE = ("grouped_mm", "eager"), ("grouped_mm", "batched_mm", "eager")
+# batched_mm gathers the experts of each token: made for decoding, it would fill the memory in a prompt.
+PROMPT, DECODE = ("grouped_mm", "eager"), ("grouped_mm", "batched_mm", "eager")
+SEQUENCES = (1, 32)
 DENSE = "dense"
 
 
@@ -45,7 +44,7 @@ class Runner:
             self.model.set_experts_implementation(self.implementation)
 
     @torch.no_grad()
-    def prefill(self) -> None:
+    def read(self) -> None:
         """Run the whole batch into a new cache, and choose the next token."""
         found = self.model(input_ids=self.ids_BT, use_cache=True, logits_to_keep=1)
         self.state = {"cache": found.past_key_values, "ids": found.logits[:, -1:].argmax(-1)}
@@ -58,9 +57,9 @@ class Runner:
             found = self.model(input_ids=ids_B1, past_key_values=self.state["cache"], use_cache=True)
             ids_B1 = found.logits[:, -1:].argmax(-1)
 
-    def prefill_task(self) -> Task:
-        """Time a prefill; dropping the cache is not timed."""
-        return Task(self.prefill, self.choose, self.state.clear)
+    def prompt_task(self) -> Task:
+        """Time a prompt; dropping the cache is not timed."""
+        return Task(self.read, self.choose, self.state.clear)
 
     def decode_task(self) -> Task:
         """Time decoding; filling the cache, by the fastest implementation for many tokens, is not timed."""
@@ -68,73 +67,66 @@ class Runner:
         def fill() -> None:
             if self.implementation:
                 self.model.set_experts_implementation("grouped_mm")
-            self.prefill()
+            self.read()
             self.choose()
 
         return Task(self.decode, fill, self.state.clear)
+
+    def graph_task(self) -> Task:
+        """Time a token of every sequence without a cache, replayed as a CUDA graph: no kernel waits for the host."""
+        self.choose()
+        ids_B1 = self.ids_BT[:, :1].contiguous()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(2):  # libraries allocate in the first pass
+                self.model(input_ids=ids_B1, use_cache=False)
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                self.model(input_ids=ids_B1, use_cache=False)
+        return Task(lambda: [graph.replay() for _ in range(self.steps)])
 
 
 def measure_moe(bench: Workbench, options: Namespace) -> list[Row]:
     """Tokens/s of the dense model, and of the MoE relative to it for every share of active neurons.
 
-    The models take turns. Checkpoints are written and read in the same way as for users.
+    The models take turns.
     """
+    shapes = {share: shape_of(bench.width, options.experts, share) for share in options.active}
+    carved = {share: draw_moe(bench, shape) for share, shape in shapes.items()}
+    phases = ("prompt", "decode", "decode as CUDA graph") if bench.device.type == "cuda" else ("prompt", "decode")
+    generator, vocabulary = torch.Generator().manual_seed(0), bench.model.config.vocab_size
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, dense_folder(bench, options, Path(folder)) as dense:
-        shapes = {share: shape_of(bench.width, options.experts, share) for share in options.active}
-        dtype = str(bench.model.dtype).removeprefix("torch.")
-        carved = {
-            share: load_moe(write_moe(dense, Path(folder) / f"moe-{share}", shape, dtype), bench)
-            for share, shape in shapes.items()
-        }
-        rows += compare_speed("prefill", bench, carved, shapes, options)
-        rows += compare_speed("decode", bench, carved, shapes, options)
+    for sequences in SEQUENCES:
+        ids_BT = torch.randint(vocabulary, (sequences, options.length), generator=generator).to(bench.device)
+        for phase in phases:
+            rows += compare_speed(phase, bench, carved, shapes, ids_BT, options)
     return rows
 
 
 def compare_speed(
-    phase: str, bench: Workbench, carved: Mapping[float, PreTrainedModel], shapes: Mapping[float, MoEShape],
-    options: Namespace,
+    phase: str, bench: Workbench, carved: dict[float, PreTrainedModel], shapes: dict[float, MoEShape],
+    ids_BT: Tensor, options: Namespace,
 ) -> list[Row]:  # fmt: skip
-    """Rows of one phase, prefill or decode."""
-    ids_BT = bench.batch.input_ids.to(bench.device)
+    """Rows of one phase for a batch."""
     runners = {DENSE: Runner(bench.model, ids_BT, options.steps)}
     notes: dict[str, str] = {}
+    ways = {"prompt": PROMPT, "decode": DECODE}.get(phase, ("grouped_mm",))
     for share, model in carved.items():
-        for implementation in PREFILL if phase == "prefill" else DECODE:
+        for implementation in ways:
             name = f"{100 * share:g} % active, {implementation}"
             runners[name] = Runner(model, ids_BT, options.steps, implementation)
             shape = shapes[share]
             notes[name] = f"{shape.top_k} of {shape.experts} × {shape.n} + {shape.always_on}"
-    tasks: dict[str, Task] = {
-        name: runner.prefill_task() if phase == "prefill" else runner.decode_task() for name, runner in runners.items()
-    }
-    seconds = take_turns(tasks, options.repetitions, bench.device)
-    tokens = ids_BT.numel() if phase == "prefill" else len(ids_BT) * options.steps
+    made = {"prompt": Runner.prompt_task, "decode": Runner.decode_task}.get(phase, Runner.graph_task)
+    seconds = take_turns({name: made(runner) for name, runner in runners.items()}, options.repetitions, bench.device)
+    tokens = ids_BT.numel() if phase == "prompt" else len(ids_BT) * options.steps
     speed = {name: [tokens / spent for spent in found] for name, found in seconds.items()}
-    rows = [Row(f"{phase}, dense", speed.pop(DENSE), unit="tokens/s")]
+    what = f"{phase}, {len(ids_BT)} × {options.length}" if phase == "prompt" else f"{phase}, {len(ids_BT)} at once"
+    rows = [Row(f"{what}, dense", speed.pop(DENSE), unit="tokens/s")]
     for name, found in speed.items():
         note = f"{sorted(found)[len(found) // 2]:,.0f} tokens/s; {notes[name]}"
-        rows.append(Row(f"{phase}, MoE {name} ÷ dense, tokens/s", divide(found, rows[0].values), note=note))
+        rows.append(Row(f"{what}, MoE {name} ÷ dense, tokens/s", divide(found, rows[0].values), note=note))
     return rows
-
-
-@contextmanager
-def dense_folder(bench: Workbench, options: Namespace, scratch: Path) -> Iterator[Path]:
-    """Folder of the dense checkpoint; weights that were drawn are saved first."""
-    if not (options.shape or options.random):
-        yield options.model or EMBEDDED
-        return
-    bench.model.save_pretrained(scratch / "dense")
-    yield scratch / "dense"
-
-
-def load_moe(folder: Path, bench: Workbench) -> PreTrainedModel:
-    """Load the MoE as users do."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=bench.model.dtype, experts_implementation="grouped_mm", attn_implementation="sdpa"
-    )
-    return model.to(bench.device).requires_grad_(False).eval()
 
 
 def shape_of(width: int, experts: int, active: float) -> MoEShape:
@@ -142,26 +134,16 @@ def shape_of(width: int, experts: int, active: float) -> MoEShape:
     return resolve_shape(ShapeRequest(experts, max(1, width // experts), None, None, active), width)
 
 
-def write_moe(dense: Path, out: Path, shape: MoEShape, dtype: str) -> Path:
-    """Emit the checkpoint.
-
-    The partition does not affect speed, so experts get the neurons in order, again from the first if E·n exceeds their
-    number. Random router rows load the experts about evenly.
-    """
-    decoder = find_decoder(dense)
-    neurons = torch.arange(decoder.width)
-    always_S, routed = neurons[: shape.always_on], neurons[shape.always_on :]
-    slots = torch.arange(shape.experts * shape.n) % len(routed)
-    neurons_EN = routed[slots].view(shape.experts, shape.n)
-    generator = torch.Generator().manual_seed(0)
-    with DenseReader(dense) as reader:
-        emit_checkpoint(
-            dense,
-            out,
-            target=select_target(decoder, "auto", shape),
-            shape=shape,
-            routers=lambda _layer: torch.randn(shape.experts, decoder.hidden, generator=generator),
-            experts=lambda layer: slice_experts(reader, layer, neurons_EN, always_S),
-            dtype=dtype,
-        )
-    return out
+def draw_moe(bench: Workbench, shape: MoEShape) -> PreTrainedModel:
+    """The class and the sizes of a carve, with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench.model.config.save_pretrained(folder)
+        decoder = find_decoder(Path(folder), weights=False)
+    dtype = str(bench.model.dtype).removeprefix("torch.")
+    config = emit_config(decoder, select_target(decoder, "auto", shape), shape, dtype, tied=True)
+    with bench.device:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), dtype=bench.model.dtype, attn_implementation="sdpa",
+            experts_implementation="grouped_mm",
+        )  # fmt: skip
+    return model.requires_grad_(False).eval()

@@ -7,7 +7,8 @@ from numerics.quantised_models import plain_twin, write_plain
 from models.config import ModelConfig
 from models.loading import input_device, is_offloaded, load_dense
 
-pytestmark = pytest.mark.gpu
+# bitsandbytes says that a width of 40 gets its slower kernels.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:inner dimension")]
 IDS = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(5))
 
 
@@ -35,7 +36,7 @@ def test_gradients_equal_those_of_a_plain_twin_on_the_cpu(folder, quantization, 
 def test_layers_on_gpu_cpu_and_disk_compute_what_one_device_does(folder):
     settings = {"device": "cuda", "dtype": "float32"}
     whole = load_dense(ModelConfig(**settings), folder)
-    logit_std = load_dense(ModelConfig(**settings, device_map="auto", gpu_memory="130KB", cpu_memory="60KB"), folder)
+    logit_std = load_dense(ModelConfig(**settings, device_map="auto", gpu_memory="130KB", cpu_memory="130KB"), folder)
     assert is_offloaded(logit_std)
     assert {"cpu", "disk"} <= set(logit_std.hf_device_map.values())
     torch.testing.assert_close(input_gradient(logit_std), input_gradient(whole), rtol=1e-4, atol=1e-6)

@@ -10,7 +10,8 @@ import torch
 from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import ALWAYS_ON, DROPPED
-from stages.cluster.picture import NeuronMap, layers_to_draw, place_neurons, plot_neuron_map, principal_points
+from stages.cluster.picture import NeuronMap, place_neurons, plot_neuron_map, principal_points
+from stages.cluster.stage import layers_to_draw
 
 
 @pytest.mark.parametrize(
