@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from instruments.errors import ConfigError
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass

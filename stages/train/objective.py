@@ -261,7 +261,7 @@ class Objective:
             alone = self.teacher is None
             sums = {"language_model": token_losses(logits_BTV, labels_BT, inplace_backward=alone).sum()}
         if self.teacher is not None:
-            with torch.no_grad():
+            with torch.no_grad(), autocast(self.settings, labels_BT.device):
                 taught = self.teacher(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False)
             sums["logits"] = prediction_distance(logits_BTV, taught.logits, predicts(labels_BT))
         weighted = [getattr(self.settings, name) * value for name, value in sums.items()]
