@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from operator import gt, le, lt
@@ -142,7 +142,15 @@ class Checked:
 
 
 def validate(settings: Settings, words: Sequence[str] = ()) -> Checked:
-    """Check the settings against each other, the source model, the data and the disk; warn of surprises.
+    """As `check_settings`; warns of surprises."""
+    checked = check_settings(settings, words)
+    for warning in warnings(settings, words, checked.shape, checked.request):
+        logger.warning(warning)
+    return checked
+
+
+def check_settings(settings: Settings, words: Sequence[str] = ()) -> Checked:
+    """Check the settings against each other, the source model, the data and the disk.
 
     `words` are those of the command line. Raises InvalidSettingsError.
     """
@@ -150,10 +158,7 @@ def validate(settings: Settings, words: Sequence[str] = ()) -> Checked:
         raise InvalidSettingsError(errors)
     source = source_decoder(settings.model, text_only=settings.assemble.text_only)
     request = request_shape(settings, source)
-    shape = resolve_shape(request, request.width) if carves(settings) else None
-    for warning in warnings(settings, words, shape, request):
-        logger.warning(warning)
-    return Checked(settings, shape, source)
+    return Checked(settings, resolve_shape(request, request.width) if carves(settings) else None, source)
 
 
 def find_errors(
@@ -228,9 +233,24 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
             target = request.target(shape)
             errors += square_errors(request, shape, target)
             errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
+            if settings.dense_layers is None:
+                errors += auto_errors(settings, request, target, shape)
     except UserError as error:
         errors.append(error)
     return errors
+
+
+def auto_errors(settings: Settings, request: ShapeRequest, target: MoETarget, shape: MoEShape) -> Iterator[ConfigError]:
+    """Errors: `dense_layers=auto` where no layer can stay dense, or nothing is left for the others to pay with."""
+    where = "setting dense_layers=auto"
+    if shape.pooled:
+        yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
+    elif None not in (settings.top_k, settings.always_on):
+        what = f"top_k={shape.top_k} and always_on={shape.always_on} leave no width that the others could give up"
+        yield ConfigError(what, where=where, do="top_k=null, or always_on=null")
+    elif target.dense_layers == "none":
+        faults = check_target(request.source, target, replace(shape, dense_layers=(0,)))
+        yield ConfigError(f"{target.model_type} has no dense layers", where=where, do=faults[0].do or "dense_layers=[]")
 
 
 def map_errors(settings: Settings, source: Decoder) -> Iterator[ConfigError]:
@@ -266,7 +286,7 @@ def square_errors(request: ShapeRequest, shape: MoEShape, target: MoETarget) -> 
 def request_shape(settings: Settings, source: Decoder) -> ShapeRequest:
     """The dials of the shape, for this source."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    dense = sorted({layer + source.depth if layer < 0 else layer for layer in settings.dense_layers})
+    dense = sorted({layer + source.depth if layer < 0 else layer for layer in settings.dense_layers or ()})
     return ShapeRequest(*dials, settings.assemble, source, tuple(dense))
 
 

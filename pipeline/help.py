@@ -50,6 +50,7 @@ Stages
   project   fit the experts to the dense model: closed form, layer-wise descent, gradient projection
   train     continued pretraining: routers first, then routers and experts
   evaluate  compare with the dense model and baselines on held-out text
+  layers    measure what narrowing each layer costs; dense_layers=auto runs it
   dump      write inputs, weights and gradients of the dense model's layers, to study number formats
   diagnose  find where low precision goes wrong; check= chooses how
 

@@ -21,7 +21,7 @@ from models.config import setting_word
 from pipeline.advice import COMMANDS, flag_words, other_values, other_words
 from pipeline.check import as_word, default_text, find_fields, folder_errors, unknown_choice, value_errors
 from pipeline.help import LOCAL, groups
-from pipeline.settings import Settings, find_wrong_values
+from pipeline.settings import AUTO_LAYERS, Settings, find_wrong_values
 from stages.accumulators.config import hide_password
 from stages.text.config import DataConfig, SourceConfig
 
@@ -184,6 +184,8 @@ def _unreadable_word(word: str, options: dict[str, list[str]]) -> ConfigError:
 
 def _type_fault(key: str, value: object) -> str:
     """Why the schema does not accept a value; empty if it does."""
+    if (key, value) == AUTO_LAYERS:
+        return ""
     name = _ITEM.sub(".0.", key)
     group, _dot, rest = name.partition(".")
     try:

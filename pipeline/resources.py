@@ -23,6 +23,7 @@ from pipeline.settings import STAGES
 from stages.artifacts.job import find_workers
 from stages.artifacts.rendering import in_mib
 from stages.calibration.token_memory import KEPT, free_memory, memory_limit
+from stages.layers.config import LENGTH, TOKENS
 from stages.text.config import sampled
 
 PASSES = {"cluster", "assemble", "project", "evaluate"}  # go through the dense model one layer at a time
@@ -45,6 +46,7 @@ def count_tokens(stage: str, checked: Checked) -> int:
         "project": data.tokens + random,
         "train": settings.train.tokens,
         "evaluate": data.heldout_tokens * (2 + len(baselines)) + data.tokens * aligned,
+        "layers": TOKENS * (1 + 2 * checked.source.depth),
         "dump": settings.dump.steps * settings.dump.batch_tokens,
         "diagnose": settings.diagnose.tokens,
     }
@@ -93,6 +95,7 @@ def peak_bytes(stage: str, checked: Checked) -> int:
         "project": max(layer_pass + solve, gradients),
         "train": training,
         "evaluate": max(layer_pass, 2 * dense + 8 * settings.evaluate.batch_tokens * vocabulary),
+        "layers": loaded + 16 * LENGTH * vocabulary,
         "dump": 2 * loaded,
         "diagnose": 2 * loaded * (settings.check == "auto_diff"),
     }

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from instruments.errors import ConfigError, UserError
 from instruments.files import hash_code, write_text
 from pipeline import artifacts
-from pipeline.check import Checked, validate
+from pipeline.check import Checked, check_settings, validate
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
@@ -31,10 +31,11 @@ from pipeline.plan import (
 )
 from pipeline.resources import measured_peak, memory_warnings, record_seconds, room_errors, start_measuring
 from pipeline.run_folder import RunFolder, logging_to, replace_link
-from pipeline.settings import ALL, STAGES, Settings
+from pipeline.settings import ALL, AUTO_LAYERS, LAYERS, STAGES, Settings
 from pipeline.shape import log_shape, shape_text, weakness_text
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, render
+from stages.layers.choice import choose_dense_layers
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +236,19 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
     """
-    checked, workers = validate(settings, overrides), find_workers()
+    checked = validate(settings, overrides)
+    if settings.dense_layers is None and checked.shape is not None:
+        steps = measure_layers(settings, folder, overrides, wait=wait)
+        if settings.plan and steps[-1].due:
+            return steps
+        found = choose_layers(checked, steps[-1].folder)
+        checked = check_settings(replace(settings, dense_layers=found), overrides)
+    return run_steps(checked, folder, overrides, wait=wait)
+
+
+def run_steps(checked: Checked, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> list[Step]:
+    """`run_pipeline` with settings that passed validation."""
+    settings, workers = checked.settings, find_workers()
     workers.pick_device(settings.model.device)
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
@@ -258,12 +271,36 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
                 run_folder = RunFolder(folder, settings, overrides, [step.folder for step in steps])
                 held.enter_context(logging_to(folder / "run.log"))
                 log_shape(checked.request, checked.shape, settings.model.label)
+                if "=".join(AUTO_LAYERS) in overrides and checked.shape:
+                    log.info("dense_layers=auto is %s\n", settings.dense_layers)
                 for warning in memory_warnings(checked, due):
                     log.warning("%s\n", warning)
                 Runner(run_folder, overrides, checked, workers, wait).run(steps)
         except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
     return steps
+
+
+def measure_layers(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool) -> list[Step]:
+    """Run stage=layers, if it has no result, with a run folder of its own; its steps. Raises UserError."""
+    checked = check_settings(replace(settings, stage=LAYERS))
+    steps = make_plan(checked)
+    if not steps[-1].due:
+        return steps
+    if find_workers().world > 1:
+        do = f"first, without torchrun: {command_line(overrides, stage=LAYERS)}"
+        raise ConfigError("one process measures the layers, here are several", where="setting dense_layers=auto", do=do)
+    return run_steps(checked, folder.with_name(f"{folder.name}-{LAYERS}"), [*overrides, f"stage={LAYERS}"], wait=wait)
+
+
+def choose_layers(checked: Checked, measured: Path) -> list[int]:
+    """The layers that stay dense by the costs in the result `measured` of stage=layers. Raises ContractError."""
+    from stages.artifacts.carve import LayerCosts  # noqa: PLC0415 - loads torch
+
+    assert checked.shape is not None, "only a carve has dense layers"
+    able = checked.request.target(checked.shape).dense_layers
+    costs = LayerCosts.load(measured)
+    return choose_dense_layers(costs.divergence.tolist(), costs.active, able)
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

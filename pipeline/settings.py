@@ -39,6 +39,8 @@ from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
 ALL = "all"
+# OmegaConf has no type for a list or a word: in `Settings` this value is None.
+AUTO_LAYERS = "dense_layers", "auto"
 # Flags that print settings and run nothing.
 SHOWING = {"--cfg", "-c", "--info", "-i"}
 
@@ -85,6 +87,7 @@ CHAIN = (
     Stage("evaluate", ("scan", "cluster", "assemble", "project"),
           ("model", "data", "vocabulary", "project", "evaluate", "shape", "seed"),
           shared=True, reads_heldout=True, fixed_heldout=True),
+    Stage("layers", ("scan",), ("model", "data", "active")),
     Stage("dump", (), ("model", "data", "dump")),
     Stage("diagnose", (), ("model", "data", "check", "diagnose", "seed"), kept=False),
 )  # fmt: skip
@@ -103,7 +106,7 @@ class Settings:
     top_k: int | None = field(default=None, metadata={"minimum": 1})
     always_on: int | None = field(default=None, metadata={"minimum": 0})
     active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
-    dense_layers: list[int] = field(default_factory=list)
+    dense_layers: list[int] | None = field(default_factory=list)  # None: auto
     seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
     fresh: bool = False
     plan: bool = False
@@ -158,9 +161,9 @@ def enables(value: object, wanted: object) -> bool:
 SCHEMA = OmegaConf.structured(Settings)  # built once: copying it in a merge takes a quarter of the time
 
 # evaluate reads the checkpoint of one of the first two. stage=all trains only if the trained checkpoint is evaluated,
-# and never runs dump and diagnose.
-PROJECTED, TRAINED, LOOKING = "project", "train", ("dump", "diagnose")
-_ALWAYS = frozenset(STAGES) - {TRAINED, *LOOKING}
+# and never runs layers, dump and diagnose.
+PROJECTED, TRAINED, LOOKING, LAYERS = "project", "train", ("dump", "diagnose"), "layers"
+_ALWAYS = frozenset(STAGES) - {TRAINED, LAYERS, *LOOKING}
 
 
 def asked_stages(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
@@ -229,6 +232,9 @@ def to_settings(config: DictConfig) -> Settings:
     resolved = OmegaConf.to_container(config, resolve=True)
     if wrong := [*find_wrong_values(Settings, resolved)]:
         raise ConfigError("; ".join(wrong), where=PLACES, do="values of the kinds in the files under conf/")
+    name, word = AUTO_LAYERS
+    if isinstance(resolved, dict) and resolved[name] == word:
+        resolved[name] = None
     # Resolving does not check types (`${...}` may give a text for a list); the merge with the schema does.
     settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, resolved))
     assert isinstance(settings, Settings)

@@ -1,4 +1,4 @@
-"""scan, score, cluster, assemble → later stages: statistics and scores of neurons, neurons of experts, routers."""
+"""scan, layers, score, cluster, assemble → later stages: statistics and scores of neurons, experts, routers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +51,17 @@ class NeuronStatistics(TensorFile):
     def frequency(self) -> Tensor:
         """(L, F) fp32 share of tokens where the neuron is among the most active."""
         return (self.active_count / self.tokens).float()
+
+
+@dataclass(frozen=True)
+class LayerCosts(TensorFile):
+    """KL(dense ‖ dense with one layer narrowed) per token, nats."""
+
+    VERSION: ClassVar[int] = 1
+    FILE: ClassVar[str] = "costs.safetensors"
+
+    active: float  # share of neurons kept in the first row; the second keeps `NARROWER` times as many
+    divergence: Tensor  # (2, L) float64
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
-"""A chain with a layer that stays dense: no stage cuts, fits or counts it."""
+"""A chain with a layer that stays dense: no stage cuts, fits or counts it; and the layers that auto keeps."""
 
 import torch
-from safetensors.torch import load_file
+from integration.carving import words_of_pico
+from omegaconf import OmegaConf
+from pico import write_pico
+from safetensors.torch import load_file, save_file
 
 from pipeline.artifacts import Manifest
+from pipeline.cli import run_command
 from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.tensor_file import layer_file
 
@@ -33,3 +37,23 @@ def test_tables_leave_it_out(carves):
     tables = {name: Manifest.read(carve.stage(name), remedy="").table for name in ("cluster", "assemble", "project")}
     assert [[row[0] for row in table.rows] for table in tables.values()] == [[0]] * 3
     assert any("of 1 layers" in note for note in tables["project"].notes)
+
+
+def test_auto_keeps_the_layers_that_cost_most(text, tmp_path, capsys):
+    source = write_pico(tmp_path / "llama", "llama", layers=4, tokenizer=True)
+    weights = load_file(source / "model.safetensors")
+    for layer, size in enumerate((0.1, 0.1, 8.0, 0.1)):
+        weights[f"model.layers.{layer}.mlp.down_proj.weight"] *= size
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    words = [*words_of_pico(source, text), f"output_dir={tmp_path}/outputs", "stage=extract", "cluster.map=none"]
+    words += ["n=8", "assemble.target=tiny_onn", "dense_layers=auto"]
+    assert run_command([*words, "plan=true"]) == 0
+    assert "extract" not in capsys.readouterr().out  # its shape is not known yet
+    assert run_command(words) == 0
+    latest = tmp_path / "outputs" / "latest"
+    assert list(OmegaConf.load(latest / "config.yaml").dense_layers) == [2]
+    (cluster,) = (tmp_path / "outputs" / "artifacts" / "llama" / "cluster").glob("*/manifest.json")
+    assert Partition.load(cluster.parent).carved_layers == [0, 1, 3]
+    runs = [*latest.resolve().parent.iterdir()]
+    assert run_command(words) == 0  # measures nothing again
+    assert len([*latest.resolve().parent.iterdir()]) == len(runs) + 1

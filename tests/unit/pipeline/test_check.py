@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+from pico import write_pico
 
 from models.config import ModelConfig
 from pipeline.check import field_errors, find_errors, validate
@@ -72,6 +73,14 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("words", CONTRADICTIONS)
 def test_contradictions_are_refused_with_a_remedy(errors, words):
     assert [error.do for error in errors(words)] == CONTRADICTIONS[words]
+
+
+def test_auto_needs_a_target_that_can_keep_layers_dense(errors, tmp_path):
+    source = write_pico(tmp_path / "olmo", "olmo2", intermediate=64)
+    words = f"model=local model.path={source} data=python_stdlib always_on=0 n=8 dense_layers"
+    (error,) = errors(f"{words}=auto")
+    assert (error.where, error.do) == ("setting dense_layers=auto", ONN)
+    assert errors(f"{words}=auto {ONN}") == errors(f"{words}=[]") == []
 
 
 def test_an_error_names_value_place_and_remedy(errors):

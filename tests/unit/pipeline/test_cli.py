@@ -65,7 +65,7 @@ def test_all_mistakes_at_once(command, tmp_path):
     assert [block.splitlines()[0] for block in text.split("\n\n")] == [
         "there is no setting expert",
         "cluster=foo is none of balanced_kmeans, contiguous, random, rank, router_aware",
-        "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump, diagnose",
+        f"stage=scam is none of all, {', '.join(STAGES)}",
         "active=2.0 must be at most 1",
         "seed=-1 must be at least 0",
         "nowhere is no file that can be read as text, and no folder that holds one",

@@ -21,7 +21,7 @@ from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents
 from pipeline.settings import CHAIN, STAGES, asked_stages, compose, with_ancestors
 from stages.artifacts.job import Table, Workers
 
-ON_REQUEST = {"train", "dump", "diagnose"}
+ON_REQUEST = {"train", "layers", "dump", "diagnose"}
 ALL = set(STAGES) - ON_REQUEST
 
 
@@ -123,7 +123,7 @@ def test_training_is_planned_where_it_is_asked_for_or_evaluated(steps):
     assert list(steps("stage=train")) == ["scan", "score", "cluster", "extract", "assemble", "project", "train"]
     assert "train" not in steps() | steps("stage=evaluate")
     whole = steps("evaluate.checkpoint=train")
-    assert whole.keys() == set(STAGES) - {"dump", "diagnose"}
+    assert whole.keys() == set(STAGES) - {"layers", "dump", "diagnose"}
     assert tuple(whole["evaluate"].parents) == ("scan", "cluster", "assemble", "project", "train")
     assert steps("stage=evaluate", "evaluate.checkpoint=train").keys() == whole.keys()
 
