@@ -10,15 +10,15 @@ from pico import write_pico
 from models.config import MoEShape
 
 SHARES = ("50 % active", "30 % active")
+WAYS = {"prompt": ("grouped_mm", "eager"), "decode": ("grouped_mm", "batched_mm", "eager")}
 COMPARED = [
-    "prefill, dense",
-    *(f"prefill, MoE {share}, {name} ÷ dense, tokens/s" for share in SHARES for name in ("grouped_mm", "eager")),
-    "decode, dense",
-    *(
-        f"decode, MoE {share}, {name} ÷ dense, tokens/s"
-        for share in SHARES
-        for name in ("grouped_mm", "batched_mm", "eager")
-    ),
+    row
+    for sequences in (1, 32)
+    for phase, what in (("prompt", f"prompt, {sequences} × 8"), ("decode", f"decode, {sequences} at once"))
+    for row in (
+        f"{what}, dense",
+        *(f"{what}, MoE {share}, {name} ÷ dense, tokens/s" for share in SHARES for name in WAYS[phase]),
+    )
 ]
 
 
