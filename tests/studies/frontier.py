@@ -1,29 +1,38 @@
 """Where carves are on the frontier: loss over the bytes that a token reads, compared with dense models of fewer bits.
 
-PYTHONPATH=.:tests python -m studies.frontier OUTPUT --carve half=CHECKPOINT --scan SCAN --llama-cpp DIR --python BIN
+PYTHONPATH=.:tests python -m studies.frontier OUTPUT --dense MODEL --text wiki=FILE chats=FILE --scan SCAN
+--carve half=CHECKPOINT --llama-cpp DIR --python BIN
 
-Writes static masks of the embedded model (the neurons that contribute most in a scan's result, down columns aligned),
-quantises dense model, masks and carves with llama.cpp, and measures them there on held-out text. Without --python
-it only prints bytes for the shapes of larger models.
+Writes static masks of the dense model (the neurons that contribute most in a scan's result, down columns aligned on
+its text), quantises dense model, masks and carves with llama.cpp, measures them there, and adds a line to
+OUTPUT/rows.jsonl for each. What is there is not measured again; --speed times it, --report shows it. Carves with dense
+layers, which llama.cpp does not load, are measured in transformers, in fp32; their bytes are computed.
+Without --python it only prints bytes for the shapes of larger models.
 """
 
 import argparse
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
-from itertools import chain
+import time
 from pathlib import Path
 
 import numpy as np
 
-if "--measure" not in sys.argv:  # which runs in llama.cpp's interpreter, without this project
+if "--client" not in sys.argv:  # which runs in llama.cpp's interpreter, without this project
     import torch
+    from matplotlib.figure import Figure
+    from safetensors.torch import save_file
+    from tabulate import tabulate
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from models.checkpoint.shards import ShardReader
     from models.ffn import DenseFFN
     from models.loading import load_tokenizer, padding_id
-    from models.source import EMBEDDED
+    from models.source import EMBEDDED, read_config
     from models.stream import LayerStream
     from pipeline.clients import Clients, run_client
     from pipeline.gguf import write_gguf
@@ -34,63 +43,107 @@ if "--measure" not in sys.argv:  # which runs in llama.cpp's interpreter, withou
     from stages.losses import MeanLoss
     from stages.project.config import ProjectConfig
     from stages.text.batches import batch_sequences
-    from stages.text.config import DataConfig
+    from stages.text.config import DataConfig, SourceConfig
     from stages.text.sequences import load_text
 
 DENSE_TYPES, OTHER_TYPES = ("f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"), ("f16", "q8_0", "q4_k_m")
-COLUMNS = ("model", "type", "bits/weight", "read, MiB/token", "resident, MiB", "gap", "±", "KL")
-LENGTH = 256
+LENGTH, ROUNDS, GENERATED, CONTEXT = 256, 3, 32, 128
 # Layers, hidden size, FFN width, heads, key heads, head size, vocabulary; bits per weight where all rows fit the types.
 SHAPES = {"Qwen2.5-7B": (28, 3584, 18944, 28, 4, 128, 152064), "Gemma-3-27B": (62, 5376, 21504, 32, 16, 128, 262208)}
 BITS = {"f16": 16, "q8_0": 8.5, "q6_k": 6.56, "q5_k_m": 5.7, "q4_k_m": 4.85, "q3_k_m": 3.91, "q2_k": 3.0}
 
 
 def shape_rows():
-    """GB that a token reads by model and type: dense, with three quarters of the FFN, and with half of it."""
+    """GB that a token reads by model and type, with all of the FFN, three quarters and half; bits of dense equals."""
     for name, (layers, hidden, width, heads, keys, size, vocabulary) in SHAPES.items():
-        around = layers * hidden * size * 2 * (heads + keys) + vocabulary * hidden
+        around, ffn = layers * hidden * size * 2 * (heads + keys) + vocabulary * hidden, layers * 3 * hidden * width
         for share in (1, 0.75, 0.5):
-            weights = around + layers * 3 * hidden * width * share
-            yield [name, f"{share:.0%}", *(f"{weights * bits / 8e9:.2f}" for bits in BITS.values())]
+            part = (around + ffn * share) / (around + ffn)
+            cells = (f"{part * (around + ffn) * bits / 8e9:.2f} ({part * bits:.1f})" for bits in BITS.values())
+            yield [name, f"{share:.0%}", *cells]
 
 
-def measure(request):
-    """In llama.cpp's interpreter: loss and KL(dense ‖ model) of each sequence, and weights and bytes of each tensor."""
-    import llama_cpp
+class Llama:
+    """A GGUF file in llama.cpp, one thread; `feed` appends tokens to `start` others; logits of `every` but the last."""
 
-    sys.path.insert(0, f"{request['llama_cpp']}/gguf-py")
-    from gguf import GGUFReader
+    def __init__(self, file, longest):
+        import llama_cpp
 
-    llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(request["file"].encode(), llama_cpp.llama_model_default_params())
-    settings = llama_cpp.llama_context_default_params()
-    settings.n_ctx = settings.n_batch = settings.n_ubatch = LENGTH
-    settings.n_threads = settings.n_threads_batch = 1
-    context = llama_cpp.llama_init_from_model(model, settings)
-    memory = llama_cpp.llama_get_memory(context)
-    size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    batch = llama_cpp.llama_batch_init(LENGTH, 0, 1)
-    dense_STV, sums, kept = None if request["first"] else np.load(request["dense"], mmap_mode="r"), [], []
-    for number, ids in enumerate(np.load(request["ids"]).tolist()):
-        llama_cpp.llama_memory_clear(memory, True)
+        self.api = llama_cpp
+        self.model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = longest
+        settings.n_ubatch = min(512, longest)
+        settings.n_threads = settings.n_threads_batch = 1
+        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.batch = llama_cpp.llama_batch_init(longest, 0, 1)
+
+    def feed(self, ids, start=0, every=False):
+        self.api.llama_memory_seq_rm(self.memory, 0, start, -1)
+        batch = self.batch
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, True
-        if llama_cpp.llama_decode(context, batch):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, start + i, 1, 0
+            batch.logits[i] = every or i == len(ids) - 1
+        if self.api.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode fails")
-        rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (size,)) for i in range(LENGTH - 1)]
-        logits_TV = np.array(rows, dtype=np.float64)
-        logits_TV -= logits_TV.max(1, keepdims=True)
-        logits_TV -= np.log(np.exp(logits_TV).sum(1, keepdims=True))
-        dense_TV = logits_TV if dense_STV is None else np.float64(dense_STV[number])
-        distance = (np.exp(dense_TV) * (dense_TV - logits_TV)).sum()
-        sums.append((float(-logits_TV[np.arange(LENGTH - 1), ids[1:]].sum()), float(distance)))
-        if dense_STV is None:
-            kept.append(logits_TV.astype(np.float32))
-    if kept:
-        np.save(request["dense"], np.stack(kept))
-    tensors = GGUFReader(request["file"]).tensors
-    return {"sums": sums, "tensors": {each.name: (int(each.n_elements), int(each.n_bytes)) for each in tensors}}
+        rows = (self.api.llama_get_logits_ith(self.context, place) for place in range(len(ids) - 1))
+        return (np.ctypeslib.as_array(row, (self.vocabulary,)) for row in rows) if every else ()
+
+
+def compare(logits_of, texts, first):
+    """Loss and KL(dense ‖ model) of every sequence by text; the first model's predictions are kept for the others."""
+    sums = {}
+    for text, (ids_file, dense_file) in texts.items():
+        ids_ST, kept_STV = np.load(ids_file), None if first else np.load(dense_file, mmap_mode="r")
+        for number, ids in enumerate(ids_ST.tolist()):
+            loss = distance = 0.0
+            for place, logits_V in enumerate(logits_of(ids)):  # one row at a time stays in the cache
+                found_V = logits_V - logits_V.max()
+                found_V -= np.log(np.exp(found_V).sum(dtype=np.float64))
+                if first:
+                    shape = (len(ids_ST), LENGTH - 1, len(found_V))
+                    if kept_STV is None:
+                        kept_STV = np.lib.format.open_memmap(dense_file, mode="w+", dtype=np.float32, shape=shape)
+                    kept_STV[number, place] = found_V
+                dense_V = kept_STV[number, place]
+                distance += float((np.exp(dense_V) * (dense_V - found_V)).sum(dtype=np.float64))
+                loss -= float(found_V[ids[place + 1]])
+            sums.setdefault(text, []).append((loss, distance))
+    return sums
+
+
+def measure(llama_cpp, file, texts, first):
+    """In llama.cpp's interpreter: `compare`'s sums, and weights and bytes of each tensor."""
+    sys.path.insert(0, f"{llama_cpp}/gguf-py")
+    from gguf import GGUFReader
+
+    model = Llama(file, LENGTH) if texts else None
+    sums = compare(lambda ids: model.feed(ids, every=True), texts, first)
+    return sums, {each.name: (int(each.n_elements), int(each.n_bytes)) for each in GGUFReader(file).tensors}
+
+
+def time_files(files, ids, prompt):
+    """In llama.cpp's interpreter: CPU seconds of prompt and per generated token by file and round, files in turn."""
+    ids = np.resize(np.load(ids), prompt).tolist()
+    models, found = {file: Llama(file, prompt + GENERATED) for file in files}, {file: [] for file in files}
+    for _ in range(ROUNDS):
+        for file, model in models.items():
+            began = time.process_time()
+            model.feed(ids)
+            between = time.process_time()
+            for place in range(CONTEXT, CONTEXT + GENERATED):
+                model.feed(ids[place : place + 1], start=place)
+            found[file].append((between - began, (time.process_time() - between) / GENERATED))
+    return found
+
+
+def in_client(python, step, **request):
+    """Run `measure` or `time_files` in llama.cpp's interpreter."""
+    words = [python, __file__, "--client", step, json.dumps(request, default=str)]
+    return json.loads(subprocess.run(words, capture_output=True, check=True).stdout.splitlines()[-1])
 
 
 def token_bytes(tensors, share):
@@ -100,11 +153,18 @@ def token_bytes(tensors, share):
     return sum(size * (share if re.search(r"_exps\.", name) else 1) for name, size in sizes.items())
 
 
-def write_mask(folder, dense, scan, width):
-    """The dense model with the `width` neurons of each FFN that contribute most, and aligned down columns."""
+def scanned_text(scan, tokens):
+    """The settings of the text that a scan has read."""
+    settings = json.loads((scan / "manifest.json").read_text())["recipe"]["settings"]["data"]
+    sources = [SourceConfig(**source) for source in settings.get("sources", [])]
+    return DataConfig(**settings | {"sources": sources, "tokens": tokens})
 
+
+def write_mask(folder, dense, scan, width, data=None):
+    """The dense model with the `width` neurons of each FFN that contribute most, and aligned down columns."""
     tokenizer = load_tokenizer(dense, trust_remote_code=False)
-    batches = batch_sequences(load_text(DataConfig(), tokenizer, "calibration").sequences, 4096, padding_id(tokenizer))
+    text = load_text(data or DataConfig(), tokenizer, "calibration")
+    batches = batch_sequences(text.sequences, 4096, padding_id(tokenizer))
     contribution_LF = NeuronStatistics.load(scan).contribution
     weights = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).state_dict()
     with LayerStream(dense, device=torch.device("cpu")) as stream, torch.no_grad():
@@ -125,75 +185,182 @@ def write_mask(folder, dense, scan, width):
     tokenizer.save_pretrained(folder)
 
 
-def write_ids(file, text, count):
-    """Whole sequences of a text, evenly spaced over it."""
-    data = DataConfig(heldout_path=text, heldout_tokens=10**6, max_length=LENGTH)
-    sequences = load_text(data, load_tokenizer(EMBEDDED, trust_remote_code=False), "heldout").sequences
+def write_ids(file, dense, text, count):
+    """Whole sequences of a text, evenly spaced over it; chats by the model's template."""
+    data = DataConfig(heldout_path=text or None, heldout_tokens=10**6, max_length=LENGTH)
+    sequences = load_text(data, load_tokenizer(dense, trust_remote_code=False), "heldout").sequences
     whole = [sequence.ids for sequence in sequences if len(sequence.ids) == LENGTH]
     places = np.linspace(0, len(whole) - 1, min(count, len(whole))).astype(int)
     np.save(file, np.array([whole[place] for place in places], dtype=np.int32))
 
 
-def convert(folder, file, kind, clients, python):
+def ffn_layer(name):
+    """The layer of an FFN's tensor in a checkpoint or in a GGUF file; None for other tensors."""
+    found = re.match(r"(?:model\.layers|blk)\.(\d+)\.(?:mlp\.|ffn_(?!norm))", name)
+    return found and int(found[1])
+
+
+def fill_dense_layers(folder, checkpoint):
+    """Write a carve whose dense layers have another layer's experts, so that llama.cpp quantises it; for its sizes."""
+    config = read_config(checkpoint)
+    dense = config["mlp_only_layers"]
+    donor = next(layer for layer in range(config["num_hidden_layers"]) if layer not in dense)
+    with ShardReader(checkpoint) as reader:
+        kept = {name: reader.tensor(name) for name in reader.names if ffn_layer(name) not in dense}
+    given = [name for name in kept if ffn_layer(name) == donor]
+    kept |= {name.replace(f".{donor}.", f".{layer}.", 1): kept[name].clone() for layer in dense for name in given}
+    folder.mkdir(exist_ok=True)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"mlp_only_layers": []}))
+    for file in checkpoint.glob("*token*"):
+        shutil.copyfile(file, folder / file.name)
+
+
+def convert(folder, file, name, kind, clients, python):
     """Write a model's file of this type, in two steps as for a carve, if it is missing."""
-    source = file.with_name(file.name.replace(kind, "f32"))
-    if not source.exists():
-        if "num_experts_per_tok" in json.loads((folder / "config.json").read_text()):
-            write_gguf(folder, source, "f32", clients)
+    source = file.with_name(f"{name}-{'f32' if name == 'dense' else 'bf16'}.gguf")
+    if not source.exists() and not file.exists():
+        if "num_experts_per_tok" in read_config(folder):
+            write_gguf(folder, source, "bf16", clients)
         else:
             asked = {"llama_cpp": str(clients.llama_cpp), "checkpoint": str(folder), "out": str(source), "head": False}
-            run_client(python, "convert", asked | {"outtype": "f32"})
+            run_client(python, "convert", asked | {"outtype": source.stem.partition("-")[2]})
     if not file.exists():
         run_client(python, "quantise", {"source": str(source), "out": str(file), "outtype": kind, "threads": 1})
 
 
-def study(wanted):
-    """A row for each model and type."""
+def study(wanted, done):
+    """Measure each model and type that is not done, and yield its figures."""
     out, clients, (python,) = wanted.output, Clients.of(wanted), wanted.python
-    out.mkdir(parents=True, exist_ok=True)
-    write_ids(out / "ids.npy", wanted.text, wanted.sequences)
-    carves = {name: Path(folder) for name, _, folder in (word.partition("=") for word in wanted.carve)}
-    masks, reference = {name: out / name for name in ("mask768", "mask512")}, None
-    for name, folder in ({"dense": EMBEDDED} | masks | carves).items():
-        if not folder.exists():
-            write_mask(folder, EMBEDDED, wanted.scan, int(name.removeprefix("mask")))
-        config = json.loads((folder / "config.json").read_text())
-        experts = config.get("n_routed_experts") or config.get("num_experts") or 1
-        share = config.get("num_experts_per_tok", 1) / experts
-        for kind in ("f32", *DENSE_TYPES) if name == "dense" else OTHER_TYPES:
+    texts = {name: (out / f"{name}.npy", out / f"{name}-dense.npy") for name in wanted.texts}
+    for name, (file, _) in texts.items():
+        if not file.exists():
+            write_ids(file, wanted.dense, wanted.texts[name], wanted.sequences)
+    masks, width = {f"mask{share:g}": share for share in wanted.mask}, read_config(wanted.dense)["intermediate_size"]
+    for name, source in ({"dense": wanted.dense} | {name: out / name for name in masks} | wanted.carves).items():
+        kinds = [
+            kind for kind in (("f32", *DENSE_TYPES) if name == "dense" else OTHER_TYPES) if (name, kind) not in done
+        ]
+        if kinds and not source.exists():
+            text = scanned_text(wanted.scan, wanted.tokens)
+            write_mask(source, wanted.dense, wanted.scan, int(width * masks[name]), text)
+        config, folder, sums = read_config(source), source, None
+        dense_layers = config.get("mlp_only_layers") or []
+        if kinds and dense_layers:
+            sums, folder = compare(predictor(source), texts, first=False), out / f"{name}-filled"
+            fill_dense_layers(folder, source)
+        for kind in kinds:
             file = out / f"{name}-{kind}.gguf"
-            convert(folder, file, kind, clients, python)
-            request = {"llama_cpp": str(clients.llama_cpp), "file": str(file), "ids": str(out / "ids.npy")}
-            request |= {"dense": str(out / "dense.npy"), "first": reference is None}
-            done = subprocess.run([python, __file__, "--measure", json.dumps(request)], capture_output=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            losses, distances = zip(*found["sums"], strict=True)
-            tokens, counted = len(losses) * (LENGTH - 1), tuple((loss, LENGTH - 1) for loss in losses)
-            loss = MeanLoss(sum(losses), tokens, divergence=sum(distances) / tokens, sequences=counted)
-            reference = reference or loss
-            weights, size = (sum(column) for column in zip(*found["tensors"].values(), strict=True))
-            sizes = (8 * size / weights, token_bytes(found["tensors"], share) / 2**20, size / 2**20)
-            gaps = loss.nats - reference.nats, loss.gap_error(reference), loss.divergence
-            yield [name, kind, *(f"{figure:.2f}" for figure in sizes), *(f"{figure:.4f}" for figure in gaps)]
+            convert(folder, file, name, kind, clients, python)
+            request = {"llama_cpp": clients.llama_cpp, "texts": {} if dense_layers else texts, "first": kind == "f32"}
+            found, tensors = in_client(python, "measure", file=file, **request)
+            if dense_layers:
+                _, whole = in_client(python, "measure", file=out / f"dense-{kind}.gguf", **request)
+                tensors = {each: size for each, size in tensors.items() if ffn_layer(each) not in dense_layers}
+                tensors |= {each: size for each, size in whole.items() if ffn_layer(each) in dense_layers}
+            experts = config.get("n_routed_experts") or config.get("num_experts") or 1
+            read = token_bytes(tensors, config.get("num_experts_per_tok", 1) / experts)
+            weights, size = (sum(column) for column in zip(*tensors.values(), strict=True))
+            sizes = {"bits": 8 * size / weights, "read": read / 2**20, "resident": size / 2**20}
+            yield {"model": name, "type": kind, **sizes, "sums": sums or found}
+        (out / f"{name}-bf16.gguf").unlink(missing_ok=True)
+
+
+def predictor(folder):
+    """Ids → logits of all tokens but the last, in transformers and fp32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return torch.no_grad()(lambda ids: model(torch.tensor([ids])).logits[0, :-1].numpy())
+
+
+def report(out, picture):
+    """A table of rows.jsonl with the speeds that are measured, and a picture of loss over bytes."""
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    speeds, table, texts = read_speeds(out), [], list(rows[0]["sums"])
+    figure = Figure(figsize=(4 * len(texts), 4), layout="constrained")
+    panels, lines = figure.subplots(1, len(texts), sharey=True, squeeze=False)[0], {}
+    for row in rows:
+        cells = [row["model"], row["type"], f"{row['bits']:.2f}", f"{row['read']:.1f}", f"{row['resident']:.1f}"]
+        for text in texts:
+            losses, distances = zip(*row["sums"][text], strict=True)
+            ours, dense = (
+                MeanLoss(sum(each), len(each) * (LENGTH - 1), sequences=[(loss, LENGTH - 1) for loss in each])
+                for each in (losses, [loss for loss, _ in rows[0]["sums"][text]])
+            )
+            gap, error = ours.nats - dense.nats, ours.gap_error(dense)
+            cells.append(f"{gap:+.4f} ± {error:.4f}, {sum(distances) / ours.tokens:.4f}")
+            lines.setdefault(row["model"], {}).setdefault(text, []).append((row["read"], gap, error))
+        table.append(cells + speeds.get(f"{row['model']}-{row['type']}", []))
+    head = ["model", "type", "bits/weight", "read, MiB/token", "resident, MiB", *(f"{text}: gap, KL" for text in texts)]
+    print(tabulate(table, [*head, "prompt", "generation"], tablefmt="github", disable_numparse=True))  # noqa: T201
+    for model, found in lines.items():
+        for panel, text in zip(panels, texts, strict=True):
+            panel.errorbar(*zip(*found[text], strict=True), marker=".", capsize=2, label=model)
+            panel.set(title=text, xlabel="MiB that a token reads", xscale="log", ylim=(-0.005, None))
+            panel.set_yscale("symlog", linthresh=0.01)
+    panels[0].set_ylabel("loss above the dense model's, nats")
+    panels[-1].legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+
+
+def read_speeds(out):
+    """Dense F16's CPU seconds over those of each file, median over rounds: prompt and generation."""
+    found = {}
+    for line in (out / "speeds.jsonl").read_text().splitlines() if (out / "speeds.jsonl").exists() else ():
+        measured = json.loads(line)["seconds"]
+        first = next(iter(measured.values()))
+        for file, rounds in measured.items():
+            ratios = np.array(first) / np.array(rounds)
+            found[Path(file).stem] = [f"{ratio:.2f}" for ratio in np.median(ratios, axis=0)]
+    return found
 
 
 def main():
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--dense", type=Path, default=EMBEDDED, help="folder of the dense model")
     parser.add_argument("--carve", nargs="*", default=[], metavar="NAME=CHECKPOINT")
+    parser.add_argument("--mask", nargs="*", type=float, default=[0.75, 0.5], help="widths of static masks, as shares")
     parser.add_argument("--scan", type=Path, help="folder of a result of stage=scan")
-    parser.add_argument("--text", help="default: held-out modules of the standard library")
-    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=12_288, help="of the scan's text, to align masks")
+    parser.add_argument("--text", nargs="*", default=["library="], metavar="NAME=FILE", help="to measure losses on")
+    parser.add_argument("--sequences", type=int, default=16, help=f"of {LENGTH} tokens, from each text")
+    parser.add_argument("--speed", type=int, metavar="TOKENS", help="only time prompts of this length, and generation")
+    parser.add_argument("--report", type=Path, metavar="PICTURE", help="only a table and a picture of what is measured")
     Clients.add_options(parser)
     wanted = parser.parse_args()
-    rows = chain([COLUMNS], study(wanted)) if wanted.python else chain([("GB/token", "active", *BITS)], shape_rows())
-    for row in rows:
-        print(*row, sep=" | ", flush=True)  # noqa: T201
+    wanted.carves = {name: Path(folder) for name, _, folder in (word.partition("=") for word in wanted.carve)}
+    wanted.texts = {name: file for name, _, file in (word.partition("=") for word in wanted.text)}
+    if wanted.report:
+        report(wanted.output, wanted.report)
+    elif not wanted.python:
+        print(tabulate(shape_rows(), ["GB/token (as bits of all)", "active", *BITS], tablefmt="github"))  # noqa: T201
+    elif wanted.speed:
+        (python,), out, ids = wanted.python, wanted.output, wanted.output / f"{next(iter(wanted.texts))}.npy"
+        for kind in OTHER_TYPES:
+            names = ["dense", *(f"mask{share:g}" for share in wanted.mask), *wanted.carves]
+            files = [out / f"{name}-{kind}.gguf" for name in names]
+            for name, file in zip(names, files, strict=True):
+                convert(wanted.carves.get(name), file, name, kind, Clients.of(wanted), python)
+            request = {"files": list(dict.fromkeys([out / "dense-f16.gguf", *files])), "prompt": wanted.speed}
+            load, seconds = os.getloadavg()[0], in_client(python, "time_files", ids=ids, **request)
+            append(out / "speeds.jsonl", {"prompt": wanted.speed, "load": load, "seconds": seconds})
+    else:
+        wanted.output.mkdir(parents=True, exist_ok=True)
+        file = wanted.output / "rows.jsonl"
+        rows = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+        for row in study(wanted, {(row["model"], row["type"]) for row in rows}):
+            append(file, row)
+
+
+def append(file, row):
+    """Add a line to a file, and print it without its lists."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+    print({key: value for key, value in row.items() if not isinstance(value, dict)}, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        print(json.dumps(measure(json.loads(sys.argv[2]))))  # noqa: T201
+    if sys.argv[1:2] == ["--client"]:
+        print(json.dumps({"measure": measure, "time_files": time_files}[sys.argv[2]](**json.loads(sys.argv[3]))))  # noqa: T201
     else:
         main()
