@@ -18,6 +18,8 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -66,11 +68,13 @@ def shape_rows():
 class Llama:
     """A GGUF file in llama.cpp, one thread; `feed` appends tokens to `start` others; logits of `every` but the last."""
 
-    def __init__(self, file, longest):
+    def __init__(self, file, longest, mapped=False):
         import llama_cpp
 
         self.api = llama_cpp
-        self.model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.use_extra_bufts = not mapped  # which would hold weights in another order, in memory
+        self.model = llama_cpp.llama_model_load_from_file(file.encode(), parameters)
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = settings.n_batch = longest
         settings.n_ubatch = min(512, longest)
@@ -93,12 +97,12 @@ class Llama:
         return (np.ctypeslib.as_array(row, (self.vocabulary,)) for row in rows) if every else ()
 
 
-def compare(logits_of, texts, first):
-    """Loss and KL(dense ‖ model) of every sequence by text; the first model's predictions are kept for the others."""
+def compare(logits_of, texts, first, count):
+    """Loss and KL(dense ‖ model) of `count` sequences of each text; the first model's predictions are kept."""
     sums = {}
     for text, (ids_file, dense_file) in texts.items():
         ids_ST, kept_STV = np.load(ids_file), None if first else np.load(dense_file, mmap_mode="r")
-        for number, ids in enumerate(ids_ST.tolist()):
+        for number, ids in list(enumerate(ids_ST.tolist()))[:: len(ids_ST) // count]:
             loss = distance = 0.0
             for place, logits_V in enumerate(logits_of(ids)):  # one row at a time stays in the cache
                 found_V = logits_V - logits_V.max()
@@ -115,13 +119,13 @@ def compare(logits_of, texts, first):
     return sums
 
 
-def measure(llama_cpp, file, texts, first):
+def measure(llama_cpp, file, texts, first, count):
     """In llama.cpp's interpreter: `compare`'s sums, and weights and bytes of each tensor."""
     sys.path.insert(0, f"{llama_cpp}/gguf-py")
     from gguf import GGUFReader
 
     model = Llama(file, LENGTH) if texts else None
-    sums = compare(lambda ids: model.feed(ids, every=True), texts, first)
+    sums = compare(lambda ids: model.feed(ids, every=True), texts, first, count)
     return sums, {each.name: (int(each.n_elements), int(each.n_bytes)) for each in GGUFReader(file).tensors}
 
 
@@ -140,8 +144,35 @@ def time_files(files, ids, prompt):
     return found
 
 
+def generate(file, ids, group):
+    """In llama.cpp's interpreter, a file mapped in a memory cgroup: seconds and MiB from disk per generated token."""
+    with Path(file).open("rb") as stream:  # pages that are in memory already count for the process that read them
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    ids, model, marks = np.load(ids)[0].tolist(), Llama(file, LENGTH, mapped=True), []
+    for place in range(GENERATED + 1):
+        model.feed(ids[place : place + 1], start=place)
+        if place in (GENERATED // 2, GENERATED):
+            read = int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0])
+            marks.append(np.array([time.perf_counter(), read / 2**20]))
+    return ((marks[1] - marks[0]) / (GENERATED - GENERATED // 2)).tolist()
+
+
+@contextmanager
+def memory_group(limit):
+    """A memory cgroup (v1) of `limit` MiB inside this process's own."""
+    (own,) = (line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    group = Path(f"/sys/fs/cgroup/memory{own}") / f"frontier{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(f"{limit}M")
+        yield group
+    finally:
+        group.rmdir()
+
+
 def in_client(python, step, **request):
-    """Run `measure` or `time_files` in llama.cpp's interpreter."""
+    """Run `measure`, `time_files` or `generate` in llama.cpp's interpreter."""
     words = [python, __file__, "--client", step, json.dumps(request, default=str)]
     return json.loads(subprocess.run(words, capture_output=True, check=True).stdout.splitlines()[-1])
 
@@ -247,12 +278,13 @@ def study(wanted, done):
         config, folder, sums = read_config(source), source, None
         dense_layers = config.get("mlp_only_layers") or []
         if kinds and dense_layers:
-            sums, folder = compare(predictor(source), texts, first=False), out / f"{name}-filled"
+            sums, folder = compare(predictor(source), texts, False, wanted.sequences), out / f"{name}-filled"
             fill_dense_layers(folder, source)
         for kind in kinds:
             file = out / f"{name}-{kind}.gguf"
             convert(folder, file, name, kind, clients, python)
             request = {"llama_cpp": clients.llama_cpp, "texts": {} if dense_layers else texts, "first": kind == "f32"}
+            request["count"] = wanted.sequences
             found, tensors = in_client(python, "measure", file=file, **request)
             if dense_layers:
                 _, whole = in_client(python, "measure", file=out / f"dense-{kind}.gguf", **request)
@@ -282,9 +314,10 @@ def report(out, picture):
         cells = [row["model"], row["type"], f"{row['bits']:.2f}", f"{row['read']:.1f}", f"{row['resident']:.1f}"]
         for text in texts:
             losses, distances = zip(*row["sums"][text], strict=True)
+            dense_losses = [loss for loss, _ in rows[0]["sums"][text]]
             ours, dense = (
                 MeanLoss(sum(each), len(each) * (LENGTH - 1), sequences=[(loss, LENGTH - 1) for loss in each])
-                for each in (losses, [loss for loss, _ in rows[0]["sums"][text]])
+                for each in (losses, dense_losses[:: len(dense_losses) // len(losses)])
             )
             gap, error = ours.nats - dense.nats, ours.gap_error(dense)
             cells.append(f"{gap:+.4f} ± {error:.4f}, {sum(distances) / ours.tokens:.4f}")
@@ -295,8 +328,9 @@ def report(out, picture):
     for model, found in lines.items():
         for panel, text in zip(panels, texts, strict=True):
             panel.errorbar(*zip(*found[text], strict=True), marker=".", capsize=2, label=model)
-            panel.set(title=text, xlabel="MiB that a token reads", xscale="log", ylim=(-0.005, None))
+            panel.set(title=text, xlabel="MiB that a token reads", xscale="log")
             panel.set_yscale("symlog", linthresh=0.01)
+    panels[0].set_ylim(-0.005, None)
     panels[0].set_ylabel("loss above the dense model's, nats")
     panels[-1].legend(fontsize=8)
     figure.savefig(picture, dpi=110)
@@ -325,6 +359,8 @@ def main():
     parser.add_argument("--text", nargs="*", default=["library="], metavar="NAME=FILE", help="to measure losses on")
     parser.add_argument("--sequences", type=int, default=16, help=f"of {LENGTH} tokens, from each text")
     parser.add_argument("--speed", type=int, metavar="TOKENS", help="only time prompts of this length, and generation")
+    parser.add_argument("--memory", type=int, nargs="*", metavar="MIB", help="only generate within these memory limits")
+    parser.add_argument("--files", default="*.gguf", help="of OUTPUT, for --memory")
     parser.add_argument("--report", type=Path, metavar="PICTURE", help="only a table and a picture of what is measured")
     Clients.add_options(parser)
     wanted = parser.parse_args()
@@ -344,6 +380,13 @@ def main():
             request = {"files": list(dict.fromkeys([out / "dense-f16.gguf", *files])), "prompt": wanted.speed}
             load, seconds = os.getloadavg()[0], in_client(python, "time_files", ids=ids, **request)
             append(out / "speeds.jsonl", {"prompt": wanted.speed, "load": load, "seconds": seconds})
+    elif wanted.memory:
+        for file, limit in product(sorted(wanted.output.glob(wanted.files)), wanted.memory):
+            ids = wanted.output / f"{next(iter(wanted.texts))}.npy"
+            with memory_group(limit) as group:
+                seconds, read = in_client(wanted.python[0], "generate", file=file, ids=ids, group=group)
+            row = {"file": file.stem, "limit": limit, "tokens/s": 1 / seconds, "MiB from disk": read}
+            append(wanted.output / "memory.jsonl", row)
     else:
         wanted.output.mkdir(parents=True, exist_ok=True)
         file = wanted.output / "rows.jsonl"
@@ -361,6 +404,6 @@ def append(file, row):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--client"]:
-        print(json.dumps({"measure": measure, "time_files": time_files}[sys.argv[2]](**json.loads(sys.argv[3]))))  # noqa: T201
+        print(json.dumps(globals()[sys.argv[2]](**json.loads(sys.argv[3]))))  # noqa: T201
     else:
         main()
