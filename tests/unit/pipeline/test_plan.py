@@ -17,7 +17,7 @@ from pipeline.artifacts import open_staging, publish
 from pipeline.check import validate
 from pipeline.help import REPOSITORY
 from pipeline.plan import STALE, make_plan, plain_settings, published_recipe, select_stages
-from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents
+from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents, run_pipeline
 from pipeline.settings import CHAIN, STAGES, asked_stages, compose, with_ancestors
 from stages.artifacts.job import Table, Workers
 
@@ -126,6 +126,15 @@ def test_training_is_planned_where_it_is_asked_for_or_evaluated(steps):
     assert whole.keys() == set(STAGES) - {"layers", "dump", "diagnose"}
     assert tuple(whole["evaluate"].parents) == ("scan", "cluster", "assemble", "project", "train")
     assert steps("stage=evaluate", "evaluate.checkpoint=train").keys() == whole.keys()
+
+
+def test_several_processes_do_not_measure_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.run.find_workers", lambda: Workers(1, 3))
+    settings = replace(deepcopy(composed("dense_layers=auto")), output_dir=str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        run_pipeline(settings, tmp_path / "run", ["dense_layers=auto"])
+    assert caught.value.where == "setting dense_layers=auto"
+    assert caught.value.do.endswith("python -m pipeline dense_layers=auto stage=layers")
 
 
 def test_another_shape_keeps_scan_and_score(steps):
