@@ -74,7 +74,7 @@ class FormatSettings(Protocol):
     text_only: bool
     tied_embeddings: bool
 
-    def balance_weight(self, *, pooled: bool, copied: bool) -> float:
+    def balance_weight(self, *, pooled: bool) -> float:
         """Weight of uneven load in the router's objective."""
 
 
@@ -113,13 +113,7 @@ class CheckpointFormat:
     @property
     def balance_weight(self) -> float:
         """Weight of uneven load in the routers' objective."""
-        return self.settings.balance_weight(pooled=self.shape.pooled, copied=self.copied)
-
-    @property
-    def copied(self) -> bool:
-        """Whether experts of a layer share neurons, because they have more than the layer."""
-        shape, width = self.shape, find_decoder(self.source, text_only=self.settings.text_only).width
-        return not shape.pooled and shape.always_on + shape.experts * shape.n > width
+        return self.settings.balance_weight(pooled=self.shape.pooled)
 
     def loop(
         self,

@@ -8,7 +8,6 @@ from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, 
 VERSION = 14
 
 TARGETS = ("auto", *MOE_TARGETS)
-EVEN_STEPS, EVEN_BALANCE = 200, 0.01  # 100 experts of 256 in the small model: 110 of 400 unused → 0, gap +0.0003
 
 
 @dataclass
@@ -18,12 +17,12 @@ class AssembleConfig:
     target: str = field(default="auto", metadata={"choices": TARGETS})
     router: str = field(default="error", metadata={"choices": ROUTERS})
     ridge_penalty: float = field(default=0.1, metadata={"needs": {"router": FITTED_ROUTERS}, "above": 0})
-    router_steps: int | None = field(default=None, metadata={"needs": {"router": TRAINED_ROUTERS}, "minimum": 0})
+    router_steps: int = field(default=0, metadata={"needs": {"router": TRAINED_ROUTERS}, "minimum": 0})
     router_rate: float = field(
         default=0.01, metadata={"needs": {"router": TRAINED_ROUTERS, "router_steps": True}, "above": 0}
     )
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
-    balance: float | None = field(default=None, metadata={"needs": {"router": TRAINED_ROUTERS}, "minimum": 0})
+    balance: float = field(default=0.0, metadata={"needs": {"router": TRAINED_ROUTERS}, "minimum": 0})
     mode: str = field(default="train", metadata={"choices": ("train", "parity")})
     logit_std: float | None = field(default=None, metadata={"needs": {"mode": "train"}, "above": 0})
     parity_logit_std: float = field(default=0.001, metadata={"needs": {"mode": "parity"}, "minimum": 0})
@@ -33,12 +32,6 @@ class AssembleConfig:
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
 
-    def steps(self, *, copied: bool) -> int:
-        """Steps of the router; experts that are `copied`, so that they share neurons, are else partly never chosen."""
-        evened = copied and self.router in TRAINED_ROUTERS
-        return (EVEN_STEPS if evened else 0) if self.router_steps is None else self.router_steps
-
-    def balance_weight(self, *, pooled: bool, copied: bool) -> float:
+    def balance_weight(self, *, pooled: bool) -> float:
         """Weight of uneven load in the objective of the routers, here and in stage=project."""
-        weight = (EVEN_BALANCE if copied else 0.0) if self.balance is None else self.balance
-        return weight if is_priced(self.router, pooled=pooled) else 0.0
+        return self.balance if is_priced(self.router, pooled=pooled) else 0.0

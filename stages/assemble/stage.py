@@ -18,7 +18,7 @@ from stages.artifacts.carve import Partition
 from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
-from stages.assemble.config import EVEN_BALANCE, EVEN_STEPS, AssembleConfig
+from stages.assemble.config import AssembleConfig
 from stages.calibration.alignment import column_scale, gate_moments, least_squares
 from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, layer_seed, text_sources
 from stages.calibration.config import VocabularyConfig
@@ -63,7 +63,7 @@ def summarise(
         notes.append(f"the dense FFN of layer {silent} writes nothing on the text; 'dense_layers=[{silent}]' keeps it")
     unused = sum(int((report.load_E == 0).sum()) for report in reports.values() if not report.silent)
     if unused and not shape.pooled:  # no layer of a pool should use all experts
-        price, steps = 10 * checkpoint.balance_weight or EVEN_BALANCE, max(EVEN_STEPS, assemble.router_steps or 0)
+        price, steps = 10 * assemble.balance or 0.01, max(200, assemble.router_steps)
         remedy = f"assemble.router=error assemble.router_steps={steps} assemble.balance={price:g} evens the load"
         notes.append(f"{unused} experts are chosen by no calibration token; {remedy}")
     return Table("assemble", ["layer", "load max/mean", "unused experts"], rows, notes)
@@ -154,7 +154,7 @@ def fit_all(
             return layer.index, report
         index = layer.index
         settings = RouterSettings(
-            assemble.router, assemble.ridge_penalty, assemble.router_tokens, assemble.steps(copied=checkpoint.copied),
+            assemble.router, assemble.ridge_penalty, assemble.router_tokens, assemble.router_steps,
             assemble.router_rate, checkpoint.balance_weight, layer_seed(context.seed, index), checkpoint.biased,
             sources=sources,
         )  # fmt: skip

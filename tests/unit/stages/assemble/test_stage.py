@@ -56,8 +56,7 @@ def test_all_layers_together_scale_a_pool(assemble):
 def test_experts_of_a_layer_that_writes_nothing_are_not_missed():
     partition = Partition(12, APART.int(), torch.tensor([0, 0, 0, 1]).int(), torch.zeros(2, 0).int())
     router, load_E = LinearRouter.without_bias(torch.zeros(E, 6)), torch.tensor([0.0, *[1.0] * (E - 1)])
-    target, shape = SimpleNamespace(architecture="Any"), MoEShape(E, N, 2, 0)
-    checkpoint = SimpleNamespace(target=target, shape=shape, balance_weight=0.0)
+    checkpoint = SimpleNamespace(target=SimpleNamespace(architecture="Any"), shape=MoEShape(E, N, 2, 0))
     reports = {
         layer: RouterReport(router, torch.ones(E, N), torch.zeros(2, E), load_E, silent=layer == 1) for layer in (0, 1)
     }
