@@ -1,12 +1,13 @@
-"""TF32 is used where it is allowed, and only there; experts are the same with and without a loop."""
+"""TF32 only where it is allowed; the same experts with and without a loop; layers that a thread fetches ahead."""
 
+import threading
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from instruments import device
-from models.device import allow_tf32, tf32
+from models.device import allow_tf32, fetch_ahead, tf32
 from models.experts import ExpertLoop, slice_ffn, sum_blocks
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
@@ -104,3 +105,34 @@ def test_tf32_holds_inside_of_its_block_where_the_setting_allows_it():
     finally:
         allow_tf32(allowed=True)
     assert products() == before
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_items_come_in_order_with_what_was_fetched(kind):
+    assert [*fetch_ahead(str, range(5), torch.device(kind))] == [(number, str(number)) for number in range(5)]
+    assert [*fetch_ahead(str, [], torch.device(kind))] == []
+
+
+def test_with_a_gpu_the_next_item_is_fetched_while_one_is_used_and_no_more():
+    fetched, wanted = [], [threading.Event() for _ in range(4)]
+
+    def fetch(number):
+        fetched.append(number)
+        wanted[number].set()
+
+    for number, _ in fetch_ahead(fetch, range(4), torch.device("cuda")):
+        assert wanted[min(number + 1, 3)].wait(10)
+        assert fetched == [*range(min(number + 2, 4))]
+
+
+def test_without_a_gpu_an_item_is_fetched_when_it_is_due():
+    fetched = []
+    for number, _ in fetch_ahead(fetched.append, range(4), torch.device("cpu")):
+        assert fetched == [*range(number + 1)]
+
+
+def test_an_error_of_the_thread_is_raised_where_the_item_is_due():
+    items = fetch_ahead(lambda number: 1 // number, [2, 1, 0, 3], torch.device("cuda"))
+    assert [next(items), next(items)] == [(2, 0), (1, 1)]
+    with pytest.raises(ZeroDivisionError):
+        next(items)
