@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -15,12 +15,14 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.device import free_device_memory
 from instruments.errors import NumericsError
 from models.checkpoint.shards import ShardReader
 from models.loading import experts_argument, explained_loading, release_freed_memory
 from models.structure import decoder_layers, model_class
 from stages.calibration.batches import text_sources
 from stages.calibration.share import split_validation
+from stages.calibration.token_memory import free_memory
 from stages.losses import measure_loss
 from stages.text.batches import TokenBatch, split_batch
 
@@ -33,19 +35,19 @@ def check_number_format(
 ) -> None:
     """Measure the loss on a batch of validation text in the checkpoint's own number format, `dtype`, and in float32.
 
-    `share` is the validation split's. Memory: the embeddings and one layer in float32.
+    `share` is the validation split's. Memory: the embeddings and one layer in float32; all layers where there is room.
     Raises NumericsError: a loss is not finite, or it is more than 0.05 nats higher in the checkpoint's format.
     """
     if dtype == torch.float32:
         return
     _fitted, validation = split_validation(len(text), share, text_sources(text))
     batch = split_batch(text[validation[-1]], MOST_TOKENS)[0]
-    losses = []
-    for kind in (dtype, torch.float32):
-        with open_by_layers(checkpoint, kind, device) as model:
+    losses, kept = [], Layers() if has_room(checkpoint, dtype, device) else None
+    for kind in (torch.float32, dtype):
+        with open_by_layers(checkpoint, kind, device, kept) as model:
             losses.append(measure_loss(model, [batch]).nats)
         release_freed_memory()
-    ours, exact = losses
+    exact, ours = losses
     name, place = str(dtype).removeprefix("torch."), f"{batch.tokens} tokens of validation text"
     if not exact < float("inf"):
         what, do = f"the carved model has a loss of {exact}", "check the dense model's weights and text"
@@ -56,10 +58,23 @@ def check_number_format(
         raise NumericsError(what, where=place, do=f"assemble.dtype={wider}")
 
 
+Layers = dict[int, dict[str, Tensor]]  # weights by layer, as transformers has made them of the stored ones
+
+
+def has_room(checkpoint: Path, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all weights take less than a quarter of the free memory in float32; reading them is slow."""
+    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) * 4 // dtype.itemsize
+    free = free_memory() if device.type == "cpu" else free_device_memory(device)
+    return free is not None and size < free / 4
+
+
 @contextmanager
-def open_by_layers(checkpoint: Path, dtype: torch.dtype, device: torch.device) -> Iterator[PreTrainedModel]:
+def open_by_layers(
+    checkpoint: Path, dtype: torch.dtype, device: torch.device, kept: Layers | None = None
+) -> Iterator[PreTrainedModel]:
     """The model of a checkpoint; transformers reads a decoder layer's weights when it runs, and drops them afterwards.
 
+    With `kept`, they stay there; a second model takes them from there instead of reading, each once.
     Raises CheckpointError: transformers cannot load it. Memory: all weights outside of the layers, and one layer.
     """
     with ShardReader(checkpoint) as reader, _no_progress_bars():
@@ -70,9 +85,18 @@ def open_by_layers(checkpoint: Path, dtype: torch.dtype, device: torch.device) -
         mapping = get_model_conversion_mapping(model)
         settings = LoadStateDictConfig(device_map={"": device}, dtype=dtype, weight_mapping=mapping)
 
-        def load(names: Sequence[str], *_call: object) -> None:
+        def load(names: Sequence[str]) -> None:
             with explained_loading(checkpoint):
                 convert_and_load_state_dict_in_model(model, {name: reader.tensor(name) for name in names}, settings)
+
+        def load_layer(index: int, names: Sequence[str], layer: nn.Module, *_call: object) -> None:
+            if kept and index in kept:
+                known, own = kept.pop(index), layer.state_dict()
+                layer.load_state_dict({name: known[name].to(own[name].dtype) for name in own}, assign=True)
+                return
+            load(names)
+            if kept is not None:
+                kept[index] = dict(layer.state_dict())
 
         def free(layer: nn.Module, *_call: object) -> None:
             layer.to("meta")
@@ -81,7 +105,7 @@ def open_by_layers(checkpoint: Path, dtype: torch.dtype, device: torch.device) -
         for index, layer in enumerate(decoder_layers(model)[1]):
             inside = sorted(name for name in outside if f".layers.{index}." in name)
             outside.difference_update(inside)
-            layer.register_forward_pre_hook(partial(load, inside))
+            layer.register_forward_pre_hook(partial(load_layer, index, inside))
             layer.register_forward_hook(free)
         load(sorted(outside))
         model.tie_weights()

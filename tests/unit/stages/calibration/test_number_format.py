@@ -7,7 +7,7 @@ from pico_moes import MOES, make_moe
 from instruments.errors import NumericsError
 from models.loading import load_whole
 from stages.calibration import number_format
-from stages.calibration.number_format import check_number_format, open_by_layers
+from stages.calibration.number_format import check_number_format, has_room, open_by_layers
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_overflows_is_refused_with_a_format_that_works(tmp_pat
 
 
 def test_a_finite_loss_that_is_much_higher_is_refused(tmp_path, monkeypatch):
-    losses = iter([2.06, 2.0])
+    losses = iter([2.0, 2.06])
     monkeypatch.setattr(number_format, "measure_loss", lambda *_: SimpleNamespace(nats=next(losses)))
     with pytest.raises(NumericsError, match=r"2.0600 in bfloat16 and of 2.0000 in float32") as caught:
         check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU)
@@ -80,3 +80,25 @@ def test_a_model_with_one_layer_in_memory_has_the_loss_of_the_whole_one(tmp_path
             layer.register_forward_hook(note, prepend=True)
         assert measure_loss(streamed, TEXT[:1]) == measure_loss(whole, TEXT[:1])
     assert loaded == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize("model_type", MOES)
+def test_weights_that_were_kept_in_float32_are_those_of_the_checkpoint_in_its_own_format(tmp_path, model_type):
+    torch.manual_seed(0)
+    make_moe(model_type).to(torch.bfloat16).save_pretrained(tmp_path)
+    kept, dtypes = {}, (torch.float32, torch.bfloat16)
+    losses, layers = [], []
+    for dtype in dtypes:
+        with open_by_layers(tmp_path, dtype, CPU, kept) as streamed:
+            losses.append(measure_loss(streamed, TEXT[:1]))
+            layers.append(len(kept))
+    wholes = (load_whole(tmp_path, dtype=dtype, experts_implementation="grouped_mm") for dtype in dtypes)
+    assert losses == [measure_loss(whole, TEXT[:1]) for whole in wholes]
+    assert layers == [2, 0]
+
+
+def test_weights_are_kept_where_they_take_less_than_a_quarter_of_the_memory(tmp_path, monkeypatch):
+    size = sum(path.stat().st_size for path in write(tmp_path, torch.bfloat16).glob("*.safetensors"))
+    for free, room in ((8 * size + 1, True), (8 * size, False), (None, False)):
+        monkeypatch.setattr(number_format, "free_memory", lambda free=free: free)
+        assert has_room(tmp_path, torch.bfloat16, CPU) is room
