@@ -63,7 +63,7 @@ def summarise(
         notes.append(f"the dense FFN of layer {silent} writes nothing on the text; 'dense_layers=[{silent}]' keeps it")
     unused = sum(int((report.load_E == 0).sum()) for report in reports.values() if not report.silent)
     if unused and not shape.pooled:  # no layer of a pool should use all experts
-        price, steps = 10 * assemble.balance or 0.01, max(200, assemble.router_steps)
+        price, steps = 10 * assemble.balance or 0.1, max(200, assemble.router_steps)
         remedy = f"assemble.router=error assemble.router_steps={steps} assemble.balance={price:g} evens the load"
         notes.append(f"{unused} experts are chosen by no calibration token; {remedy}")
     return Table("assemble", ["layer", "load max/mean", "unused experts"], rows, notes)
