@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from math import exp, log
 
-from stages.layers.config import NARROWER
+from stages.layers.config import LEAST_GAIN, NARROWER
 
 
 def choose_dense_layers(costs: Sequence[Sequence[float]], active: float, able: str) -> list[int]:
     """The layers that stay dense, so that the others' predicted costs have the lowest sum; ascending, possibly none.
 
     With n of L layers dense, the others keep a share (active·L − n) / (L − n) of their neurons, at least active / 2.
+    Each dense layer must save `LEAST_GAIN` of the sum: around the minimum, differences are smaller than their error.
 
     Args:
         costs: two rows, each of a number >= 0 per layer: with the layer alone narrowed to a share `active` of its
@@ -24,7 +25,8 @@ def choose_dense_layers(costs: Sequence[Sequence[float]], active: float, able: s
         share = (active * layers - len(dense)) / (layers - len(dense))
         steps = (active - share) / (active - NARROWER * active)
         carved = {*range(layers)} - {*dense}
-        return sum(exp(wide[layer] + steps * (narrow[layer] - wide[layer])) for layer in carved)
+        costs = sum(exp(wide[layer] + steps * (narrow[layer] - wide[layer])) for layer in carved)
+        return costs * (1 + LEAST_GAIN) ** len(dense)
 
     most = min(int(active * layers / (2 - active)), layers - 1)  # (active·L − n) / (L − n) >= active / 2
     ranked = sorted(range(layers), key=lambda layer: -narrow[layer])

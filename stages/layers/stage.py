@@ -38,7 +38,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, active: float) -> Tab
     notes = [
         f"KL(dense || model) per token in nats, with one layer narrowed to its neurons of most mean |h|*|d|; {TOKENS} "
         "tokens",
-        f"dense_layers={chosen['any']} has the lowest predicted sum at active={active:g}; of the first and last layers "
+        f"predicted to lose least at active={active:g}: dense_layers={chosen['any']}; of the first and last layers "
         f"{chosen['ends']}, of the first alone {chosen['first']}",
     ]
     return Table("layers", ("layer", *(f"KL at {share:.0%}" for share in shares)), rows, notes)
