@@ -321,7 +321,8 @@ def report(out, picture):
             )
             gap, error = ours.nats - dense.nats, ours.gap_error(dense)
             cells.append(f"{gap:+.4f} ± {error:.4f}, {sum(distances) / ours.tokens:.4f}")
-            lines.setdefault(row["model"], {}).setdefault(text, []).append((row["read"], gap, error))
+            if row["type"] != "f32":
+                lines.setdefault(row["model"], {}).setdefault(text, []).append((row["read"], gap, error))
         table.append(cells + speeds.get(f"{row['model']}-{row['type']}", []))
     head = ["model", "type", "bits/weight", "read, MiB/token", "resident, MiB", *(f"{text}: gap, KL" for text in texts)]
     print(tabulate(table, [*head, "prompt", "generation"], tablefmt="github", disable_numparse=True))  # noqa: T201
