@@ -46,7 +46,7 @@ zoo: install ## which model types of transformers can be carved, as a table (mak
 bench: install ## speed and memory, as ratios in one run (make bench ARGS="--model /models/qwen --tokens 2048")
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
 
-check-gpu: install ## with a GPU: its tests, the chain and the benchmarks there and on the CPU, in one table
+check-gpu: install ## with a GPU: its tests, the chain, layers of two sizes and the benchmarks, in one table
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.check_gpu $(ARGS)
 
 lint: install ## ruff, mypy --strict and the dependency rules

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -29,6 +30,18 @@ def pinned(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory() if torch.device(device).type == "cuda" and not tensor.is_pinned() else tensor
 
 
+def in_order(calls: Iterable[Callable[[], Fetched]], threads: int, ahead: int) -> Iterator[Fetched]:
+    """Results of the calls in their order, up to `ahead` of them running in threads, or waiting, at once."""
+    with ThreadPoolExecutor(threads) as pool:
+        running: deque[Future[Fetched]] = deque()
+        for call in calls:
+            running.append(pool.submit(call))
+            if len(running) == ahead:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
 def fetch_ahead(
     fetch: Callable[[Item], Fetched], items: Iterable[Item], device: torch.device
 ) -> Iterator[tuple[Item, Fetched]]:
@@ -36,21 +49,9 @@ def fetch_ahead(
 
     Memory: with a GPU, two results.
     """
-    if device.type != "cuda":  # the thread would take the cores that compute
-        yield from ((item, fetch(item)) for item in items)
-        return
-    waiting: deque[tuple[Item, Future[Fetched]]] = deque()
-    with ThreadPoolExecutor(1) as pool:
-        for item in items:
-            waiting.append((item, pool.submit(fetch, item)))
-            if len(waiting) == 2:
-                yield _finished(*waiting.popleft())
-        while waiting:
-            yield _finished(*waiting.popleft())
-
-
-def _finished(item: Item, future: Future[Fetched]) -> tuple[Item, Fetched]:
-    return item, future.result()
+    calls = (partial(lambda item: (item, fetch(item)), item) for item in items)
+    # Without a GPU, the thread would take the cores that compute.
+    yield from in_order(calls, 1, 2) if device.type == "cuda" else (call() for call in calls)
 
 
 _allowed = {"tf32": True}  # a dict, since it is set for the life of a process

@@ -361,7 +361,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
     def _read_layer(self, index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """A layer's tensors without the FFN, and its gate, up and down, as stored."""
-        weights = {name: self._read(name) for name in self.reader.decoder.layer_names(index)}
+        names = self.reader.decoder.layer_names(index)
+        weights = {name: pinned(self.reader.tensor(name), self.device) for name in names}
         return weights, [pinned(self.reader.projection(index, part), self.device) for part in PROJECTIONS]
 
     def head(self) -> Callable[[Passage], Float[Tensor, "B T V"]]:
@@ -380,9 +381,6 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         plan = self.reader.decoder.ffn
         gate_FD, up_FD, down_DF = (send(tensor, self.device, torch.float32) for tensor in projections)
         return DenseFFN(gate_FD, up_FD, down_DF, find_activation(plan.act, module.get_submodule(plan.path)))
-
-    def _read(self, name: str) -> Tensor:
-        return pinned(self.reader.tensor(name), self.device)
 
     def _tensor(self, name: str) -> Tensor:
         return send(self.reader.tensor(name), self.device, torch.float32)

@@ -1,9 +1,7 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -18,6 +16,7 @@ from tqdm import tqdm
 from instruments.device import free_device_memory
 from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
+from models.device import in_order
 from models.loading import release_freed_memory, resolve_device
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Scores
@@ -122,14 +121,7 @@ def run_ahead(calls: Iterable[Callable[[], Result]], threads: int) -> Iterator[R
     within_operators = torch.get_num_threads()
     torch.set_num_threads(1)  # else each call would use all cores for its operators
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            running: deque[Future[Result]] = deque()
-            for call in calls:
-                running.append(pool.submit(call))
-                if len(running) == threads:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
+        yield from in_order(calls, threads, ahead=threads)
     finally:
         torch.set_num_threads(within_operators)
 

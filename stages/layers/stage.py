@@ -36,8 +36,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, active: float) -> Tab
     rows = [[layer, *(f"{cost:.4f}" for cost in pair)] for layer, pair in enumerate(zip(*costs, strict=True))]
     chosen = {able: choose_dense_layers(costs, active, able) for able in ("any", "ends", "first")}
     notes = [
-        f"KL(dense || model) per token in nats, with one layer narrowed to its neurons of most mean |h|*|d|; {TOKENS} "
-        "tokens",
+        f"KL(dense || model) per token in nats, with one layer narrowed to its neurons of most mean |h|*|d|; "
+        f"{sum(batch.tokens for batch in batches)} tokens",
         f"predicted to lose least at active={active:g}: dense_layers={chosen['any']}; of the first and last layers "
         f"{chosen['ends']}, of the first alone {chosen['first']}",
     ]

@@ -1,4 +1,4 @@
-"""`make check-gpu`: what a GPU does with this program, in at most six minutes, row by row.
+"""`make check-gpu`: what a GPU does with this program, in some minutes, row by row.
 
 The machine, and whether others use it; the tests marked gpu; the chain on the embedded model, against the losses in
 chain_losses.json; two layers of a 0.5B's and of a 7B's shape through all stages; a training step, the scans and the MoE
