@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 21
+VERSION = 22
 
 
 @dataclass

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 # Usual for language models: second moments average over about twenty steps.
 BETAS = (0.9, 0.95)
 OPTIMIZER = "optimizer.safetensors"
+DIVERGED = 1.0  # rise of the held-out loss since the start, nats, at which training stops; a carve begins below it
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,16 @@ class PhaseLoop:
         with rounded_weights(self.model, context.dtype if step == context.total else torch.float32):
             figures = context.heldout_figures(self.model)
         self.logged += time.perf_counter() - start  # not a part of the training speed
+        losses: list[float] = []
         if context.record is not None:
             context.record.write(step, self.phase.name, figures)
+            losses = [line["heldout_loss"] for line in context.record.lines if "heldout_loss" in line]
+        losses = context.workers.broadcast(losses)  # the first is that before training
+        if not losses[-1] < losses[0] + DIVERGED:  # or it is no number
+            what = (
+                f"training diverges: held-out loss {losses[-1]:.2f} after step {step}, {losses[0]:.2f} before training"
+            )
+            raise spoiled(what, "", self.folder)
 
     def log(self, norm: float, steps: int) -> dict[str, float]:
         """Write and return the figures of the last `steps` steps; `norm` is that of the last gradient."""
@@ -350,9 +359,12 @@ def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Pa
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     # The backward pass starts at the last layer.
     place = f"first seen in the gradient of {bad[-1]}" if bad else "in gradients of another process, or their sum"
-    last = find_latest(folder)
-    return NumericsError(
-        f"training step {step} gave no finite gradient and was not applied",
-        where=f"{found[0] if found else place}; last good checkpoint: {last or 'that before training'}",
-        do="lower train.router_rate= and train.expert_rate=, or raise train.warmup_share=",
-    )
+    what = f"training step {step} gave no finite gradient and was not applied"
+    return spoiled(what, found[0] if found else place, folder)
+
+
+def spoiled(what: str, place: str, folder: Path) -> NumericsError:
+    """The error for training that spoils the weights; `folder` is that of the phase."""
+    last = f"last good checkpoint: {find_latest(folder) or 'that before training'}"
+    do = "lower train.router_rate=, train.expert_rate= and train.rest_rate=, or raise train.warmup_share="
+    return NumericsError(what, where="; ".join(filter(None, (place, last))), do=do)

@@ -207,6 +207,16 @@ def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
     assert "first in the output of" in error
 
 
+def test_training_that_diverges_stops_at_the_next_look_at_held_out_text(projected, capsys):
+    words = [*projected, *(word for word in QUICK if "_share" not in word), "stage=train", "train=full"]
+    rates = ["train.expert_rate=1", "train.rest_rate=1", "train.warmup_share=0"]
+    assert run_command([*words, *rates, "train.heldout_steps=1", "train.log_steps=1"]) == FAILED
+    what, where, do = capsys.readouterr().err.splitlines()[-3:]
+    assert re.search(r"training diverges: held-out loss .* after step \d, .* before training", what)
+    assert "last good checkpoint: that before training" in where
+    assert "lower train.router_rate=" in do
+
+
 def test_training_that_cannot_be_watched_says_so_until_told_not_to_watch(projected, monkeypatch, capsys):
     """A mock for models sharded by torch's first FSDP, which cannot be watched and need several processes."""
     monkeypatch.setattr("stages.train.loop.watch_model", Mock(side_effect=ConfigError("these are no gradients")))

@@ -45,6 +45,7 @@ def compute(loop, x_TD, form):
 def test_all_neurons_times_gates_are_the_loop_with_the_same_gradients(form, gate, always, monkeypatch):
     loops = [make_loop(neurons_EN, always, gate) for neurons_EN in (PLAIN, COPIED)]
     loops += [loops[0].part(1, 2)]  # of one of two workers
+    loops += [replace(loops[0], router=LinearRouter(draw(E, D, seed=4), torch.tensor([0.0, 0.0, -99.0])))]  # one unused
     expected = [compute(loop, draw(T, D, seed=6), "differentiable") for loop in loops]
     assert not any(loop.masked for loop in loops)
     monkeypatch.setattr(device, "HOSTS", set())
