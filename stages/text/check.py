@@ -38,9 +38,6 @@ def _check_settings(data: DataConfig) -> Iterator[ConfigError]:
         parts = f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens}"
         what = f"{parts} do not fit into data.max_length={data.max_length}"
         yield ConfigError(what, where="setting data.max_length", do=f"data.max_length={longest}")
-    if data.labels == "generated" and data.kind == "mixture":
-        what = "data.labels=generated reads one source, and data.kind=mixture several"
-        yield ConfigError(what, where="setting data.labels", do="data.labels=full_sequence")
     if data.kind == "text" and data.path and data.paths:
         what, do = "data.path and data.paths both name the text", "data.path=null"
         yield ConfigError(what, where="setting data.paths", do=do)

@@ -4,7 +4,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from stages.text.sequences import (
     encode_text,
     find_begin,
     missing_begin,
+    mix,
     require_embeddings,
     require_sequences,
     select_usable,
@@ -56,15 +57,21 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     Raises:
         DataError: the text cannot be read, or no document gives a prompt.
     """
+    parts = [
+        (source, _read_prompts(source, documents, tokenizer)) for source, documents in read_sources(data, "calibration")
+    ]
+    return parts[0][1] if len(parts) == 1 else mix(parts)
+
+
+def _read_prompts(source: Source, documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase) -> LoadedText:
     skipped: dict[str, list[str]] = defaultdict(list)
     prompts: list[TokenSequence] = []
-    room = data.tokens
-    ((source, documents),) = read_sources(data, "calibration")
+    room = source.tokens
     for document in documents:
         ids = encode_start(document, tokenizer, source)
         if not ids:
             skipped[NO_PROMPT].append(document.name)
-        elif len(ids) + data.max_new_tokens > data.max_length:
+        elif len(ids) + source.max_new_tokens > source.max_length:
             skipped[NO_ROOM].append(document.name)
         else:
             prompts.append(TokenSequence(document.name, ids, [IGNORED] * len(ids)))
@@ -215,7 +222,7 @@ def _join(prompts: LoadedText, written: Sequence[Sequence[int]], wanted: int) ->
     def join() -> Iterator[TokenSequence]:
         for prompt, tokens in zip(prompts.sequences, written, strict=False):
             if tokens:
-                yield TokenSequence(prompt.name, [*prompt.ids, *tokens], [*prompt.labels, *tokens])
+                yield replace(prompt, ids=[*prompt.ids, *tokens], labels=[*prompt.labels, *tokens])
             else:
                 silent.append(prompt.name)
 

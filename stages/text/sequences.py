@@ -68,7 +68,7 @@ TOO_SHORT = "fewer than 2 tokens"
 ALL_MASKED = "no token counts in the loss"
 # Faults of prompts and of what the model writes after them.
 NO_PROMPT = "no text before the answer"
-NO_ROOM = "the prompt leaves data.max_length no room for data.max_new_tokens"
+NO_ROOM = "the prompt leaves data.max_length no room for an answer"
 NOTHING_WRITTEN = "the model ended the text at once"
 # Fault → remedy if no sequence is left.
 REMEDIES = {
@@ -157,7 +157,7 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
         if split == "calibration" and last_data is data and last_key == key:
             return text
     parts = [(source, _load_source(source, documents, tokenizer)) for source, documents in read_sources(data, split)]
-    text = parts[0][1] if len(parts) == 1 else _mix(parts)
+    text = parts[0][1] if len(parts) == 1 else mix(parts)
     if split == "calibration":
         _last_calibration[:] = [(data, key, text)]
     return text
@@ -197,7 +197,7 @@ def _encode_documents(
             raise RenderingError(what, where=error.where, do=error.do) from error
 
 
-def _mix(parts: Sequence[tuple[Source, LoadedText]]) -> LoadedText:
+def mix(parts: Sequence[tuple[Source, LoadedText]]) -> LoadedText:
     """The sequences of several sources, with their names, so that every prefix holds the sources by their shares."""
     total = sum(text.tokens for _, text in parts)
     placed: list[tuple[float, TokenSequence]] = []

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError, NumericsError
 from instruments.training_watch.model_watch import ModelWatch, watch_model
@@ -28,9 +28,7 @@ from models.structure import decoder_layers
 from models.training import Part, RouterWatch, parameter_groups, rounded_weights, show_scores
 from stages.artifacts.job import Workers
 from stages.losses import measure_losses, supervised_tokens
-from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
-from stages.text.config import DataConfig
-from stages.text.sequences import LoadedText, load_text
+from stages.text.batches import TokenSequence, batch_sequences
 from stages.train.config import TrainConfig
 from stages.train.objective import (
     Balance,
@@ -44,6 +42,7 @@ from stages.train.objective import (
     stretch,
 )
 from stages.train.record import Record, drop_older, find_latest, mark_whole, saved_step
+from stages.train.text import TrainingText
 
 logger = logging.getLogger(__name__)
 
@@ -51,23 +50,6 @@ logger = logging.getLogger(__name__)
 BETAS = (0.9, 0.95)
 OPTIMIZER = "optimizer.safetensors"
 DIVERGED = 1.0  # rise of the held-out loss since the start, nats, at which training stops; a carve begins below it
-
-
-@dataclass(frozen=True)
-class TrainingText:
-    """Training sequences, and held-out batches."""
-
-    train: LoadedText
-    heldout: list[TokenBatch]
-    pad_id: int
-
-
-def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> TrainingText:
-    """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
-    text = load_text(replace(data, tokens=train.tokens), tokenizer, "calibration")
-    heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
-    batches = batch_sequences(heldout, train.micro_batch * data.max_length, pad_id)
-    return TrainingText(text, batches, pad_id)
 
 
 def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:

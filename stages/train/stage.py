@@ -25,8 +25,9 @@ from stages.losses import enable_gradient_checkpointing
 from stages.text.config import DataConfig
 from stages.train import record
 from stages.train.config import TrainConfig
-from stages.train.loop import PhaseLoop, TrainContext, read_text
+from stages.train.loop import PhaseLoop, TrainContext
 from stages.train.objective import Balance, Phase, make_phases, make_schedule
+from stages.train.text import read_text
 
 
 def run(
@@ -44,7 +45,7 @@ def run(
     source, routers = resolve_folder(model), Routers.load(job.parents["project"])
     form = CheckpointFormat.of(model, source, assemble, shape)
     tokenizer = loading.load_tokenizer(source, trust_remote_code=model.trust_remote_code)
-    text = read_text(data, train, tokenizer, loading.padding_id(tokenizer))
+    text = read_text(job, model, source, data, train, tokenizer, seed)
     phases = make_phases(train, train.batch * (text.train.tokens / len(text.train.sequences)))
     total, (done, saved) = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.

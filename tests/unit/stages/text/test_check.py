@@ -38,10 +38,6 @@ def test_right_settings(path):
         ({"kind": "text"}, "data.path=FILE_OR_FOLDER"),
         ({"kind": "hub"}, "data.name=Salesforce/wikitext"),
         ({"kind": "hub", "name": "a/b", "heldout_split": "train"}, "data.heldout_split=null"),
-        (
-            {"kind": "mixture", "sources": [SourceConfig(name="a/b")], "labels": "generated"},
-            "data.labels=full_sequence",
-        ),
     ],
 )
 def test_settings_that_contradict_each_other(settings, do):

@@ -16,7 +16,7 @@ from models.loading import is_offloaded, load_dense
 from models.source import EMBEDDED
 from stages.artifacts.job import Workers
 from stages.text.batches import TokenSequence
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, SourceConfig
 from stages.text.generated import continue_prompts, find_ends, load_prompts, write_continuations
 from stages.text.sequences import LoadedText
 
@@ -71,11 +71,21 @@ def test_what_makes_no_prompt_is_counted_and_named(write_jsonl, tokenizer):
     assert [prompt.name for prompt in text.sequences] == [f"{path}:3"]
     assert text.skipped == {
         "no text before the answer": [f"{path}:1", f"{path}:4"],
-        "the prompt leaves data.max_length no room for data.max_new_tokens": [f"{path}:2"],
+        "the prompt leaves data.max_length no room for an answer": [f"{path}:2"],
     }
     with pytest.raises(DataError) as caught:
         read_prompts(write_jsonl("b.jsonl", [unasked, ask("How? " * 40)]), tokenizer)
     assert caught.value.do == "conversations that begin with a question, or a larger data.max_length"
+
+
+def test_every_prefix_of_the_prompts_of_a_mixture_holds_its_sources_by_their_shares(write_jsonl, tokenizer):
+    paths = [
+        write_jsonl(f"{name}.jsonl", [{"text": f"{name} number {number}"} for number in range(50)]) for name in "ab"
+    ]
+    sources = [SourceConfig(path=str(path), share=share) for path, share in zip(paths, (0.25, 0.75), strict=True)]
+    asked = replace(DATA, kind="mixture", sources=sources, tokens=80, prompt_tokens=4, heldout_share=1e-9)
+    prompts = load_prompts(asked, tokenizer).sequences
+    assert [prompt.source for prompt in prompts[:8]].count(str(paths[0])) == 2
 
 
 def test_no_more_prompts_than_could_be_wanted(write_jsonl, tokenizer):
