@@ -156,7 +156,7 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
 
 def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(projected, tmp_path):
     shares = [word for word in QUICK if "_share" not in word]
-    words = [*projected, *shares, "stage=train", "train=heal", "train.expert_rate=3e-3", "train.rest_rate=1e-3"]
+    words = [*projected, *shares, "stage=train", "train=heal", "train.own_answers=9", "train.expert_rate=3e-3"]
     assert run_command(words) == 0
     healed = published(words)
     distances = [line["logits"] for line in lines_of(healed) if "logits" in line]
