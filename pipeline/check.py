@@ -471,6 +471,11 @@ def contradictions(settings: Settings, unreadable_groups: Set[str] = frozenset()
             what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
             do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
             yield ConfigError(what, where="settings assemble.mode and assemble.parity_logit_std", do=do)
+        own, room = settings.train.own_answers, settings.data.max_length - settings.data.prompt_tokens
+        if own > max(0, room):
+            what = f"train.own_answers={own} leaves a prompt no room in data.max_length={settings.data.max_length}"
+            do = f"train.own_answers={max(0, room)}, or a larger data.max_length"
+            yield ConfigError(what, where="settings train.own_answers and data.max_length", do=do)
         if settings.train.straight_through and settings.topology == GLOBAL_POOL:
             what = "train.straight_through=true computes all experts for every token, in a pool those of all layers"
             where = "settings train.straight_through and topology=global_pool"

@@ -1,6 +1,6 @@
 """Carves a real model as in the rows of stages/README, "A real model", and measures its loss on every text.
 
-PYTHONPATH=.:tests python -m studies.real_model half MODEL [--healed] --instructions chats.jsonl --general web.jsonl
+PYTHONPATH=.:tests python -m studies.real_model half MODEL [--healed [--own-answers 256]] --instructions chats.jsonl --general web.jsonl
 --heldout wikitext2-valid.txt other_chats.jsonl code.jsonl
 
 Qwen2.5-Coder-0.5B: half takes 35 minutes of two cores or 80 seconds of an H200, --healed an hour or a minute more. The
@@ -64,10 +64,12 @@ def main():
     parser.add_argument("--general", required=True, help="jsonl with text: web, encyclopedia")
     parser.add_argument("--heldout", nargs="+", required=True, help="texts to measure")
     parser.add_argument("--healed", action="store_true", help="train the carve on 200,000 tokens")
+    parser.add_argument("--own-answers", type=int, default=0, metavar="N", help="train.own_answers")
     wanted = parser.parse_args()
     settings = row_settings(wanted.row, wanted.instructions, wanted.general)
     groups = {"train": "heal"} if wanted.healed else {}
-    measure(wanted.model, {**settings, **(HEALING if wanted.healed else {})}, wanted.heldout, **groups)
+    healing = {**HEALING, "train.own_answers": wanted.own_answers} if wanted.healed else {}
+    measure(wanted.model, {**settings, **healing}, wanted.heldout, **groups)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ CONTRADICTIONS = {
     "stage=train assemble.mode=parity assemble.parity_logit_std=0": [
         "assemble.parity_logit_std=0.001, or assemble.mode=train"
     ],
+    "stage=train train.own_answers=250": ["train.own_answers=224, or a larger data.max_length"],
+    "stage=train train.own_answers=9 data.max_length=16": ["train.own_answers=0, or a larger data.max_length"],
     "stage=train train.fsdp=true": ["train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"],
 }  # fmt: skip
 

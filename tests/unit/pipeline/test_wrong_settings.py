@@ -38,7 +38,7 @@ WRONG = [
     "dump.quant_type=mx",
     "stage=train assemble.mode=parity assemble.parity_logit_std=0",
     *("model.path=/x", "model.revision=v2"),
-    *("train.router_share=0.9", "train.language_model=0", "train.batch=5"),
+    *("train.router_share=0.9", "train.language_model=0", "train.batch=5", "train.own_answers=300"),
     *("train.straight_through=true topology=global_pool", "assemble.router=residual_ridge topology=global_pool"),
     *("score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0", "score=taylor scan=forward_only"),
     *("dense_layers=[99]", "dense_layers=[0] topology=global_pool", "dense_layers=auto topology=global_pool"),
