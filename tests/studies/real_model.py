@@ -1,7 +1,7 @@
 """Carves a real model as in the rows of stages/README, "A real model", and measures its loss on every text.
 
-PYTHONPATH=.:tests python -m studies.real_model half MODEL [--healed [--own-answers 256]] --instructions chats.jsonl --general web.jsonl
---heldout wikitext2-valid.txt other_chats.jsonl code.jsonl
+PYTHONPATH=.:tests python -m studies.real_model half MODEL [--healed [--own-answers 256]]
+--instructions chats.jsonl --general web.jsonl --heldout wikitext2-valid.txt other_chats.jsonl code.jsonl
 
 Qwen2.5-Coder-0.5B: half takes 35 minutes of two cores or 80 seconds of an H200, --healed an hour or a minute more. The
 code of the mixture is Python's standard library.
