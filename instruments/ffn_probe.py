@@ -76,7 +76,8 @@ class _LayerProbe:
 def probe_gradients(mlps: Sequence[GatedFFN], on_gradients: OnGradients) -> Iterator[None]:
     """Call `on_gradients(layer, tensors)` once per layer of `mlps` and backward pass, under no_grad.
 
-    The callback must not keep the tensors. All hooks are removed when the context ends, also after an error.
+    The callback must not change the tensors; those that it keeps stay in memory. All hooks are removed when the context
+    ends, also after an error.
     """
     with ExitStack() as hooks:
         for layer, mlp in enumerate(mlps):

@@ -1,15 +1,15 @@
 """Capture gradients inside the autograd graph; squared norms of a Linear's weight gradient."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instruments.device import is_launch_bound
+from instruments.device import is_launch_bound, tf32
 from instruments.shapes import Float
 
 # Floats per temporary: small enough for a CPU's cache, large enough to use a GPU fully.
@@ -31,10 +31,12 @@ def column_squares(
     """‖∇W[:, i]‖² per sample and column (row, if the tensors are swapped). As `weight_squares`; `gram_BTT` is GGᵀ."""
     columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
     for part in sample_parts(x_BTI, grad_BTO):
-        x, grad = x_BTI[part].float(), grad_BTO[part]
+        x, grad = x_BTI[part], grad_BTO[part]
         if gram:
             # x_iᵀ H x_i of every column i.
-            product = torch.matmul(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
+            x = x.float()
+            with tf32(use=_is_half(x_BTI, grad)):
+                product = torch.matmul(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
             torch.sum(product.mul_(x), -2, out=columns_BI[part])
         else:
             columns_BI[part] = _product_column_squares(x, grad)
@@ -114,7 +116,8 @@ def _product_squares(
     column_parts: list[Tensor] = []
     row_parts: list[Tensor] = []
     for grad in grad_TO.split(chunk, dim=-1):
-        product = torch.matmul(grad.float().mT, x)
+        with tf32(use=_is_half(x_TI, grad)):
+            product = torch.matmul(grad.float().mT, x)
         squares = torch.mul(product, product, out=product)
         column_parts.append(squares.sum(-2))
         row_parts.append(squares.sum(-1))
@@ -126,12 +129,26 @@ def _product_column_squares(x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor
     """Column sums of (GᵀX)², some columns at a time; each product is read once."""
     grad = grad_TO.float()
     chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(grad.shape[:-2]) * grad.shape[-1]))
-    products = (torch.matmul(x.mT, grad) for x in x_TI.split(chunk, dim=-1))
-    return torch.cat([torch.mul(product, product, out=product).sum(-1) for product in products], dim=-1)
+    with tf32(use=_is_half(x_TI, grad_TO)):
+        products = (torch.matmul(x.mT, grad) for x in x_TI.float().split(chunk, dim=-1))
+        return torch.cat([torch.mul(product, product, out=product).sum(-1) for product in products], dim=-1)
+
+
+def _is_half(*tensors: Tensor) -> bool:
+    """Whether rounding to TF32 keeps what these numbers hold; a Gram matrix of them loses less than they have lost."""
+    return all(tensor.dtype.itemsize < 4 for tensor in tensors)
 
 
 def _budget(tensor: Tensor) -> int:
     return _DEVICE_FLOATS if is_launch_bound(tensor.device) else _CACHE_FLOATS
+
+
+@contextmanager
+def in_full_precision(device: torch.device) -> Iterator[None]:
+    """No gradients, and no autocast: a backward pass inside of its region would multiply in half precision."""
+    full = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    with torch.no_grad(), full:
+        yield
 
 
 class _Watch(torch.autograd.Function):
@@ -159,10 +176,7 @@ class _Watch(torch.autograd.Function):
                 raise
             ctx.on_changed()
             return unchanged
-        device = grads[0].device.type
-        # A backward pass inside an autocast region would multiply in half precision.
-        full = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-        with torch.no_grad(), full:
+        with in_full_precision(grads[0].device):
             ctx.receive(grads[0], *saved)
         return unchanged
 
@@ -241,6 +255,11 @@ def block_squares(
             pairs.append((columns_i, _narrow_blocks(grad_TO, gram_TT, widths[1])))
     columns, rows = zip(*pairs, strict=True)
     return torch.stack(columns), torch.stack(rows)
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors along their first dimension; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
 
 
 def sample_grams(x_BTN: Float[Tensor, "B T N"]) -> Float[Tensor, "B T T"]:

@@ -1,9 +1,8 @@
-"""How weights reach a GPU, what its host does meanwhile, and which of its products may be rounded to TF32."""
+"""How weights reach a GPU, and what its host does meanwhile."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -52,30 +51,3 @@ def fetch_ahead(
     calls = (partial(lambda item: (item, fetch(item)), item) for item in items)
     # Without a GPU, the thread would take the cores that compute.
     yield from in_order(calls, 1, 2) if device.type == "cuda" else (call() for call in calls)
-
-
-_allowed = {"tf32": True}  # a dict, since it is set for the life of a process
-
-
-def allow_tf32(*, allowed: bool) -> None:
-    """Whether `tf32` has an effect from now on: the setting `model.tf32`."""
-    _allowed["tf32"] = allowed
-
-
-@contextmanager
-def tf32(*, use: bool = True) -> Iterator[None]:
-    """Let a GPU round the factors of fp32 matrix products to 10 bits of mantissa, for up to eight times the speed.
-
-    For moments, router fits and layer-wise descent, whose results it does not change. Products on which a choice
-    depends (routing, validation errors) and those that are reported stay outside, or inside of `use=False`.
-    """
-    matmul = torch.backends.cuda.matmul
-    # torch 2.9 and later warn of the older name.
-    newer = hasattr(matmul, "fp32_precision")
-    name, values = ("fp32_precision", ("ieee", "tf32")) if newer else ("allow_tf32", (False, True))
-    before = getattr(matmul, name)
-    setattr(matmul, name, values[use and _allowed["tf32"]])
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)

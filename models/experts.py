@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
-from instruments.device import is_launch_bound
+from instruments.device import is_launch_bound, tf32
 from models.checkpoint.shards import DenseReader
 from models.decoder import PROJECTIONS
-from models.device import send, tf32
+from models.device import send
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, has_copies, relative_gates
 

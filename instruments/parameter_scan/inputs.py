@@ -1,5 +1,6 @@
 """Squared norms of inputs, and of the gradients of embeddings, which may be tied to the output embedding."""
 
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,26 +20,41 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
 
 
 class InputSquares:
-    """Squared norms and Gram matrix of one input (B, T, I)."""
+    """Squared norms and Gram matrix of one input (B, T, I); computed when first needed."""
 
     def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
-        """Sum the tokens' squares by blocks of `width`; `source` is the module's input, `x_BTI` the same by samples."""
-        self.x_BTI = x_BTI
+        """`source` is the module's input, `x_BTI` the same by samples; tokens outside of the mask have no norm."""
+        self.x_BTI, self.mask_BT = x_BTI, mask_BT
         # The source is kept so that its memory is not reused.
-        self._source, self._version, self._width = source, _version(source), width
-        squares_BTi = token_block_squares(x_BTI, width)
-        if mask_BT is not None:
-            squares_BTi = squares_BTi.masked_fill(~mask_BT.unsqueeze(2), 0)
-        self.block_squares_Bi = squares_BTi.sum(1)
+        self._source, self._version, self._width = source, version_of(source), width
+
+    @property
+    def changed(self) -> bool:
+        """Whether someone has changed the input since."""
+        return self._version != version_of(self._source)
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for inputs that can be joined along their samples."""
+        x_BTI, masked = self.x_BTI, self.mask_BT is not None
+        return x_BTI.shape, x_BTI.dtype, x_BTI.device, masked, self._width
+
+    @cached_property
+    def block_squares_Bi(self) -> Tensor:
+        """Σ over tokens of the squares of every block of columns."""
+        squares_BTi = token_block_squares(self.x_BTI, self._width)
+        if self.mask_BT is not None:
+            squares_BTi = squares_BTi.masked_fill(~self.mask_BT.unsqueeze(2), 0)
+        return squares_BTi.sum(1)
 
     @cached_property
     def gram_BTT(self) -> Tensor:
-        """XXᵀ of every sample, fp32; computed when first needed."""
+        """XXᵀ of every sample, fp32."""
         return sample_grams(self.x_BTI)
 
     def is_of(self, other: Tensor, width: int) -> bool:
         """Whether `other` is the same memory with the same layout and values, and has blocks of the same width."""
-        if width != self._width or self._version is None or self._version != _version(other):
+        if width != self._width or self._version is None or self._version != version_of(other):
             return False
         mine, its = (
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -47,7 +63,19 @@ class InputSquares:
         return mine == its
 
 
-def _version(tensor: Tensor) -> int | None:
+def join_inputs(inputs: Sequence[InputSquares]) -> None:
+    """Let inputs of equal `kind` compute their squares and Gram matrices together; of a single one nothing changes."""
+    if len(inputs) == 1:
+        return
+    first, x_BTI = inputs[0], torch.cat([one.x_BTI for one in inputs])
+    masks = [one.mask_BT for one in inputs if one.mask_BT is not None]
+    joined = InputSquares(x_BTI, x_BTI, torch.cat(masks) if masks else None, first._width)
+    for number, one in enumerate(inputs):
+        rows = slice(number * len(first.x_BTI), (number + 1) * len(first.x_BTI))
+        one.block_squares_Bi, one.gram_BTT = joined.block_squares_Bi[rows], joined.gram_BTT[rows]
+
+
+def version_of(tensor: Tensor) -> int | None:
     """The number of changes in place; None in inference mode, which does not count them."""
     return None if tensor.is_inference() else tensor._version
 

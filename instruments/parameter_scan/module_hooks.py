@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.utils.hooks import RemovableHandle
 
-from instruments.gradients import block_squares, prefer_gram, sum_blocks, watch, weight_squares
+from instruments.gradients import prefer_gram, sum_blocks, watch, weight_squares
 from instruments.hooks import EagerHook, look_inside
 from instruments.parameter_scan import inputs
 from instruments.parameter_scan.passes import Passes, ScanPass
@@ -24,7 +24,6 @@ class TargetHooks:
 
     target: Target
     passes: Passes
-    product: str
 
     def install(self) -> list[RemovableHandle]:
         """Register the hooks by kind of module."""
@@ -83,28 +82,23 @@ class TargetHooks:
         if scan_pass is None:
             return None
         if not self.passes.gradients:
-            self._record_input(scan_pass, x, x.device)
+            squares_Bi = self._see_input(scan_pass, x, x.device).block_squares_Bi
+            scan_pass.squares.activation[self.target.column] = squares_Bi
             return None
         return self._watch(scan_pass, self._record_linear, output, x) if output.requires_grad else None
 
-    def _record_input(self, scan_pass: ScanPass, x: Tensor, device: torch.device) -> inputs.InputSquares:
-        """‖X‖² of a Linear; reused for modules with the same input (q, k and v; gate and up)."""
+    def _see_input(self, scan_pass: ScanPass, x: Tensor, device: torch.device) -> inputs.InputSquares:
+        """The input of a Linear; the same for modules with the same input (q, k and v; gate and up)."""
         width = self.target.parameter.in_width
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, width):
             scan_pass.last_input = scan_pass.read_input(x, width, device)
-        seen = scan_pass.last_input
-        scan_pass.squares.activation[self.target.column] = seen.block_squares_Bi
-        return seen
+        return scan_pass.last_input
 
     def _record_linear(self, scan_pass: ScanPass, grad: Tensor, x: Tensor) -> None:
         """‖X‖² and ‖∇W‖² of a Linear, per block."""
-        squares, column, parameter = scan_pass.squares, self.target.column, self.target.parameter
-        seen = self._record_input(scan_pass, x, grad.device)
-        grad_BTO = grad.reshape(*seen.x_BTI.shape[:2], -1)
-        squares.in_gradient[column], squares.out_gradient[column] = block_squares(
-            seen.x_BTI, grad_BTO, (parameter.in_width, parameter.out_width), product=self.product,
-            gram=lambda: seen.gram_BTT,
-        )  # fmt: skip
+        seen = self._see_input(scan_pass, x, grad.device)
+        if scan_pass.linears.add(self.target, seen, grad.reshape(*seen.x_BTI.shape[:2], -1)):
+            self.passes.measure_linears(scan_pass)
 
     def _run_lookup(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the function's result
         output = func(*args, **kwargs)
@@ -164,7 +158,7 @@ class TargetHooks:
         assert x_BSD is not None
         x_BSD = x_BSD.to(grad.device)
         grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
-        gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
+        gram = prefer_gram(self.passes.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
         ids_BT = scan_pass.ids[self.target.column].to(grad.device)
         scan_pass.heads[self.target.column] = inputs.head_part(x_BSD, grad_BSV, ids_BT, gram=gram)
 
@@ -219,7 +213,7 @@ class TargetHooks:
             for group in group_R.unique().tolist():
                 rows = group_R == group
                 x, grad = x_RI[rows].unsqueeze(0), grad_RO[rows].unsqueeze(0)
-                gram = prefer_gram(self.product, x.shape[1], x.shape[2], grad.shape[2])
+                gram = prefer_gram(self.passes.product, x.shape[1], x.shape[2], grad.shape[2])
                 columns_1I, rows_1O = weight_squares(x, grad, gram=gram)
                 found["in_gradient"][group] = sum_blocks(columns_1I, parameter.in_width)[0]
                 found["out_gradient"][group] = sum_blocks(rows_1O, parameter.out_width)[0]

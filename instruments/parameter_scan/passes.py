@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instruments.gradients import in_full_precision
 from instruments.hooks import in_backward
 from instruments.parameter_scan.inputs import HeadPart, InputSquares, narrow
+from instruments.parameter_scan.linears import WaitingLinears
 from instruments.parameter_scan.targets import Target, refusal, warn_left_out
 from instruments.tensors import find_tensors
 
@@ -138,6 +140,7 @@ class ScanPass:
     ids: dict[int, Tensor] = field(default_factory=dict)  # (B, T) ids of each embedding's look-up
     used: set[str] = field(default_factory=set)  # modules that have run
     squares: Squares = field(default_factory=Squares)
+    linears: WaitingLinears = field(default_factory=WaitingLinears)  # not measured yet
     dropped: set[int] = field(default_factory=set)  # parameters whose norms would be wrong
     heads: dict[int, HeadPart] = field(default_factory=dict)  # gradient parts of tied output embeddings
     last_input: InputSquares | None = None  # of the module measured last
@@ -177,7 +180,8 @@ class ScanPass:
 
     def take(self) -> Squares:
         """Return the measured squares and reset them for the next backward pass through the same graph."""
-        taken, self.squares, self.heads, self.last_input = self.squares, Squares(), {}, None
+        taken, self.squares, self.linears = self.squares, Squares(), WaitingLinears()
+        self.heads, self.last_input = {}, None
         for found in vars(taken).values():
             for column in self.dropped & set(found):
                 del found[column]
@@ -187,9 +191,9 @@ class ScanPass:
 class Passes:
     """The current forward pass, the passes reached by the current backward pass, and finished measurements."""
 
-    def __init__(self, *, gradients: bool, left_out: dict[str, str]) -> None:
-        """Weights that turn out to be not measurable go to `left_out`, with the reason."""
-        self.gradients, self.left_out = gradients, left_out
+    def __init__(self, *, gradients: bool, product: str, left_out: dict[str, str]) -> None:
+        """Weights that turn out not to be measurable go to `left_out`, with a reason; `product`: see `prefer_gram`."""
+        self.gradients, self.product, self.left_out = gradients, product, left_out
         self.finished: deque[tuple[ScanPass, Squares]] = deque()
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
@@ -265,5 +269,20 @@ class Passes:
         self._collect(self._reached)
         self._reached = []
 
+    def measure_linears(self, scan_pass: ScanPass) -> None:
+        """Measure the Linear layers that wait in a pass."""
+        if (device := scan_pass.linears.device) is None:
+            return
+        squares = scan_pass.squares
+        with in_full_precision(device):
+            for target, found in scan_pass.linears.measure(self.product):
+                if found is None:
+                    self.leave_out(target, "its input or its output's gradient is changed in place")
+                else:
+                    column = target.column
+                    squares.activation[column], squares.in_gradient[column], squares.out_gradient[column] = found
+
     def _collect(self, passes: Sequence[ScanPass]) -> None:
+        for scan_pass in passes:
+            self.measure_linears(scan_pass)
         self.finished.extend((scan_pass, scan_pass.take()) for scan_pass in passes if scan_pass.recorded)

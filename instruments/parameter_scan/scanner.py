@@ -73,8 +73,8 @@ class ParameterTensorScanner:
         self.left_out = selection.left_out
         self.parameters: list[WatchedParameter] = [one for target in self._targets for one in target.parameters]
         self.skipped: list[str] = []  # samples without a supervised token
-        self._gradients, self._product = gradients, product
-        self._passes = Passes(gradients=gradients, left_out=self.left_out)
+        self._gradients = gradients
+        self._passes = Passes(gradients=gradients, product=product, left_out=self.left_out)
         self._uses = WeightUses(self._targets if gradients else ())
         self._handles: list[RemovableHandle] = []
         self._records: list[ScanRecord] = []
@@ -92,7 +92,7 @@ class ParameterTensorScanner:
             do = "leave the first `with` block before the next, or watch all in one: patterns=[...]"
             raise refusal("the model is being scanned already", do)
         _SCANNED.update(modules)
-        hooks = (TargetHooks(target, self._passes, self._product) for target in self._targets)
+        hooks = (TargetHooks(target, self._passes) for target in self._targets)
         self._handles = [
             self._model.register_forward_pre_hook(EagerHook(self._begin), with_kwargs=True),
             *(handle for own in hooks for handle in own.install()),

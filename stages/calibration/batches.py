@@ -11,9 +11,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from instruments.device import allow_tf32
 from instruments.errors import NumericsError
 from models.config import ModelConfig
-from models.device import allow_tf32
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, padding_id, resolve_device
 from models.source import resolve_folder

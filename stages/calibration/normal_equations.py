@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from instruments.device import tf32
 from instruments.errors import NumericsError
-from models.device import tf32
 from models.experts import Block, sum_blocks
 from models.routing import has_copies
 from stages.artifacts.job import Workers

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.device import fetch_ahead, tf32
+from instruments.device import tf32
+from models.device import fetch_ahead
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter, rounded
 from models.stream import LayerStream

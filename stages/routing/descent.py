@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from instruments.device import is_launch_bound
-from models.device import tf32
+from instruments.device import is_launch_bound, tf32
 from models.routing import GateKind, LinearRouter, chosen_mask, masked_gates
 from stages.calibration.normal_equations import ridge_cholesky
 

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from instruments.device import is_launch_bound
-from models.device import tf32
+from instruments.device import is_launch_bound, tf32
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
 from stages.calibration.normal_equations import NormalEquations

@@ -1,6 +1,6 @@
 """The sums of a scan: how strongly and how often each neuron fires, its Taylor score and gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,8 +11,10 @@ from jaxtyping import Bool, Float, Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instruments.device import is_launch_bound
 from instruments.errors import CheckpointError
 from instruments.ffn_probe import FFNGradients, neuron_norms
+from instruments.gradients import join
 from instruments.tensors import to_host
 from models.device import send
 from stages.accumulators.sums import ScanSums
@@ -21,11 +23,13 @@ from stages.text.batches import TokenBatch
 
 # Tokens per step of `sum_tokens`.
 _CHUNK = 4096
+# Activations, of so many layers as fit, that a GPU's host sums up with the operators of one layer.
+_GROUP_VALUES = 2**26
 
 
 def sum_tokens(
-    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
-) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
+    h_LMF: Float[Tensor, "L M F"], grad_LMF: Float[Tensor, "L M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
+) -> tuple[Float[Tensor, "L 5 F"], Float[Tensor, "L T"]]:
     """Σ|h|, Σh², max|h|, the number of tokens for which a neuron is active, and Σ|h·∂L/∂h|.
 
     `rows_T` selects the tokens that count from the M rows (padding included); without gradients the last sum is 0.
@@ -35,36 +39,36 @@ def sum_tokens(
 
     Numerics: fp32 within 4096 tokens, float64 beyond.
     """
-    sums_5F = torch.zeros(5, h_MF.shape[1], dtype=torch.float64, device=h_MF.device)
+    sums_5LF = torch.zeros(5, len(h_LMF), h_LMF.shape[2], dtype=torch.float64, device=h_LMF.device)
     limits = []
     for rows in torch.split(rows_T, _CHUNK):
-        magnitude_TF = h_MF[rows].float().abs()
-        limit_T1 = activity_limits(magnitude_TF, scan)
-        sums_5F[0] += magnitude_TF.sum(0)
-        sums_5F[1] += magnitude_TF.square().sum(0)
-        sums_5F[2] = torch.maximum(sums_5F[2], magnitude_TF.amax(0))
-        sums_5F[3] += (magnitude_TF >= limit_T1).sum(0)
-        if grad_MF is not None:
-            sums_5F[4] += magnitude_TF.mul_(grad_MF[rows]).abs_().sum(0)
-        limits.append(limit_T1[:, 0])
-    return sums_5F, torch.cat(limits)
+        magnitude_LTF = h_LMF[:, rows].float().abs()
+        limit_LT1 = activity_limits(magnitude_LTF, scan)
+        sums_5LF[0] += magnitude_LTF.sum(1)
+        sums_5LF[1] += magnitude_LTF.square().sum(1)
+        sums_5LF[2] = torch.maximum(sums_5LF[2], magnitude_LTF.amax(1))
+        sums_5LF[3] += (magnitude_LTF >= limit_LT1).sum(1)
+        if grad_LMF is not None:
+            sums_5LF[4] += magnitude_LTF.mul_(grad_LMF[:, rows]).abs_().sum(1)
+        limits.append(limit_LT1[..., 0])
+    return sums_5LF.transpose(0, 1), torch.cat(limits, dim=1)
 
 
-def activity_limits(magnitude_TF: Float[Tensor, "T F"], scan: ScanConfig) -> Float[Tensor, "T 1"]:
+def activity_limits(magnitude_LTF: Float[Tensor, "L T F"], scan: ScanConfig) -> Float[Tensor, "L T 1"]:
     """For every token, the smallest |h| that counts as active: ties included, zeros never."""
     smallest = torch.finfo(torch.float32).tiny
     if scan.active_threshold is not None:
-        limit = torch.full((len(magnitude_TF), 1), scan.active_threshold, device=magnitude_TF.device)
+        limit = torch.full((*magnitude_LTF.shape[:2], 1), scan.active_threshold, device=magnitude_LTF.device)
         return limit.nextafter(torch.full_like(limit, torch.inf)).clamp_min(smallest)
-    count = scan.active_count(magnitude_TF.shape[1])
-    return magnitude_TF.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True).clamp_min(smallest)
+    count = scan.active_count(magnitude_LTF.shape[-1])
+    return magnitude_LTF.topk(count, sorted=False).values.amin(-1, keepdim=True).clamp_min(smallest)
 
 
-def pack_bits(active_RF: Bool[Tensor, "R F"]) -> UInt8[Tensor, "R f"]:
-    """Pack booleans into bits, (R, ceil(F/8)) uint8, most significant bit first as in numpy.packbits."""
-    padded = torch.nn.functional.pad(active_RF.to(torch.uint8), (0, -active_RF.shape[1] % 8))
-    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=active_RF.device)
-    packed: Tensor = (padded.view(len(padded), padded.shape[1] // 8, 8) << places).sum(-1, dtype=torch.uint8)
+def pack_bits(active_F: Bool[Tensor, "*b F"]) -> UInt8[Tensor, "*b f"]:
+    """Pack booleans into bits, (..., ceil(F/8)) uint8, most significant bit first as in numpy.packbits."""
+    padded = torch.nn.functional.pad(active_F.to(torch.uint8), (0, -active_F.shape[-1] % 8))
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=active_F.device)
+    packed: Tensor = (padded.view(*padded.shape[:-1], padded.shape[-1] // 8, 8) << places).sum(-1, dtype=torch.uint8)
     return packed
 
 
@@ -73,12 +77,21 @@ _SPAN = 128
 
 
 def sum_tokens_numpy(
-    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
-) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
+    h_LMF: Float[Tensor, "L M F"], grad_LMF: Float[Tensor, "L M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
+) -> tuple[Float[Tensor, "L 5 F"], Float[Tensor, "L T"]]:
     """`sum_tokens` on the CPU, where numpy selects the largest values faster than torch.
 
     Numerics: float64 over spans of 128 tokens, added in order.
     """
+    gradients = [None] * len(h_LMF) if grad_LMF is None else grad_LMF
+    found = [_sum_layer(h_MF, grad_MF, rows_T, scan) for h_MF, grad_MF in zip(h_LMF, gradients, strict=True)]
+    sums_5F, limits_T = zip(*found, strict=True)
+    return torch.stack(sums_5F), torch.stack(limits_T)
+
+
+def _sum_layer(
+    h_MF: Tensor, grad_MF: Tensor | None, rows_T: Tensor, scan: ScanConfig
+) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
     h, grad = h_MF.detach().float().numpy(), None if grad_MF is None else grad_MF.detach().float().numpy()
     spans = np.split(rows_T.numpy(), range(_SPAN, len(rows_T), _SPAN))
     with ThreadPoolExecutor(min(torch.get_num_threads(), len(spans))) as threads:
@@ -128,7 +141,7 @@ def sum_shapes(layers: int, width: int, reservoir: int) -> dict[str, tuple[tuple
 
 
 class LayerSums(NamedTuple):
-    """The sums of one layer over one batch."""
+    """The sums of one layer over one batch; of several layers, with one more dimension."""
 
     rows_8F: Tensor  # float64, in the order of ROWS
     bits_Rf: Tensor  # reservoir rows in token order
@@ -149,20 +162,39 @@ class BatchSums:
         self.drawn_R = torch.from_numpy(np.flatnonzero(slots_T.numpy() >= 0))
         self.slots_R = slots_T[self.drawn_R]
         self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._waiting: dict[int, FFNGradients] = {}  # of layers on one device
 
     def add_hidden(self, layer: int, h_BTF: Float[Tensor, "B T F"]) -> None:
         """Add one layer's activations: sums of the forward pass."""
-        self._add_tokens(layer, h_BTF, None)
+        self._add_tokens([layer], h_BTF[None], None)
 
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
-        """Add one layer's activations and gradients: sums of both passes."""
-        sums = self._add_tokens(layer, record.h_BTF, record.h_grad_BTF)
+        """Add one layer's activations and gradients: sums of both passes. On a GPU some layers wait for each other."""
+        device = record.h_BTF.device
+        if self._waiting and next(iter(self._waiting.values())).h_BTF.device != device:
+            self._add_waiting()
+        self._waiting[layer] = record
+        if not is_launch_bound(device) or (len(self._waiting) + 1) * record.h_BTF.numel() > _GROUP_VALUES:
+            self._add_waiting()
+
+    @torch.no_grad()
+    def _add_waiting(self) -> None:
+        layers, records = [*self._waiting], [*map(vars, self._waiting.values())]
+        self._waiting = {}
+        # Their samples as those of one batch.
+        record = FFNGradients(**{name: join([one[name] for one in records]) for name in records[0]})
+        count = len(records[0]["h_BTF"])
+        h_LBTF, grad_LBTF = (one.reshape(-1, count, *one.shape[1:]) for one in (record.h_BTF, record.h_grad_BTF))
+        found = self._add_tokens(layers, h_LBTF, grad_LBTF)
         for name, norms_BF in neuron_norms(record, "auto").items():
-            sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
-            sums.totals_B.add_(norms_BF.sum(1))
+            norms_LBF = norms_BF.view(len(layers), count, -1)
+            found.rows_8F[:, ROWS[f"grad_norm_{name}"]] = norms_LBF.double().sum(1)
+            found.totals_B.add_(norms_LBF.sum(2))
 
     def join(self, losses_B: Float[Tensor, "B"]) -> "ScannedBatch":
         """The sums of all layers, on the device of the losses."""
+        if self._waiting:
+            self._add_waiting()
         parts = [part for part in self.layers if part is not None]
         if idle := [str(layer) for layer, part in enumerate(self.layers) if part is None]:
             what, do = "the model does not run these layers on text alone", "choose a model whose layers all read text"
@@ -172,18 +204,20 @@ class BatchSums:
         )
         return ScannedBatch(losses_B, rows_L8F, bits_LRf, totals_LB.sum(0), self.slots_R)
 
-    def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
-        sum_up = sum_tokens_numpy if h_BTF.device.type == "cpu" else sum_tokens
-        h_MF, grad_MF = h_BTF.flatten(0, 1), None if grad_BTF is None else grad_BTF.flatten(0, 1)
-        rows_T, drawn_R = self._rows_on(h_BTF.device)
-        found_5F, limits_T = sum_up(h_MF, grad_MF, rows_T, self.scan)
-        rows_8F = torch.zeros(len(ROWS), h_MF.shape[1], dtype=torch.float64, device=h_MF.device)
-        rows_8F[: len(found_5F)] = found_5F
-        drawn_RF = h_MF[rows_T[drawn_R]].float().abs() >= limits_T[drawn_R, None]
-        self.layers[layer] = sums = LayerSums(
-            rows_8F, pack_bits(drawn_RF), torch.zeros(len(h_BTF), device=h_BTF.device)
-        )
-        return sums
+    def _add_tokens(self, layers: Sequence[int], h_LBTF: Tensor, grad_LBTF: Tensor | None) -> LayerSums:
+        """The sums of some layers, one after the other in a first dimension; the views of each are kept."""
+        device = h_LBTF.device
+        sum_up = sum_tokens if is_launch_bound(device) else sum_tokens_numpy
+        h_LMF, grad_LMF = h_LBTF.flatten(1, 2), None if grad_LBTF is None else grad_LBTF.flatten(1, 2)
+        rows_T, drawn_R = self._rows_on(device)
+        found_L5F, limits_LT = sum_up(h_LMF, grad_LMF, rows_T, self.scan)
+        rows_L8F = torch.zeros(len(layers), len(ROWS), h_LMF.shape[2], dtype=torch.float64, device=device)
+        rows_L8F[:, : found_L5F.shape[1]] = found_L5F
+        drawn_LRF = h_LMF[:, rows_T[drawn_R]].float().abs() >= limits_LT[:, drawn_R, None]
+        found = LayerSums(rows_L8F, pack_bits(drawn_LRF), torch.zeros(h_LBTF.shape[:2], device=device))
+        for layer, *tensors in zip(layers, *found, strict=True):
+            self.layers[layer] = LayerSums(*tensors)
+        return found
 
     def _rows_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Rows of the tokens that count, and which of these go to the reservoir."""

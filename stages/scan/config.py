@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 3
+VERSION = 4
 
 # Default tokens per batch: a few sequences keep a CPU busy, and it newly allocates larger tensors each time.
 SMALL_BATCH, LARGE_BATCH = 1024, 2048

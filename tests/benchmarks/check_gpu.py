@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 import torch
 from tabulate import tabulate
 
+from instruments.device import tf32
 from instruments.errors import INVALID, ConfigError
 from models.config import ModelConfig
-from models.device import tf32
 from models.loading import resolve_device
 
 REPOSITORY = Path(__file__).parents[2]

@@ -6,6 +6,7 @@ from pico import write_pico
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from instruments import device
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 # With norms of queries and keys, with biases, and with fused matrices; tied embeddings or not.
@@ -124,7 +125,11 @@ def prepare(folder, *, training, checkpointing):
         *((training, way, "gram") for training in (False, True) for way in ("non-reentrant", "reentrant")),
     ],
 )
-def test_norms_equal_those_of_true_weight_gradients(folder, truth, training, checkpointing, product):
+@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["as on a CPU", "as on a GPU"])
+def test_norms_equal_those_of_true_weight_gradients(
+    folder, truth, training, checkpointing, product, hosts, monkeypatch
+):
+    monkeypatch.setattr(device, "HOSTS", hosts)
     model = prepare(folder, training=training, checkpointing=checkpointing)
     with ParameterTensorScanner(model, block_width=WIDTH, product=product) as scanner:
         backward(model, draw_batch())

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from instruments import device
 from instruments.errors import NumericsError
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 
@@ -116,6 +117,19 @@ def test_an_input_that_a_frozen_model_changes_afterwards_is_left_out(checkpointe
     assert scanner.left_out == {"a.weight": "the model changes its input in place"}
     assert record.gradient_BP[:, 1].isnan().all()
     assert record.gradient_BP[:, [0, 2, 3]].isfinite().all()
+
+
+def test_a_gradient_that_is_changed_while_it_waits_for_others_is_left_out(monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", set())
+
+    def double(grad):
+        grad.mul_(2)
+
+    model = Net(lambda net, x: x + net.a(x))
+    # Before the scanner's hook: it gets the gradient after the scanner.
+    model.a.register_forward_hook(lambda _module, _args, output: output.register_hook(double) and None)
+    _, scanner = scan(model)
+    assert scanner.left_out == {"a.weight": "its input or its output's gradient is changed in place"}
 
 
 def test_an_input_changed_in_place_between_two_layers_is_measured_again():

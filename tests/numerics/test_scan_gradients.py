@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from operator_counts import Operators
+from operator_counts import Operators, count_operators
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
@@ -12,9 +12,9 @@ from instruments import device
 from instruments.errors import NumericsError
 from instruments.ffn_probe import neuron_norms
 from models.ffn import ffn_modules
-from stages.accumulators.sums import LocalStore
+from stages.accumulators.sums import LocalStore, empty_sums
 from stages.artifacts.job import ALONE
-from stages.losses import enable_gradient_checkpointing
+from stages.losses import enable_gradient_checkpointing, forward_losses
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner, draw_reservoir, scan_shares
@@ -258,3 +258,17 @@ def test_a_batch_waits_for_nothing_and_one_flush_fetches_all(folder, monkeypatch
     )
     assert store.sums.done == {0, 1, 2}
     assert store.sums.counters["tokens"] == sum(LENGTHS)
+
+
+def test_operators_of_a_scan_hardly_grow_with_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", set())
+    counts = []
+    for layers in (2, 4):
+        model = load(write_pico(tmp_path / str(layers), "qwen3", layers=layers))
+        (batch,), mlps = batch_sequences(draw_sequences(), 64, 0), ffn_modules(model)
+        sums = empty_sums(sum_shapes(layers, WIDTH, 64))
+        scanner, slots_BT = Scanner(model, mlps, ScanConfig()), torch.full(batch.input_ids.shape, -1)
+        plain = count_operators(lambda model=model, batch=batch: forward_losses(model, batch).sum().backward())
+        scanned = count_operators(scanner.scan, batch, slots_BT, sums, number=0)
+        counts.append(scanned.started.total() - plain.started.total())
+    assert counts[1] - counts[0] <= 2 * 4

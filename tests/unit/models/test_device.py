@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from instruments import device
-from models.device import allow_tf32, fetch_ahead, tf32
+from instruments.device import allow_tf32, tf32
+from models.device import fetch_ahead
 from models.experts import ExpertLoop, slice_ffn, sum_blocks
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter

@@ -35,7 +35,7 @@ def plain(h, grad, rule):
 def test_sums_are_those_of_the_obvious_loop(sum_up, rule):
     h, grad = draw()
     rows = torch.tensor([row for row in range(len(h)) if row % 7])
-    found, limits = sum_up(h, grad, rows, rule)
+    (found,), (limits,) = sum_up(h[None], grad[None], rows, rule)
     expected, active = plain(h[rows], grad[rows], rule)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
     assert torch.equal(found[3], expected[3])
@@ -45,9 +45,9 @@ def test_sums_are_those_of_the_obvious_loop(sum_up, rule):
 @pytest.mark.parametrize("sum_up", FUNCTIONS)
 def test_ties_at_the_limit_are_all_active_and_zeros_never(sum_up):
     h = torch.tensor([[2.0, -2.0, 2.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 7.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    found, _ = sum_up(h, None, torch.arange(3), ScanConfig(active_share=0.4))
+    (found,), _ = sum_up(h[None], None, torch.arange(3), ScanConfig(active_share=0.4))
     assert found[3].tolist() == [1, 1, 1, 0, 1]
-    one, _ = sum_up(h[:1, 2:], None, torch.arange(1), ScanConfig(active_share=1e-9))
+    (one,), _ = sum_up(h[None, :1, 2:], None, torch.arange(1), ScanConfig(active_share=1e-9))
     assert one[3].sum() == 1  # at least one is active
 
 
@@ -58,7 +58,7 @@ def test_threads_change_nothing():
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(sum_tokens_numpy(h, grad, rows, ScanConfig(active_share=0.1))[0])
+            found.append(sum_tokens_numpy(h[None], grad[None], rows, ScanConfig(active_share=0.1))[0])
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
