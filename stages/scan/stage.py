@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters
 from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig, list_sources
-from stages.text.generated import continue_prompts, load_generated, load_prompts, save_generated
+from stages.text.generated import generate_text
 from stages.text.sequences import LoadedText, describe_skipped, load_text
 
 
@@ -111,18 +111,23 @@ def load_inputs(
     """The dense model, and the text and its batches; the model generates the text unless a killed run has done so."""
     folder, workers = resolve_folder(model), job.workers
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
-    generated = data.labels == "generated"
-    kept = workers.lead(lambda: load_generated(job.scratch)) if generated else load_text(data, tokenizer, "calibration")
-    text = kept or load_prompts(data, tokenizer)
-    dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
-    passes.check_causal(dense)
-    at_once = scan.batch_size(input_device(dense).type)
-    if kept is None:
-        text = continue_prompts(dense, tokenizer, text, data, seed=seed, batch_tokens=at_once, workers=workers)
-        if workers.leads:
-            save_generated(text, job.scratch)
+
+    @cache
+    def load() -> PreTrainedModel:
+        dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
+        passes.check_causal(dense)
+        return dense
+
+    def size(dense: PreTrainedModel) -> int:
+        return scan.batch_size(input_device(dense).type)
+
+    if data.labels == "generated":
+        text = generate_text(load, tokenizer, data, job.scratch, seed=seed, at_once=size, workers=workers)
+    else:
+        text = load_text(data, tokenizer, "calibration")
+    dense = load()
     save_memory(dense, asked=scan.gradient_checkpointing)
-    batches = batch_sequences(text.sequences, at_once, padding_id(tokenizer))
+    batches = batch_sequences(text.sequences, size(dense), padding_id(tokenizer))
     return dense, text, batches
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -140,6 +140,30 @@ def continue_prompts(
     text = _join(prompts, written, data.tokens)
     require_sequences(text, list_sources(data, "calibration")[0])
     logger.info("generated text: %d of %d tokens, %d sequences", text.tokens, data.tokens, len(text.sequences))
+    return text
+
+
+def generate_text(
+    load: Callable[[], PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    scratch: Path,
+    *,
+    seed: int,
+    at_once: Callable[[PreTrainedModel], int],
+    workers: Workers = ALONE,
+) -> LoadedText:
+    """The prompts of the calibration text, continued by the model that `load` returns; kept in `scratch`.
+
+    What a killed run has kept is read instead, and the model not loaded. `at_once`: tokens of a batch.
+    """
+    text: LoadedText | None = workers.lead(lambda: load_generated(scratch))
+    if text is None:
+        prompts, model = load_prompts(data, tokenizer), load()
+        size = at_once(model)
+        text = continue_prompts(model, tokenizer, prompts, data, seed=seed, batch_tokens=size, workers=workers)
+        if workers.leads:
+            save_generated(text, scratch)
     return text
 
 

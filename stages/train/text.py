@@ -1,9 +1,10 @@
 """The text of a training: that of the carve's calibration, or the dense model's own answers to it."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from instruments.device import is_launch_bound
 from models.config import ModelConfig
@@ -11,12 +12,13 @@ from models.loading import input_device, load_dense, padding_id
 from stages.artifacts.job import Job
 from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.generated import continue_prompts, load_generated, load_prompts, save_generated
+from stages.text.generated import generate_text
 from stages.text.sequences import LoadedText, load_text
 from stages.train.config import TrainConfig
 
-# Tokens that are written at a time.
-AT_ONCE, AT_ONCE_ON_GPU = 4096, 32768
+# Tokens that a CPU writes at a time; bytes of a GPU's cache of keys and values: there a step of hundreds of answers takes
+# no longer than that of one.
+AT_ONCE, CACHE = 4096, 2**32
 
 
 @dataclass(frozen=True)
@@ -43,25 +45,22 @@ def read_text(
     """
     wanted, pad_id = replace(data, tokens=train.tokens), padding_id(tokenizer)
     if train.own_answers:
-        text = _write_answers(job, model, folder, replace(wanted, max_new_tokens=train.own_answers), tokenizer, seed)
+        text = generate_text(
+            lambda: load_dense(model, folder), tokenizer, replace(wanted, max_new_tokens=train.own_answers),
+            job.scratch, seed=seed, workers=job.workers, at_once=partial(_at_once, wanted=wanted),
+        )  # fmt: skip
     else:
         text = load_text(wanted, tokenizer, "calibration")
     heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
     return TrainingText(text, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
 
 
-def _write_answers(
-    job: Job, model: ModelConfig, folder: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> LoadedText:
-    """The dense model's answers to the prompts of the text; a killed run has kept them in `scratch`."""
-    text: LoadedText | None = job.workers.lead(lambda: load_generated(job.scratch))
-    if text is not None:
-        return text
-    prompts, dense = load_prompts(data, tokenizer), load_dense(model, folder)
-    at_once = AT_ONCE_ON_GPU if is_launch_bound(input_device(dense)) else AT_ONCE
-    text = continue_prompts(
-        dense, tokenizer, prompts, data, seed=seed, batch_tokens=max(at_once, data.max_length), workers=job.workers
-    )
-    if job.workers.leads:
-        save_generated(text, job.scratch)
-    return text
+def _at_once(dense: PreTrainedModel, wanted: DataConfig) -> int:
+    """Tokens that the dense model writes at a time, prompts included."""
+    if not is_launch_bound(input_device(dense)):
+        return max(AT_ONCE, wanted.max_length)
+    config = dense.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fitting: int = CACHE // (2 * config.num_hidden_layers * heads * width * dense.dtype.itemsize)
+    return max(min(fitting, wanted.tokens), wanted.max_length)

@@ -294,7 +294,7 @@ def test_generated_text_is_not_generated_again(words, tmp_path, monkeypatch):
     command += ["data.tokens=300", f"output_dir={tmp_path / 'killed'}"]
     kill_at(command, "stages.scan.passes:scan_shares", 1)
     for name in ("load_prompts", "continue_prompts"):
-        monkeypatch.setattr(f"stages.scan.stage.{name}", lambda *_, name=name, **__: pytest.fail(f"{name} ran"))
+        monkeypatch.setattr(f"stages.text.generated.{name}", lambda *_, name=name, **__: pytest.fail(f"{name} ran"))
     assert run_command(command) == 0
     assert hashes(tmp_path / "killed", "scan") == hashes(tmp_path / "whole", "scan")
 

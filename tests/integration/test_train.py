@@ -18,6 +18,7 @@ from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from instruments import device
 from instruments.errors import FAILED, ConfigError
 from pipeline.artifacts import verify
 from pipeline.cli import run_command
@@ -164,11 +165,13 @@ def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(proj
     kill_in_every_phase(words, healed, ("all",), tmp_path)
 
 
-def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(projected, text, monkeypatch):
+@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["as on a CPU", "as on a GPU"])
+def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(projected, text, hosts, monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", hosts)
     read, seen = loop.order_sequences, []
     monkeypatch.setattr(loop, "order_sequences", lambda found, *rest: seen.extend(found) or read(found, *rest))
     shares = [word for word in QUICK if "_share" not in word]
-    words = [*projected, *shares, "stage=train", "train=heal", "train.own_answers=6", "train.tokens=200"]
+    words = [*projected, *shares, "stage=train", "train=heal", "train.own_answers=6", "train.tokens=200", "fresh=true"]
     assert run_command(words) == 0
     (dense,) = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
     model = AutoModelForCausalLM.from_pretrained(dense).eval()
