@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from instruments.device import is_launch_bound
+from instruments.device import free_device_memory, is_launch_bound
 from instruments.gradients import block_squares, join
 from instruments.parameter_scan.inputs import InputSquares, join_inputs, version_of
 from instruments.parameter_scan.targets import Target
 
-# Numbers of inputs and gradients that wait on a GPU.
-_WAITING = 2**28
+# Numbers of inputs and gradients that wait on a GPU, and free bytes that it needs for each.
+_WAITING, _ROOM = 2**28, 32
 Item = TypeVar("Item")
 
 
@@ -45,6 +45,7 @@ class WaitingLinears:
 
     _waiting: list[LinearGradient] = field(default_factory=list)
     _numbers: int = 0
+    _most: int = 0
 
     @property
     def device(self) -> torch.device | None:
@@ -53,9 +54,14 @@ class WaitingLinears:
 
     def add(self, target: Target, seen: InputSquares, grad_BTO: Tensor) -> bool:
         """Let a layer wait; returns whether `measure` is due."""
+        if not is_launch_bound(grad_BTO.device):
+            self._most = 0
+        elif not self._waiting:
+            free = free_device_memory(grad_BTO.device)
+            self._most = _WAITING if free is None else min(_WAITING, free // _ROOM)
         self._waiting.append(LinearGradient(target, seen, grad_BTO, version_of(grad_BTO)))
         self._numbers += seen.x_BTI.numel() + grad_BTO.numel()
-        return self._numbers > _WAITING or not is_launch_bound(grad_BTO.device)
+        return self._numbers > self._most
 
     def measure(self, product: str) -> Iterator[tuple[Target, tuple[Tensor, Tensor, Tensor] | None]]:
         """All that wait, with squares of input blocks, and of the gradient by input and output blocks, ``(B, blocks)``.

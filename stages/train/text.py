@@ -16,8 +16,8 @@ from stages.text.generated import generate_text
 from stages.text.sequences import LoadedText, load_text
 from stages.train.config import TrainConfig
 
-# Tokens that a CPU writes at a time; bytes of a GPU's cache of keys and values: there a step of hundreds of answers takes
-# no longer than that of one.
+# Tokens that a CPU writes at a time; bytes of a GPU's cache of keys and values: there hundreds of answers take no more
+# time than one.
 AT_ONCE, CACHE = 4096, 2**32
 
 
