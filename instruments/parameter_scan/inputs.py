@@ -27,6 +27,7 @@ class InputSquares:
         self.x_BTI, self.mask_BT = x_BTI, mask_BT
         # The source is kept so that its memory is not reused.
         self._source, self._version, self._width = source, version_of(source), width
+        self._joined: tuple[InputSquares, slice] | None = None
 
     @property
     def changed(self) -> bool:
@@ -50,7 +51,10 @@ class InputSquares:
     @cached_property
     def gram_BTT(self) -> Tensor:
         """XXᵀ of every sample, fp32."""
-        return sample_grams(self.x_BTI)
+        if self._joined is None:
+            return sample_grams(self.x_BTI)
+        joined, rows = self._joined
+        return joined.gram_BTT[rows]
 
     def is_of(self, other: Tensor, width: int) -> bool:
         """Whether `other` is the same memory with the same layout and values, and has blocks of the same width."""
@@ -72,7 +76,7 @@ def join_inputs(inputs: Sequence[InputSquares]) -> None:
     joined = InputSquares(x_BTI, x_BTI, torch.cat(masks) if masks else None, first._width)
     for number, one in enumerate(inputs):
         rows = slice(number * len(first.x_BTI), (number + 1) * len(first.x_BTI))
-        one.block_squares_Bi, one.gram_BTT = joined.block_squares_Bi[rows], joined.gram_BTT[rows]
+        one.block_squares_Bi, one._joined = joined.block_squares_Bi[rows], (joined, rows)
 
 
 def version_of(tensor: Tensor) -> int | None:
