@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 22
+VERSION = 23
 
 
 @dataclass

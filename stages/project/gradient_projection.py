@@ -59,6 +59,8 @@ SECTIONS = 8  # of the rounds; each is kept or undone by validation tokens
 LENGTHS = (0.0025, 0.00125, 0.000625)
 VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
 PATIENCE = 2  # sections undone in a row before the rounds end
+# Rounds of the first section that tell whether any λ helps; rise of the KL after a quarter of them that ends a try.
+TELLING, SPOILT = 4, 1.1
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class GradientRounds:
 
         Each round takes the gradient on its own tokens, averages it with earlier ones, and moves every neuron's weights
         by α·β·λ along it. λ falls linearly to 0; its start is chosen by the first section of the rounds. A section that
-        raises the KL on validation tokens is undone, and λ is halved.
+        raises the KL on validation tokens is undone, and λ is halved. If no λ helps in the first section, the gradients
+        are noise, as those of real models have been, and the rounds end.
         """
         tensors = [tensor for _, tensor in self._model.weights(self._names)]
         before = self._model.divergence(self._validation)
@@ -120,7 +123,7 @@ class GradientRounds:
                 else:
                     length, undone = length / 2, undone + 1
                 bar.set_postfix(kl=f"{state.divergence:.4f}", refresh=False)
-                if undone == PATIENCE:
+                if undone == PATIENCE or (not rounds and len(section) >= TELLING):
                     break
         self._model.put(self._names, state.weights)
         return ProjectionOutcome(before, state.divergence, rounds, tokens, length)
@@ -132,18 +135,25 @@ class GradientRounds:
 
         The largest λ that helps is taken, not the best of the section: since λ falls to 0, it ends at a lower KL.
         """
+        look = len(section) // 4 if len(lengths) > 1 and self._settings.validate else 0
         for length in lengths:
-            found = self._run_section(state, taught, section, length)
+            found = self._run_section(state, taught, section, length, look)
             if found.divergence < state.divergence:
                 break
         return found, length
 
-    def _run_section(self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float) -> _State:
-        """Run one round per batch."""
+    def _run_section(
+        self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float, look: int = 0
+    ) -> _State:
+        """Run one round per batch; only `look` rounds if they spoil the model."""
         settings = self._settings
         weights, velocity = ([tensor.clone() for tensor in tensors] for tensors in (state.weights, state.velocity))
         self._model.put(self._names, weights)
         for number, batch in zip(section, taught, strict=True):
+            if look and number == section.start + look:
+                divergence = self._model.divergence(self._validation)
+                if divergence > SPOILT * state.divergence:
+                    return _State(weights, velocity, divergence)
             gradients = self._model.gradients([batch], self._names, clipped=True)
             if not weights:  # of a worker without experts
                 continue

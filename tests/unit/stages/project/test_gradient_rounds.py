@@ -11,7 +11,7 @@ from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
 from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import SECTIONS, GradientRounds, divide, shuffle_rounds
+from stages.project.gradient_projection import LENGTHS, SECTIONS, GradientRounds, divide, shuffle_rounds
 from stages.text.batches import TokenSequence, batch_sequences
 
 D, F, E, N, K = 24, 20, 4, 3, 2
@@ -76,6 +76,7 @@ class OneNeuron(CarvedModel):
 
     def __init__(self, gradients):
         self.left, self.seen, self.distance = iter(gradients), [torch.zeros(2)], 1.0
+        self.growth = 0.9
 
     def weights(self, names):
         return [("gate_END", torch.zeros(1, 1, 2))]
@@ -93,7 +94,7 @@ class OneNeuron(CarvedModel):
         self.seen += [weights[0].flatten()]
 
     def divergence(self, taught):
-        self.distance *= 0.9
+        self.distance *= self.growth
         return self.distance
 
 
@@ -106,6 +107,15 @@ def test_steps_follow_the_averaged_gradient_and_shorten_to_nothing(text):
     turned = torch.tensor([0.8, 1.0])
     expected = -first * torch.tensor([1.0, 0.0]) - second * turned / turned.norm()
     torch.testing.assert_close(model.seen[-1], expected)
+
+
+def test_noise_costs_a_quarter_of_a_section_for_each_length_and_ends_the_rounds(text):
+    rounds = 64 * [(1.0, 0.0)]
+    model = OneNeuron(rounds)
+    model.growth = 1.2
+    outcome = GradientRounds(model, text, replace(SETTINGS, round_tokens=1, validation_share=0.01), seed=0).run()
+    assert (outcome.rounds, outcome.before) == (0, outcome.after)
+    assert len(rounds) - len([*model.left]) == len(LENGTHS) * (64 // SECTIONS // 4)
 
 
 def test_rounds_take_every_sequence_once_and_no_more_tokens_than_asked(text):
