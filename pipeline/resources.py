@@ -1,6 +1,6 @@
 """Memory, disk space and time that the stages of a run need: coarse, so that a change of a stage changes nothing here.
 
-Times are those of a stage's last run on this machine, by work: tokens × weights.
+Times are those of a stage's last run on this machine with a model of about this size, by work: tokens × weights.
 """
 
 import json
@@ -167,14 +167,14 @@ def record_seconds(stage: str, checked: Checked, seconds: float) -> None:
 
 
 def _find_work(stage: str, checked: Checked) -> tuple[str, float]:
-    """Device and stage; tokens × weights of the dense model, per process."""
-    processes = find_workers().world if STAGES[stage].shared else 1
-    work = count_tokens(stage, checked) * count_dense(checked.source).total / processes
-    return f"{'cpu' if is_on_host(checked.settings.model) else 'cuda'} {stage}", work
+    """Device, stage and decade of the weights, since small models do less work per second; the work of a process."""
+    processes, weights = find_workers().world if STAGES[stage].shared else 1, count_dense(checked.source).total
+    work = count_tokens(stage, checked) * weights / processes
+    return f"{'cpu' if is_on_host(checked.settings.model) else 'cuda'} {stage} 1e{len(str(weights)) - 1}", work
 
 
 def _read_rates(checked: Checked) -> dict[str, float]:
-    """Device and stage → work per second of the last run; nothing from a file that is missing or damaged."""
+    """Key of `_find_work` → work per second of the last run; nothing from a file that is missing or damaged."""
     with suppress(*UNREADABLE):
         found = json.loads(Path(checked.settings.output_dir, RATES).read_text(encoding="utf-8"))
         return {key: float(rate) for key, rate in found.items() if 0 < float(rate) < inf}

@@ -2,10 +2,12 @@
 
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from models.config import ModelConfig
+from models.targets.config_json import count_dense
 from pipeline.check import validate
 from pipeline.cli import run_command
 from pipeline.resources import (
@@ -102,6 +104,17 @@ def test_the_last_run_of_a_stage_gives_its_time(checked):
     assert estimate_seconds("project", run) == other
     record_seconds("scan", twice, 30.0)
     assert estimate_seconds("scan", run) == pytest.approx(15)
+
+
+def test_the_run_of_a_small_model_says_nothing_of_a_large_one(checked, monkeypatch):
+    run = checked()
+    larger = Mock(return_value=Mock(total=100 * count_dense(run.source).total))
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeline.resources.count_dense", larger)
+        guess = estimate_seconds("project", run)
+    record_seconds("project", run, 1e6)
+    monkeypatch.setattr("pipeline.resources.count_dense", larger)
+    assert estimate_seconds("project", run) == guess
 
 
 @pytest.mark.parametrize(
