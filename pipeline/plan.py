@@ -116,7 +116,7 @@ def describe_plan(checked: Checked, steps: Sequence[Step]) -> Table:
             needs = [*map(in_mib, sizes), in_time(seconds)]
         rows.append([name, what, *needs])
     notes = [
-        f"all stages {in_time(total)}; times by the last runs of models of this size in output_dir, or a coarse default",
+        f"all stages {in_time(total)}; times by last runs of models of this size in output_dir, or a coarse default",
         "memory per process; temporary files are on the disk of output_dir while the stage runs",
     ]
     return Table("plan", ("stage", "plan", "memory", "result", "temporary", "time"), rows, notes)
