@@ -105,7 +105,7 @@ class GradientRounds:
         Each round takes the gradient on its own tokens, averages it with earlier ones, and moves every neuron's weights
         by α·β·λ along it. λ falls linearly to 0; its start is chosen by the first section of the rounds. A section that
         raises the KL on validation tokens is undone, and λ is halved. If no λ helps in the first section, the gradients
-        are noise, as those of real models have been, and the rounds end.
+        are noise, and the rounds end.
         """
         tensors = [tensor for _, tensor in self._model.weights(self._names)]
         before = self._model.divergence(self._validation)
