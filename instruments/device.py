@@ -1,18 +1,33 @@
-"""What differs on a GPU: the time to start an operator, memory of its own, and products rounded to TF32."""
+"""What differs between devices: the time to start an operator, a GPU's own memory, and products of rounded factors."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
+
+from instruments.cpu import has_amx
 
 # Types of devices that start an operator at once. On others it takes the host 5 to 25 µs, whatever the operator's size,
 # so that a few large products are faster than many small ones. Tests remove the CPU.
 HOSTS = {"cpu"}
 
 
+_allowed = {"rounded": True}  # a dict, since it is set for the life of a process
+
+
 def is_launch_bound(device: torch.device) -> bool:
     """Whether starting an operator on the device usually takes longer than the operator."""
     return device.type not in HOSTS
+
+
+def prefers_large_products(device: torch.device) -> bool:
+    """Whether a few large products are faster than many small ones with half of the multiplications.
+
+    On a GPU, and on a CPU whose products are rounded: AMX needs large ones.
+    """
+    return is_launch_bound(device) or (device.type == "cpu" and has_amx() and _allowed["rounded"])
 
 
 def free_device_memory(device: torch.device) -> int | None:
@@ -24,29 +39,36 @@ def free_device_memory(device: torch.device) -> int | None:
     return int(module.mem_get_info(device)[0] + kept)
 
 
-_allowed = {"tf32": True}  # a dict, since it is set for the life of a process
-
-
-def allow_tf32(*, allowed: bool) -> None:
-    """Whether `tf32` has an effect from now on: the setting `model.tf32`."""
-    _allowed["tf32"] = allowed
+def allow_rounded_products(*, allowed: bool) -> None:
+    """Whether `rounded_products` has an effect from now on: the setting `model.rounded_products`."""
+    _allowed["rounded"] = allowed
 
 
 @contextmanager
-def tf32(*, use: bool = True) -> Iterator[None]:
-    """Let a GPU round the factors of fp32 matrix products to 10 bits of mantissa, for up to eight times the speed.
+def rounded_products(*, use: bool = True, on: Collection[str] = ("cuda", "cpu")) -> Iterator[None]:
+    """Let a device round the factors of fp32 matrix products: a GPU to TF32, a CPU with AMX to bfloat16.
 
-    For moments, router fits, layer-wise descent and norms of gradients in half precision, whose results it does not
-    change. Products on which a choice depends (routing, validation errors) and those that are reported stay outside, or
-    inside of `use=False`.
+    Products are four to eight times as fast; sums stay fp32. For moments, router fits, layer-wise descent and norms of
+    gradients in half precision, whose results it does not change; on a CPU also for passes of the dense model, which a
+    GPU computes in half precision. Products on which a choice depends (routing, validation errors) and those that are
+    reported stay outside, or inside of `use=False`. Devices other than those in `on` go on as they do.
     """
-    matmul = torch.backends.cuda.matmul
-    # torch 2.9 and later warn of the older name.
-    newer = hasattr(matmul, "fp32_precision")
-    name, values = ("fp32_precision", ("ieee", "tf32")) if newer else ("allow_tf32", (False, True))
-    before = getattr(matmul, name)
-    setattr(matmul, name, values[use and _allowed["tf32"]])
+    before = []
+    for owner, name, exact, rounded in (setting for kind in on for setting in _formats(kind)):
+        before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, rounded if use and _allowed["rounded"] else exact)
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@cache
+def _formats(kind: str) -> list[tuple[Any, str, object, object]]:
+    """Where torch holds the format of a device's products: object, attribute, its values for fp32 and for fewer bits."""
+    newer = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.9 and later warn of the older name
+    if kind == "cuda":
+        name, values = ("fp32_precision", ("ieee", "tf32")) if newer else ("allow_tf32", (False, True))
+        return [(torch.backends.cuda.matmul, name, *values)]
+    return [(torch.backends.mkldnn.matmul, "fp32_precision", "ieee", "bf16")] if newer and has_amx() else []

@@ -31,7 +31,7 @@ class ModelConfig:
     gpu_memory: str | None = field(default=None, metadata={**_AMOUNT, "needs": _SPREAD})
     cpu_memory: str | None = field(default=None, metadata={**_AMOUNT, "needs": _SPREAD})
     hidden_memory: str | None = field(default=None, metadata=_AMOUNT)
-    tf32: bool = True
+    rounded_products: bool = True
     trust_remote_code: bool = False
     experts: int | None = field(default=None, metadata={"fingerprint": False})
     n: int | None = field(default=None, metadata={"fingerprint": False})

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
-from instruments.device import is_launch_bound, tf32
+from instruments.device import is_launch_bound, prefers_large_products, rounded_products
 from models.checkpoint.shards import DenseReader
 from models.decoder import PROJECTIONS
 from models.device import send
-from models.ffn import DenseFFN
+from models.ffn import DenseFFN, gated
 from models.routing import GateKind, LinearRouter, has_copies, relative_gates
 
 
@@ -207,7 +207,7 @@ def _parts_of(sizes: list[int], *tensors: Tensor) -> list[Sequence[Tensor]]:
     return [torch.split(tensor, sizes) for tensor in tensors]
 
 
-# Neurons of all experts per active neuron, from which the loop is faster on a GPU, too.
+# Neurons of all experts per active neuron, from which the loop is always faster.
 LOOP_FROM = 8
 
 
@@ -240,7 +240,7 @@ class ExpertLoop:
         """
         n = self.neurons_EN.shape[1]
         routed, active = self.router.experts * n, len(self.always_S) + self.top_k * n
-        return is_launch_bound(self.router.rows_ED.device) and routed < LOOP_FROM * active
+        return prefers_large_products(self.router.rows_ED.device) and routed < LOOP_FROM * active
 
     def gates(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
         """Gates of the chosen experts, relative to those of equal logits; 0 for the others."""
@@ -249,7 +249,7 @@ class ExpertLoop:
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts (T, K), and their gates."""
-        with tf32(use=False):
+        with rounded_products(use=False):
             chosen_TK = self.router.choose(x_TD, self.top_k)
             return chosen_TK, relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
 
@@ -263,7 +263,10 @@ class ExpertLoop:
 
     def _masked_hidden(self, x_TD: Tensor, gates_TE: Tensor) -> Tensor:
         """Activations times gates of the neurons of all experts, (T, E·N)."""
-        return (self._all_hidden(x_TD) * gates_TE[:, self.held, None]).flatten(1)
+        hidden_TEN, gates_TE1 = self._all_hidden(x_TD), gates_TE[:, self.held, None]
+        # In place, where no gradient needs the product: memory bounds it on a CPU.
+        hidden_TEN = hidden_TEN * gates_TE1 if torch.is_grad_enabled() else hidden_TEN.mul_(gates_TE1)
+        return hidden_TEN.flatten(1)
 
     def _all_hidden(self, x_TD: Tensor) -> Tensor:
         """Activations of the neurons of all experts, (T, E, N)."""
@@ -368,4 +371,4 @@ class ExpertLoop:
 
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
         """Activations of an expert's neurons, without gates."""
-        return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)
+        return gated(self.act, x_tD @ gate_ND.T, x_tD @ up_ND.T)

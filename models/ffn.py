@@ -124,6 +124,11 @@ def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
     return weight
 
 
+def gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate)·up; the product takes the memory of `up` where no gradient needs it."""
+    return act(gate) * up if torch.is_grad_enabled() else up.mul_(act(gate))
+
+
 @dataclass(frozen=True)
 class DenseFFN:
     """FFN(x) = Σ_j h_j(x)·d_j with h_j(x) = act(g_j·x)·(u_j·x); neuron j is row j of gate and up, column j of down."""
@@ -152,8 +157,7 @@ class DenseFFN:
 
     def hidden(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         """Neuron activations h."""
-        hidden: Tensor = self.act(x_TD @ self.gate_FD.T) * (x_TD @ self.up_FD.T)
-        return hidden
+        return gated(self.act, x_TD @ self.gate_FD.T, x_TD @ self.up_FD.T)
 
     def output(self, h_TF: Float[Tensor, "T F"]) -> Float[Tensor, "T D"]:
         """Σ_j h_j·d_j."""

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from instruments.cpu import has_amx
 from instruments.errors import CheckpointError, ContractError, DataError
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
@@ -172,8 +173,8 @@ def resolve_model(checked: Checked) -> ModelConfig:
     device = "cpu" if on_host else model.device.replace("auto", "cuda").partition(":")[0]
     own = "float32" if on_host else source_dtype(checked.source.config_json) or "auto"
     dtype = own if model.dtype == "auto" else model.dtype
-    tf32 = model.tf32 and not on_host  # without effect on a CPU
-    return replace(model, device=device, dtype=dtype, tf32=tf32, path=absolute(model.path))
+    rounded = model.rounded_products and (not on_host or has_amx())  # without effect on other CPUs
+    return replace(model, device=device, dtype=dtype, rounded_products=rounded, path=absolute(model.path))
 
 
 def absolute_paths(data: DataConfig) -> DataConfig:

@@ -19,7 +19,10 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import Overrides
 
+from instruments import cpu, device
+
 shape_checking.install(["models", "stages"])
+cpu.FACTS = Path(os.devnull)  # a test's own products are fp32, on any CPU
 
 # A file under conf/ is read once, and options of the same groups are put together once, not in each of the two thousand
 # compositions of the tests; what is set by name comes on top of them, as in Hydra.
@@ -56,6 +59,17 @@ def _paths(repo):
 
 ConfigRepository.load_config, hydra_loader.create_defaults_list = _load_once, _list_once
 ConfigLoaderImpl._compose_config_from_defaults_list = _merge_once
+
+
+@pytest.fixture
+def amx(monkeypatch):
+    """A CPU with AMX, if this one has it, whose products are then rounded."""
+    monkeypatch.setattr(cpu, "FACTS", Path("/proc/cpuinfo"))
+    for cached in (cpu.has_amx, device._formats):
+        cached.cache_clear()
+    yield cpu.has_amx()
+    for cached in (cpu.has_amx, device._formats):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)

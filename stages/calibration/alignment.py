@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from instruments.device import rounded_products
 from models.experts import Block, ExpertLoop
 from models.routing import has_copies, membership
 from stages.calibration.normal_equations import NormalEquations
@@ -59,7 +60,8 @@ def relative_error(
     """Σ‖wanted − y‖² / Σ‖wanted‖² over the given batches of all workers."""
 
     def measure(place: int) -> Tensor:
-        missed_TD = wanted[place] - carved(inputs[place])
+        with rounded_products(on=["cpu"]):  # 1e-5 of the wanted outputs at most
+            missed_TD = wanted[place] - carved(inputs[place])
         return torch.stack([missed_TD.double().square().sum(), wanted[place].double().square().sum()])
 
     missed, total = Share.of(inputs).total((2,), measure, batches).tolist()
@@ -110,7 +112,8 @@ def sum_features(
     share = Share.of(inputs)
     moments = NormalEquations(carved.width, share.like.shape[1], device=share.like.device)
     for _, place in share.places(batches):
-        blocks, output_TD = carved.run(inputs[place])
+        with rounded_products(on=["cpu"]):
+            blocks, output_TD = carved.run(inputs[place])
         moments.add_blocks(blocks, wanted[place] - output_TD)
     moments.reduce(share.workers)
     return moments

@@ -11,7 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from instruments.device import allow_tf32
+from instruments.cpu import has_amx
+from instruments.device import allow_rounded_products, rounded_products
 from instruments.errors import NumericsError
 from models.config import ModelConfig
 from models.ffn import DenseFFN
@@ -107,10 +108,10 @@ class CalibrationContext:
         tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
         memory, device = TokenMemory(job.scratch, memory_limit(model, workers.local_world)), resolve_device(model)
-        allow_tf32(allowed=model.tf32)
-        if device.type == "cuda":
-            products = "TF32 (model.tf32=false: float32)" if model.tf32 else "float32 (model.tf32)"
-            logger.info("matrix products of moments, router fits and descent: %s", products)
+        allow_rounded_products(allowed=model.rounded_products)
+        if rounded := {"cuda": "TF32", "cpu": "bfloat16" if has_amx() else ""}.get(device.type):
+            products = rounded if model.rounded_products else "float32"
+            logger.info("matrix products of moments, router fits and descent: %s (model.rounded_products)", products)
         return cls(model, folder, batches, device, seed, workers, memory)
 
     @property
@@ -149,8 +150,14 @@ class TokenStream:
         batches: Sequence[TokenBatch],
         workers: Workers = ALONE,
         memory: TokenMemory | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
-        """Embed this worker's share of the batches; all workers pass the same `batches`."""
+        """Embed this worker's share of the batches; all workers pass the same `batches`.
+
+        Unless `exact`, a CPU may round the factors of the layers' products, and those of `outputs` of `leave`.
+        """
+        self._rounded = partial(rounded_products, use=not exact, on=["cpu"])
         self._mine, mine = slice(workers.rank, None, workers.world), batches[workers.rank :: workers.world]
         # Indices of the real tokens: with masks, every use would wait for the GPU to count them.
         self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in mine]
@@ -182,7 +189,8 @@ class TokenStream:
         self.entered += 1
         inputs: list[Tensor] = []
         for passage, real_t in zip(self.passages, self._real, strict=True):
-            x_BTD = layer.attend(passage, self._keep)
+            with self._rounded():
+                x_BTD = layer.attend(passage, self._keep)
             inputs.append(self.inputs.keep(x_BTD.flatten(0, 1)[real_t]))
         self.inputs = self._share(inputs, list(self._sizes))
         if inputs and not bool(torch.stack([x_TD.isfinite().all() for x_TD in inputs]).all()):
@@ -193,8 +201,9 @@ class TokenStream:
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Go on behind the layer with the FFN's outputs, (T, D) for every batch of `inputs`."""
         assert self._layer is not None, "enter a layer first"
-        for passage, real_t, output_TD in zip(self.passages, self._real, outputs, strict=True):
-            self._layer.add(passage, real_t, output_TD)
+        with self._rounded():
+            for passage, real_t, output_TD in zip(self.passages, self._real, outputs, strict=True):
+                self._layer.add(passage, real_t, output_TD)
         self.inputs, self._layer = self._share([], []), None
 
 
@@ -293,7 +302,8 @@ def sample_layers(
     sources = text_sources(batches)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer")):
         passing.enter(layer)
-        given = passing.inputs.map(layer.ffn)
+        with rounded_products(on=["cpu"]):
+            given = passing.inputs.map(layer.ffn)
         inputs, outputs = (taken.gather(at=index % world) for taken in take_tokens(passing.inputs, given, tokens))
         samples.append(LayerSample(inputs, outputs, sources) if index % world == workers.rank else None)
         passing.leave(given)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from instruments.device import tf32
+from instruments.device import rounded_products
 from instruments.errors import NumericsError
 from models.experts import Block, sum_blocks
 from models.routing import has_copies
@@ -39,7 +39,7 @@ class NormalEquations:
 
     def add(self, a_TA: Float[Tensor, "T A"], y_TY: Float[Tensor, "T Y"]) -> None:
         """Add one batch of rows."""
-        with tf32():
+        with rounded_products():
             self._add_rows(0, a_TA.T @ a_TA)
             self.cross_AY += a_TA.T @ y_TY
         self.rows += len(a_TA)
@@ -55,7 +55,7 @@ class NormalEquations:
             if not self._overlapping:
                 others = torch.isin(self.order_A, neurons_P, invert=True)
                 self.order_A = torch.cat([neurons_P, self.order_A[others]])
-        with tf32():
+        with rounded_products():
             (self._add_overlapping if self._overlapping else self._add_disjoint)(blocks, y_TY)
         self.rows += len(y_TY)
 

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
+from instruments.device import rounded_products
 from models.ffn import DenseFFN
 from models.routing import choose_experts, chosen_mask
 from stages.calibration.balanced import ITERATIONS, assign_balanced, fit_balanced_kmeans, mean_directions
@@ -55,7 +56,9 @@ def measure_energy(
     ffn: DenseFFN, x_TD: Float[Tensor, "T D"], routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int
 ) -> TokenEnergy:
     """Energy of the routed neurons on these tokens. Memory: T × U."""
-    routed_U, always_on_S, hidden_TF = routed_U.to(x_TD.device), always_on_S.to(x_TD.device), ffn.hidden(x_TD)
+    routed_U, always_on_S = routed_U.to(x_TD.device), always_on_S.to(x_TD.device)
+    with rounded_products(on=["cpu"]):
+        hidden_TF = ffn.hidden(x_TD)
     kept_TS, hidden_TU = hidden_TF[:, always_on_S], hidden_TF[:, routed_U]
     del hidden_TF
     if len(always_on_S):

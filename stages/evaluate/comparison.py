@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.device import rounded_products
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_modules, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
@@ -242,7 +243,7 @@ class BaselineRun:
             read = first_batches(text_only, CMOE_TOKENS) if self.method == "cmoe" else []
         self.fitted = bool(read)
         self._calibration = TokenStream(stream, read, workers, memory)
-        self.heldout = TokenStream(stream, text.heldout, workers, memory)
+        self.heldout = TokenStream(stream, text.heldout, workers, memory, exact=True)
 
     def step(self, layer: StreamLayer, facts: LayerFacts, start: Callable[[str], CarvedFFN], *, last: bool) -> None:
         """Fit the baseline on calibration inputs, then run the layer on both splits; the `last` on held-out text only.
@@ -258,7 +259,8 @@ class BaselineRun:
             else:
                 baseline = start_baseline(self.method, facts, inputs) if self.fitted else start(self.method)
             if self.aligned:
-                wanted = [inputs.keep(layer.ffn(x_TD)) for x_TD in inputs]
+                with rounded_products(on=["cpu"]):
+                    wanted = [inputs.keep(layer.ffn(x_TD)) for x_TD in inputs]
                 baseline = align_down(baseline, inputs, wanted, self._settings).carved
             carved = baseline
         if not last:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.device import tf32
+from instruments.device import rounded_products
 from models.device import fetch_ahead
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter, rounded
@@ -218,7 +218,7 @@ def descend_experts(
     drawn = torch.randint(tokens, (settings.descent_steps, min(settings.descent_tokens, tokens)), generator=generator)
     forward = _gathered_step(loop, inputs, wanted) if loop.masked else _step(loop, inputs, wanted)
     for tokens_t in (drawn.to(inputs[0].device) if loop.masked else drawn).unbind():
-        with torch.enable_grad(), tf32():
+        with torch.enable_grad(), rounded_products():
             output_tD, wanted_tD = forward(ExpertWeights(**weights), tokens_t)
             loss = (output_tD - wanted_tD).square().mean() / scale
             optimizer.zero_grad()
@@ -299,7 +299,8 @@ def project_all(
             else:
                 seed = layer_seed(context.seed, index)
                 refit = refit_settings(checkpoint, project, routers.logit_std, seed, text_sources(context.batches))
-                wanted = tokens.inputs.map(layer.ffn)
+                with rounded_products(on=["cpu"]):
+                    wanted = tokens.inputs.map(layer.ffn)
                 del layer.ffn, carved  # the fit needs this memory
                 loop = make_loop(experts, routers.layer(index))
                 loop, outcome = project_layer(loop, refit, tokens.inputs, wanted, project, seed)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from instruments.device import is_launch_bound, tf32
+from instruments.device import is_launch_bound, rounded_products
 from models.routing import GateKind, LinearRouter, chosen_mask, masked_gates
 from stages.calibration.normal_equations import ridge_cholesky
 
@@ -160,7 +160,7 @@ def descend(
     generator = torch.Generator().manual_seed(settings.seed)
     drawn = torch.randint(len(inputs_TD), (settings.steps, min(BATCH, len(inputs_TD))), generator=generator)
     for step, tokens_t in enumerate(drawn.to(inputs_TD.device).unbind(), 1):
-        with torch.enable_grad(), tf32():
+        with torch.enable_grad(), rounded_products():
             logits_tE = torch.addmm(bias_E, inputs_TD[tokens_t], white_ED.T)
             temperature = WARM * (COLD / WARM) ** (step / settings.steps)
             loss = train.objective.loss(tokens_t, logits_tE, top_k, temperature)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from instruments.device import is_launch_bound, tf32
+from instruments.device import is_launch_bound, rounded_products
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
 from stages.calibration.normal_equations import NormalEquations
@@ -118,8 +118,9 @@ class Activations:
 
     def _compute(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         experts = self.loop.experts
-        always_tS = self.loop.hidden(x_tD, experts.shared_gate_SD, experts.shared_up_SD)
-        return x_tD, always_tS, self.loop.hidden(x_tD, self.routed.gate_RD, self.routed.up_RD)
+        with rounded_products(on=["cpu"]):
+            always_tS = self.loop.hidden(x_tD, experts.shared_gate_SD, experts.shared_up_SD)
+            return x_tD, always_tS, self.loop.hidden(x_tD, self.routed.gate_RD, self.routed.up_RD)
 
 
 def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R S"]:
@@ -177,7 +178,7 @@ def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: Rout
     """Train the start of lowest validation cost."""
     share = min(1.0, settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs)))
     fitted, held_out = split(task, settings)
-    with tf32():
+    with rounded_products():
         train = error_sample(task, fitted, share, settings.logit_std)
     validation = error_sample(task, held_out, share, settings.logit_std)
     best = min(starts, key=lambda router: validation.cost(router, task.top_k, settings.balance))

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from instruments.device import rounded_products
 from models.experts import ExpertLoop, ExpertWeights, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, chosen_mask
@@ -103,7 +104,9 @@ def watch_experts(
     keep: Keep = as_it_is,
 ) -> RouterTask:
     """The task of a router over plain slices; `keep` stores the outputs."""
-    return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), [keep(ffn(x_TD)) for x_TD in inputs], inputs)
+    with rounded_products(on=["cpu"]):
+        wanted = [keep(ffn(x_TD)) for x_TD in inputs]
+    return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), wanted, inputs)
 
 
 def watch_pool(loop: ExpertLoop, wanted: Sequence[Tensor], inputs: Sequence[Tensor]) -> RouterTask:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from instruments.device import is_launch_bound
+from instruments.device import is_launch_bound, rounded_products
 from instruments.errors import CheckpointError, NumericsError, some
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
 from models.loading import input_device
@@ -156,12 +156,13 @@ class Scanner:
         if self.parameters:
             self.parameters.scanner.name_samples(batch.names, self.parameters.source)
         sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.settings)
+        rounded = rounded_products(on=["cpu"])
         if self.settings.gradients:
-            with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
+            with rounded, probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
                 losses_B = forward_losses(self.model, batch, inplace_backward_logits=True)
                 (losses_B.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
         else:
-            with probe_hidden(self.mlps, sums.add_hidden), torch.no_grad():
+            with rounded, probe_hidden(self.mlps, sums.add_hidden), torch.no_grad():
                 losses_B = forward_losses(self.model, batch)
         return sums.join(losses_B.detach())
 

@@ -13,7 +13,7 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from instruments.device import allow_tf32
+from instruments.device import allow_rounded_products
 from instruments.dtypes import dtype_name
 from instruments.ffn_probe import GatedFFN
 from instruments.files import hash_code
@@ -168,7 +168,7 @@ def open_store(
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:
     """Run the dense model on text and write its statistics. Resumes from the last flush of a killed run."""
     workers = job.workers
-    allow_tf32(allowed=model.tf32)
+    allow_rounded_products(allowed=model.rounded_products)
     dense, text, batches = load_inputs(job, model, data, scan, seed)
     mlps = ffn_modules(dense)
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))

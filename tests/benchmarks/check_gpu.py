@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 from tabulate import tabulate
 
-from instruments.device import tf32
+from instruments.device import rounded_products
 from instruments.errors import INVALID, ConfigError
 from models.config import ModelConfig
 from models.loading import resolve_device
@@ -89,7 +89,7 @@ def measure_machine(device: torch.device) -> Iterator[Cells]:
         ("fp64", torch.float64, False),
     ):
         left, right = torch.randn(2, size, size, device=device, dtype=dtype)
-        with tf32(use=rounded):
+        with rounded_products(use=rounded):
             rate = 2 * size**3 / seconds_of(lambda left=left, right=right: left @ right, device)
         yield f"products in {name}", f"{rate / 1e12:.1f} TFLOP/s", "", ""
     there, here = torch.zeros(2**28, dtype=torch.uint8, device=device), torch.zeros(2**28, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""TF32 only where it is allowed; the same experts with and without a loop; layers that a thread fetches ahead."""
+"""Rounded products only where they are allowed; the same experts with and without a loop; layers that a thread fetches ahead."""
 
 import threading
 from dataclasses import fields, replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from instruments import device
-from instruments.device import allow_tf32, tf32
+from instruments.device import allow_rounded_products, rounded_products
 from models.device import fetch_ahead
 from models.experts import ExpertLoop, slice_ffn, sum_blocks
 from models.ffn import DenseFFN
@@ -87,26 +87,36 @@ def test_a_wide_layer_keeps_the_loop(monkeypatch):
     assert not replace(loop, router=wide, neurons_EN=torch.zeros(8, N, dtype=torch.int64)).masked
 
 
-def products():
+def formats():
+    """Formats of a GPU's products, as torch is told, and of this CPU's, as they come out."""
     matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    told = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    left, right = draw(64, 96, seed=1), draw(96, 80, seed=2)
+    found = left @ right
+    with rounded_products(use=False, on=["cpu"]):
+        exact = left @ right
+    return told in {"tf32", True}, not torch.allclose(found, exact, rtol=1e-5, atol=1e-4)
 
 
-def test_tf32_holds_inside_of_its_block_where_the_setting_allows_it():
-    before = products()
-    with tf32():
-        assert products() in {"tf32", True}
-        with tf32(use=False):
-            assert products() in {"ieee", False}
-        assert products() in {"tf32", True}
-    assert products() == before
-    allow_tf32(allowed=False)
+def test_products_are_rounded_inside_of_the_block_where_the_setting_and_the_device_allow_it(amx):
+    before, rounded = formats(), (True, amx)
+    assert before == (False, False)
+    with rounded_products():
+        assert formats() == rounded
+        with rounded_products(use=False):
+            assert formats() == before
+        with rounded_products(use=False, on=["cpu"]):
+            assert formats() == (True, False)
+        assert formats() == rounded
+    with rounded_products(on=["cpu"]):
+        assert formats() == (False, amx)
+    allow_rounded_products(allowed=False)
     try:
-        with tf32():
-            assert products() in {"ieee", False}
+        with rounded_products():
+            assert formats() == before
     finally:
-        allow_tf32(allowed=True)
-    assert products() == before
+        allow_rounded_products(allowed=True)
+    assert formats() == before
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
