@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from instruments.device import rounded_products
 from models.experts import ExpertLoop, ExpertWeights
 from models.ffn import replaced_ffns
 from models.loading import input_device
@@ -192,7 +193,9 @@ class CarvedModel:
         try:
             with self._as_carved(), torch.enable_grad():
                 for batch in batches:
-                    (self._distance(batch) / count_tokens(batches)).backward()  # type: ignore[no-untyped-call]
+                    distance = self._distance(batch) / count_tokens(batches)  # small, so rounded logits would hide it
+                    with rounded_products(on=["cpu"]):
+                        distance.backward()  # type: ignore[no-untyped-call]
         finally:
             self.put(names, originals)
         # Weights that no token of the batches reaches have no gradient.

@@ -9,7 +9,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from instruments.device import rounded_products
 from models.experts import ExpertLoop, ExpertWeights
 from models.loading import load_dense
 from stages.calibration.batches import CalibrationContext, layer_seed, text_sources
@@ -114,8 +113,7 @@ class GradientRounds:
         length, rounds, tokens, undone = 0.0, 0, 0, 0
         with tqdm(total=len(self._rounds), desc="gradient projection", unit="round") as bar:
             for section in divide(len(self._rounds), SECTIONS):
-                with rounded_products(on=["cpu"]):
-                    taught = self._model.teach([self._rounds[index] for index in section])
+                taught = self._model.teach([self._rounds[index] for index in section])
                 found, length = self._try_lengths(state, taught, section, (length,) if length else LENGTHS)
                 bar.update(len(section))
                 if found.divergence < state.divergence or not self._settings.validate:
@@ -155,8 +153,7 @@ class GradientRounds:
                 divergence = self._model.divergence(self._validation)
                 if divergence >= state.divergence:
                     return _State(weights, velocity, divergence)
-            with rounded_products(on=["cpu"]):
-                gradients = self._model.gradients([batch], self._names, clipped=True)
+            gradients = self._model.gradients([batch], self._names, clipped=True)
             if not weights:  # of a worker without experts
                 continue
             torch._foreach_mul_(velocity, MOMENTUM)
