@@ -35,7 +35,7 @@ def column_squares(
         if gram:
             # x_iᵀ H x_i of every column i.
             x = x.float()
-            with rounded_products(use=_is_half(x_BTI, grad)):
+            with rounded_products(use=_is_half(x_BTI, grad), on=["cuda"]):
                 product = torch.matmul(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
             torch.sum(product.mul_(x), -2, out=columns_BI[part])
         else:
@@ -116,7 +116,7 @@ def _product_squares(
     column_parts: list[Tensor] = []
     row_parts: list[Tensor] = []
     for grad in grad_TO.split(chunk, dim=-1):
-        with rounded_products(use=_is_half(x_TI, grad)):
+        with rounded_products(use=_is_half(x_TI, grad), on=["cuda"]):
             product = torch.matmul(grad.float().mT, x)
         squares = torch.mul(product, product, out=product)
         column_parts.append(squares.sum(-2))
@@ -129,7 +129,7 @@ def _product_column_squares(x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor
     """Column sums of (GᵀX)², some columns at a time; each product is read once."""
     grad = grad_TO.float()
     chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(grad.shape[:-2]) * grad.shape[-1]))
-    with rounded_products(use=_is_half(x_TI, grad_TO)):
+    with rounded_products(use=_is_half(x_TI, grad_TO), on=["cuda"]):
         products = (torch.matmul(x.mT, grad) for x in x_TI.float().split(chunk, dim=-1))
         return torch.cat([torch.mul(product, product, out=product).sum(-1) for product in products], dim=-1)
 

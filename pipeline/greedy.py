@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StopStringCriteria
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.cpu import has_amx
 from instruments.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
 from models.loading import (
@@ -72,7 +73,8 @@ class Writer:
 def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
     """Load a checkpoint with transformers. Raises UserError.
 
-    auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU, else as stored.
+    auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU without AMX, else as
+    stored.
     """
     model = ModelConfig(kind="local", path=str(folder), device=device)
     place = resolve_device(model)
@@ -81,4 +83,5 @@ def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
     with TemporaryDirectory() as offloaded, explained_memory(f"loading {folder}", "--device cpu, or more memory"):
         where = placement(model, place) | {"offload_folder": offloaded}
-        yield Writer(load_whole(folder, dtype=resolve_dtype(model, place) or "auto", **where), tokenizer)
+        dtype = None if has_amx() else resolve_dtype(model, place)
+        yield Writer(load_whole(folder, dtype=dtype or "auto", **where), tokenizer)
