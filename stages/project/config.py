@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 23
+VERSION = 24
 
 
 @dataclass

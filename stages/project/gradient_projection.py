@@ -56,7 +56,7 @@ def projected_fields(matrices: list[str]) -> list[str]:
 MOMENTUM = 0.8  # of the gradient, from round to round
 SECTIONS = 8  # of the rounds; each is kept or undone by validation tokens
 # Values of λ tried in the first section until one helps, relative to the root-mean-square norm of a matrix's neurons.
-LENGTHS = (0.0025, 0.00125, 0.000625)
+LENGTHS = (0.0025, 0.00125, 0.000625, 0.0003125)
 VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
 PATIENCE = 2  # sections undone in a row before the rounds end
 TELLING = 4  # rounds of the first section that tell whether any λ helps

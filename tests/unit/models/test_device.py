@@ -10,7 +10,7 @@ from instruments import device
 from instruments.device import allow_rounded_products, rounded_products
 from models.device import fetch_ahead
 from models.experts import ExpertLoop, slice_ffn, sum_blocks
-from models.ffn import DenseFFN
+from models.ffn import DenseFFN, gated
 from models.routing import GateKind, LinearRouter
 from stages.routing.fit import distinct_neurons
 
@@ -148,3 +148,25 @@ def test_an_error_of_the_thread_is_raised_where_the_item_is_due():
     assert [next(items), next(items)] == [(2, 0), (1, 1)]
     with pytest.raises(ZeroDivisionError):
         next(items)
+
+
+def test_a_cpu_whose_products_are_rounded_computes_all_neurons_of_all_experts(amx):
+    loop = make_loop()
+    assert loop.masked == amx
+    allow_rounded_products(allowed=False)
+    try:
+        assert not loop.masked
+    finally:
+        allow_rounded_products(allowed=True)
+
+
+def test_a_product_of_activations_takes_the_memory_of_one_factor_unless_a_gradient_needs_it():
+    gate, up = draw(T, F, seed=1), draw(T, F, seed=2)
+    expected = torch.nn.functional.silu(gate) * up
+    kept = gated(torch.nn.functional.silu, gate, up)
+    assert torch.equal(kept, expected)
+    assert kept.data_ptr() != up.data_ptr()
+    with torch.no_grad():
+        found = gated(torch.nn.functional.silu, gate, up)
+    assert torch.equal(found, expected)
+    assert found.data_ptr() == up.data_ptr()

@@ -105,6 +105,16 @@ def test_the_number_format_is_in_the_fingerprint_and_the_number_of_the_gpu_is_no
     assert (stage.inputs["model"].device, stage.inputs["model"].dtype) == ("cuda:1", "auto")
 
 
+def test_rounded_products_are_in_the_fingerprint_where_the_cpu_has_them(steps, monkeypatch):
+    def planned(*words):
+        return steps("stage=scan", "model.device=cpu", *words)["scan"].fingerprint
+
+    exact = planned()
+    assert exact == planned("model.rounded_products=false")
+    monkeypatch.setattr("pipeline.plan.has_amx", lambda: True)
+    assert planned() != exact == planned("model.rounded_products=false")
+
+
 def test_another_spelling_of_a_path_is_the_same_path(steps, tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for name in ("text/a.txt", "b.txt"):
