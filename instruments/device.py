@@ -66,9 +66,10 @@ def rounded_products(*, use: bool = True, on: Collection[str] = ("cuda", "cpu"))
 
 @cache
 def _formats(kind: str) -> list[tuple[Any, str, object, object]]:
-    """Where torch holds the format of a device's products: object, attribute, its values for fp32 and for fewer bits."""
+    """Where torch holds the format of a device's products: object, attribute, values for fp32 and for fewer bits."""
     newer = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.9 and later warn of the older name
     if kind == "cuda":
         name, values = ("fp32_precision", ("ieee", "tf32")) if newer else ("allow_tf32", (False, True))
         return [(torch.backends.cuda.matmul, name, *values)]
-    return [(torch.backends.mkldnn.matmul, "fp32_precision", "ieee", "bf16")] if newer and has_amx() else []
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9 and later
+    return [(matmul, "fp32_precision", "ieee", "bf16")] if matmul and has_amx() else []

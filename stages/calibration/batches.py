@@ -26,7 +26,7 @@ from stages.calibration.token_memory import KEPT, Keep, TokenMemory, as_it_is, m
 from stages.losses import MeanLoss, mean_loss, sum_losses
 from stages.text.batches import IGNORED, TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import find_begin, load_text, missing_begin
+from stages.text.sequences import find_begin, load_further, load_text, missing_begin
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +68,22 @@ def calibration_batches(
     A batch holds at most `batch_tokens`, fewer if the text would otherwise make less than 16 batches.
     """
     sequences = load_text(data, tokenizer, "calibration").sequences
-    total = sum(len(sequence.ids) for sequence in sequences)
-    size = min(batch_tokens, max(1, total // LEAST_BATCHES))
-    pad_id = padding_id(tokenizer)
-    batches = batch_sequences(sequences, size, pad_id)
+    batches, size, total = _batch(sequences, tokenizer, batch_tokens)
     if not vocabulary.tokens:
         return batches
     met = {id_ for sequence in sequences for id_ in sequence.ids}
     drawn = draw_sequences(tokenizer, met, min(vocabulary.tokens, total), data.max_length)
-    marked = (replace(batch, layers=vocabulary.layers, is_text=False) for batch in batch_sequences(drawn, size, pad_id))
-    return [*batches, *marked]
+    random = batch_sequences(drawn, size, padding_id(tokenizer))
+    return [*batches, *(replace(batch, layers=vocabulary.layers, is_text=False) for batch in random)]
+
+
+def _batch(
+    sequences: Sequence[TokenSequence], tokenizer: PreTrainedTokenizerBase, batch_tokens: int
+) -> tuple[list[TokenBatch], int, int]:
+    """The batches, the largest size of one, and the tokens of all."""
+    total = sum(len(sequence.ids) for sequence in sequences)
+    size = min(batch_tokens, max(1, total // LEAST_BATCHES))
+    return batch_sequences(sequences, size, padding_id(tokenizer)), size, total
 
 
 def count_positions(batches: Sequence[TokenBatch]) -> int:
@@ -96,6 +102,8 @@ class CalibrationContext:
     seed: int
     workers: Workers  # that share the batches
     memory: TokenMemory  # for hidden states
+    # Batches of about so many tokens of the text behind `batches`; fewer, or none, where it ends.
+    further: Callable[[int], list[TokenBatch]] = lambda _tokens: []
 
     @classmethod
     def of(
@@ -112,7 +120,11 @@ class CalibrationContext:
         if rounded := {"cuda": "TF32", "cpu": "bfloat16" if has_amx() else ""}.get(device.type):
             products = rounded if model.rounded_products else "float32"
             logger.info("matrix products of moments, router fits and descent: %s (model.rounded_products)", products)
-        return cls(model, folder, batches, device, seed, workers, memory)
+
+        def further(tokens: int) -> list[TokenBatch]:
+            return _batch(load_further(data, tokenizer, tokens), tokenizer, batch_tokens)[0]
+
+        return cls(model, folder, batches, device, seed, workers, memory, further)
 
     @property
     def text(self) -> list[TokenBatch]:

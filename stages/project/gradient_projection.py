@@ -1,5 +1,6 @@
 """Gradient projection: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε), for every neuron's own weights."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -17,6 +18,8 @@ from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
 from stages.project.config import ProjectConfig
 from stages.text.batches import TokenBatch, first_batches, split_batch
+
+logger = logging.getLogger(__name__)
 
 # Matrix of the settings → fields of ExpertWeights: routed experts, always-on neurons.
 FIELDS = {
@@ -194,8 +197,23 @@ def project_end_to_end(
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     save_memory(dense, asked=False)
     carved = CarvedModel(dense, make_loops(dense), context.workers)
-    outcome = GradientRounds(carved, context.text, project, layer_seed(context.seed, SEED)).run()
+    outcome = GradientRounds(carved, read_text(context, project), project, layer_seed(context.seed, SEED)).run()
     return gather_parts(carved.loops, context.workers), outcome
+
+
+def read_text(context: CalibrationContext, project: ProjectConfig) -> list[TokenBatch]:
+    """Text of which alignment and descent have read nothing, if there is enough; else theirs.
+
+    The gradient of text that they have fitted did not lower the KL of other text for a real model.
+    """
+    wanted = round(project.gradient_tokens / (1 - project.validation_share))
+    further = context.further(wanted)
+    tokens = sum(batch.tokens for batch in further)
+    if tokens < min(wanted, sum(batch.tokens for batch in context.text)) // 2:
+        logger.info("gradient projection reads the text of the alignment: there are %d tokens behind it", tokens)
+        return context.text
+    logger.info("gradient projection reads %d tokens behind the text of the alignment", tokens)
+    return further
 
 
 def describe_gradients(outcome: ProjectionOutcome | None) -> str:

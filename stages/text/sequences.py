@@ -1,7 +1,7 @@
 """Token sequences of documents."""
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -156,11 +156,36 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     for last_data, last_key, text in _last_calibration:
         if split == "calibration" and last_data is data and last_key == key:
             return text
-    parts = [(source, _load_source(source, documents, tokenizer)) for source, documents in read_sources(data, split)]
-    text = parts[0][1] if len(parts) == 1 else mix(parts)
+    text = _read_text(data, tokenizer, split)
     if split == "calibration":
         _last_calibration[:] = [(data, key, text)]
     return text
+
+
+def load_further(data: DataConfig, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[TokenSequence]:
+    """About `tokens` tokens of the calibration split behind those of `load_text`; fewer, or none, where the text ends.
+
+    What is wrong with that text is a warning.
+    """
+    known = load_text(data, tokenizer, "calibration").sequences
+    try:
+        longer = _read_text(replace(data, tokens=data.tokens + tokens), tokenizer, "calibration").sequences
+    except DataError as error:
+        logger.warning("no text behind the first %d tokens: %s", data.tokens, error)
+        return []
+    # Each source begins with the same sequences; the last of them may be longer.
+    met = Counter(sequence.source for sequence in known)
+    further: list[TokenSequence] = []
+    for sequence in longer:
+        met[sequence.source] -= 1
+        if met[sequence.source] < 0:
+            further.append(sequence)
+    return further
+
+
+def _read_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
+    parts = [(source, _load_source(source, documents, tokenizer)) for source, documents in read_sources(data, split)]
+    return parts[0][1] if len(parts) == 1 else mix(parts)
 
 
 def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> LoadedText:

@@ -1,4 +1,4 @@
-"""Rounded products only where they are allowed; the same experts with and without a loop; layers that a thread fetches ahead."""
+"""Rounded products where they are allowed; experts with and without a loop; layers that a thread fetches ahead."""
 
 import threading
 from dataclasses import fields, replace

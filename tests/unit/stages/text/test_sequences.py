@@ -1,17 +1,19 @@
 import logging
+from dataclasses import replace
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from instruments.errors import DataError
 from stages.text.batches import TokenSequence
-from stages.text.config import DataConfig, Source
+from stages.text.config import DataConfig, Source, SourceConfig
 from stages.text.documents import Document
 from stages.text.generated import load_prompts
 from stages.text.sequences import (
     describe_skipped,
     encode_document,
     find_begin,
+    load_further,
     load_text,
     pack_documents,
     select_usable,
@@ -215,3 +217,35 @@ def test_a_tokenizer_whose_compiled_code_fails_is_an_error_of_the_text(tokenizer
     monkeypatch.setattr(type(tokenizer), "__call__", fail)
     with pytest.raises(DataError, match="the tokenizer fails: called"):
         encode_document(Document("f:1", "text"), tokenizer, Source())
+
+
+def test_further_text_begins_behind_the_text_that_was_read(write_jsonl, tokenizer):
+    path = write_jsonl("text.jsonl", [{"text": f"number {number} of the documents"} for number in range(40)])
+    config = config_of(path, tokens=61, max_length=9, packing="per_document")
+    known = load_text(config, tokenizer, "calibration").sequences
+    further = load_further(config, tokenizer, 50)
+    everything = load_text(replace(config, tokens=9**9), tokenizer, "calibration").sequences
+    assert everything[: len(known) - 1] == known[:-1]  # the last is cut
+    assert everything[len(known) : len(known + further) - 1] == further[:-1]
+    assert 40 <= sum(len(sequence.ids) for sequence in further) <= 50
+    assert len(load_further(config, tokenizer, 9**9)) == 40 - len(known)
+    assert not load_further(replace(config, tokens=9**9), tokenizer, 50)
+
+
+def test_further_text_of_every_source(write_jsonl, tokenizer):
+    records = {word: [{"text": f"{word} {number} " * 3} for number in range(60)] for word in ("one", "two")}
+    sources = [SourceConfig(path=str(write_jsonl(f"{word}.jsonl", each)), share=0.5) for word, each in records.items()]
+    config = DataConfig(kind="mixture", sources=sources, tokens=200, max_length=20, heldout_share=1e-9)
+    known, further = load_text(config, tokenizer, "calibration").sequences, load_further(config, tokenizer, 100)
+    assert {sequence.source for sequence in further} == {sequence.source for sequence in known}
+    assert not {tuple(sequence.ids) for sequence in further} & {tuple(sequence.ids) for sequence in known}
+    assert 60 <= sum(len(sequence.ids) for sequence in further) <= 100
+
+
+def test_a_fault_behind_the_text_is_a_warning(tmp_path, tokenizer, caplog):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "some words of a document"}\n' * 20 + "no record\n")
+    config = config_of(path, tokens=30, max_length=9, packing="per_document")
+    assert load_text(config, tokenizer, "calibration").tokens == 30
+    assert load_further(config, tokenizer, 9**6) == []
+    assert "no text behind the first 30 tokens" in caplog.text
