@@ -62,6 +62,7 @@ SECTIONS = 8  # of the rounds; each is kept or undone by validation tokens
 LENGTHS = (0.0025, 0.00125, 0.000625, 0.0003125)
 VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
 PATIENCE = 2  # sections undone in a row before the rounds end
+SPOILT = 1.005  # times the KL before: a λ that has raised it so far is given up early; less may be noise
 TELLING = 4  # rounds of the first section that tell whether any λ helps
 
 
@@ -147,14 +148,14 @@ class GradientRounds:
     def _run_section(
         self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float, look: int = 0
     ) -> _State:
-        """Run one round per batch; give up after `look` rounds, if not 0, that have not lowered the KL."""
+        """Run one round per batch; give up after `look` rounds, if not 0, that have spoilt the KL."""
         settings = self._settings
         weights, velocity = ([tensor.clone() for tensor in tensors] for tensors in (state.weights, state.velocity))
         self._model.put(self._names, weights)
         for number, batch in zip(section, taught, strict=True):
             if look and number == section.start + look:
                 divergence = self._model.divergence(self._validation)
-                if divergence >= state.divergence:
+                if divergence > SPOILT * state.divergence:
                     return _State(weights, velocity, divergence)
             gradients = self._model.gradients([batch], self._names, clipped=True)
             if not weights:  # of a worker without experts
