@@ -50,8 +50,8 @@ def rounded_products(*, use: bool = True, on: Collection[str] = ("cuda", "cpu"))
 
     Products are four to eight times as fast; sums stay fp32. For moments, router fits, layer-wise descent and norms of
     gradients in half precision, whose results it does not change; on a CPU also for passes of the dense model, which a
-    GPU computes in half precision. Products on which a choice depends (routing, validation errors) and those that are
-    reported stay outside, or inside of `use=False`. Devices other than those in `on` go on as they do.
+    GPU computes in half precision. Products that choose experts, and losses, stay outside, or inside of `use=False`.
+    Devices other than those in `on` go on as they do.
     """
     before = []
     for owner, name, exact, rounded in (setting for kind in on for setting in _formats(kind)):
