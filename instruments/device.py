@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -51,17 +52,32 @@ def rounded_products(*, use: bool = True, on: Collection[str] = ("cuda", "cpu"))
     Products are four to eight times as fast; sums stay fp32. For moments, router fits, layer-wise descent and norms of
     gradients in half precision, whose results it does not change; on a CPU also for passes of the dense model, which a
     GPU computes in half precision. Products that choose experts, and losses, stay outside, or inside of `use=False`.
-    Devices other than those in `on` go on as they do.
+    Devices other than those in `on` go on as they do. torch has one format for all threads: while several are inside,
+    products are exact if one of them asks for it, and behind the last they are as before the first.
     """
-    before = []
-    for owner, name, exact, rounded in (setting for kind in on for setting in _formats(kind)):
-        before.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, rounded if use and _allowed["rounded"] else exact)
+    wish = use and _allowed["rounded"]
+    for kind in on:
+        _change(kind, wish, 1)
     try:
         yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for kind in on:
+            _change(kind, wish, -1)
+
+
+_lock, _wishes = Lock(), {kind: {True: 0, False: 0} for kind in ("cuda", "cpu")}  # how many are inside, by their wish
+_before: dict[str, object] = {}  # formats outside
+
+
+def _change(kind: str, wish: bool, by: int) -> None:
+    """Count one more, or one less, who wishes a device's products rounded, or exact, and set their format."""
+    with _lock:
+        for owner, name, exact, rounded in _formats(kind):
+            if not any(_wishes[kind].values()):
+                _before[kind] = getattr(owner, name)
+            _wishes[kind][wish] += by
+            found = exact if _wishes[kind][False] else rounded if _wishes[kind][True] else _before[kind]
+            setattr(owner, name, found)
 
 
 @cache

@@ -203,7 +203,7 @@ def project_end_to_end(
 
 
 def read_text(context: CalibrationContext, project: ProjectConfig) -> list[TokenBatch]:
-    """Text of which alignment and descent have read nothing, if there is enough; else theirs.
+    """Text that alignment and descent have not read, if there is enough; else the text that they have.
 
     The gradient of text that they have fitted did not lower the KL of other text for a real model.
     """

@@ -150,6 +150,16 @@ def test_an_error_of_the_thread_is_raised_where_the_item_is_due():
         next(items)
 
 
+def test_threads_that_leave_in_the_order_in_which_they_came_leave_the_format_as_it_was(amx):
+    before, first, second = formats(), rounded_products(), rounded_products()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert formats() == (True, amx)
+    second.__exit__(None, None, None)
+    assert formats() == before
+
+
 def test_a_cpu_whose_products_are_rounded_computes_all_neurons_of_all_experts(amx):
     loop = make_loop()
     assert loop.masked == amx
