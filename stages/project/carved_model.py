@@ -125,6 +125,11 @@ class CarvedModel:
         self._carved = [_CarvedFFN(loop, workers) for _, loop in carved]
 
     @property
+    def device(self) -> torch.device:
+        """Where the model reads its tokens."""
+        return input_device(self.model)
+
+    @property
     def loops(self) -> list[ExpertLoop]:
         """The carved layers, or this worker's parts of them, without the layers that stay dense."""
         return [module.loop for module in self._carved]
@@ -202,7 +207,7 @@ class CarvedModel:
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
     def _distance(self, batch: TaughtBatch) -> Tensor:
-        inputs = batch.tokens.inputs(input_device(self.model))
+        inputs = batch.tokens.inputs(self.device)
         logits = self.model(**inputs, use_cache=False).logits
         mask_BT = inputs["attention_mask"].to(logits.device) > 0
         with torch.no_grad():
@@ -210,7 +215,7 @@ class CarvedModel:
         return prediction_distance(logits, wanted.to(logits.device), mask_BT)
 
     def _last_hidden(self, batch: TokenBatch) -> Tensor:
-        inputs = batch.inputs(input_device(self.model))
+        inputs = batch.inputs(self.device)
         hidden_BTD: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         return hidden_BTD
 

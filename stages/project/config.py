@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 24
+VERSION = 25
 
 
 @dataclass

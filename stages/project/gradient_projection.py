@@ -1,7 +1,8 @@
 """Gradient projection: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε), for every neuron's own weights."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
@@ -10,12 +11,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from instruments.device import prefers_large_products, rounded_products
 from models.experts import ExpertLoop, ExpertWeights
 from models.loading import load_dense
 from stages.calibration.batches import CalibrationContext, layer_seed, text_sources
 from stages.calibration.share import split_validation
 from stages.losses import save_memory
-from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
+from stages.project.carved_model import CarvedModel, TaughtBatch, count_tokens, gather_parts, neuron_dim
 from stages.project.config import ProjectConfig
 from stages.text.batches import TokenBatch, first_batches, split_batch
 
@@ -57,12 +59,13 @@ def projected_fields(matrices: list[str]) -> list[str]:
 
 
 MOMENTUM = 0.8  # of the gradient, from round to round
-SECTIONS = 8  # of the rounds; each is kept or undone by validation tokens
+SECTIONS = 8  # of the rounds at most, each with twice the tokens that validate it; each is kept or undone
 # Values of λ tried in the first section until one helps, relative to the root-mean-square norm of a matrix's neurons.
 LENGTHS = (0.0025, 0.00125, 0.000625, 0.0003125)
 VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
 PATIENCE = 2  # sections undone in a row before the rounds end
 SPOILT = 1.005  # times the KL before: a λ that has raised it so far is given up early; less may be noise
+ROUNDING = 0.02  # of the KL, which a CPU's rounded products may change for the forward passes to use them, too
 TELLING = 4  # rounds of the first section that tell whether any λ helps
 
 
@@ -111,12 +114,38 @@ class GradientRounds:
         raises the KL on validation tokens is undone, and λ is halved. If no λ helps in the first section, the gradients
         are noise, and the rounds end.
         """
-        tensors = [tensor for _, tensor in self._model.weights(self._names)]
+        originals = [tensor for _, tensor in self._model.weights(self._names)]
+        velocity = [torch.zeros_like(tensor) for tensor in originals]
         before = self._model.divergence(self._validation)
-        state = _State(tensors, [torch.zeros_like(tensor) for tensor in tensors], before)
-        length, rounds, tokens, undone = 0.0, 0, 0, 0
+        with self._products(before) as start:
+            state, outcome = self._run_sections(_State(originals, velocity, start))
+        self._model.put(self._names, state.weights)
+        if not outcome.rounds:
+            return replace(outcome, before=before, after=before)
+        after = state.divergence if start == before else self._model.divergence(self._validation)
+        if self._settings.validate and not after < before:
+            self._model.put(self._names, originals)
+            return ProjectionOutcome(before, before, 0, 0, outcome.length)
+        return replace(outcome, before=before, after=after)
+
+    @contextmanager
+    def _products(self, exact: float) -> Iterator[float]:
+        """Round all products of a CPU with AMX, if that leaves the KL nearly `exact`; yields the KL inside."""
+        if self._model.device.type == "cpu" and prefers_large_products(self._model.device):
+            with rounded_products():
+                rounded = self._model.divergence(self._validation)
+                if abs(rounded - exact) < ROUNDING * exact:
+                    logger.info("gradient projection rounds all products: KL %.4f instead of %.4f", rounded, exact)
+                    yield rounded
+                    return
+        yield exact
+
+    def _run_sections(self, state: _State) -> tuple[_State, ProjectionOutcome]:
+        before, length, rounds, tokens, undone = state.divergence, 0.0, 0, 0, 0
+        sections = sum(batch.tokens for batch in self._rounds) // (2 * count_tokens(self._validation))
+        sections = max(1, min(SECTIONS, sections))
         with tqdm(total=len(self._rounds), desc="gradient projection", unit="round") as bar:
-            for section in divide(len(self._rounds), SECTIONS):
+            for section in divide(len(self._rounds), sections):
                 taught = self._model.teach([self._rounds[index] for index in section])
                 found, length = self._try_lengths(state, taught, section, (length,) if length else LENGTHS)
                 bar.update(len(section))
@@ -128,8 +157,7 @@ class GradientRounds:
                 bar.set_postfix(kl=f"{state.divergence:.4f}", refresh=False)
                 if undone == PATIENCE or (not rounds and len(section) >= TELLING):
                     break
-        self._model.put(self._names, state.weights)
-        return ProjectionOutcome(before, state.divergence, rounds, tokens, length)
+        return state, ProjectionOutcome(before, state.divergence, rounds, tokens, length)
 
     def _try_lengths(
         self, state: _State, taught: Sequence[TaughtBatch], section: range, lengths: Sequence[float]

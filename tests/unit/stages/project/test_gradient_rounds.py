@@ -1,3 +1,4 @@
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
+from stages.project import gradient_projection
 from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import LENGTHS, SECTIONS, GradientRounds, divide, shuffle_rounds
@@ -78,6 +80,8 @@ class OneNeuron(CarvedModel):
         self.left, self.seen, self.distance = iter(gradients), [torch.zeros(2)], 1.0
         self.growth = 0.9
 
+    device = torch.device("cpu")
+
     def weights(self, names):
         return [("gate_END", torch.zeros(1, 1, 2))]
 
@@ -116,6 +120,47 @@ def test_noise_costs_a_quarter_of_a_section_for_each_length_and_ends_the_rounds(
     outcome = GradientRounds(model, text, replace(SETTINGS, round_tokens=1, validation_share=0.01), seed=0).run()
     assert (outcome.rounds, outcome.before) == (0, outcome.after)
     assert len(rounds) - len([*model.left]) == len(LENGTHS) * (64 // SECTIONS // 4)
+
+
+class TwoFormats(OneNeuron):
+    """Its KL is `rounded` times as large where products are rounded; each step multiplies it by `inside` there."""
+
+    def __init__(self, rounded, inside=0.9, outside=0.9):
+        super().__init__(64 * [(1.0, 0.0)])
+        self.factors, self.steps, self.formats, self.rounds = (1.0, rounded), (outside, inside), [], False
+
+    @contextmanager
+    def round(self):
+        self.rounds = True
+        yield
+        self.rounds = False
+
+    def gradients(self, taught, names, *, clipped=False):
+        self.formats.append(self.rounds)
+        return super().gradients(taught, names)
+
+    def divergence(self, taught):
+        return self.factors[self.rounds] * self.steps[self.rounds] ** len(self.formats)
+
+
+@pytest.mark.parametrize(("rounded", "used"), [(1.01, True), (0.99, True), (1.03, False), (float("nan"), False)])
+def test_products_are_rounded_where_that_hardly_changes_the_kl(rounded, used, text, monkeypatch):
+    model = TwoFormats(rounded)
+    monkeypatch.setattr(gradient_projection, "prefers_large_products", lambda device: device.type == "cpu")
+    monkeypatch.setattr(gradient_projection, "rounded_products", model.round)
+    outcome = GradientRounds(model, text, SETTINGS, seed=0).run()
+    assert model.formats == [used] * outcome.rounds
+    assert (outcome.before, outcome.after) == (1.0, pytest.approx(0.9**outcome.rounds))  # both exact
+
+
+def test_what_only_rounded_products_call_better_is_undone(text, monkeypatch):
+    model = TwoFormats(1.001, outside=1.002)
+    monkeypatch.setattr(gradient_projection, "prefers_large_products", lambda device: True)
+    monkeypatch.setattr(gradient_projection, "rounded_products", model.round)
+    outcome = GradientRounds(model, text, SETTINGS, seed=0).run()
+    assert any(model.formats)
+    assert (outcome.rounds, outcome.tokens, outcome.before, outcome.after) == (0, 0, 1.0, 1.0)
+    torch.testing.assert_close(model.seen[-1], torch.zeros(2))
 
 
 def test_rounds_take_every_sequence_once_and_no_more_tokens_than_asked(text):
