@@ -51,7 +51,8 @@ def rounded_products(*, use: bool = True, on: Collection[str] = ("cuda", "cpu"))
 
     Products are four to eight times as fast; sums stay fp32. For moments, router fits, layer-wise descent and norms of
     gradients in half precision, whose results it does not change; on a CPU also for passes of the dense model, which a
-    GPU computes in half precision. Products that choose experts, and losses, stay outside, or inside of `use=False`.
+    GPU computes in half precision, and for gradient projection where the KL hardly changes. Products that choose
+    experts, and losses that are reported, stay outside, or inside of `use=False`.
     Devices other than those in `on` go on as they do. torch has one format for all threads: while several are inside,
     products are exact if one of them asks for it, and behind the last they are as before the first.
     """

@@ -17,7 +17,7 @@ from models.loading import load_dense
 from stages.calibration.batches import CalibrationContext, layer_seed, text_sources
 from stages.calibration.share import split_validation
 from stages.losses import save_memory
-from stages.project.carved_model import CarvedModel, TaughtBatch, count_tokens, gather_parts, neuron_dim
+from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
 from stages.project.config import ProjectConfig
 from stages.text.batches import TokenBatch, first_batches, split_batch
 
@@ -59,9 +59,9 @@ def projected_fields(matrices: list[str]) -> list[str]:
 
 
 MOMENTUM = 0.8  # of the gradient, from round to round
-SECTIONS = 8  # of the rounds at most, each with twice the tokens that validate it; each is kept or undone
+SECTIONS = 8  # of the rounds; each is kept or undone by validation tokens
 # Values of λ tried in the first section until one helps, relative to the root-mean-square norm of a matrix's neurons.
-LENGTHS = (0.0025, 0.00125, 0.000625, 0.0003125)
+LENGTHS = (0.0025, 0.000625, 0.00015625)
 VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
 PATIENCE = 2  # sections undone in a row before the rounds end
 SPOILT = 1.005  # times the KL before: a λ that has raised it so far is given up early; less may be noise
@@ -142,10 +142,8 @@ class GradientRounds:
 
     def _run_sections(self, state: _State) -> tuple[_State, ProjectionOutcome]:
         before, length, rounds, tokens, undone = state.divergence, 0.0, 0, 0, 0
-        sections = sum(batch.tokens for batch in self._rounds) // (2 * count_tokens(self._validation))
-        sections = max(1, min(SECTIONS, sections))
         with tqdm(total=len(self._rounds), desc="gradient projection", unit="round") as bar:
-            for section in divide(len(self._rounds), sections):
+            for section in divide(len(self._rounds), SECTIONS):
                 taught = self._model.teach([self._rounds[index] for index in section])
                 found, length = self._try_lengths(state, taught, section, (length,) if length else LENGTHS)
                 bar.update(len(section))

@@ -43,7 +43,7 @@ def row_settings(row, instructions, general, *, gradients=False):
         "project.descent_steps": steps,
         "project.rounds": 0,
         "project.gradient_projection": gradients,
-        **({"project.gradient_tokens": 16_384} if gradients else {}),
+        **({"project.gradient_tokens": 32_768} if gradients else {}),
         "project.penalties": [1.0],
         "evaluate.baselines": [],
         "evaluate.speed_tokens": 0,
