@@ -118,15 +118,15 @@ class GradientRounds:
         velocity = [torch.zeros_like(tensor) for tensor in originals]
         before = self._model.divergence(self._validation)
         with self._products(before) as start:
-            state, outcome = self._run_sections(_State(originals, velocity, start))
+            state, (rounds, tokens, length) = self._run_sections(_State(originals, velocity, start))
         self._model.put(self._names, state.weights)
-        if not outcome.rounds:
-            return replace(outcome, before=before, after=before)
-        after = state.divergence if start == before else self._model.divergence(self._validation)
-        if self._settings.validate and not after < before:
-            self._model.put(self._names, originals)
-            return ProjectionOutcome(before, before, 0, 0, outcome.length)
-        return replace(outcome, before=before, after=after)
+        after = before
+        if rounds:
+            after = state.divergence if start == before else self._model.divergence(self._validation)
+            if self._settings.validate and not after < before:
+                self._model.put(self._names, originals)
+                rounds, tokens, after = 0, 0, before
+        return ProjectionOutcome(before, after, rounds, tokens, length)
 
     @contextmanager
     def _products(self, exact: float) -> Iterator[float]:
@@ -140,8 +140,9 @@ class GradientRounds:
                     return
         yield exact
 
-    def _run_sections(self, state: _State) -> tuple[_State, ProjectionOutcome]:
-        before, length, rounds, tokens, undone = state.divergence, 0.0, 0, 0, 0
+    def _run_sections(self, state: _State) -> tuple[_State, tuple[int, int, float]]:
+        """The state at the end, with rounds and tokens that are kept and the last λ."""
+        length, rounds, tokens, undone = 0.0, 0, 0, 0
         with tqdm(total=len(self._rounds), desc="gradient projection", unit="round") as bar:
             for section in divide(len(self._rounds), SECTIONS):
                 taught = self._model.teach([self._rounds[index] for index in section])
@@ -155,7 +156,7 @@ class GradientRounds:
                 bar.set_postfix(kl=f"{state.divergence:.4f}", refresh=False)
                 if undone == PATIENCE or (not rounds and len(section) >= TELLING):
                     break
-        return state, ProjectionOutcome(before, state.divergence, rounds, tokens, length)
+        return state, (rounds, tokens, length)
 
     def _try_lengths(
         self, state: _State, taught: Sequence[TaughtBatch], section: range, lengths: Sequence[float]

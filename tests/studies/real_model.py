@@ -4,7 +4,8 @@ PYTHONPATH=.:tests python -m studies.real_model half MODEL [--gradients] [--heal
 --instructions chats.jsonl --general web.jsonl --heldout wikitext2-valid.txt other_chats.jsonl code.jsonl
 
 Qwen2.5-Coder-0.5B: half takes 16 minutes of two cores with AMX or 80 seconds of an H200; --gradients ten minutes more
-of such cores, --healed an hour of others or a minute of an H200. The code of the mixture is Python's standard library.
+of such cores, --healed half an hour of them or a minute of an H200. The code of the mixture is Python's standard
+library.
 """
 
 import argparse
