@@ -359,8 +359,8 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
             module.weight.quant_state.dtype = dtype
 
 
-# Parameters of glibc's mallopt, and their values in bytes.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_MEMORY, _KEPT_BLOCK = -1, -3, 2**28, 2**25
+# Parameters of glibc's mallopt, and their values in bytes: blocks of `KEPT_BLOCK` and more are not kept.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_MEMORY, KEPT_BLOCK = -1, -3, 2**28, 2**25
 
 
 def keep_freed_memory() -> None:
@@ -370,7 +370,7 @@ def keep_freed_memory() -> None:
     """
     with suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK)
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_MEMORY)
 
 

@@ -16,7 +16,8 @@ from instruments.device import allow_rounded_products, rounded_products
 from instruments.errors import NumericsError
 from models.config import ModelConfig
 from models.ffn import DenseFFN
-from models.loading import load_tokenizer, padding_id, resolve_device
+from models.finding import find_decoder
+from models.loading import KEPT_BLOCK, load_tokenizer, padding_id, resolve_device
 from models.source import resolve_folder
 from models.stream import LayerStream, Passage, StreamLayer
 from stages.artifacts.job import ALONE, Job, Workers
@@ -102,6 +103,7 @@ class CalibrationContext:
     seed: int
     workers: Workers  # that share the batches
     memory: TokenMemory  # for hidden states
+    batch_tokens: int  # at most, of a batch
     # Batches of about so many tokens of the text behind `batches`; fewer, or none, where it ends.
     further: Callable[[int], list[TokenBatch]] = lambda _tokens: []
 
@@ -109,13 +111,18 @@ class CalibrationContext:
     def of(
         cls, model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int, seed: int, job: Job
     ) -> "CalibrationContext":
-        """Find the dense checkpoint and tokenise the calibration split. Raises UserError."""
+        """Find the dense checkpoint and tokenise the calibration split. Raises UserError.
+
+        On a CPU the activations of an FFN for a batch are smaller than the blocks of memory that the process keeps.
+        """
         workers = job.workers
         model = replace(model, device=workers.pick_device(model.device))
         folder = resolve_folder(model)
         tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
-        batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
         memory, device = TokenMemory(job.scratch, memory_limit(model, workers.local_world)), resolve_device(model)
+        if device.type == "cpu":
+            batch_tokens = min(batch_tokens, max(1, (KEPT_BLOCK - 1) // (4 * find_decoder(folder).width)))
+        batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
         allow_rounded_products(allowed=model.rounded_products)
         if rounded := {"cuda": "TF32", "cpu": "bfloat16" if has_amx() else ""}.get(device.type):
             products = rounded if model.rounded_products else "float32"
@@ -124,7 +131,7 @@ class CalibrationContext:
         def further(tokens: int) -> list[TokenBatch]:
             return _batch(load_further(data, tokenizer, tokens), tokenizer, batch_tokens)[0]
 
-        return cls(model, folder, batches, device, seed, workers, memory, further)
+        return cls(model, folder, batches, device, seed, workers, memory, batch_tokens, further)
 
     @property
     def text(self) -> list[TokenBatch]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from models.config import MoEShape
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass

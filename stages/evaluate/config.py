@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 9
+VERSION = 10
 
 BASELINES = {  # name → row of the table
     "unaligned": "this MoE before projection, weights as cut",

@@ -55,7 +55,7 @@ def run(
     partition = Partition.load(job.parents["cluster"])
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
     sequences, pad_id = load_text(data, tokenizer, "heldout").sequences, padding_id(tokenizer)
-    text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
+    text = Text(context.batches, batch_sequences(sequences, context.batch_tokens, pad_id))
 
     def write(models: Mapping[str, PreTrainedModel]) -> list[Sample]:
         return write_samples(models, tokenizer, data, evaluate.samples)

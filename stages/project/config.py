@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 25
+VERSION = 26
 
 
 @dataclass

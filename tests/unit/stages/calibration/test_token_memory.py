@@ -112,6 +112,14 @@ def test_the_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch):
     assert context.memory.reserve(1) is not as_it_is
 
 
+@pytest.mark.parametrize(("block", "tokens"), [(2**25, 64), (40 * 4 * 1024, 32)])
+def test_a_batch_has_activations_that_the_process_keeps(tmp_path, monkeypatch, block, tokens):
+    monkeypatch.setattr("stages.calibration.batches.KEPT_BLOCK", block)  # the FFNs have 1,024 neurons
+    data = DataConfig(tokens=1024, max_length=32)
+    context = CalibrationContext.of(ModelConfig(), data, without_random_tokens(), 64, 0, Job({}, tmp_path, tmp_path))
+    assert {batch.input_ids.numel() for batch in context.batches} == {tokens}
+
+
 def test_rows_are_those_of_one_tensor():
     batches = [draw(size, 6, seed=size) for size in (3, 0, 5, 1)]
     rows_t = torch.tensor([8, 0, 3, 3, 2, 7, 0])
