@@ -121,7 +121,7 @@ class CalibrationContext:
         tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         memory, device = TokenMemory(job.scratch, memory_limit(model, workers.local_world)), resolve_device(model)
         if device.type == "cpu":
-            batch_tokens = min(batch_tokens, max(1, (KEPT_BLOCK - 1) // (4 * find_decoder(folder).width)))
+            batch_tokens = min(batch_tokens, (KEPT_BLOCK - 1) // (4 * find_decoder(folder).width))
         batches = calibration_batches(data, vocabulary, tokenizer, batch_tokens)
         allow_rounded_products(allowed=model.rounded_products)
         if rounded := {"cuda": "TF32", "cpu": "bfloat16" if has_amx() else ""}.get(device.type):
