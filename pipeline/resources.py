@@ -85,7 +85,7 @@ def peak_bytes(stage: str, checked: Checked) -> int:
 
     scan, train, project = settings.scan, settings.train, settings.project
     batch = scan.batch_size("cpu" if on_host else "cuda")
-    gradients = (4 * weights + 20 * carved + 8 * project.round_tokens * vocabulary) * project.gradient_projection
+    gradients = (4 * weights + 16 * carved + 8 * project.round_tokens * vocabulary) * project.gradient_projection
     training = 16 * max(weights, carved) + dense * (train.logits > 0)  # weights, gradients and two moments; a teacher
     training += saved(train.micro_batch * settings.data.max_length, checkpointing=train.gradient_checkpointing)
     needed = {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 26
+VERSION = 27
 
 
 @dataclass
@@ -18,8 +18,8 @@ class ProjectConfig:
         default_factory=lambda: ["gate", "up", "down"],
         metadata={"needs": {"gradient_projection": True}, "choices": ("gate", "up", "down"), "nonempty": True},
     )
-    gradient_tokens: int = field(default=65536, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
-    round_tokens: int = field(default=256, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
+    gradient_tokens: int = field(default=196608, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
+    round_tokens: int = field(default=512, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
     penalties: list[float] = field(
         default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0, "nonempty": True}

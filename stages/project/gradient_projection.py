@@ -59,14 +59,14 @@ def projected_fields(matrices: list[str]) -> list[str]:
 
 
 MOMENTUM = 0.8  # of the gradient, from round to round
-SECTIONS = 8  # of the rounds; each is kept or undone by validation tokens
-# Values of λ tried in the first section until one helps, relative to the root-mean-square norm of a matrix's neurons.
-LENGTHS = (0.0025, 0.000625, 0.00015625)
+# Values of λ, tried from the largest down, relative to the root-mean-square norm of a matrix's neurons.
+LENGTHS = (0.005, 0.00125, 0.0003125)
+SECTIONS = 8  # of the rounds; behind each, the KL on validation tokens is measured
 VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
-PATIENCE = 2  # sections undone in a row before the rounds end
-SPOILT = 1.005  # times the KL before: a λ that has raised it so far is given up early; less may be noise
+# What the steps add to the KL by their noise goes with λ²: as a share of the KL before, so much for the whole λ. More,
+# and λ is given up. Less does not tell: the λ that first raised the small model's KL by 14 % lowered it most in the end.
+NOISE = 0.5
 ROUNDING = 0.02  # of the KL, which a CPU's rounded products may change for the forward passes to use them, too
-TELLING = 4  # rounds of the first section that tell whether any λ helps
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,7 @@ class ProjectionOutcome:
     after: float
     rounds: int  # kept
     tokens: int  # in the kept rounds
-    length: float  # λ at the end; meaningless if no round was kept
-
-
-@dataclass(frozen=True)
-class _State:
-    """Weights and averaged gradients, in the order of `CarvedModel.weights`, and the weights' KL."""
-
-    weights: list[Tensor]
-    velocity: list[Tensor]
-    divergence: float
+    length: float  # λ of the first round; meaningless if no round was kept
 
 
 class GradientRounds:
@@ -110,23 +101,19 @@ class GradientRounds:
         """Move every expert down the gradient of the carved model's distance from the dense one.
 
         Each round takes the gradient on its own tokens, averages it with earlier ones, and moves every neuron's weights
-        by α·β·λ along it. λ falls linearly to 0; its start is chosen by the first section of the rounds. A section that
-        raises the KL on validation tokens is undone, and λ is halved. If no λ helps in the first section, the gradients
-        are noise, and the rounds end.
+        by α·β·λ along it, while λ falls linearly to 0. Where no λ lowers the KL on validation tokens, all is undone.
         """
         originals = [tensor for _, tensor in self._model.weights(self._names)]
-        velocity = [torch.zeros_like(tensor) for tensor in originals]
         before = self._model.divergence(self._validation)
         with self._products(before) as start:
-            state, (rounds, tokens, length) = self._run_sections(_State(originals, velocity, start))
-        self._model.put(self._names, state.weights)
-        after = before
-        if rounds:
-            after = state.divergence if start == before else self._model.divergence(self._validation)
-            if self._settings.validate and not after < before:
-                self._model.put(self._names, originals)
-                rounds, tokens, after = 0, 0, before
-        return ProjectionOutcome(before, after, rounds, tokens, length)
+            weights, after, length = self._try_lengths(originals, start)
+        self._model.put(self._names, weights)
+        if start != before:
+            after = self._model.divergence(self._validation)
+        if self._settings.validate and not after < before:
+            self._model.put(self._names, originals)
+            return ProjectionOutcome(before, before, 0, 0, length)
+        return ProjectionOutcome(before, after, len(self._rounds), sum(batch.tokens for batch in self._rounds), length)
 
     @contextmanager
     def _products(self, exact: float) -> Iterator[float]:
@@ -140,59 +127,41 @@ class GradientRounds:
                     return
         yield exact
 
-    def _run_sections(self, state: _State) -> tuple[_State, tuple[int, int, float]]:
-        """The state at the end, with rounds and tokens that are kept and the last λ."""
-        length, rounds, tokens, undone = 0.0, 0, 0, 0
+    def _try_lengths(self, originals: Sequence[Tensor], start: float) -> tuple[list[Tensor], float, float]:
+        """Weights, KL and λ of the largest λ that lowers the KL, or of the smallest."""
+        for length in LENGTHS:
+            weights, divergence = self._descend(originals, start, length)
+            if divergence < start or not self._settings.validate:
+                break
+        return weights, divergence, length
+
+    def _descend(self, originals: Sequence[Tensor], start: float, length: float) -> tuple[list[Tensor], float]:
+        """Weights and KL behind all rounds, or behind the section where the KL was too high for what is left of λ."""
+        weights, velocity = [tensor.clone() for tensor in originals], [torch.zeros_like(tensor) for tensor in originals]
+        self._model.put(self._names, weights)
+        left = lambda number: 1 - number / len(self._rounds)  # noqa: E731
         with tqdm(total=len(self._rounds), desc="gradient projection", unit="round") as bar:
             for section in divide(len(self._rounds), SECTIONS):
                 taught = self._model.teach([self._rounds[index] for index in section])
-                found, length = self._try_lengths(state, taught, section, (length,) if length else LENGTHS)
-                bar.update(len(section))
-                if found.divergence < state.divergence or not self._settings.validate:
-                    state, undone = found, 0
-                    rounds, tokens = rounds + len(section), tokens + sum(batch.tokens.tokens for batch in taught)
-                else:
-                    length, undone = length / 2, undone + 1
-                bar.set_postfix(kl=f"{state.divergence:.4f}", refresh=False)
-                if undone == PATIENCE or (not rounds and len(section) >= TELLING):
-                    break
-        return state, (rounds, tokens, length)
-
-    def _try_lengths(
-        self, state: _State, taught: Sequence[TaughtBatch], section: range, lengths: Sequence[float]
-    ) -> tuple[_State, float]:
-        """Try ever smaller λ until one lowers the KL.
-
-        The largest λ that helps is taken, not the best of the section: since λ falls to 0, it ends at a lower KL.
-        """
-        look = len(section) // 4 if len(lengths) > 1 and self._settings.validate else 0
-        for length in lengths:
-            found = self._run_section(state, taught, section, length, look)
-            if found.divergence < state.divergence:
-                break
-        return found, length
-
-    def _run_section(
-        self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float, look: int = 0
-    ) -> _State:
-        """Run one round per batch; give up after `look` rounds, if not 0, that have spoilt the KL."""
-        settings = self._settings
-        weights, velocity = ([tensor.clone() for tensor in tensors] for tensors in (state.weights, state.velocity))
-        self._model.put(self._names, weights)
-        for number, batch in zip(section, taught, strict=True):
-            if look and number == section.start + look:
+                for number, batch in zip(section, taught, strict=True):
+                    self._step(weights, velocity, batch, length * left(number))
                 divergence = self._model.divergence(self._validation)
-                if divergence > SPOILT * state.divergence:
-                    return _State(weights, velocity, divergence)
-            gradients = self._model.gradients([batch], self._names, clipped=True)
-            if not weights:  # of a worker without experts
-                continue
-            torch._foreach_mul_(velocity, MOMENTUM)
-            torch._foreach_add_(velocity, gradients)
-            strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))
-            lengths = [strength * scale for scale in self._scales]
-            project_neurons(weights, velocity, lengths, self._dims, epsilon=settings.epsilon)
-        return _State(weights, velocity, self._model.divergence(self._validation))
+                bar.set_postfix(kl=f"{divergence:.4f}", refresh=False)
+                bar.update(len(section))
+                if self._settings.validate and not divergence <= (1 + NOISE * left(section.stop) ** 2) * start:
+                    break
+        return weights, divergence
+
+    def _step(self, weights: list[Tensor], velocity: list[Tensor], batch: TaughtBatch, length: float) -> None:
+        """One round: move the weights of the model in place."""
+        gradients = self._model.gradients([batch], self._names, clipped=True)
+        if not weights:  # of a worker without experts
+            return
+        torch._foreach_mul_(velocity, MOMENTUM)
+        torch._foreach_add_(velocity, gradients)
+        strength = self._settings.sign * self._settings.beta * self._settings.alpha * length
+        lengths = [strength * scale for scale in self._scales]
+        project_neurons(weights, velocity, lengths, self._dims, epsilon=self._settings.epsilon)
 
 
 def shuffle_rounds(text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> list[TokenBatch]:

@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ def test_steps_up_the_gradient_are_undone(carved, text):
 class OneNeuron(CarvedModel):
     """One neuron of two weights, whose gradients are given; every step brings it nearer to the dense model."""
 
-    def __init__(self, gradients):
+    def __init__(self, gradients, growth=(0.9,)):
         self.left, self.seen, self.distance = iter(gradients), [torch.zeros(2)], 1.0
-        self.growth = 0.9
+        self.growth = cycle(growth)
 
     device = torch.device("cpu")
 
@@ -98,7 +99,7 @@ class OneNeuron(CarvedModel):
         self.seen += [weights[0].flatten()]
 
     def divergence(self, taught):
-        self.distance *= self.growth
+        self.distance *= next(self.growth)
         return self.distance
 
 
@@ -106,20 +107,39 @@ def test_steps_follow_the_averaged_gradient_and_shorten_to_nothing(text):
     model = OneNeuron([(1.0, 0.0), (0.0, 1.0)])
     settings = replace(SETTINGS, beta=0.3, gradient_tokens=2 * 14)
     outcome = GradientRounds(model, text, settings, seed=0).run()
-    assert (outcome.rounds, outcome.length) == (2, 0.0025)
-    first, second = 3.2 * 0.3 * 0.0025 * 2 * torch.tensor([1.0, 1 / 2])
+    assert (outcome.rounds, outcome.length) == (2, LENGTHS[0])
+    first, second = 3.2 * 0.3 * LENGTHS[0] * 2 * torch.tensor([1.0, 1 / 2])
     turned = torch.tensor([0.8, 1.0])
     expected = -first * torch.tensor([1.0, 0.0]) - second * turned / turned.norm()
     torch.testing.assert_close(model.seen[-1], expected)
 
 
-def test_noise_costs_a_quarter_of_a_section_for_each_length_and_ends_the_rounds(text):
+FINE = replace(SETTINGS, round_tokens=1, gradient_tokens=56 * 7, validation_share=0.01)  # rounds of one sequence
+
+
+def test_noise_costs_a_section_for_each_length_and_changes_nothing(text):
     rounds = 64 * [(1.0, 0.0)]
-    model = OneNeuron(rounds)
-    model.growth = 1.2
-    outcome = GradientRounds(model, text, replace(SETTINGS, round_tokens=1, validation_share=0.01), seed=0).run()
+    model = OneNeuron(rounds, growth=(1.5,))
+    outcome = GradientRounds(model, text, FINE, seed=0).run()
     assert (outcome.rounds, outcome.before) == (0, outcome.after)
-    assert len(rounds) - len([*model.left]) == len(LENGTHS) * (64 // SECTIONS // 4)
+    assert len(rounds) - len([*model.left]) == len(LENGTHS) * (56 // SECTIONS)
+    torch.testing.assert_close(model.seen[-1], torch.zeros(2))
+
+
+def test_a_length_that_first_raises_the_kl_is_judged_when_it_has_fallen_to_nothing(text):
+    model = OneNeuron(56 * [(1.0, 0.0)], growth=(1.0, 1.2, 0.8, *6 * [1.0]))
+    outcome = GradientRounds(model, text, FINE, seed=0).run()
+    assert (outcome.rounds, outcome.length, outcome.after) == (56, LENGTHS[0], pytest.approx(0.96))
+
+
+def test_lengths_that_have_not_lowered_the_kl_in_the_end_are_undone(text):
+    rounds = 200 * [(1.0, 0.0)]
+    model = OneNeuron(rounds, growth=(1.0, *7 * [1.0], 1.1))
+    outcome = GradientRounds(model, text, FINE, seed=0).run()
+    assert (outcome.rounds, outcome.before, outcome.after) == (0, 1.0, 1.0)
+    # The second length is given up behind the fifth section: 1.1 is too much for what is left of it.
+    assert len(rounds) - len([*model.left]) >= 56 + 35
+    torch.testing.assert_close(model.seen[-1], torch.zeros(2))
 
 
 class TwoFormats(OneNeuron):

@@ -16,7 +16,7 @@ from models.routing import GateKind, LinearRouter
 from stages.calibration.alignment import column_scale, relative_error, sum_features
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import GradientRounds, _State
+from stages.project.gradient_projection import GradientRounds
 from stages.project.layer_pass import descend_experts, project_layer
 from stages.routing.descent import RouterSettings
 from stages.routing.fit import fit_router
@@ -136,10 +136,14 @@ def count_round(folder, layers, experts):
     text = batch_sequences([TokenSequence(f"sample {index}", row, row) for index, row in enumerate(ids)], 28, 0)
     rounds = GradientRounds(carved, text, ProjectConfig(round_tokens=14, validation_share=0.25), 0)
     weights = [tensor for _, tensor in carved.weights(rounds._names)]
-    state = _State(weights, [torch.zeros_like(tensor) for tensor in weights], 1.0)
+    velocity = [torch.zeros_like(tensor) for tensor in weights]
+
+    def run(batches):
+        for batch in batches:
+            rounds._step(weights, velocity, batch, 0.01)
+
     taught = carved.teach(rounds._rounds[:2])
-    sections = (count_operators(rounds._run_section, state, taught[:count], range(count), 0.01) for count in (1, 2))
-    return more(*sections)
+    return more(*(count_operators(run, taught[:count]) for count in (1, 2)))
 
 
 def test_a_round_of_gradient_projection_has_at_most_180_operators_a_layer_and_no_wait(tmp_path):
