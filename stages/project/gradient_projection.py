@@ -63,8 +63,8 @@ MOMENTUM = 0.8  # of the gradient, from round to round
 LENGTHS = (0.005, 0.00125, 0.0003125)
 SECTIONS = 8  # of the rounds; behind each, the KL on validation tokens is measured
 VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
-# What the steps add to the KL by their noise goes with λ²: as a share of the KL before, so much for the whole λ. More,
-# and λ is given up. Less does not tell: the λ that first raised the small model's KL by 14 % lowered it most in the end.
+# The noise of the steps adds to the KL in proportion to λ²: at most this share of the KL before, for the whole λ. A λ
+# that adds more is given up. Less does not tell: what first raised the small model's KL most lowered it most later.
 NOISE = 0.5
 ROUNDING = 0.02  # of the KL, which a CPU's rounded products may change for the forward passes to use them, too
 
