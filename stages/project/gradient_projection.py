@@ -139,16 +139,17 @@ class GradientRounds:
         """Weights and KL behind all rounds, or behind the section where the KL was too high for what is left of λ."""
         weights, velocity = [tensor.clone() for tensor in originals], [torch.zeros_like(tensor) for tensor in originals]
         self._model.put(self._names, weights)
-        left = lambda number: 1 - number / len(self._rounds)  # noqa: E731
-        with tqdm(total=len(self._rounds), desc="gradient projection", unit="round") as bar:
-            for section in divide(len(self._rounds), SECTIONS):
+        count = len(self._rounds)
+        with tqdm(total=count, desc="gradient projection", unit="round") as bar:
+            for section in divide(count, SECTIONS):
                 taught = self._model.teach([self._rounds[index] for index in section])
                 for number, batch in zip(section, taught, strict=True):
-                    self._step(weights, velocity, batch, length * left(number))
+                    self._step(weights, velocity, batch, length * (1 - number / count))
                 divergence = self._model.divergence(self._validation)
                 bar.set_postfix(kl=f"{divergence:.4f}", refresh=False)
                 bar.update(len(section))
-                if self._settings.validate and not divergence <= (1 + NOISE * left(section.stop) ** 2) * start:
+                noise = NOISE * (1 - section.stop / count) ** 2
+                if self._settings.validate and not divergence <= (1 + noise) * start:
                     break
         return weights, divergence
 
