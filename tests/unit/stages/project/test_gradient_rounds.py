@@ -173,8 +173,9 @@ def test_products_are_rounded_where_that_hardly_changes_the_kl(rounded, used, te
     assert (outcome.before, outcome.after) == (1.0, pytest.approx(0.9**outcome.rounds))  # both exact
 
 
-def test_what_only_rounded_products_call_better_is_undone(text, monkeypatch):
-    model = TwoFormats(1.001, outside=1.002)
+@pytest.mark.parametrize(("inside", "outside"), [(0.9, 1.002), (1.1, 0.9)])  # the second: given up half-way
+def test_what_only_one_number_format_calls_better_is_undone(inside, outside, text, monkeypatch):
+    model = TwoFormats(1.001, inside=inside, outside=outside)
     monkeypatch.setattr(gradient_projection, "prefers_large_products", lambda device: True)
     monkeypatch.setattr(gradient_projection, "rounded_products", model.round)
     outcome = GradientRounds(model, text, SETTINGS, seed=0).run()
