@@ -264,6 +264,9 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
     def _stand_in(self, index: int, *args: Any, **arguments: Any) -> Any:  # noqa: ANN401 - differs by family
         """Take the place of a layer: keep its arguments, and return its input."""
+        if self._calls[index]:
+            what = "the model runs its layers several times, and neurons are chosen for one pass"
+            raise CheckpointError(what, where=self.reader.decoder.model_class, do="choose another dense decoder")
         self._calls[index] = (args, arguments)
         hidden = _hidden((args, arguments))
         if index == self.depth - 1:
@@ -287,7 +290,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
     def _learn(self) -> tuple[bool, set[str]]:
         """Whether arguments of layers depend on token ids, and which of them layers hand on to later ones.
 
-        Raises CheckpointError: the model computes between its layers, or does not run all of them.
+        Raises CheckpointError: the model computes between its layers, or does not run each of them once.
         """
         problem: Exception | None = None
         for returned in _RETURNED:
@@ -297,6 +300,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
                 hidden = [_hidden(call) for call in self._calls if call]
                 if all(isinstance(states, Tensor) and states.shape == hidden[0].shape for states in hidden):
                     break
+            except CheckpointError:
+                raise
             except Exception as error:  # noqa: BLE001 - code of any family
                 problem = error
         else:
@@ -309,6 +314,10 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             what = "the model computes between its layers, or does not run all of them in order"
             raise CheckpointError(what, where=self.reader.decoder.model_class, do="choose another dense decoder")
         first = [call for call in self._calls if call]
+        # What is behind the last layer may be the first one again; the head has no weights yet.
+        stop = self._model.get_output_embeddings().register_forward_pre_hook(_reached)
+        self._pass(torch.tensor([[1, 2, 3], [3, 1, 2]]), hidden[0])
+        stop.remove()
         self._pass(torch.tensor([[4, 3, 1], [2, 2, 5]]))
         second = [call for call in self._calls if call]
         by_ids, mappings = False, dict[str, set[int]]()
@@ -384,6 +393,10 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
     def _tensor(self, name: str) -> Tensor:
         return send(self.reader.tensor(name), self.device, torch.float32)
+
+
+def _reached(*_args: object) -> None:
+    raise _Reached
 
 
 def _hidden(call: Call) -> Tensor:

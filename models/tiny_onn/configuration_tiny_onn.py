@@ -46,7 +46,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
 
     model_type = "tiny_onn"
     has_no_defaults_at_init = True
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "router_logits"]  # Trainer adds a list
+    keys_to_ignore_at_inference: ClassVar = ["cache", "past_key_values", "router_logits"]  # Trainer adds a list
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 This file is copied into the checkpoint's folder: it needs only torch and transformers, 4.57 or later.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -36,7 +37,7 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = ("cache", "past_key_values")
 
     def __init__(self, config: TinyONNConfig) -> None:
         """Build the dense model and replace its FFNs by sparse ones."""
@@ -65,6 +66,9 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         # neither saved nor counted.
         dense._modules = self._modules
         object.__setattr__(self, "_dense", dense)
+        # transformers 5.24 has renamed the argument in its own families.
+        renamed = "cache" in inspect.signature(dense.forward).parameters
+        self._cache_name = "cache" if renamed else "past_key_values"
         self.post_init()
         # After post_init, which in transformers 4 refuses the name of a buffer.
         kept: set[str] = set(self._keep_in_fp32_modules_strict or ())  # type: ignore[has-type]
@@ -112,8 +116,10 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         for buffer in module.buffers(recurse=False):
             init.zeros_(buffer)
 
-    def _decode(self, **inputs: Any) -> Any:  # noqa: ANN401 - as the dense family takes and returns them
+    def _decode(self, cache: Any, **inputs: Any) -> Any:  # noqa: ANN401 - as the dense family takes and returns them
         """Run the dense model with this model's modules."""
+        if cache is not None:
+            inputs[self._cache_name] = cache
         if getattr(self, "_is_replica", False):  # nn.DataParallel copies modules, but not what attributes refer to
             dense = copy(self._dense)
             dense._modules = self._modules
@@ -139,16 +145,17 @@ class TinyONNModel(TinyONNPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,  # noqa: ANN401 - a cache of transformers
+        cache: Any = None,  # noqa: ANN401 - a cache of transformers
         inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401 - the same, before transformers 5.24
         **kwargs: Any,  # noqa: ANN401 - as the family's decoder takes them
     ) -> BaseModelOutputWithPast:
         """``(B, S, D)`` hidden states after the last layer; the arguments are those of the family's decoder."""
         outputs: BaseModelOutputWithPast = self._decode(
+            past_key_values if cache is None else cache,
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
@@ -171,12 +178,13 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,  # noqa: ANN401 - a cache of transformers
+        cache: Any = None,  # noqa: ANN401 - a cache of transformers
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: Any = None,  # noqa: ANN401 - the cache, before transformers 5.24
         **kwargs: Any,  # noqa: ANN401 - as the dense family takes them
     ) -> MoeCausalLMOutputWithPast:
         """Next-token logits; arguments and outputs are the dense family's.
@@ -187,10 +195,10 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         with self._watch_routers(enabled=wanted) as routed:
             outputs = self._decode(
+                past_key_values if cache is None else cache,
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,
                 labels=labels,
                 use_cache=use_cache,

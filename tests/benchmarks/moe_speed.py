@@ -47,14 +47,15 @@ class Runner:
     def read(self) -> None:
         """Run the whole batch into a new cache, and choose the next token."""
         found = self.model(input_ids=self.ids_BT, use_cache=True, logits_to_keep=1)
-        self.state = {"cache": found.past_key_values, "ids": found.logits[:, -1:].argmax(-1)}
+        name = "cache" if "cache" in found else "past_key_values"  # before transformers 5.24
+        self.state = {"cache": {name: found[name]}, "ids": found.logits[:, -1:].argmax(-1)}
 
     @torch.no_grad()
     def decode(self) -> None:
         """Decode `steps` tokens per sequence, one by one."""
         ids_B1 = self.state["ids"]
         for _ in range(self.steps):
-            found = self.model(input_ids=ids_B1, past_key_values=self.state["cache"], use_cache=True)
+            found = self.model(input_ids=ids_B1, use_cache=True, **self.state["cache"])
             ids_B1 = found.logits[:, -1:].argmax(-1)
 
     def prompt_task(self) -> Task:

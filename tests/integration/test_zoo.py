@@ -45,7 +45,7 @@ def test_checkpoints_are_language_models(name):
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits
         start = model(input_ids=ids[:, :33], use_cache=True)
-        rest = model(input_ids=ids[:, 33:], past_key_values=start.past_key_values).logits
+        rest = model(input_ids=ids[:, 33:], cache=start.cache).logits
     torch.testing.assert_close(start.logits, whole[:, :33], rtol=0, atol=1e-4)
     torch.testing.assert_close(rest, whole[:, 33:], rtol=0, atol=1e-4)
     assert 0.5 < whole.std() < 5

@@ -112,6 +112,19 @@ def test_it_generates_from_embeddings(model) -> None:
     assert torch.equal(found, written[:, IDS.shape[1] :])
 
 
+def test_a_cache_is_taken_under_its_name_in_any_version(model) -> None:
+    whole = model(IDS).logits
+    for name in ("cache", "past_key_values"):
+        start = model(IDS[:, :7], use_cache=True)
+        kept = start.get("cache")
+        torch.testing.assert_close(model(IDS[:, 7:], **{name: kept}).logits, whole[:, 7:])
+        assert kept.get_seq_length() == IDS.shape[1]
+    start = model(IDS[:, :-1], use_cache=True)
+    written = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    again = model.generate(IDS, cache=start.get("cache"), max_new_tokens=3, do_sample=False)
+    assert torch.equal(again, written)
+
+
 def test_hidden_states_and_attention_maps_are_returned(model) -> None:
     model.set_attn_implementation("eager")
     output = model(IDS, output_hidden_states=True, output_attentions=True)

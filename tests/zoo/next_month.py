@@ -38,6 +38,7 @@ class NextMonthConfig(PretrainedConfig):
     tie_word_embeddings: bool = False
     attention_scale: float = 0.3
     ffn_scale: float = 0.7
+    passes: int = 1  # through all layers
 
 
 class Attention(nn.Module):
@@ -111,23 +112,23 @@ class NextMonthModel(NextMonthPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
         x = self.tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        seen = cache.get_seq_length() if cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
         mask = create_causal_mask(
-            self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=past_key_values
+            self.config, inputs_embeds=x, attention_mask=attention_mask, cache=cache
         )
-        for block in self.blocks:
-            x = block(x, mask, position_ids, past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=self.last_norm(x), past_key_values=past_key_values)
+        for block in [*self.blocks] * self.config.passes:
+            x = block(x, mask, position_ids, cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.last_norm(x), cache=cache)
 
 
 class NextMonthForCausalLM(NextMonthPreTrainedModel, GenerationMixin):
@@ -146,7 +147,7 @@ class NextMonthForCausalLM(NextMonthPreTrainedModel, GenerationMixin):
         found = self.trunk(input_ids, **kwargs)
         logits = self.lm_head(found.last_hidden_state)
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=found.cache)
 
 
 def register() -> None:
