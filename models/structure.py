@@ -309,7 +309,9 @@ def _shrunk(ffn: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int]:
             part.bias = nn.Parameter(torch.empty(part.out_features, device="cpu", dtype=dtype))
     for module in small.modules():
         for name, parameter in [*module.named_parameters(recurse=False)]:
-            drawn = torch.empty(parameter.shape, dtype=dtype, device="cpu").uniform_(-1, 1)
+            # What is as long as a matrix, such as a norm's weight, is divided with it.
+            shape = [size // factor if parameter.is_meta and size in sizes else size for size in parameter.shape]
+            drawn = torch.empty(shape, dtype=dtype, device="cpu").uniform_(-1, 1)
             setattr(module, name, nn.Parameter(drawn))
         for name, buffer in [*module.named_buffers(recurse=False)]:
             ones = torch.ones(buffer.shape, device="cpu", dtype=buffer.dtype)

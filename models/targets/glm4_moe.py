@@ -44,7 +44,7 @@ TARGETS = (
     MoETarget(
         model_type="glm4_moe",
         architecture="Glm4MoeForCausalLM",
-        sources={"glm": 1, "seed_oss": 1, "qwen3": 2, "qwen2": 2, "llama": 2, "mistral": 2, "phi3": 2},
+        sources={"glm": 1, "seed_oss": 1, "qwen3": 2, "qwen2": 2, "llama": 2, "exaone": 2, "mistral": 2, "phi3": 2},
         config_keys=_config_keys,
         copies=_in_halves,
         runtimes=("vLLM", "SGLang", "llama.cpp"),

@@ -36,7 +36,7 @@ TARGETS = (
     MoETarget(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        sources={"llama": 1, "ministral3": 1, "mistral": 1, "phi3": 1},
+        sources={"llama": 1, "exaone": 1, "ministral3": 1, "mistral": 1, "phi3": 1},
         wrappers={"mistral3": ("Mistral3ForConditionalGeneration", "mistral3")},
         config_keys=_keys,
         runtimes=("vLLM", "SGLang", "llama.cpp"),

@@ -24,7 +24,7 @@ TARGETS = (
     MoETarget(
         model_type="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
-        sources={"qwen2": 1, "llama": 3, "mistral": 3, "phi3": 3},
+        sources={"qwen2": 1, "llama": 3, "exaone": 3, "mistral": 3, "phi3": 3},
         config_keys=lambda given: (
             _expert_keys(given)
             | {

@@ -66,9 +66,9 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         # neither saved nor counted.
         dense._modules = self._modules
         object.__setattr__(self, "_dense", dense)
-        # transformers 5.24 has renamed the argument in its own families.
-        renamed = "cache" in inspect.signature(dense.forward).parameters
-        self._cache_name = "cache" if renamed else "past_key_values"
+        # transformers 5.24 has renamed the argument; a forward may leave all but a few to its decoder.
+        known = (*inspect.signature(dense.forward).parameters, *BaseModelOutputWithPast.__dataclass_fields__)
+        self._cache_name = next(name for name in known if name in {"cache", "past_key_values"})
         self.post_init()
         # After post_init, which in transformers 4 refuses the name of a buffer.
         kept: set[str] = set(self._keep_in_fp32_modules_strict or ())  # type: ignore[has-type]

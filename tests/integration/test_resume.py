@@ -220,7 +220,7 @@ GRADIENTS = "stages.project.carved_model:CarvedModel.gradients"
 @pytest.mark.parametrize(
     ("stage", "place", "work", "at", "left"),
     [
-        ("project", "layer_pass", "project_layer", "stages.project.layer_pass:project_layer", LAYERS - 1),
+        ("project", "layer_pass", "project_layer", "stages.project.layer_pass:save_layer_checkpoint", LAYERS - 1),
         ("project", "layer_pass", "project_layer", GRADIENTS, 0),
         pytest.param(
             *("cluster", "stage", "partition_layer", "stages.cluster.stage:partition_layer", LAYERS - 1),

@@ -65,7 +65,8 @@ def shrunk_config(name: str) -> PretrainedConfig:
 
 def small_keys(config: PretrainedConfig, sizes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Those keys of a configuration, and of the configurations in it, that have a small value."""
-    sizes = {**sizes, "vocab_size": vocabulary(), "vocab_size_per_layer_input": vocabulary()}
+    words = ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
+    sizes = {**sizes, **dict.fromkeys(words, vocabulary())}
     if "kv_lora_rank" in vars(config):  # keys and values of all heads come out of the compressed ones
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if "qk_rope_head_dim" in vars(config):  # the others' size follows

@@ -123,9 +123,7 @@ class NextMonthModel(NextMonthPreTrainedModel):
         seen = cache.get_seq_length() if cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
-        mask = create_causal_mask(
-            self.config, inputs_embeds=x, attention_mask=attention_mask, cache=cache
-        )
+        mask = create_causal_mask(self.config, inputs_embeds=x, attention_mask=attention_mask, cache=cache)
         for block in [*self.blocks] * self.config.passes:
             x = block(x, mask, position_ids, cache)
         return BaseModelOutputWithPast(last_hidden_state=self.last_norm(x), cache=cache)

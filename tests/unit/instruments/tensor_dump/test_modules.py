@@ -97,7 +97,7 @@ def test_a_linear_that_returns_more_than_a_tensor(folder):
     assert manifest.missing == {}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_scripted_part(folder):
     model = nn.Sequential(nn.Linear(D, F), torch.jit.script(nn.Sequential(nn.Linear(F, F), nn.ReLU())))
     manifest = dump(model, folder)
