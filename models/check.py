@@ -1,4 +1,4 @@
-"""Whether the dense source model can be carved, found without reading a weight: all faults at once."""
+"""Whether the dense source model can be carved, found without reading a layer's weights: all faults at once."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from models.checkpoint import folder as checkpoint
 from models.checkpoint.mistaken import explain_names
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.finding import source_decoder
+from models.finding import check_stream, source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, explained_config, read_source_config
 
@@ -37,6 +37,8 @@ def check_source(model: ModelConfig) -> list[UserError]:
             if not errors:
                 decoder = source_decoder(model)
                 errors += _check_weights(config, decoder, entries) if entries else []
+                if entries and not errors:
+                    check_stream(config_folder(model))
     except UserError as error:
         errors.append(error)
     return errors

@@ -1,4 +1,4 @@
-"""Find the dense decoder in a folder once, and keep its description on disk: later plans need no torch."""
+"""Find the dense decoder in a folder once, and keep on disk what is known of it: later plans need no torch."""
 
 import hashlib
 import json
@@ -30,16 +30,33 @@ def find_decoder(folder: Path, *, weights: bool = True, text_only: bool = False)
 
     Raises CheckpointError: there is none; ConfigError: it has no text part.
     """
-    config = read_config(folder)
-    entries = read_checkpoint(folder) if weights and has_weights(folder) else {}
-    shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    facts = json.dumps([_FORMAT, _code(), config, sorted(shapes.items()), text_only])
-    return _kept(folder, weights and has_weights(folder), text_only, hashlib.sha256(facts.encode()).hexdigest())
+    weights = weights and has_weights(folder)
+    return _kept(folder, weights, text_only, _place(folder, weights, text_only))
+
+
+def check_stream(folder: Path) -> None:
+    """Open the stream of a checkpoint's layers, once. Raises CheckpointError: they do not run one by one."""
+    mark = _place(folder, weights=True, text_only=False).with_suffix(".runs")
+    if not mark.exists():
+        import torch  # noqa: PLC0415 - see `_kept`
+
+        from models.stream import LayerStream  # noqa: PLC0415
+
+        LayerStream(folder, device=torch.device("cpu")).reader.close()
+        with suppress(OSError):
+            mark.touch()
+
+
+def _place(folder: Path, weights: bool, text_only: bool) -> Path:
+    """Where the description of this decoder is kept."""
+    entries = read_checkpoint(folder) if weights else {}
+    shapes = sorted((name, tuple(entry.shape)) for name, entry in entries.items())
+    key = hashlib.sha256(json.dumps([_FORMAT, _code(), read_config(folder), shapes, text_only]).encode()).hexdigest()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
 
 
 @lru_cache(maxsize=32)
-def _kept(folder: Path, weights: bool, text_only: bool, key: str) -> Decoder:
-    place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
+def _kept(folder: Path, weights: bool, text_only: bool, place: Path) -> Decoder:
     with suppress(OSError, ValueError, TypeError, KeyError):
         return from_json(json.loads(place.read_text(encoding="utf-8")))
     # Importing torch and transformers takes seconds; a plan of a known model does without them.
@@ -66,5 +83,5 @@ def from_json(content: Mapping[str, Any]) -> Decoder:
 @lru_cache(maxsize=1)
 def _code() -> str:
     """Hash of the code that finds decoders, transformers included."""
-    code = (Path(__file__).with_name(name).read_bytes() for name in ("structure.py", "text_part.py"))
+    code = (Path(__file__).with_name(name).read_bytes() for name in ("structure.py", "stream.py", "text_part.py"))
     return hashlib.sha256(b"".join([version("transformers").encode(), *code])).hexdigest()

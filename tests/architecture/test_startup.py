@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.config import DRIVERS
-from models.finding import find_decoder
+from models.finding import check_stream, find_decoder
 from models.source import EMBEDDED
 from pipeline.help import PROGRAMS
 
@@ -41,6 +41,7 @@ assert "torch" not in sys.modules
 def _known_model():
     """The first plan of a model describes it, which needs torch; later plans read that description."""
     find_decoder(EMBEDDED)
+    check_stream(EMBEDDED)
 
 
 def run(*words, cwd=REPOSITORY):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
+from zoo.checkpoints import write_checkpoint
 
 from instruments.errors import CheckpointError, ConfigError
 from models import check
@@ -310,3 +311,12 @@ def test_the_links_of_the_hubs_cache_are_its_own_files(embedded, tmp_path):
         shutil.copyfile(file, blobs / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     assert faults(snapshot) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("next_month_looped", "runs its layers several times"), ("gemma3n_text", "several hidden states")],
+)
+def test_layers_that_do_not_run_one_by_one_once_are_refused(name, reason, tmp_path):
+    (found,) = faults(write_checkpoint(name, tmp_path))
+    assert reason in found.what
