@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Empty: the newest packages instead of the tested ones (make test VENV=.venv-newest PINS=).
+PINS ?= -c constraints.txt
 
 BIN := $(VENV)/bin
 # What is installed: the packages of a run, or with the tools of the tests. The second stamp covers the first.
@@ -27,7 +29,7 @@ $(RUNS) $(INSTALLED): pyproject.toml constraints.txt
 	  exit 2; } >&2
 	@# A working environment is kept: creating it again with another Python would mix the two.
 	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(if $(filter %.installed,$@),[dev])'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.$(if $(filter %.installed,$@),[dev])'
 	@touch $(RUNS) $@
 
 run: $(RUNS) ## carve the embedded model, end to end (make run ARGS="experts=8 n=128")
