@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from instruments.dtypes import FLOATING
@@ -11,7 +13,7 @@ from models.checkpoint import folder as checkpoint
 from models.checkpoint.mistaken import explain_names
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.finding import check_stream, source_decoder
+from models.finding import description_path, source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
 from models.source import check_hub_weights, config_folder, explained_config, read_source_config
 
@@ -38,10 +40,23 @@ def check_source(model: ModelConfig) -> list[UserError]:
                 decoder = source_decoder(model)
                 errors += _check_weights(config, decoder, entries) if entries else []
                 if entries and not errors:
-                    check_stream(config_folder(model))
+                    _check_stream(config_folder(model))
     except UserError as error:
         errors.append(error)
     return errors
+
+
+def _check_stream(folder: Path) -> None:
+    """Open the stream of a checkpoint's layers, once. Raises CheckpointError: they do not run one by one."""
+    mark = description_path(folder, weights=True, text_only=False).with_suffix(".runs")
+    if not mark.exists():
+        import torch  # noqa: PLC0415 - a plan of a known model does without it
+
+        from models.stream import LayerStream  # noqa: PLC0415
+
+        LayerStream(folder, device=torch.device("cpu")).reader.close()
+        with suppress(OSError):
+            mark.touch()
 
 
 def _check_weights(

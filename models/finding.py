@@ -1,4 +1,4 @@
-"""Find the dense decoder in a folder once, and keep on disk what is known of it: later plans need no torch."""
+"""Find the dense decoder in a folder once, and keep its description on disk: later plans need no torch."""
 
 import hashlib
 import json
@@ -31,23 +31,10 @@ def find_decoder(folder: Path, *, weights: bool = True, text_only: bool = False)
     Raises CheckpointError: there is none; ConfigError: it has no text part.
     """
     weights = weights and has_weights(folder)
-    return _kept(folder, weights, text_only, _place(folder, weights, text_only))
+    return _kept(folder, weights, text_only, description_path(folder, weights, text_only))
 
 
-def check_stream(folder: Path) -> None:
-    """Open the stream of a checkpoint's layers, once. Raises CheckpointError: they do not run one by one."""
-    mark = _place(folder, weights=True, text_only=False).with_suffix(".runs")
-    if not mark.exists():
-        import torch  # noqa: PLC0415 - see `_kept`
-
-        from models.stream import LayerStream  # noqa: PLC0415
-
-        LayerStream(folder, device=torch.device("cpu")).reader.close()
-        with suppress(OSError):
-            mark.touch()
-
-
-def _place(folder: Path, weights: bool, text_only: bool) -> Path:
+def description_path(folder: Path, weights: bool, text_only: bool) -> Path:
     """Where the description of this decoder is kept."""
     entries = read_checkpoint(folder) if weights else {}
     shapes = sorted((name, tuple(entry.shape)) for name, entry in entries.items())

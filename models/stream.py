@@ -293,10 +293,11 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         Raises CheckpointError: the model computes between its layers, or does not run each of them once.
         """
         problem: Exception | None = None
+        ids = torch.tensor([[1, 2, 3], [3, 1, 2]])
         for returned in _RETURNED:
             self._returned = returned
             try:
-                self._pass(torch.tensor([[1, 2, 3], [3, 1, 2]]))
+                self._pass(ids)
                 hidden = [_hidden(call) for call in self._calls if call]
                 if all(isinstance(states, Tensor) and states.shape == hidden[0].shape for states in hidden):
                     break
@@ -316,7 +317,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         first = [call for call in self._calls if call]
         # What is behind the last layer may be the first one again; the head has no weights yet.
         stop = self._model.get_output_embeddings().register_forward_pre_hook(_reached)
-        self._pass(torch.tensor([[1, 2, 3], [3, 1, 2]]), hidden[0])
+        self._pass(ids, hidden[0])
         stop.remove()
         self._pass(torch.tensor([[4, 3, 1], [2, 2, 5]]))
         second = [call for call in self._calls if call]

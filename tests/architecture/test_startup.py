@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from models.config import DRIVERS
-from models.finding import check_stream, find_decoder
-from models.source import EMBEDDED
+from models.check import check_source
+from models.config import DRIVERS, ModelConfig
 from pipeline.help import PROGRAMS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,8 +39,7 @@ assert "torch" not in sys.modules
 @pytest.fixture(autouse=True, scope="module")
 def _known_model():
     """The first plan of a model describes it, which needs torch; later plans read that description."""
-    find_decoder(EMBEDDED)
-    check_stream(EMBEDDED)
+    assert not check_source(ModelConfig())
 
 
 def run(*words, cwd=REPOSITORY):
