@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 
 def in_backward() -> bool:
@@ -65,7 +64,8 @@ class _Inside(TorchFunctionMode):
         return self._run(func, args, kwargs or {})
 
 
-def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | None]) -> list[RemovableHandle]:
+@contextmanager
+def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | None]) -> Iterator[None]:
     """Hooks; at each call of the module `begin(*args, **kwargs)` gives the runner of its torch functions, or None."""
     running: list[_Inside | None] = []
 
@@ -79,10 +79,13 @@ def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | Non
         if running and (inside := running.pop()) is not None:
             inside.__exit__(None, None, None)
 
-    return [
+    with (
         module.register_forward_pre_hook(EagerHook(before), with_kwargs=True),
         module.register_forward_hook(EagerHook(after), always_call=True),  # recomputation ends by an exception
-    ]
+    ):
+        yield
+    while running:  # Ctrl-C skips the hooks
+        after(module, (), None)
 
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -1,6 +1,7 @@
 """Hooks on watched modules, which compute norms once an output's gradient arrives, and on other uses of a weight."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,18 +26,19 @@ class TargetHooks:
     target: Target
     passes: Passes
 
-    def install(self) -> list[RemovableHandle]:
-        """Register the hooks by kind of module."""
+    def install(self) -> Iterator[AbstractContextManager[object]]:
+        """Contexts that register the hooks, by kind of module."""
         module, head = self.target.module, self.target.head
         if self.target.fused:
-            return look_inside(module, self._begin_experts)
-        if self.target.parameter.kind == "linear":
-            return [_listen(module, self._on_linear)]
-        if type(module).forward is nn.Embedding.forward:
-            handles = [_listen(module, self._on_lookup)]
+            yield look_inside(module, self._begin_experts)
+        elif self.target.parameter.kind == "linear":
+            yield _listen(module, self._on_linear)
+        elif type(module).forward is nn.Embedding.forward:
+            yield _listen(module, self._on_lookup)
         else:  # Gemma scales the rows, bitsandbytes' StableEmbedding normalises them
-            handles = look_inside(module, lambda *_args, **_kwargs: self._run_lookup)
-        return handles if head is None else [*handles, _listen(head, self._on_head)]
+            yield look_inside(module, lambda *_args, **_kwargs: self._run_lookup)
+        if head is not None:
+            yield _listen(head, self._on_head)
 
     @property
     def _name(self) -> str:
@@ -50,14 +52,14 @@ class TargetHooks:
         self.passes.leave_out(self.target, why)
 
     def _enter(self, x: Tensor, name: str, ids_BT: Tensor | None = None) -> ScanPass | None:
-        """The pass in which the module `name` gets the input `x`; None if it is not measured."""
-        scan_pass = self.passes.enter(self.target, name)
-        if scan_pass is not None and ids_BT is not None:
-            scan_pass.note_order(ids_BT)
-        if scan_pass is None or scan_pass.has_samples(x):
-            return scan_pass
-        self._leave_out("its samples cannot be separated")
-        return None
+        """The pass in which the module `name` gets the input `x`; None if nothing is to be watched."""
+
+        def misfit(scan_pass: ScanPass) -> str:
+            if ids_BT is not None:
+                scan_pass.note_order(ids_BT)
+            return scan_pass.misfit(x, is_output=self.target.is_output or name == self._head_name)
+
+        return self.passes.enter(self.target, name, x, misfit)
 
     def _watch(self, scan_pass: ScanPass, receive: Callable[..., None], output: Tensor, *saved: Tensor) -> Tensor:
         """The output; while the scanner is open, `receive` gets the pass, the output's gradient and the saved input."""
@@ -71,7 +73,7 @@ class TargetHooks:
             # A checkpoint recomputes the saved tensors, and autograd does not compare their versions.
             if any(tensor._version > version for tensor, version in zip(saved, versions, strict=True)):
                 on_changed()
-            elif self.passes.is_reached(scan_pass):
+            elif self.passes.is_reached(scan_pass) and self.target.column not in scan_pass.dropped:
                 receive(scan_pass, inputs.narrow(grad), *map(inputs.narrow, saved))
 
         return watch(unless_closed, output, *saved, on_changed=on_changed)
@@ -115,8 +117,9 @@ class TargetHooks:
             return None
         scan_pass.ids[self.target.column] = ids_BT
         rows_BTD = output.detach()
-        # Measured now: the model may scale the rows in place.
-        squares_B1 = scan_pass.read_input(rows_BTD, rows_BTD.shape[-1], rows_BTD.device).block_squares_Bi
+        squares_B1 = rows_BTD.new_empty(0)
+        if self.target.column not in scan_pass.dropped:  # measured now: the model may scale the rows in place
+            squares_B1 = scan_pass.read_input(rows_BTD, rows_BTD.shape[-1], rows_BTD.device).block_squares_Bi
         if not self.passes.gradients:
             scan_pass.squares.activation[self.target.column] = squares_B1
             return None
@@ -163,15 +166,16 @@ class TargetHooks:
         scan_pass.heads[self.target.column] = inputs.head_part(x_BSD, grad_BSV, ids_BT, gram=gram)
 
     def _begin_experts(
-        self, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
+        self, hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
     ) -> Callable[..., Any] | None:
         """Fused experts are called; they are left out if not all tokens are passed."""
-        scan_pass = self.passes.enter(self.target, self._name)
+
+        def misfit(scan_pass: ScanPass) -> str:
+            whole = len(top_k_index) == scan_pass.facts.samples * scan_pass.facts.length
+            return "" if whole else "its samples cannot be separated"
+
+        scan_pass = self.passes.enter(self.target, self._name, hidden_states, misfit)
         if scan_pass is None:
-            return None
-        facts = scan_pass.facts
-        if len(top_k_index) != facts.samples * facts.length:
-            self._leave_out("its samples cannot be separated")
             return None
         return partial(self._run_product, scan_pass, ProductFinder(self.target.module, self.target.fused, top_k_index))
 

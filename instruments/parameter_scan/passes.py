@@ -4,7 +4,7 @@ import inspect
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from instruments.hooks import in_backward
 from instruments.parameter_scan.inputs import HeadPart, InputSquares, narrow
 from instruments.parameter_scan.linears import WaitingLinears
 from instruments.parameter_scan.targets import Target, refusal, warn_left_out
-from instruments.tensors import find_tensors
+from instruments.tensors import find_tensors, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,15 @@ class ScanPass:
             if torch.equal(ids_BT, whole_BT.mT) and not torch.equal(ids_BT, whole_BT):
                 self.positions_first = True
 
-    def has_samples(self, tensor: Tensor) -> bool:
+    def misfit(self, tensor: Tensor, *, is_output: bool) -> str:
+        """Why a module's input cannot be measured, or empty; only the output embedding may get the last positions."""
+        if not self._has_samples(tensor):
+            return "its samples cannot be separated"
+        x, facts = self.facts.split(tensor), self.facts
+        part = x is not None and tensor.ndim > 2 and x.shape[1] != facts.length and not is_output
+        return "it has other positions than the text" if part and facts.mask_BT is not None else ""
+
+    def _has_samples(self, tensor: Tensor) -> bool:
         """Whether the rows of a module's input can be assigned to samples.
 
         With as many samples as positions, shapes do not tell them apart: from a layer with transposed input on, all
@@ -168,7 +176,7 @@ class ScanPass:
         return not self.positions_first and not (tensor.ndim == 2 and len(tensor) == facts.samples)
 
     def read_input(self, source: Tensor, width: int, device: torch.device) -> InputSquares:
-        """Squares of a module's input, which `has_samples`, in blocks of `width`."""
+        """Squares of a module's input, which is no `misfit`, in blocks of `width`."""
         x_BTI = self.facts.split(source)
         assert x_BTI is not None
         x_BTI = narrow(x_BTI).to(device)
@@ -210,17 +218,23 @@ class Passes:
         """Begin a forward pass; None if it is not recorded."""
         self._running = scan_pass
 
-    def enter(self, target: Target, name: str) -> ScanPass | None:
-        """The pass in which a module runs; None if it runs for the second time, or in no recorded pass."""
-        if self._running is None:
-            return self._reached[-1] if self._reached and self._reached[-1].recorded else None
-        if not self._running.recorded:
+    def enter(self, target: Target, name: str, x: Tensor, misfit: Callable[[ScanPass], str]) -> ScanPass | None:
+        """The pass in which a module gets the input `x`; None if nothing is to be watched.
+
+        A weight that is left out is watched as well: a checkpoint must save the same tensors whenever it runs.
+        """
+        scan_pass = self._running or (self._reached[-1] if self._reached else None)
+        if scan_pass is None or not scan_pass.recorded:
             return None
-        if name in self._running.used:
-            self.leave_out(target, "it ran twice in one forward pass")
+        if is_sharded(x):  # not its weight, which fully_shard has split again before this hook
+            self.leave_out(target, "its weight is split over processes")
             return None
-        self._running.used.add(name)
-        return self._running
+        if scan_pass is self._running:
+            twice = "it ran twice in one forward pass" if name in scan_pass.used else ""
+            if why := twice or misfit(scan_pass):
+                self.leave_out(target, why)
+            scan_pass.used.add(name)
+        return scan_pass if self.gradients or target.column not in scan_pass.dropped else None
 
     def leave_out(self, target: Target, why: str) -> None:
         """Discard a target's norms in the current passes, including those still to be measured; warn once."""

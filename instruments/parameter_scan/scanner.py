@@ -2,17 +2,19 @@
 
 The model's results do not change: logits, losses, gradients and `generate()` are bitwise the same. Weights may be
 frozen, trained or quantised, with checkpointing, autocast or gradient accumulation. Gradients are those of the loss on
-which `backward` is called: a divided or scaled loss gives divided or scaled norms.
+which `backward` is called: a divided or scaled loss gives divided or scaled norms. With checkpointing, a backward pass
+must run in the `with` block of its forward pass: torch raises CheckpointError if hooks come or go in between.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, NumericsError, some
 from instruments.hooks import EagerHook, in_transform
@@ -76,7 +78,7 @@ class ParameterTensorScanner:
         self._gradients = gradients
         self._passes = Passes(gradients=gradients, product=product, left_out=self.left_out)
         self._uses = WeightUses(self._targets if gradients else ())
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._records: list[ScanRecord] = []
         self._measured: set[int] = set()  # parameters with norms in any pass
         self._names: Sequence[str] | None = None
@@ -92,19 +94,16 @@ class ParameterTensorScanner:
             do = "leave the first `with` block before the next, or watch all in one: patterns=[...]"
             raise refusal("the model is being scanned already", do)
         _SCANNED.update(modules)
-        hooks = (TargetHooks(target, self._passes) for target in self._targets)
-        self._handles = [
-            self._model.register_forward_pre_hook(EagerHook(self._begin), with_kwargs=True),
-            *(handle for own in hooks for handle in own.install()),
-            *self._uses.install(),
-            self._model.register_forward_hook(EagerHook(self._end), always_call=True),
-        ]
+        hooks = (hook for target in self._targets for hook in TargetHooks(target, self._passes).install())
+        self._hooks.enter_context(self._model.register_forward_pre_hook(EagerHook(self._begin), with_kwargs=True))
+        for hook in chain(hooks, self._uses.install()):
+            self._hooks.enter_context(hook)
+        self._hooks.enter_context(self._model.register_forward_hook(EagerHook(self._end), always_call=True))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Remove all hooks; finished records stay on the CPU until they are collected."""
-        for handle in self._handles:
-            handle.remove()
+        """Remove all hooks; finished records stay until they are collected."""
+        self._hooks.close()
         _SCANNED.difference_update({self._model, *(target.module for target in self._targets)})
         self._uses.end()
         self._passes.close()
@@ -113,8 +112,7 @@ class ParameterTensorScanner:
                 self._records = self.collect()
                 self._note_unmeasured()
         finally:
-            self._model, self._targets, self._handles, self._uses = None, (), [], WeightUses(())
-            self._passes.finished.clear()
+            self._model, self._targets, self._uses = None, (), WeightUses(())
 
     def _note_unmeasured(self) -> None:
         """At the end: add the weights that have no norms in any pass to `left_out`."""
@@ -132,9 +130,9 @@ class ParameterTensorScanner:
     def collect(self) -> list[ScanRecord]:
         """Records of all passes finished since the last call: backward passes, or forward passes with gradients=False.
 
-        Raises NumericsError: a sample's gradients are missing, all zero or not finite; its pass is dropped.
+        Raises NumericsError: a sample's gradients are missing, all zero or not finite; its pass is dropped, and the
+            next call returns the others.
         """
-        records, self._records = self._records, []
         while self._passes.finished:
             scan_pass, squares = self._passes.finished.popleft()
             self._measured |= set(squares.out_gradient if self._gradients else squares.activation)
@@ -143,7 +141,8 @@ class ParameterTensorScanner:
                 logger.warning("parameter scan: samples without a supervised token are skipped: %s", some(skipped))
             self.skipped += skipped
             if record is not None:
-                records.append(record)
+                self._records.append(record)
+        records, self._records = self._records, []
         return records
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

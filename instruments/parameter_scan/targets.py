@@ -46,6 +46,7 @@ class Target:
     module: nn.Module
     head: nn.Linear | None = None  # for an embedding: the Linear with the same weight (tied output embedding)
     fused: str = ""  # for fused experts: the module's attribute
+    is_output: bool = False  # it is the output embedding, which may get only the last positions
 
     @property
     def parameter(self) -> WatchedParameter:
@@ -85,6 +86,8 @@ class Selection:
             users.setdefault(self._key(self._modules[name]), []).append(name)
         by_first = {names[0]: names for names in users.values()}
         self._heads = find_head_widths(self._modules)
+        outputs = (getattr(one, "get_output_embeddings", lambda: None)() for one in self._modules.values())
+        self._outputs = {part for head in outputs if isinstance(head, nn.Module) for part in head.modules()}
         for name in dict.fromkeys((*embeddings, *self._modules)):
             self._add_weight(by_first.get(name, []))
             for fused in fused_parameters(self._modules[name]):
@@ -136,7 +139,7 @@ class Selection:
         parameter = WatchedParameter(f"{name}.weight", kind, *_features(module), self._width)
         if name in self._heads and not embedding:
             parameter = _cut_by_heads(parameter, *self._heads[name])
-        self._add([parameter], module, head=others[0] if tied else None)
+        self._add([parameter], module, head=others[0] if tied else None, is_output=module in self._outputs)
 
     def _add_experts(self, name: str, module: nn.Module, fused: str) -> None:
         weight: Tensor = getattr(module, fused)

@@ -94,7 +94,7 @@ class FormatLoss:
     """Loss from rounding to a format. Shares are those of the finite nonzero values."""
 
     format: str
-    underflow: float  # below the smallest subnormal value: lost
+    underflow: float  # at most half the smallest subnormal value: rounded to 0
     flushed: float  # below the smallest normal value: digits are lost, or all if subnormals are flushed to 0
     overflow: int  # values of at least the format's largest plus half a unit in its last place
     normalised_l2: float  # ‖x − x̂‖ / ‖x‖ of the values that do not overflow
@@ -123,7 +123,7 @@ def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale:
     distance = measure_distance(torch.where(over, 0, values), torch.where(over, 0, round_to(values.float(), target)))
     return FormatLoss(
         dtype_name(target),
-        underflow=int(((sizes > 0) & (sizes < limits.smallest_normal * limits.eps)).sum()) / known,
+        underflow=int(((sizes > 0) & (sizes <= limits.smallest_normal * limits.eps / 2)).sum()) / known,
         flushed=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
         overflow=int(over.sum()), normalised_l2=distance.normalised_l2, max_relative=distance.max_relative,
         sqnr_db=distance.sqnr_db, scale=factor,

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -103,7 +102,3 @@ def main(words: Sequence[str] | None = None) -> int:
         return report.exit_code
 
     return exit_code(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

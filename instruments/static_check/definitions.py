@@ -35,7 +35,8 @@ class Definitions:
     nodes: list[ast.AST]  # of the file, each before its parts
     spans: dict[int, tuple[int, int]]  # by id of a statement: places of its nodes
     imports: dict[str, str] = field(default_factory=dict)  # local name → dotted name
-    functions: dict[str, Function] = field(default_factory=dict)  # by name, methods as Class.name
+    functions: dict[str, Function] = field(default_factory=dict)  # one by name, methods as Class.name
+    owners: list[tuple[Function, str | None]] = field(default_factory=list)  # all, with the class of a method
     parents: dict[int, int] = field(default_factory=dict)  # function within a function, by id of the nodes
     bases: dict[str, list[str]] = field(default_factory=dict)
     parts: dict[str, set[str]] = field(default_factory=dict)  # class → names used in its code
@@ -118,15 +119,18 @@ def find_definitions(tree: ast.Module) -> Definitions:
                 functions.append(node)
             case ast.ClassDef():
                 found.bases[node.name] = [text for base in node.bases if (text := text_of(base))]
-                methods.update({f"{node.name}.{part.name}": part for part in node.body if isinstance(part, Function)})
+                own = [part for part in node.body if isinstance(part, Function)]
+                methods.update({f"{node.name}.{part.name}": part for part in own})
+                found.owners += [(part, node.name) for part in own]
                 parts = found.within(node)
                 found.parts[node.name] = {getattr(part, "attr", getattr(part, "id", "")) for part in parts}
-    owned = {id(method) for method in methods.values()}
+    owned = {id(method) for method, _class in found.owners}
     for function in sorted(functions, key=lambda function: function.col_offset):  # the outer ones first
         inner = found.within(function)[1:]
         found.parents.update({id(child): id(function) for child in inner if isinstance(child, Function)})
         if id(function) not in owned:
             found.functions.setdefault(function.name, function)
+            found.owners.append((function, None))
     found.functions = methods | found.functions
     found.scales = any("scaler" in last_word(found.imports.get(word, word)).lower() for word in words)
     imported = {*found.imports, *found.imports.values()}

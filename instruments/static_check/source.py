@@ -103,7 +103,7 @@ def _read_notebook(path: Path, data: bytes) -> Source:
                 code = _MAGIC.sub(lambda match: f"{match[1]}pass" + "\n" * match[0].count("\n"), code)
                 tree = ast.parse(code)
         except SyntaxError as error:
-            if not cell["source"][0].startswith("%%"):
+            if not "".join(cell["source"]).startswith("%%"):
                 place = Path(f"{path}[cell {number}]")
                 source.unread.append(unreadable(place, error.lineno or 1, f"does not parse: {error.msg}"))
             continue

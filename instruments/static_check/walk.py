@@ -29,10 +29,9 @@ def walk_file(file: FileFacts) -> None:
     start = State(values=file.outer, modules=dict(file.modules))
     end = join(walk_body(file.source.tree.body, [start], frame))
     file.outer, file.modules = end.values, file.modules | end.modules
-    methods = [(function, name.rpartition(".")[0] or None) for name, function in definitions.functions.items()]
-    called = {called_name(node) for node in definitions.nodes if isinstance(node, ast.Call)}
+    called = {called_name(node) for node in definitions.nodes if isinstance(node, ast.Call)} | {"forward"}
     # First functions that are not called in the file: they call the others inside the right autocast regions.
-    for function, owner in sorted(methods, key=lambda pair: pair[0].name in called or pair[0].name == "forward"):
+    for function, owner in sorted(definitions.owners, key=lambda pair: pair[0].name in called):
         if id(function) not in file.walked:
             _walk_alone(function, owner, frame)
     for name, precision in check_unused(State(modules=file.modules), frame):

@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -280,14 +280,14 @@ def hook_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle
     return _hook_calls(module, begin, lambda call, output: recorder.take(call, "output", output))
 
 
-def hook_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+def hook_experts(watched: Watched, recorder: Recorder) -> list[AbstractContextManager[None]]:
     """Hooks that find the products of one parameter during each call of its module."""
 
     def begin(*args: Any, **kwargs: Any) -> Kernel:  # noqa: ANN401 - the module's arguments
         chosen: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
         return partial(_run_product, watched, recorder, ProductFinder(watched.module, watched.parameter, chosen))
 
-    return look_inside(watched.module, begin)
+    return [look_inside(watched.module, begin)]
 
 
 def _run_product(

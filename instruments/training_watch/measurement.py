@@ -170,8 +170,8 @@ class Measurement:
                 return
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
-            parts = [as_real(part.detach()) for part in find_tensors(output).values() if owns or part.requires_grad]
-            for part in parts:
+            parts = [part.detach() for part in find_tensors(output).values() if owns or part.requires_grad]
+            for part in (as_real(part.to_local() if is_sharded(part) else part) for part in parts):
                 if _has_range(part):
                     low, high = torch.aminmax(part)  # one pass, no copy
                     if (before := self.peaks.get((name, call, part.dtype))) is not None:

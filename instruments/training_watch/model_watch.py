@@ -261,26 +261,26 @@ class ModelWatch:
 _OPEN: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
 
 
-_backward = torch.autograd.backward
-
-
-def _backward_of_loss(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of torch.autograd.backward
-    """torch.autograd.backward, which Tensor.backward calls; tells every watch what it starts from."""
-    watches = [] if in_backward() else [*_OPEN]
-    tensors = args[0] if args else kwargs.get("tensors", ())
-    for watch in watches:
-        watch.enter_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
-    _backward(*args, **kwargs)
+_noting: Callable[..., None] | None = None  # what we have put in the place of torch.autograd.backward
+_replaced = torch.autograd.backward
 
 
 def _note_losses() -> None:
-    """Replace torch.autograd.backward while a model is watched."""
-    global _backward  # noqa: PLW0603 - what it replaces
-    if _OPEN and torch.autograd.backward is not _backward_of_loss:
-        _backward = torch.autograd.backward
-        torch.autograd.backward = _backward_of_loss
-    elif not _OPEN and torch.autograd.backward is _backward_of_loss:
-        torch.autograd.backward = _backward
+    """While a model is watched, torch.autograd.backward, which Tensor.backward calls, tells what it starts from."""
+    global _noting, _replaced
+    if _OPEN and torch.autograd.backward is not _noting:
+        replaced = torch.autograd.backward
+
+        def noting(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of torch.autograd.backward
+            if noting is _noting and not in_backward():  # else other code has wrapped it, and a newer one tells
+                tensors = args[0] if args else kwargs.get("tensors", ())
+                for watch in [*_OPEN]:
+                    watch.enter_backward([tensors] if isinstance(tensors, Tensor) else [*tensors])
+            replaced(*args, **kwargs)
+
+        _replaced, _noting, torch.autograd.backward = replaced, noting, noting
+    elif not _OPEN and torch.autograd.backward is _noting:
+        torch.autograd.backward = _replaced
 
 
 def _unwrap(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer, or accelerate's wrapper of one
@@ -311,17 +311,19 @@ def watch_model(
         first_step: number of the first step, for a resumed run.
         on_severe: log, or raise: NumericsError at a step with a severe finding.
     Raises:
-        ConfigError: the model is sharded in a way that hides its layers, every_steps below 1, a log of another kind, or
-            another word for `on_severe`.
+        ConfigError: the model is sharded in a way that hides its layers, every_steps below 1, a log of another kind,
+            another word for `on_severe`, or an optimizer without hooks.
     """
     if on_severe not in {LOG, RAISE}:
         raise ConfigError(
             f"on_severe={on_severe!r} is none of {LOG}, {RAISE}", where="watch_model", do="on_severe='raise'"
         )
+    given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+    optimizers = [_unwrap(one) for one in given]
+    if bare := [type(one).__name__ for one in optimizers if not hasattr(one, "register_step_post_hook")]:
+        what = f"{', '.join(bare)} has no hooks for its steps"
+        raise ConfigError(what, where="watch_model", do="watch_model(model), and watch.step() before optimizer.step()")
     for old in [one for one in _OPEN if one.measurement.model is model]:
         logger.warning("the model is watched already: the earlier watch ends at step %d", old.next_step)
         old.remove()
-    given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
-    return ModelWatch(
-        model, [_unwrap(one) for one in given], scaler, config or WatchConfig(), log, first_step, on_severe
-    )
+    return ModelWatch(model, optimizers, scaler, config or WatchConfig(), log, first_step, on_severe)

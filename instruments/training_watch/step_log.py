@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,7 @@ class StepLog:
         self.writer: Any = log if self.path is None else None
         self.config = config
         self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → step at which it was last logged
+        self._appends = False  # the file ends with a whole line
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         elif not (log is None or hasattr(log, "add_scalar") or hasattr(log, "log")):
@@ -117,7 +119,11 @@ class StepLog:
         elif self.writer is not None:  # without step=, which drops numbers of steps before the run's own
             self.writer.log({**report.scalars(layers=layers), "watch/step": report.step})
         if self.path is not None:
-            with file_of_rank(self.path).open("a", encoding="utf-8") as file:
+            path = file_of_rank(self.path)
+            if not self._appends and path.is_file():  # a killed run may have left half a line
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            self._appends = True
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(report.record(layers=layers)) + "\n")
 
 

@@ -70,6 +70,32 @@ def test_norms_are_those_of_each_sample_alone(case):
         assert record.gradient_BP[sample].tolist() == pytest.approx(expected, rel=1e-4)
 
 
+class Captions(nn.Module):
+    """Text (B, T), with B images of 4 patches; logits of the last 5 positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.vision, self.head = nn.Embedding(9, D), nn.Linear(F, D), nn.Linear(D, 9)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, attention_mask, patches):
+        self.last = (self.embed(input_ids) + self.vision(patches).mean(1, keepdim=True))[:, -5:]
+        return self.head(self.last)
+
+
+def test_with_padding_only_the_output_embedding_may_have_fewer_positions_than_the_text():
+    model, mask = Captions(), torch.tensor([[1] * T, [1] * 4 + [0] * 3, [1] * 3 + [0] * 4])
+    with ParameterTensorScanner(model) as scanner:
+        logits = model(torch.randint(9, (B, T)), mask, torch.randn(B, 4, F))
+        (logits.square().sum(-1) * mask[:, -5:]).sum().backward()
+    assert scanner.left_out == {"vision.weight": "it has other positions than the text"}
+    (record,) = scanner.collect()
+    tokens = model.last * mask[:, -5:, None]
+    torch.testing.assert_close(record.activation_BP[:, 2], tokens.flatten(1).norm(dim=1))
+
+
 def test_layers_whose_samples_are_ambiguous_are_left_out_and_no_tensor_is_refused():
     model = nn.Sequential(nn.Linear(D, F), nn.Linear(F, H))
     with pytest.raises(NumericsError), ParameterTensorScanner(model) as scanner:

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig, MixtralForCausalLM
 
+from instruments.errors import NumericsError
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
@@ -85,6 +88,79 @@ def test_every_second_pass_is_measured_and_the_others_leave_no_trace():
         (second + loss_of(model(input_ids=IDS))).backward()
     records = check(scanner, expected, records=2)
     assert [record.sequences[0].name for record in records] == ["step 1, sample 1", "step 3, sample 1"]
+
+
+def run_twice(net, x):
+    return net.head(checkpoint(lambda x: net.body(net.body(x)), x, use_reentrant=False))
+
+
+def transpose_later(net, x):
+    x = checkpoint(net.body, x, use_reentrant=False)
+    return checkpoint(lambda x: net.head(x.transpose(0, 1)), x, use_reentrant=False).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "left_out"), [(run_twice, {"body.0.weight", "body.2.weight"}), (transpose_later, {"head.weight"})]
+)
+def test_layers_left_out_under_a_checkpoint_get_their_own_gradients(forward, left_out):
+    """The recomputed pass knows more than the first one; it saves the same tensors."""
+    model, ids = Net(), IDS[:, :B]
+    expected = torch.autograd.grad(loss_of(forward(model, model.embed(ids)), ids), [*model.parameters()])
+    model.forward = lambda input_ids: forward(model, model.embed(input_ids))
+    with ParameterTensorScanner(model) as scanner:
+        loss_of(model(input_ids=ids), ids).backward()
+    assert all(torch.equal(p.grad, q) for p, q in zip(model.parameters(), expected, strict=True))
+    assert set(scanner.left_out) == left_out
+    (record,) = scanner.collect()
+    unmeasured = {one.name for one, norm in zip(scanner.parameters, record.gradient_BP[0], strict=True) if norm.isnan()}
+    assert unmeasured == left_out
+
+
+def test_layers_split_over_processes_are_left_out(mesh):
+    model = Net()
+    expected = truth(model)
+    parallelize_module(model.body, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with ParameterTensorScanner(model) as scanner:
+        loss_of(model(input_ids=IDS)).backward()
+    assert scanner.left_out == dict.fromkeys(("body.0.weight", "body.2.weight"), "its weight is split over processes")
+    (record,) = scanner.collect()
+    for column in (0, 1):
+        name = scanner.parameters[column].name
+        assert record.gradient_BP[:, column].tolist() == pytest.approx(expected[name], rel=1e-4)
+
+
+def test_a_pass_that_is_not_finite_costs_no_other_pass():
+    model = Net()
+    expected, scanner = truth(model), ParameterTensorScanner(model)
+
+    def scan():
+        with scanner:
+            for scale in (1.0, float("inf"), 1.0, 1.0):
+                (scale * loss_of(model(input_ids=IDS))).backward()
+
+    with pytest.raises(NumericsError):
+        scan()
+    names = [record.sequences[0].name for record in check(scanner, expected, records=3)]
+    assert names == [f"step {step}, sample 1" for step in (1, 3, 4)]
+
+
+class Interrupted(nn.Module):
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["scanner", "dump"])
+def test_an_interrupt_inside_of_fused_experts_leaves_no_mode_of_torch_behind(how, tmp_path):
+    config = MixtralConfig(
+        vocab_size=V, hidden_size=8, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, experts_implementation="eager",
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    watching = TensorDump(model, tmp_path / "dump", environment={}) if how == "dump" else ParameterTensorScanner(model)
+    model.model.layers[0].mlp.experts.act_fn = Interrupted()
+    with pytest.raises(KeyboardInterrupt), watching:
+        model(input_ids=IDS)
+    assert torch._C._len_torch_function_stack() == 0
 
 
 @pytest.mark.parametrize("shape", [(0, T), (B, 0)])

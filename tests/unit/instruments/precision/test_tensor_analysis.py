@@ -45,6 +45,14 @@ def test_overflow_begins_half_a_unit_above_the_largest_value(name, edge):
     assert analyze_tensor(values[2:], [name]).losses[0].overflow == 0
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_underflow_is_what_torch_rounds_to_zero(name):
+    dtype = getattr(torch, name)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    values = smallest * torch.tensor([0.3, 0.5, 0.6, 1.0, 1.5])
+    assert loss(analyze_tensor(values, [name]), name).underflow == (values.to(dtype).float() == 0).sum() / 5 == 0.4
+
+
 def test_scaled_by_its_largest_value():
     values = normal(7, 300) * 1e-7
     plain, scaled = (analyze_tensor(values, ["e4m3"], scale=scale).losses[0] for scale in (None, "amax"))

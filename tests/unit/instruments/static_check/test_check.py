@@ -271,6 +271,12 @@ def test_unreadable_cells_and_notebooks_are_findings_and_hide_no_others(tmp_path
     assert report.exit_code == 2
 
 
+def test_a_cell_of_another_language_is_none_of_ours_also_as_one_string(tmp_path):
+    cell = {"cell_type": "code", "source": "%%bash\nls | grep ( x"}
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [cell], "nbformat": 4}))
+    assert static_check(tmp_path).findings == ()
+
+
 def test_severity_and_exclude_select_findings(tmp_path):
     """The code has a note, a warning and a severe finding."""
     code = "import torch\np = torch.log(torch.softmax(x, -1))\nq = x.half().sum()\nr = x.half() + 1e-9\n"
@@ -340,6 +346,28 @@ def test_a_function_of_the_file_is_not_taken_for_an_imported_one_of_the_same_nam
     assert check_alone(code.format("theirs")) == check_alone(code.format("loss_of")) == [(5, "LP102")]
 
 
+def test_every_function_of_a_name_is_checked(check):
+    code = """
+    def train():
+        def step(x):
+            return x
+
+    def train_in_half():
+        def step(x):
+            return F.mse_loss(x.half(), y)
+
+    class Net:
+        @property
+        def loss(self):
+            return F.mse_loss(self.x.half(), y)
+
+        @loss.setter
+        def loss(self, x):
+            pass
+    """
+    assert check(code) == [(8, "LP102"), (13, "LP102")]
+
+
 @pytest.mark.parametrize("cast", ["m.half()", "m.to(device, dtype=torch.half)"])
 def test_a_cast_whose_result_is_dropped_is_one_of_a_module(check_alone, cast):
     code = f"""
@@ -407,9 +435,8 @@ def test_the_trainer_and_the_autocast_of_a_star_import(check_alone):
     assert check_alone(code.format("32")) == []
 
 
-@pytest.mark.parametrize("module", ["instruments.static_check", "instruments.static_check.check"])
-def test_the_package_is_a_command(module, tmp_path):
+def test_the_package_is_a_command(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nx = torch.ones(3).half() + 1e-9\n")
-    command = [sys.executable, "-m", module, str(tmp_path / "train.py")]
+    command = [sys.executable, "-m", "instruments.static_check", str(tmp_path / "train.py")]
     done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
     assert (done.returncode, "LP107" in done.stdout) == (1, True)

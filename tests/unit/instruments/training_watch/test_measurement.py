@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from unit.instruments.training_watch.watched_net import D, H, Net, T, V, batch, loss_of, norm_of
@@ -26,6 +27,18 @@ def train(model, steps=3):
             optimizer.zero_grad()
             found += watch.last.anomalies
     return [one for one in found if one.kind not in {"outputs_unseen", "no_gradient"}]
+
+
+def test_outputs_split_over_processes(mesh):
+    model, whole = (nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, V)) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
+    outputs = []
+    for one in (model, whole):
+        with watch_model(one) as watch:
+            loss_of(one).backward()
+            outputs.append(watch.step().outputs)
+    assert outputs[0] == outputs[1]
 
 
 class Side(Net):

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -303,6 +304,28 @@ def test_wrong_use_is_explained(caplog):
         report = watch.step(loss=1.5)
     assert caplog.messages == ["no parameter requires a gradient: only outputs and the loss are watched"]
     assert (report.loss, report.gradient_norm, report.layers, report.anomalies) == (1.5, 0.0, {}, ())
+    backward = torch.autograd.backward
+    with pytest.raises(ConfigError):
+        watch_model(model, SimpleNamespace(param_groups=[], step=print))  # no hooks for its steps
+    assert (hooks_of(model), torch.autograd.backward) == ([], backward)
+
+
+def test_other_code_may_wrap_backward_while_a_model_is_watched(monkeypatch):
+    """And may put back what it has replaced, at any time."""
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # restored after the test
+    model, other = Net(), Net()
+    with watch_model(other):
+        ours = torch.autograd.backward
+        torch.autograd.backward = partial(ours)
+        with watch_model(model) as watch:
+            loss_of(model).backward()
+            assert watch.step().loss == loss_of(model).item()
+    for put_back in (ours, partial(ours)):
+        torch.autograd.backward = put_back
+        with watch_model(model) as watch:
+            loss_of(model).backward()
+            assert watch.step().loss == loss_of(model).item()
+    assert torch.autograd.backward is put_back
 
 
 def test_norms_are_those_before_clipping_and_losses_those_of_all_micro_batches(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from unit.instruments.training_watch.watched_net import Net, hooks_of, loss_of, train
 
 from instruments.errors import ConfigError
-from instruments.training_watch.step_log import Anomaly, StepReport, main
+from instruments.training_watch.step_log import Anomaly, StepReport, main, read_step_log
 from tiny_onn import watch_model
 
 
@@ -22,6 +22,13 @@ def log(tmp_path):
     lines = [json.dumps(report.record(layers=False)) for report in reports]
     path.write_text("\n".join([*lines, '{"step": 6, "los']))
     return path
+
+
+def test_a_resumed_run_goes_on_behind_the_last_whole_line(log):
+    model = Net()
+    with watch_model(model, torch.optim.SGD(model.parameters(), 0.05), log=log, first_step=6) as watch:
+        train(model, 2, optimizer=watch.optimizers[0])
+    assert [line["step"] for line in read_step_log(log)] == [*range(8)]
 
 
 def test_summary_and_pictures(log, tmp_path, capsys):
