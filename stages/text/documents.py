@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate, islice
@@ -52,8 +52,9 @@ def digest_of(text: str) -> bytes:
 def read_record(record: object, where: str, source: Source) -> Document | None:
     """Read the conversation or the text of one record; None if it is empty or null. `where` is the record's place.
 
-    A record without the source's columns may have those of Alpaca (instruction, input, output), of ShareGPT
-    (conversations) or a prompt and its completion.
+    A record without the source's columns may have those of Alpaca (instruction, input, output), of Dolly (instruction,
+    context, response), of ShareGPT (conversations) or a prompt and its completion. Columns system and history are read,
+    too.
 
     Raises:
         DataError: there are no such columns, a value is no text and no conversation, or a message has a field that is
@@ -61,12 +62,15 @@ def read_record(record: object, where: str, source: Source) -> Document | None:
     """
     columns = source.messages_column, source.text_column
     fields = record if isinstance(record, Mapping) else {}
-    found = fields if fields.keys() & {*columns} else {columns[0]: _known_conversation(fields)}
+    found = fields if fields.keys() & {*columns} else {columns[0]: _known_conversation(fields, where, source)}
     conversation, text = (found.get(column) for column in columns)
     if conversation:
         place = f"{where}, column {columns[0]}" if columns[0] in fields else where
-        tools = _read_tools(fields, f"{where}, column tools")
-        return Document(where, messages=_read_messages(conversation, place, source), tools=tools)
+        messages = _read_messages(conversation, place, source)
+        system = _read_column(fields, ("system", "system_prompt"), where, source)
+        if system and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": _replace_surrogates(system)}, *messages)
+        return Document(where, messages=messages, tools=_read_tools(fields, f"{where}, column tools"))
     if found is not fields:
         what = f"a record has neither column {columns[0]!r} nor column {columns[1]!r}"
         where += f"; its columns: {', '.join(map(str, fields)) or 'none'}" if isinstance(record, Mapping) else ""
@@ -78,7 +82,7 @@ def read_record(record: object, where: str, source: Source) -> Document | None:
     return Document(where, _replace_surrogates(text)) if text and text.strip() else None
 
 
-def _known_conversation(record: Mapping[str, Any]) -> object:
+def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -> object:
     """The messages of a record with the columns of a well-known dataset; None: of none."""
     if record.get("conversations"):
         return record["conversations"]
@@ -88,9 +92,33 @@ def _known_conversation(record: Mapping[str, Any]) -> object:
         return prompt + answer
     if not isinstance(prompt, str) or not isinstance(answer, str):
         return None
-    if isinstance(more := record.get("input"), str) and more.strip():
+    if more := _read_column(record, ("input", "context"), where, source):
         prompt = f"{prompt}\n\n{more}"
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    turns = [] if "history" in source.ignored_fields else record.get("history") or []
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        what, do = "the history is no list of pairs of question and answer", _leave_out("history", source)
+        raise DataError(what, where=f"{where}, column history", do=do)
+    roles = ("user", "assistant")
+    said = [text for turn in (*turns, (prompt, answer)) for text in turn]
+    return [{"role": roles[number % 2], "content": text} for number, text in enumerate(said)]
+
+
+def _read_column(record: Mapping[str, Any], names: Sequence[str], where: str, source: Source) -> str:
+    """The text of the first of these columns that is not blank; "" if there is none. Raises DataError: no text."""
+    for name in names:
+        value = record.get(name)
+        if not value or name in source.ignored_fields:
+            continue
+        if not isinstance(value, str):
+            what = f"column {name!r}, which belongs to the conversation, holds {type(value).__name__}, not text"
+            raise DataError(what, where=where, do=_leave_out(name, source))
+        if value.strip():
+            return value
+    return ""
+
+
+def _leave_out(fields: str, source: Source) -> str:
+    return f"remove it, or leave it out: '{source.place}.ignored_fields=[{fields}]'"
 
 
 def _read_messages(conversation: object, where: str, source: Source) -> tuple[Message, ...]:
@@ -123,8 +151,7 @@ def _read_message(message: object, place: str, source: Source) -> Message:
     read |= {name: fields.pop(name) for name in (*TEXT_FIELDS, *NAMES) if isinstance(fields.get(name), str)}
     if fields:
         what = f"a message has {', '.join(map(str, fields))}, which is not read"
-        do = f"remove it, or leave it out: '{source.place}.ignored_fields=[{','.join(map(str, fields))}]'"
-        raise DataError(what, where=place, do=do)
+        raise DataError(what, where=place, do=_leave_out(",".join(map(str, fields)), source))
     return {key: _replace_surrogates(value) if isinstance(value, str) else value for key, value in read.items()}
 
 

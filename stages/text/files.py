@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 TEXT = (".txt", ".md")
 RECORDS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst")
-# Data that is not read; beside files that are, it is an error.
+# Data that is not read; beside files that are, it is an error, as are other files of more bytes than those.
 UNREAD = frozenset(
     {".tsv", ".arrow", ".feather", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".bz2", ".xz", *COMPRESSED}
 )
@@ -62,7 +62,8 @@ def _list_files(path: Path, said: str, source: Source) -> list[Path]:
         what = f"cannot read {error.filename}: {error.strerror}"
         raise DataError(what, where=where, do="check its permissions") from error
     if files and others:
-        what, do = f"the folder also holds data that is not read: {some(others)}", "move these files, or convert them"
+        what = f"the folder also holds data that is not read: {some(others)}"
+        do = f"move these files, convert them, or name those to read: '{source.place}.paths=[FILE,FILE]'"
         raise DataError(what, where=where, do=do)
     if not files:
         do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, *COMPRESSED))}"
@@ -71,7 +72,7 @@ def _list_files(path: Path, said: str, source: Source) -> list[Path]:
 
 
 def _sort_files(path: Path) -> tuple[list[Path], list[Path], list[str]]:
-    """The files that are read, those about the data, and names of other data. Raises OSError."""
+    """The files that are read, those that are left out, and names of other data. Raises OSError."""
     if not path.is_dir():
         return [path] if path.is_file() and find_kind(path) else [], [], []
     found = sorted(_visible_files(path))
@@ -79,10 +80,12 @@ def _sort_files(path: Path) -> tuple[list[Path], list[Path], list[str]]:
     about = [file for file in readable if ABOUT.match(file.name) and file.suffix in {*TEXT, ".json"}]
     if len(about) == len(readable):  # a README alone is text
         about = []
-    others = [
-        file.relative_to(path).as_posix() for file in found if file.suffix.lower() in UNREAD and not find_kind(file)
-    ]
-    return [file for file in readable if file not in about], about, others
+    read = [file for file in readable if file not in about]
+    unread = others = [file for file in found if not find_kind(file)]
+    unread_bytes, read_bytes = (sum(file.stat().st_size for file in files) for files in (unread, read))
+    if unread_bytes <= read_bytes:
+        others = [file for file in others if file.suffix.lower() in UNREAD]
+    return read, [*about, *unread], [file.relative_to(path).as_posix() for file in others]
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
@@ -100,19 +103,20 @@ def find_kind(file: Path) -> str:
 
 
 def describe_files(source: Source) -> str:
-    """Numbers of the files by kind, and the names of files about the data; empty for a single file."""
+    """Numbers of the files by kind, and the names of those left out; empty for a single file."""
     sorted_files = [_sort_files(expand_user(name)) for name in source.paths or [str(source.path)]]
-    kinds = Counter(find_kind(file) for files, _about, _others in sorted_files for file in files)
-    about = [file.name for _files, files, _others in sorted_files for file in files]
+    kinds = Counter(find_kind(file) for files, _left_out, _others in sorted_files for file in files)
+    left_out = [file.name for _files, files, _others in sorted_files for file in files]
     numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
-    without = f", without {some(about, separator=', ')}" if about else ""
-    return f" ({numbers}{without})" if kinds.total() > 1 or about else ""
+    without = f", without {some(left_out, separator=', ')}" if left_out else ""
+    return f" ({numbers}{without})" if kinds.total() > 1 or left_out else ""
 
 
 def read_files(source: Source) -> Iterator[Document]:
     """The documents of a file, or of a folder's files in turn. Raises DataError."""
     files = list_files(source)
-    groups = (files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE))
+    number = -(-len(files) // FILES_AT_ONCE)
+    groups = (files[first::number] for first in range(number))  # each from all over the folder, which may be sorted
     return (document for group in groups for document in interleave(read_file(file, source) for file in group))
 
 

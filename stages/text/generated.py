@@ -4,6 +4,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from instruments.files import write_json
+from instruments.files import write_json, write_text
 from models.loading import input_device, padding_id
 from stages.artifacts.job import ALONE, Workers
 from stages.text.batches import IGNORED, TokenSequence, group_lengths
@@ -41,7 +42,7 @@ from stages.text.sources import read_sources
 
 logger = logging.getLogger(__name__)
 
-GENERATED = "generated.json"
+GENERATED, WRITTEN = "generated.json", "written.jsonl"
 
 
 def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedText:
@@ -60,7 +61,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     parts = [
         (source, _read_prompts(source, documents, tokenizer)) for source, documents in read_sources(data, "calibration")
     ]
-    return parts[0][1] if len(parts) == 1 else mix(parts)
+    return parts[0][1] if len(parts) == 1 else mix(parts, data.max_new_tokens)
 
 
 def _read_prompts(source: Source, documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase) -> LoadedText:
@@ -107,11 +108,12 @@ def continue_prompts(
     seed: int,
     batch_tokens: int,
     workers: Workers = ALONE,
+    file: Path | None = None,
 ) -> LoadedText:
     """Let the model continue prompts until there are `data.tokens` tokens, prompts included.
 
     Batches hold at most `batch_tokens`, padding and new tokens included. They are fixed, ordered and seeded one by one,
-    so that the number of workers does not change the sequences.
+    so that the number of workers does not change the sequences. `file` keeps continuations: a killed run goes on there.
 
     Returns:
         Sequences of at most `data.max_length` tokens, the last cut to fit. Labels are on the generated tokens,
@@ -123,24 +125,44 @@ def continue_prompts(
     ends, pad_id = find_ends(model, tokenizer), padding_id(tokenizer)
     ids = [prompt.ids for prompt in prompts.sequences]
     groups = group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
-    written: list[list[int]] = []
-    tokens = 0
+    kept: list[list[int]] = workers.lead(lambda: _read_written(file)) if file else []
+    done = sum(group.stop <= len(kept) for group in groups)  # batches; another machine may have written larger ones
+    written = kept[: groups[done - 1].stop] if done else []
+    if file and workers.leads:
+        write_text(file, f"{json.dumps(written)}\n")
+    tokens = _count_tokens(ids, written)
     with tqdm(total=data.tokens, desc="generate", unit="tok", smoothing=0.1, disable=not workers.leads) as progress:
-        for first in range(0, len(groups), workers.world):
+        for first in range(done, len(groups), workers.world):
+            progress.update(min(tokens, data.tokens) - progress.n)
             if tokens >= data.tokens:
                 break
             mine = groups[first + workers.rank] if first + workers.rank < len(groups) else range(0)
             batch = ids[mine.start : mine.stop]
             found = write_continuations(model, batch, data, ends, pad_id, seed=seed + mine.start) if batch else []
             news = [row for part in workers.gather(found) for row in part]
-            pairs = zip(ids[len(written) :], news, strict=False)
-            tokens += sum(len(prompt) + len(row) for prompt, row in pairs if row)
+            tokens += _count_tokens(ids[len(written) :], news)
             written += news
-            progress.update(min(tokens, data.tokens) - progress.n)
+            if file and workers.leads:
+                with file.open("a", encoding="utf-8") as out:
+                    out.write(f"{json.dumps(news)}\n")
+        progress.update(min(tokens, data.tokens) - progress.n)
     text = _join(prompts, written, data.tokens)
     require_sequences(text, list_sources(data, "calibration")[0])
     logger.info("generated text: %d of %d tokens, %d sequences", text.tokens, data.tokens, len(text.sequences))
     return text
+
+
+def _count_tokens(prompts: Sequence[Sequence[int]], written: Sequence[Sequence[int]]) -> int:
+    return sum(len(prompt) + len(row) for prompt, row in zip(prompts, written, strict=False) if row)
+
+
+def _read_written(file: Path) -> list[list[int]]:
+    """The continuations in `file`, which may be missing, or end in a torn line."""
+    written: list[list[int]] = []
+    with suppress(FileNotFoundError, ValueError), file.open(encoding="utf-8") as lines:
+        for line in lines:
+            written += json.loads(line)
+    return written
 
 
 def generate_text(
@@ -161,7 +183,10 @@ def generate_text(
     if text is None:
         prompts, model = load_prompts(data, tokenizer), load()
         size = at_once(model)
-        text = continue_prompts(model, tokenizer, prompts, data, seed=seed, batch_tokens=size, workers=workers)
+        text = continue_prompts(
+            model, tokenizer, prompts, data,
+            seed=seed, batch_tokens=size, workers=workers, file=scratch / WRITTEN,
+        )  # fmt: skip
         if workers.leads:
             save_generated(text, scratch)
     return text

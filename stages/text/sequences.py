@@ -139,8 +139,9 @@ _last_calibration: list[tuple[DataConfig, str, LoadedText]] = []
 
 
 def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
-    """Read one split of the text as token sequences; deterministic. The splits share no document.
+    """Read one split of the text as token sequences; deterministic.
 
+    The splits share no document, unless a dataset of the hub has copies in two splits of its own.
     With `data.labels=generated` the text is read unchanged: the answers of conversations have labels, and all plain
     text. `load_prompts` and `continue_prompts` read the generated text.
 
@@ -222,20 +223,25 @@ def _encode_documents(
             raise RenderingError(what, where=error.where, do=error.do) from error
 
 
-def mix(parts: Sequence[tuple[Source, LoadedText]]) -> LoadedText:
-    """The sequences of several sources, with their names, so that every prefix holds the sources by their shares."""
-    total = sum(text.tokens for _, text in parts)
+def mix(parts: Sequence[tuple[Source, LoadedText]], answer: int = 0) -> LoadedText:
+    """The sequences of several sources, with their names, so that every prefix holds the sources by their shares.
+
+    `answer` is the number of tokens that will be added to each sequence.
+    """
+    counts = [min(text.tokens + answer * len(text.sequences), source.tokens) for source, text in parts]
     placed: list[tuple[float, TokenSequence]] = []
     skipped: dict[str, list[str]] = defaultdict(list)
-    for source, text in parts:
-        if abs(text.tokens / total - source.share) > 0.1 * source.share:
+    for count, (source, text) in zip(counts, parts, strict=True):
+        found = count / sum(counts)
+        if abs(found - source.share) > 0.1 * source.share:
             message = "%s text: source %s has %.1f%% of the tokens, and its share is %.1f%%"
-            logger.warning(message, source.role, source.title, 100 * text.tokens / total, 100 * source.share)
+            logger.warning(message, source.role, source.title, 100 * found, 100 * source.share)
         end = 0
         for sequence in text.sequences:
             # The position of its middle within its source, divided by the share.
-            placed.append(((end + len(sequence.ids) / 2) / source.share, replace(sequence, source=source.title)))
-            end += len(sequence.ids)
+            length = len(sequence.ids) + answer
+            placed.append(((end + length / 2) / source.share, replace(sequence, source=source.title)))
+            end += length
         for fault, names in text.skipped.items():
             skipped[fault].extend(names)
     return LoadedText([sequence for _, sequence in sorted(placed, key=itemgetter(0))], dict(skipped))

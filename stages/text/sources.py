@@ -18,11 +18,20 @@ from stages.text.python_stdlib import list_modules, read_stdlib
 
 
 def read_sources(data: DataConfig, role: Split) -> Iterator[tuple[Source, Iterator[Document]]]:
-    """The sources of one split and their documents; calibration excludes the documents of `data.heldout_path`."""
+    """The sources of one split and their documents; calibration excludes held-out documents.
+
+    Those are the documents of `data.heldout_path`, or of other sources that hold out a larger share by content.
+    """
+    sources = list_sources(data, role)
     excluded: set[bytes] = set()
-    if data.heldout_path is not None and role == "calibration":
-        excluded = {document.digest for source in list_sources(data, "heldout") for document in read_documents(source)}
-    for source in list_sources(data, role):
+    if role == "calibration":
+        if data.heldout_path is not None:
+            heldout = list_sources(data, "heldout")
+            excluded = {document.digest for source in heldout for document in read_documents(source)}
+        chosen = [source for source in sources if source.kind != "python_stdlib" and source.heldout_share]
+        for source in chosen:
+            source.heldout_share = max(source.heldout_share for source in chosen)
+    for source in sources:
         yield source, (document for document in read_documents(source) if document.digest not in excluded)
 
 
@@ -78,7 +87,7 @@ def read_template(file: Path, source: Source) -> str:
 
 
 # Incremented when a change of the readers gives other tokens for the same text.
-READER_VERSION = 8
+READER_VERSION = 9
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:

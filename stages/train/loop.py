@@ -41,7 +41,7 @@ from stages.train.objective import (
     rate_factor,
     stretch,
 )
-from stages.train.record import Record, drop_older, find_latest, mark_whole, saved_step
+from stages.train.record import Record, drop_older, find_final, find_latest, mark_whole, saved_step
 from stages.train.text import TrainingText
 
 logger = logging.getLogger(__name__)
@@ -347,6 +347,6 @@ def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Pa
 
 def spoiled(what: str, place: str, folder: Path) -> NumericsError:
     """The error for training that spoils the weights; `folder` is that of the phase."""
-    last = f"last good checkpoint: {find_latest(folder) or 'that before training'}"
+    last = f"last checkpoint: {find_latest(folder) or find_final(folder.parent) or 'that before training'}"
     do = "lower train.router_rate=, train.expert_rate= and train.rest_rate=, or raise train.warmup_share="
     return NumericsError(what, where="; ".join(filter(None, (place, last))), do=do)

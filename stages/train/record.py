@@ -44,6 +44,13 @@ def find_latest(folder: Path) -> Path | None:
     return max(filter(is_whole, folder.glob("checkpoint-*")), key=saved_step, default=None)
 
 
+def find_final(scratch: Path) -> Path | None:
+    """The last checkpoint of the phase that ended last; None if none has."""
+    return max(
+        filter(is_whole, scratch.glob(f"*/{FINAL}")), key=lambda path: (path / WHOLE).stat().st_mtime, default=None
+    )
+
+
 def saved_step(checkpoint: Path) -> int:
     """The step of a checkpoint within its phase."""
     return int(checkpoint.name.partition("-")[2])

@@ -45,6 +45,9 @@ def read_text(
     """
     wanted, pad_id = replace(data, tokens=train.tokens), padding_id(tokenizer)
     if train.own_answers:
+        if data.labels != "generated":  # then the other settings of generated text are not read, nor in the fingerprint
+            plain = DataConfig()
+            wanted = replace(wanted, temperature=plain.temperature, prompt_tokens=plain.prompt_tokens)
         text = generate_text(
             lambda: load_dense(model, folder), tokenizer, replace(wanted, max_new_tokens=train.own_answers),
             job.scratch, seed=seed, workers=job.workers, at_once=partial(_at_once, wanted=wanted),

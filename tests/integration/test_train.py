@@ -234,7 +234,7 @@ def test_training_that_diverges_stops_at_the_next_look_at_held_out_text(projecte
     assert run_command([*words, *rates, "train.heldout_steps=1", "train.log_steps=1"]) == FAILED
     what, where, do = capsys.readouterr().err.splitlines()[-3:]
     assert re.search(r"training diverges: held-out loss .* after step \d, .* before training", what)
-    assert "last good checkpoint: that before training" in where
+    assert "last checkpoint: that before training" in where
     assert "lower train.router_rate=" in do
 
 

@@ -49,8 +49,34 @@ def test_the_columns_of_well_known_datasets_are_a_conversation(record):
     assert read(record | {"text": "c"}) == Document("f:1", "c")
 
 
-def test_an_instruction_has_its_input_below():
-    assert read({"instruction": "a", "input": "x", "output": "b"}).messages[0]["content"] == "a\n\nx"
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_an_instruction_has_its_input_below(column):
+    record = {"instruction": "a", column: "x", "output": "b"}
+    assert read(record).messages[0]["content"] == "a\n\nx"
+    assert read(record, ignored_fields=[column]).messages[0]["content"] == "a"
+    with pytest.raises(DataError, match=rf"holds list, not text[^$]*ignored_fields=\[{column}\]"):
+        read(record | {column: ["x"]})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": MESSAGES},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"prompt": "a", "completion": "b"},
+    ],
+)
+def test_a_system_prompt_beside_a_conversation_is_its_first_message(record):
+    system = {"role": "system", "content": "s"}
+    assert read(record | {"system": None, "system_prompt": "s"}).messages == (system, *MESSAGES)
+    assert read({"messages": [system, *MESSAGES], "system": "other"}).messages == (system, *MESSAGES)
+
+
+def test_earlier_turns_beside_an_instruction_come_first():
+    record = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
+    assert [message["content"] for message in read(record).messages] == ["s", "a", "b", "c", "d"]
+    with pytest.raises(DataError, match="pairs of question and answer"):
+        read(record | {"history": ["a", "b"]})
 
 
 def test_calls_of_tools_are_read_with_values_as_arguments():

@@ -78,14 +78,19 @@ def test_what_makes_no_prompt_is_counted_and_named(write_jsonl, tokenizer):
     assert caught.value.do == "conversations that begin with a question, or a larger data.max_length"
 
 
-def test_every_prefix_of_the_prompts_of_a_mixture_holds_its_sources_by_their_shares(write_jsonl, tokenizer):
-    paths = [
-        write_jsonl(f"{name}.jsonl", [{"text": f"{name} number {number}"} for number in range(50)]) for name in "ab"
-    ]
-    sources = [SourceConfig(path=str(path), share=share) for path, share in zip(paths, (0.25, 0.75), strict=True)]
-    asked = replace(DATA, kind="mixture", sources=sources, tokens=80, prompt_tokens=4, heldout_share=1e-9)
-    prompts = load_prompts(asked, tokenizer).sequences
-    assert [prompt.source for prompt in prompts[:8]].count(str(paths[0])) == 2
+def test_prompts_and_answers_of_a_mixture_have_the_shares_of_their_sources(write_jsonl, tokenizer):
+    long = write_jsonl("long.jsonl", [ask(f"Why is number {number} so much larger?" * 4) for number in range(50)])
+    short = write_jsonl("short.jsonl", [{"text": f"number {number}"} for number in range(500)])
+    sources = [SourceConfig(path=str(path), share=share) for path, share in ((long, 0.75), (short, 0.25))]
+    mixed = {"kind": "mixture", "sources": sources, "tokens": 3000, "max_length": 99, "prompt_tokens": 3}
+    prompts = load_prompts(replace(DATA, heldout_share=1e-9, **mixed), tokenizer).sequences
+    tokens = dict.fromkeys((str(long), str(short)), 0)
+    for prompt in prompts:
+        tokens[prompt.source] += len(prompt.ids) + DATA.max_new_tokens
+        assert abs(tokens[str(short)] - 0.25 * sum(tokens.values())) < 60
+        if sum(tokens.values()) > 1500:
+            return
+    pytest.fail("too few prompts")
 
 
 def test_no_more_prompts_than_could_be_wanted(write_jsonl, tokenizer):
@@ -232,6 +237,28 @@ def test_greedy_text_does_not_depend_on_the_batches_and_drawn_text_on_nothing_bu
     torch.rand(1)
     assert go_on(embedded_model, tokenizer, data=drawn, seed=3) == text
     assert go_on(embedded_model, tokenizer, data=drawn, seed=4) != text
+
+
+def test_an_interrupted_text_goes_on_behind_its_last_whole_batch(embedded_model, tokenizer, tmp_path, monkeypatch):
+    file, expected, written = tmp_path / "written.jsonl", go_on(embedded_model, tokenizer), []
+
+    def interrupted(model, batch, *args, **options):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(batch)
+        return write_continuations(model, batch, *args, **options)
+
+    monkeypatch.setattr("stages.text.generated.write_continuations", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        go_on(embedded_model, tokenizer, file=file)
+    with file.open("a") as torn:
+        torn.write("[[1, 2")
+    monkeypatch.setattr("stages.text.generated.write_continuations", lambda *args, **options: (
+        written.append(args[1]), write_continuations(*args, **options)
+    )[1])  # fmt: skip
+    assert go_on(embedded_model, tokenizer, file=file) == expected
+    assert written[2] not in written[:2]
+    assert go_on(embedded_model, tokenizer, file=file, batch_tokens=40) == expected
 
 
 @dataclass(frozen=True)

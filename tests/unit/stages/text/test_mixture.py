@@ -48,6 +48,17 @@ def test_heldout_text_is_of_the_sources_or_of_the_file_that_is_named(files, toke
     assert "another" in tokenizer.decode(text.ids)
 
 
+def test_what_one_source_holds_out_is_in_no_calibration_text(files, tokenizer):
+    settings = mixture(files, (0.5, 0.5), packing="single", heldout_tokens=4096)
+    settings.sources[1].path, settings.sources[1].heldout_share = settings.sources[0].path, 0.5
+    held, known = (
+        {tuple(found.ids) for found in load_text(settings, tokenizer, split).sequences}
+        for split in ("heldout", "calibration")
+    )
+    assert len(held) > 15
+    assert not known & held
+
+
 def test_a_source_has_settings_of_its_own_and_others_of_data(files):
     ignored = {"path": "p", "name": "n", "subset": "s", "revision": "r", "heldout_split": "h"}
     settings = mixture(files, packing="single", **ignored)

@@ -89,7 +89,7 @@ def test_the_files_of_a_folder_take_turns(tmp_path, write_jsonl, monkeypatch):
     (tmp_path / "d.log").write_text("d0", encoding="utf-8")
     assert texts(tmp_path) == ["a0", "c0", "b0", "a1", "b1", "a2"]
     monkeypatch.setattr("stages.text.files.FILES_AT_ONCE", 2)
-    assert texts(tmp_path) == ["a0", "c0", "a1", "a2", "b0", "b1"]
+    assert texts(tmp_path) == ["a0", "b0", "a1", "b1", "a2", "c0"]  # a.jsonl with deeper/b.JSONL, then c.txt
 
 
 ROWS = [{"text": "one, two"}, {"text": "three\nfour"}]
@@ -136,6 +136,14 @@ def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):
     for name in ("a.jsonl", "a.json", "a.csv"):
         (tmp_path / name).write_text('{"text": "' + "a" * 200 + '"}\n' if name != "a.csv" else "text\n" + "a" * 200)
         assert str(tmp_path / name) in refusal(tmp_path / name).where
+
+
+def test_other_files_that_hold_more_than_those_that_are_read_are_an_error(tmp_path):
+    (tmp_path / "notes.md").write_text("some words")
+    (tmp_path / "code.py").write_text("x = 1")
+    assert describe_files(Source(path=str(tmp_path))) == " (1 .md, without code.py)"
+    (tmp_path / "wiki_00").write_text("more words")
+    assert "code.py; wiki_00" in refusal(tmp_path).what
 
 
 def test_hidden_files_and_files_about_the_data_are_left_out(tmp_path, write_jsonl):

@@ -1,5 +1,6 @@
 import pytest
 
+from stages.train.loop import spoiled
 from stages.train.objective import Phase
 from stages.train.record import Record, drop_unfinished, find_latest, mark_whole, read_record, summarise
 
@@ -94,3 +95,11 @@ def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 1.0), (4, 2.0), (6, 7.0)]
+
+
+def test_the_last_checkpoint_may_be_that_of_an_earlier_phase(tmp_path):
+    assert "last checkpoint: that before training" in spoiled("it diverges", "", tmp_path / "experts").where
+    for folder in ("router/final", "experts/checkpoint-3"):
+        (tmp_path / folder).mkdir(parents=True)
+        mark_whole(tmp_path / folder)
+        assert f"last checkpoint: {tmp_path / folder}" in spoiled("it diverges", "", tmp_path / "experts").where
