@@ -93,6 +93,17 @@ class Decoder:
         return "text_config" in self.config_json
 
     @property
+    def token_ids(self) -> dict[str, Any]:
+        """Ids of special tokens: those of config.json itself, else of its text part; none beyond the vocabulary."""
+        found = {}
+        for key, part in product(("bos_token_id", "eos_token_id", "pad_token_id"), (self.config, self.config_json)):
+            ids = part.get(key)
+            # Some wrappers' default for padding is a token that their text part does not have.
+            if all(one in range(self.vocabulary) for one in (ids if isinstance(ids, list) else [ids])):
+                found[key] = ids
+        return found
+
+    @property
     def windows(self) -> Literal["none", "some", "all"]:
         """Which layers see only a window of tokens."""
         config = self.config

@@ -37,6 +37,7 @@ from models.ffn import separate_ffns
 from models.quantization import import_bitsandbytes, stored_quantization
 from models.source import EMBEDDED, read_config
 from models.structure import model_class
+from models.targets.config import text_of
 from models.targets.config_json import source_dtype
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def _is_bounded(rules: str) -> bool:
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint. Raises CheckpointError: it is missing, unusable or another model's."""
-    vocabulary = read_config(folder).get("vocab_size")
+    vocabulary = _stated_vocabulary(folder)
     rules = _read_rules(folder)
     if rules and rules != _read_rules(EMBEDDED) and not _is_bounded(rules):
         what = "the tokenizer takes over 5 s or 2 GiB for a short text, or makes it over 32 times as long"
@@ -154,9 +155,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
         found, special = tokenizer("text", add_special_tokens=False)["input_ids"], {*tokenizer.all_special_ids}
         if not found or (special.issuperset(found) and special.issuperset(tokenizer.get_vocab().values())):
             raise ValueError("it finds no token in plain text")
-        if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
+        if vocabulary is not None and (tokens := int(tokenizer.vocab_size)) > vocabulary:
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
-        if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
+        if vocabulary is not None and len(tokenizer) > vocabulary:
             _warn_of_tokens(len(tokenizer), vocabulary)
     except BaseException as error:  # the files are untrusted, and tokenizer classes raise errors of any type
         if not isinstance(error, Exception) and not is_panic(error):
@@ -181,8 +182,15 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Number of tokens of the model in the tokenizer's folder; None: its config.json does not state it."""
-    known = read_config(Path(tokenizer.name_or_path)).get("vocab_size")
-    return known if isinstance(known, int) else None
+    return _stated_vocabulary(Path(tokenizer.name_or_path))
+
+
+def _stated_vocabulary(folder: Path) -> int | None:
+    """`vocab_size` in config.json: of a wrapper in its text part, of TinyONN in `dense`, which may be a wrapper."""
+    whole = read_config(folder)
+    dense = whole.get("dense")
+    parts = [part for one in (whole, dense) if isinstance(one, Mapping) for part in (text_of(one), one)]
+    return next((size for part in parts if isinstance(size := part.get("vocab_size"), int)), None)
 
 
 @contextmanager

@@ -39,11 +39,11 @@ def text_part(folder: Path, whole: Decoder) -> Decoder:
 
 
 def _config_json(whole: Decoder, text: Mapping[str, Any], model_class: str) -> dict[str, Any]:
-    """config.json of the text part; a wrapper states tied embeddings, number format and version outside of it."""
+    """config.json of the text part; a wrapper states tied embeddings, token ids and number format outside of it."""
     said = whole.config_json
     outside = {key: said[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in said}
     named = {"architectures": [model_class], "model_type": text["model_type"], "tie_word_embeddings": whole.tied}
-    return {**text, **said["text_config"], **outside, **named}
+    return {**text, **said["text_config"], **whole.token_ids, **outside, **named}
 
 
 def _error(what: str) -> ConfigError:

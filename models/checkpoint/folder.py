@@ -29,10 +29,10 @@ _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_JSON_BYTES = 16 * 2**20
 MAX_VOCABULARY_BYTES = 40 * 2**20  # Gemma's has 33 MiB
 MAX_VALUES = 2**21  # per file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
-VOCABULARIES = {"tokenizer.json", "vocab.json"}
+VOCABULARIES = {"tokenizer.json", "vocab.json", "tekken.json"}
 # Files in other formats than JSON are at most as large as a vocabulary.
 TOKENIZER_PATTERNS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model", "tekken.json",
     "chat_template*", "*.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 # Settings for images, sounds and videos.

@@ -72,7 +72,6 @@ TARGETS = (
         shared_router=LAYER + "mlp.shared_expert_gate.weight",
         expert_modules=("experts", "shared_expert", "shared_expert_gate"),
         always_has_shared=True,
-        partial_rotation=True,
     ),
     MoETarget(
         model_type="qwen3_vl_moe_text",

@@ -8,12 +8,13 @@ from typing import Any
 from models import tiny_onn
 from models.targets.base import LAYER, ConfigInput, MoETarget, activation_of, several_chosen
 
-# Keys about the dense checkpoint's files, not about the model.
+# Keys about the dense checkpoint's files, not about the model or a part of it.
 _NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype"})
 # Class of transformers → where `trust_remote_code` finds it in the checkpoint.
 AUTO_CLASSES = {
     "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
     "AutoModel": "modeling_tiny_onn.TinyONNModel",
+    "AutoModelForImageTextToText": "modeling_tiny_onn.TinyONNForCausalLM",
     "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
 }
 
@@ -24,12 +25,11 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     # vLLM needs the AutoModel entry; without it vLLM refuses the model, as it should for activations that it would
     # compute wrongly. A pool has no entry either: transformers 4 would load its decoder without the shared experts.
     plain = not given.shape.pooled and activation_of(given.dense) == "silu"
-    left_out = () if plain else ("AutoModel",)
-    dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
+    named = {"AutoModel": plain, "AutoModelForImageTextToText": given.decoder.is_wrapper}
     return {
         "architectures": ["TinyONNForCausalLM"],
         "model_type": "tiny_onn",
-        "auto_map": {name: place for name, place in AUTO_CLASSES.items() if name not in left_out},
+        "auto_map": {name: place for name, place in AUTO_CLASSES.items() if named.get(name, True)},
         "num_experts": given.shape.experts,
         "num_experts_per_tok": given.shape.top_k,
         "moe_intermediate_size": given.width,
@@ -47,9 +47,16 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "torch_dtype": given.dtype,
         "dtype": given.dtype,
         **{key: source[key] for key in ("transformers_version",) if key in source},
+        **{key: given.dense[key] for key in ("vocab_size",) if key in given.dense},
+        **given.decoder.token_ids,  # generate() looks for them here if there is no generation_config.json
         # Configuration of the decoder.
-        "dense": _legacy_rope(dense | {"tie_word_embeddings": tied}),
+        "dense": _legacy_rope(_carried(source) | {"tie_word_embeddings": tied}),
     }
+
+
+def _carried(part: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in part.items() if key not in _NOT_CARRIED}
+    return {key: _carried(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 _TOP_LEVEL_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -96,10 +103,6 @@ TARGETS = (
         scoring="sigmoid",  # for logits of a size that suits training, sigmoid gates differ least between experts
         normalised=several_chosen,
         factor_key=True,
-        output_bias=True,
-        sliding_window=True,
-        layer_windows=True,
-        partial_rotation=True,
         runtimes=("vLLM",),
         is_tiny_onn=True,
     ),

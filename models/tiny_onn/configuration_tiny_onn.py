@@ -18,6 +18,7 @@ _SHARED = (
     "max_position_embeddings", "sliding_window", "initializer_range", "tie_word_embeddings", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "final_logit_softcapping",
 )  # fmt: skip
+_DEFAULTS_OF_VERSION_4 = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is not typed
@@ -88,7 +89,9 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         self.router_aux_loss_coef = router_aux_loss_coef
         self.output_router_logits = output_router_logits
         shared = self._shared() | {"layer_types": getattr(self, "layer_types", None)}
-        super().__init__(**{key: value for key, value in kwargs.items() if key not in shared or value != shared[key]})
+        changed = {key: value for key, value in kwargs.items() if key not in shared or value != shared[key]}
+        # Else transformers 4 sets these to its own defaults, also in `dense`.
+        super().__init__(**{key: shared[key] for key in _DEFAULTS_OF_VERSION_4 if key in shared} | changed)
 
     @property
     def logit_scale(self) -> float:

@@ -4,7 +4,7 @@ This file is copied into the checkpoint's folder: it needs only torch and transf
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -48,7 +48,12 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         super().__init__(config)
         if attention is not None:
             config.dense._attn_implementation = attention
+        # Else a wrapper builds each part in the number format that its configuration names.
+        for part in (config.dense, *(getattr(config.dense, key, None) for key in config.dense.sub_configs)):
+            if part is not None:
+                part.dtype = torch.get_default_dtype()
         dense = self._dense_class(config)(config.dense)
+        self.base_model_prefix = dense.base_model_prefix or self.base_model_prefix  # wrappers of transformers 4 say ""
         config._attn_implementation_internal = config.dense._attn_implementation
         self._no_split_modules = dense._no_split_modules
         self._tied_weights_keys = dense._tied_weights_keys
@@ -253,6 +258,24 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         inputs: dict[str, Any] = self._dense.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """Refuse arguments that neither this class nor the dense family's knows; the family's may take images."""
+        own = inspect.signature(self.forward).parameters
+        self._dense._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in own})
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    """A method that calls the dense model's."""
+
+    def call(self: TinyONNForCausalLM, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return getattr(self._dense, name)(*args, **kwargs)
+
+    return call
+
+
+# With images these are the family's: features of an image, or positions in three dimensions.
+for _step in ("maybe_prepare_encoder_kwargs", "prepare_position_ids", "expand_inputs", "update_model_kwargs"):
+    setattr(TinyONNForCausalLM, f"_{_step}_for_generation", _delegate(f"_{_step}_for_generation"))
 
 # With label smoothing, Trainer shifts the labels only of models in this list; the others would learn to repeat a token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TinyONNConfig.model_type] = TinyONNForCausalLM.__name__

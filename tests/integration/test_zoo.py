@@ -59,11 +59,12 @@ def test_problems_of_a_carve_are_found():
         "copied": (3, 3),
         "without_experts": 2.0,
         "image": 1e-6,
+        "image_generated": 1e-6,
     }
     assert problems(sound) == []
     for key, value in {
         "loading": {"missing_keys": ["a"]}, "difference": float("inf"), "generated": float("inf"), "copied": (2, 3),
-        "without_experts": 0.0, "image": 0.1,
+        "without_experts": 0.0, "image": 0.1, "image_generated": float("inf"),
     }.items():  # fmt: skip
         assert len(problems(sound | {key: value})) == 1, key
 

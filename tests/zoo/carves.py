@@ -135,7 +135,12 @@ def problems(measured: dict[str, Any]) -> list[str]:
     copied, given = measured["copied"]
     over = {
         what: measured.get(key)
-        for key, what in {"difference": "", "generated": " in generation", "image": " with an image"}.items()
+        for key, what in {
+            "difference": "",
+            "generated": " in generation",
+            "image": " with an image",
+            "image_generated": " in generation with an image",
+        }.items()
         if isinstance(measured.get(key), float) and not measured[key] <= TOLERANCE
     }
     checks = {

@@ -67,7 +67,7 @@ def compare(dense: str, carved: str) -> dict[str, Any]:
         "loading": {key: sorted(map(str, value))[:5] for key, value in loading.items() if value},
         "difference": max(apart(logits(moe, text), want) for text, want in zip(whole_texts, wanted, strict=True)),
         "std": float(wanted[0].std()),
-        "generated": generate_both(whole, moe),
+        "generated": generate_both(whole, moe, {"input_ids": draw_ids(whole, 1, PROMPT)}),
         "copied": copied(whole, moe),
     }
     found |= compare_images(whole, moe)
@@ -119,16 +119,15 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def generate_both(whole: PreTrainedModel, moe: PreTrainedModel) -> float | str:
+def generate_both(whole: PreTrainedModel, moe: PreTrainedModel, batch: dict[str, Tensor]) -> float | str:
     """The difference while generating with a cache, infinite for other tokens; or why the dense model cannot."""
-    ids = draw_ids(whole, 1, PROMPT)
     how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     how |= {"return_dict_in_generate": True, "output_logits": True}
     try:
-        wanted = whole.generate(ids, **how)
+        wanted = whole.generate(**batch, **how)
     except Exception as error:  # noqa: BLE001 - a finding about transformers, not about the carve
         return f"the dense model cannot generate: {type(error).__name__}: {str(error)[:100]}"
-    found = moe.generate(ids, **how)
+    found = moe.generate(**batch, **how)
     same = torch.equal(found.sequences, wanted.sequences)
     return apart(torch.cat(found.logits), torch.cat(wanted.logits)) if same else math.inf
 
@@ -141,7 +140,11 @@ def compare_images(whole: PreTrainedModel, moe: PreTrainedModel) -> dict[str, An
         return {"image": str(why)} if str(why) else {}
     wanted = logits(whole, batch)
     other = {**batch, "pixel_values": -batch["pixel_values"]}
-    return {"image": apart(logits(moe, batch), wanted), "image_matters": apart(logits(whole, other), wanted)}
+    return {
+        "image": apart(logits(moe, batch), wanted),
+        "image_matters": apart(logits(whole, other), wanted),
+        "image_generated": generate_both(whole, moe, batch),
+    }
 
 
 def copied(whole: PreTrainedModel, moe: PreTrainedModel) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+import models.tiny_onn.register  # noqa: F401
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models import loading
 from models.config import ModelConfig
@@ -67,9 +68,14 @@ def test_an_empty_tokenizer_is_none(tmp_path, family):
     assert caught.value.where == str(folder)
 
 
-def test_the_tokenizer_of_another_model(tmp_path):
+@pytest.mark.parametrize("parts", [(), ("text_config",), ("dense",), ("dense", "text_config")])
+def test_the_tokenizer_of_another_model(tmp_path, parts):
+    """By the vocabulary that config.json names: of a wrapper, or of TinyONN, in a part of it."""
     folder = write_pico(tmp_path, "qwen2", tokenizer=True)
-    change_config(folder, vocab_size=61)
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 61}
+    for part in reversed(parts):
+        config = {"model_type": {"text_config": "llava", "dense": "tiny_onn"}[part], part: config}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="no usable tokenizer: it has 4096 tokens, the model 61"):
         load_tokenizer(folder, trust_remote_code=False)
 
@@ -143,6 +149,7 @@ def test_files_of_a_tokenizer_that_are_read_are_copied_and_its_code_is_not(tmp_p
     (source / template).parent.mkdir(parents=True)
     out.mkdir()
     names = {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "merges.txt", "chat_template.jinja", "NOTICE"}
+    names |= {"tekken.json"}
     code = {"x.py", "tokenizer_x.py", "tokenizer.PKL", "LICENSE.so"}
     for name in (*names, *code, template, "notes.txt", "model.safetensors"):
         (source / name).write_text("{}")

@@ -1,5 +1,8 @@
 """The text part of a wrapper: its names, its config.json, and models that have none."""
 
+import json
+import shutil
+
 import pytest
 from pico import write_pico
 from zoo.checkpoints import write_checkpoint
@@ -26,6 +29,19 @@ def test_the_text_part_is_a_decoder_of_the_class_for_text(wrapper):
     with DenseReader(wrapper) as seeing, DenseReader(wrapper, text_only=True) as reading:
         assert seeing.projection(1, "down").equal(reading.projection(1, "down"))
         assert reading.tied == seeing.tied
+
+
+def test_tokens_that_the_wrapper_names_outside_of_its_text_part_are_kept(wrapper, tmp_path):
+    """But not a padding token without an embedding, as in the defaults of Idefics 3."""
+    folder = shutil.copytree(wrapper, tmp_path / "mistral3_image")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 5}
+    config |= {"eos_token_id": [6, 7], "pad_token_id": 10**6}
+    (folder / "config.json").write_text(json.dumps(config))
+    text = find_decoder(folder, text_only=True)
+    expected = {"bos_token_id": 3, "eos_token_id": [6, 7], "pad_token_id": 5}
+    assert text.config.items() >= expected.items()
+    assert text.config_json.items() >= expected.items()
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,9 @@ def test_packed_weights_that_cannot_be_decoded(plain, tmp_path, kind, name, chan
     assert caught.value.do
 
 
-@pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 41)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 41), ("tekken.json", 41)]
+)
 def test_json_larger_than_any_model_has(tmp_path, name, size):
     """Too large files are not read at all: parsed JSON takes forty times the file's size in memory."""
     for file in ("trainer_state.json", name):  # nobody reads the first
