@@ -10,10 +10,8 @@ from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
 from instruments.errors import INTERRUPTED
-from pipeline.help import PROGRAMS, help_page
+from pipeline.help import PACKAGE, PROGRAMS, help_page
 from stages.artifacts.job import find_workers
-
-_PREFIX = (__package__ or "").removesuffix("pipeline")  # in an installed package, all our names begin with its own
 
 
 def main() -> int:
@@ -35,7 +33,7 @@ def main() -> int:
 
 def _do(words: list[str]) -> int:
     if words and words[0] in PROGRAMS:
-        code: int = import_module(_PREFIX + PROGRAMS[words[0]][0]).main(words[1:])
+        code: int = import_module(PACKAGE + PROGRAMS[words[0]][0]).main(words[1:])
         return code
     if {"-h", "--help", "help"} & set(words):
         sys.stdout.write(help_page(words))

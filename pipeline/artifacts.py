@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from errno import ENOLCK, ENOSYS, ENOTSUP
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -16,22 +17,26 @@ from shutil import rmtree
 from types import MappingProxyType
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from instruments.errors import ContractError, UserError, some
-from instruments.files import hash_file, sync, sync_tree, write_json
+from instruments.files import hash_file, is_count, sync, sync_tree, write_json
 from stages.artifacts.job import Table
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+# Key of the recipe for hashes of the parents' tensors, which settings do not determine: another device, or another
+# version of torch, rounds differently. Not in the fingerprint.
+READ = "read"
 SHORT = 16  # characters of a fingerprint in the name of its folder
 LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
 MOST_FILES = 6  # named in a message
+# Errors of flock on file systems without it: Lustre mounted without -o flock, NFS without its lock service.
+WITHOUT_FLOCK = {ENOSYS, ENOTSUP, ENOLCK}
 LONG_READ = 2**31  # bytes; takes seconds
-LARGEST = 2**63  # bound of file sizes and counts
 ANSWER = "answer "  # and the question: a key that is no absolute path
 # Errors from reading JSON that may have been changed by hand.
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -69,7 +74,7 @@ class Manifest:
             seal = values.pop("seal")
             manifest = cls(**{**values, "table": _read_table(**values["table"])})
             sizes = [facts.get("size", 0) for facts in manifest.files.values()]
-            if not manifest.fingerprint.isalnum() or not all(0 <= size < LARGEST for size in sizes):
+            if not manifest.fingerprint.isalnum() or not all(map(is_count, sizes)):
                 raise ValueError("values of another type")
         except UNREADABLE as error:
             raise ContractError(f"no readable manifest: {error}", where=str(path), do=remedy) from error
@@ -192,11 +197,11 @@ def _is_loadable(folder: Path, name: str) -> bool:
 
 
 class LockedError(UserError):
-    """Another process is computing the same result."""
+    """Another process is writing the same result."""
 
 
 @contextmanager
-def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
+def hold_lock(path: Path, *, wait: bool = False, task: str = "computing the same result") -> Iterator[None]:
     """Hold the lock file `path`, which names this process until the end. Raises LockedError: taken, and not `wait`."""
     lock = FileLock(path, timeout=LOCK_TIMEOUT)
     try:
@@ -204,15 +209,18 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     except Timeout:
         holder = "just started"
         with suppress(OSError):
-            holder = path.read_text(encoding="utf-8") or holder
+            holder = path.read_text(encoding="utf-8").partition("\n")[0] or holder
         if not wait:
-            what = "another run is computing the same result"
-            do = "wait for it, then run the same command again: what it publishes will be reused"
-            raise LockedError(what, where=f"process {holder}, lock {path}", do=do) from None
-        log.info("%-9s waiting for process %s, which computes the same result", path.parent.name, holder)
+            do = "wait for it, then run the same command again: what it has written will be reused"
+            raise LockedError(f"another run is {task}", where=f"process {holder}, lock {path}", do=do) from None
+        log.info("%-9s waiting for process %s, which is %s", path.parent.name, holder, task)
         lock.acquire(timeout=-1, poll_interval=LOCK_TIMEOUT)
+    except OSError as error:
+        if error.errno not in WITHOUT_FLOCK:  # else go on without a lock, of which `output_in_use` warns
+            raise
     try:
-        path.write_text(str(os.getpid()))
+        if not isinstance(lock, SoftFileLock):  # filelock's own way without flock, which has written more than this
+            path.write_text(str(os.getpid()))
         yield
     finally:
         path.unlink(missing_ok=True)  # while still held: a process that has just opened this file then opens a new one
@@ -221,7 +229,7 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 @contextmanager
 def output_in_use(output_dir: Path, *, alone: bool = False) -> Iterator[None]:
-    """Use the output folder together with other runs, or `alone`. Raises LockedError: a run is active.
+    """Use the output folder together with other runs, or `alone`. Raises LockedError: a run is, or may be, active.
 
     Results that an active run will read are known to nobody else.
     """
@@ -232,6 +240,14 @@ def output_in_use(output_dir: Path, *, alone: bool = False) -> Iterator[None]:
             flock(file, LOCK_EX | LOCK_NB if alone else LOCK_SH)
         except BlockingIOError as error:
             raise LockedError("a run is active", where=str(output_dir), do="wait for its end") from error
+        except OSError as error:
+            if error.errno not in WITHOUT_FLOCK:
+                raise
+            what = f"this file system has no locks ({error.strerror})"
+            if alone:
+                do = "when no run is active, delete folders of runs and results by hand"
+                raise LockedError(f"{what}, so a run may be active", where=str(output_dir), do=do) from error
+            log.warning("%s: %s, so start no second run with the same stages until this one ends", output_dir, what)
         yield
 
 
@@ -252,7 +268,11 @@ class StagingDir:
         """Clean up after a killed run: remove half-written files, keep scratch until its result is published."""
         if self.replaced.exists() and not self.final.exists():
             self.replaced.rename(self.final)
-        rmtree(self.root if self.final.exists() else self.out, ignore_errors=True)
+        published = self.final.exists()
+        with suppress(ContractError, *UNREADABLE):  # a result of other tensors is still to be replaced
+            read = json.loads(self.read.read_text(encoding="utf-8"))
+            published = Manifest.read(self.final, remedy="").recipe.get(READ, {}) == read
+        rmtree(self.root if published else self.out, ignore_errors=True)
         with suppress(OSError):  # not empty, or already removed
             self.scratch.rmdir()
             self.read.unlink(missing_ok=True)
@@ -290,12 +310,14 @@ def open_staging(
             staging.recover()
 
 
-def remove_leftovers(stage_folder: Path) -> None:
-    """Clean up after all killed runs of a stage."""
-    for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
-        staging = StagingDir(stage_folder / name.removeprefix("."))
+def remove_leftovers(kept: Path) -> None:
+    """Clean up after all killed runs of a stage; remove unfinished work that was to replace the result `kept`."""
+    for name in {path.name.removesuffix(".lock") for path in kept.parent.glob(".*")}:
+        staging = StagingDir(kept.with_name(name.removeprefix(".")))
         with suppress(LockedError), hold_lock(staging.lock):  # LockedError: the run is still active
             staging.recover()
+            if staging.final == kept:  # its parents hold the tensors again from which it was computed
+                rmtree(staging.root, ignore_errors=True)
 
 
 def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:

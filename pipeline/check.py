@@ -73,8 +73,8 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
         yield unknown_choice(name, value, choices, listed=callable(spec.default_factory))
     faults = []
     pattern, meant = spec.metadata.get("pattern", (".*", ""))
-    if isinstance(value, str) and not re.fullmatch(pattern, value, re.DOTALL):
-        faults.append(meant)
+    if isinstance(value, str):
+        faults += [] if re.fullmatch(pattern, value, re.DOTALL) else [meant]
     elif isinstance(value, float) and not isfinite(value):
         faults.append("a finite number")
     elif isinstance(value, int) and abs(value) > LARGEST:

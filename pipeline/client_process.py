@@ -187,6 +187,8 @@ STEPS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
+        sys.path.pop(0)  # this folder, whose gguf.py would hide the package gguf
     step, request, result = sys.argv[1:]
     outcome = STEPS[step](**json.loads(Path(request).read_text(encoding="utf-8")))
     if not all(map(math.isfinite, outcome.get("log_probabilities", []))):

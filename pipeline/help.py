@@ -8,6 +8,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
+PACKAGE = __name__.removesuffix("pipeline.help")  # in an installed package, all our names begin with its own
 
 
 def find_workspace() -> Path:

@@ -26,6 +26,7 @@ from instruments.errors import ConfigError, DataError, check_output, exit_code, 
 from instruments.files import Kind, check_fields, kinds_of, write_text
 from models.config import ModelConfig
 from models.source import read_config, source_cache_key
+from pipeline.artifacts import hold_lock
 from pipeline.generate import add_limits
 from pipeline.sandbox import SOLVED, judge, require_jail
 from stages.artifacts.rendering import in_time
@@ -55,7 +56,7 @@ class Task:
 class Answer:
     """A line of the file of answers."""
 
-    key: str  # hash of checkpoint, settings and prompt
+    key: str  # hash of checkpoint and settings, "-", hash of the prompt
     model: str
     task_id: int
     answer: str
@@ -83,22 +84,23 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _work(wanted: argparse.Namespace) -> None:
     check_output(wanted.out)
-    tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
-    if not (wanted.checkpoints or answers):
-        raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name the folder of a checkpoint")
-    keys = {folder: answer_keys(folder, tasks, wanted.tokens, wanted.device) for folder in wanted.checkpoints}
-    if wanted.run_code:
-        require_jail()
-    known = {answer.key for answer in answers}
-    for folder, asked in keys.items():
-        if missing := {key: task for key, task in asked.items() if key not in known}:
-            answers += _generate(folder, missing, wanted)
-    if wanted.run_code:
-        answers = judge_answers(answers, tasks)
-        write_text(wanted.out, _as_lines(answers))
-    shown = {key for asked in keys.values() for key in asked}
-    say(render([answer for answer in answers if answer.key in shown or not keys]))
-    say(f"\nanswers in {wanted.out}{'' if wanted.run_code else '; --run-code judges them'}\n")
+    with hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers"):
+        tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
+        if not (wanted.checkpoints or answers):
+            raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name a checkpoint's folder")
+        keys = {folder: answer_keys(folder, tasks, wanted.tokens, wanted.device) for folder in wanted.checkpoints}
+        if wanted.run_code:
+            require_jail()
+        known = {answer.key for answer in answers}
+        for folder, asked in keys.items():
+            if missing := {key: task for key, task in asked.items() if key not in known}:
+                answers += _generate(folder, missing, wanted)
+        if wanted.run_code:
+            answers = judge_answers(answers, tasks)
+            write_text(wanted.out, _as_lines(answers))
+        shown = {key for asked in keys.values() for key in asked}
+        say(render([answer for answer in answers if answer.key in shown or not keys]))
+        say(f"\nanswers in {wanted.out}{'' if wanted.run_code else '; --run-code judges them'}\n")
 
 
 def read_tasks(file: Path) -> list[Task]:
@@ -138,10 +140,11 @@ def _as_lines(answers: Iterable[Answer]) -> str:
 
 
 def answer_keys(folder: Path, tasks: Iterable[Task], *settings: int | str) -> dict[str, Task]:
-    """Hash of a checkpoint's files, the settings and the prompt → task. Raises CheckpointError: no checkpoint."""
+    """Key of an answer, of checkpoint, settings and prompt → task. Raises CheckpointError: no checkpoint."""
     read_config(folder)
     stated = json.dumps([source_cache_key(ModelConfig(kind="local", path=str(folder))), settings], sort_keys=True)
-    return {sha256(f"{stated}{task.prompt}".encode()).hexdigest()[:16]: task for task in tasks}
+    mark = sha256(stated.encode()).hexdigest()[:16]
+    return {f"{mark}-{sha256(task.prompt.encode()).hexdigest()[:16]}": task for task in tasks}
 
 
 def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespace) -> list[Answer]:
@@ -189,12 +192,12 @@ def judge_answers(answers: Iterable[Answer], tasks: Iterable[Task]) -> list[Answ
 
 
 def render(answers: Iterable[Answer]) -> str:
-    """One row a model: solved tasks with the standard deviation of their share under a uniform prior."""
-    models: dict[str, dict[int, Answer]] = defaultdict(dict)
-    for answer in answers:
-        models[answer.model][answer.task_id] = answer  # the last one, if settings have changed
-    rows = []
-    for model, given in ((model, found.values()) for model, found in models.items()):
+    """One row a checkpoint and settings: solved tasks with the standard deviation of their share, uniform prior."""
+    groups: dict[tuple[str, str], dict[int, Answer]] = defaultdict(dict)
+    for answer in answers:  # a path such as outputs/latest/checkpoint may have named several checkpoints
+        groups[answer.model, answer.key.rpartition("-")[0]][answer.task_id] = answer
+    names, rows = [model for model, _ in groups], []
+    for (model, mark), given in ((group, found.values()) for group, found in groups.items()):
         solved, count = sum(answer.verdict == SOLVED for answer in given), len(given)
         likely = (solved + 1) / (count + 2)
         error = sqrt(likely * (1 - likely) / (count + 3))
@@ -202,6 +205,7 @@ def render(answers: Iterable[Answer]) -> str:
         shown = (f"{solved} of {count}", f"{solved / count:.1%} ± {error:.1%}") if judged else (f"– of {count}", "–")
         empty = sum(not extract_code(answer.answer) for answer in given)
         tokens, seconds = sum(answer.tokens for answer in given), sum(answer.seconds for answer in given)
-        rows.append([model, *shown, sum(not answer.ended for answer in given), empty, tokens, in_time(seconds)])
+        name = f"{model} {mark[:4]}" if names.count(model) > 1 else model
+        rows.append([name, *shown, sum(not answer.ended for answer in given), empty, tokens, in_time(seconds)])
     columns = ["model", "solved", "share", "no end", "no code", "tokens", "time"]
     return tabulate(rows, columns, tablefmt="github", disable_numparse=True) + "\n"

@@ -210,20 +210,31 @@ def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
     last_words = {name.rpartition(".")[2]: name for name in [*options, *FIELDS]}
     close = get_close_matches(key, [*FIELDS, *options], n=2, cutoff=0.75)
     close += [last_words[name] for name in get_close_matches(key.rpartition(".")[2], last_words, n=2, cutoff=0.75)]
-    for meant in [*other_words(key, value), *(f"{name}={value}" for name in close)]:
-        is_sentence = "=" not in meant.partition(" ")[0]
-        if is_sentence or not any(_word_errors(expand_words([meant])[-1], options, sweep=False)):
-            return ConfigError(f"there is no setting {key}", where=WHERE, do=meant)
-    return ConfigError(f"there is no setting {key}", where=WHERE, do="python -m pipeline --cfg job lists the settings")
+    found = [*other_words(key, value)] or [f"{name}={value}" for name in close]
+    remedies = {meant: _remedy(meant, options) for meant in found}
+    sound = [meant for meant, do in remedies.items() if do == meant]
+    do = [*sound, *remedies.values(), "python -m pipeline --cfg job lists the settings"][0]
+    return ConfigError(f"there is no setting {key}", where=WHERE, do=do)
+
+
+def _remedy(meant: str, options: dict[str, list[str]]) -> str:
+    """A word or a sentence; for a faulty word its remedy, also if its value is only checked with all settings."""
+    if "=" not in meant.partition(" ")[0]:
+        return meant
+    word = expand_words([meant])[-1]
+    for error in _word_errors(word, options, sweep=False):
+        return error.do
+    key, value = (override := parse_overrides([word])[0]).key_or_group, override.value()
+    errors = value_errors(key, value, FIELDS[key]) if key in FIELDS and isinstance(value, str | int | float) else ()
+    return next((error.do for error in errors), meant)
 
 
 def flag_errors(words: Sequence[str]) -> list[ConfigError]:
     """Errors, with the words to type: flags that are none, or that Hydra has and that run or read other files."""
     errors = []
     for flag, word in flag_words(words, FLAGS):
-        faults = [fault for new in expand_words([word]) for fault in _word_errors(new, groups(), sweep=False)]
-        do = faults[0].do if faults else word
-        errors.append(ConfigError(f"there is no flag {flag}: settings have no dashes", where=WHERE, do=do))
+        what, do = f"there is no flag {flag}: settings have no dashes", _remedy(word, groups())
+        errors.append(ConfigError(what, where=WHERE, do=do))
     return errors
 
 

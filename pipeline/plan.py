@@ -15,7 +15,7 @@ from instruments.errors import CheckpointError, ContractError, DataError
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
-from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, is_complete, tensors_hash
+from pipeline.artifacts import MANIFEST, READ, FileHashes, Manifest, artifact_folder, is_complete, tensors_hash
 from pipeline.check import Checked
 from pipeline.disk import expected_bytes
 from pipeline.resources import estimate_seconds, peak_bytes, room_errors, temporary_bytes
@@ -29,9 +29,6 @@ from stages.text.sources import calibration_cache_key, data_cache_key
 
 log = logging.getLogger(__name__)
 
-# Key of the recipe for hashes of the parents' tensors, which settings do not determine: another device, or another
-# version of torch, rounds differently. Not in the fingerprint.
-READ = "read"
 # A reason to run a stage.
 STALE = "a result that it reads has changed"
 # Nodes that name files or datasets, whose content enters the recipe as well.
@@ -71,7 +68,7 @@ class Step:
     parents: Mapping[str, Path]  # stage → folder
     expected_bytes: int
     due: bool = False  # has to run
-    fresh: bool = False  # runs even if its result exists
+    fresh: bool = False  # starts over, without its result and unfinished work
     reason: str = ""  # why it is due, or is not
 
 
@@ -97,7 +94,6 @@ def make_plan(checked: Checked) -> list[Step]:
     used, due = select_stages(wanted, steps.keys() - reasons.keys(), chain)
     if due != surely_due:
         require_means(checked, due)
-    fresh |= {name for name in reasons if reasons[name] == STALE}
     return [
         replace(steps[name], due=name in due, fresh=name in fresh, reason=reasons.get(name, ""))
         for name in steps
@@ -136,11 +132,14 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     text_key = data_cache_key(named, hash_of)  # once: a dataset of the hub is asked for its commit
     text_keys = {True: text_key, False: calibration_cache_key(named, text_key, hash_of.recall)}
     counted = nodes | {"model": resolve_model(checked)}
-    sample = sampled(settings.data)  # one object for all stages, so that its text is tokenized once
+    # Stages get the commits that the plan has found: a branch of the hub may move during a run.
+    given = {**nodes, "model": replace(settings.model, revision=source_key.get("commit", settings.model.revision))}
+    text = pin_text(settings.data, text_key["sources"])
+    texts = {True: sampled(text), False: text}  # one object for all stages, so that its text is tokenized once
     steps: dict[str, Step] = {}
     for stage in settings.stages:
         parents = {name: steps[name].fingerprint for name in stage.parents}
-        data = sample if stage.samples else settings.data
+        data = sampled(settings.data) if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)
         cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout]}
         stated = counted | {"data": absolute_paths(read)}
@@ -157,11 +156,20 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             address,
             recipe,
             folder=artifact_folder(output_dir, settings.model.label, stage.name, address),
-            inputs={node: data if node == "data" else nodes[node] for node in stage.nodes},
+            inputs={node: texts[stage.samples] if node == "data" else given[node] for node in stage.nodes},
             parents={name: steps[name].folder for name in stage.parents},
             expected_bytes=expected_bytes(stage.name, checked.source, shape, settings.assemble),
         )
     return steps
+
+
+def pin_text(data: DataConfig, keys: Any) -> DataConfig:  # noqa: ANN401 - of `data_cache_key`, one per source
+    """The settings of the text with the commits of the hub's datasets, where known, as their revisions."""
+    if data.kind == "hub":
+        return replace(data, revision=keys[0]) if isinstance(keys[0], str) else data
+    pairs = zip(data.mixed.values(), keys, strict=False)
+    pinned = [replace(source, revision=key) if isinstance(key, str) else source for source, key in pairs]
+    return replace(data, sources=pinned or data.sources)
 
 
 def resolve_model(checked: Checked) -> ModelConfig:

@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from instruments.errors import ConfigError, UserError
 from instruments.files import hash_code, write_text
 from pipeline import artifacts
+from pipeline.artifacts import READ
 from pipeline.check import Checked, check_settings, validate
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
 from pipeline.plan import (
-    READ,
     Step,
     check_sources,
     describe_plan,
@@ -57,7 +57,8 @@ NEXT: dict[str, list[dict[str, str]]] = {
 
 def next_commands(stage: str, overrides: Sequence[str]) -> list[str]:
     """The commands that go on from a stage: the typed settings with another stage."""
-    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
+    # A folder of its own belongs to this run: the next one would overwrite its record.
+    kept = [word for word in overrides if word.lstrip("+").partition("=")[0] not in {"fresh", "hydra.run.dir"}]
     return [command_line(kept, **change) for change in NEXT.get(stage, [])]
 
 
@@ -88,7 +89,7 @@ class Runner:
         done: list[Step] = []
         for planned in steps:
             # An earlier step of this run may have computed its parent with other tensors.
-            step = planned if planned.due or not is_stale(planned) else replace(planned, due=True, fresh=True)
+            step = planned if planned.due or not is_stale(planned) else replace(planned, due=True)
             try:
                 if step.stage.shared and not step.due:
                     self.workers.broadcast(False)
@@ -121,7 +122,7 @@ class Runner:
 
     def keep(self, step: Step) -> None:
         """Record that a published result is used again, and clean up after killed runs of its stage."""
-        artifacts.remove_leftovers(step.folder.parent)
+        artifacts.remove_leftovers(step.folder)
         self.run_folder.record_stage(step.stage.name, step.fingerprint)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
@@ -129,11 +130,12 @@ class Runner:
         """Run one stage in its staging folder and publish the result."""
         recipe = published_recipe(step)
         with artifacts.open_staging(step.folder, fresh=step.fresh, wait=self.wait, read=recipe[READ]) as staging:
-            # Published by another run since the plan was made.
-            kept = artifacts.is_complete(step.folder) and not step.fresh
+            # Published by another run since the plan was made, or its parents were computed again to the same tensors.
+            kept = artifacts.is_complete(step.folder) and not step.fresh and not is_stale(step)
             if step.stage.shared:
                 self.workers.broadcast(not kept)
             if kept:
+                self.verify(step.stage.name, step.folder)
                 self.keep(step)
                 return
             for name, folder in step.parents.items():
@@ -181,7 +183,7 @@ class Runner:
         """Log the last stage's table if it was kept, then checkpoint, report and the next commands."""
         last = steps[-1]
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
-        if not last.due:
+        if self.run_folder.record.stages[-1].seconds is None:
             log.info("\n%s\n", render(artifacts.Manifest.read(last.folder, remedy=remedy).table, "simple"))
         for step in steps:
             if folder := getattr(step.inputs.get("dump"), "folder", None):
@@ -266,10 +268,10 @@ def run_steps(checked: Checked, folder: Path, overrides: Sequence[str], *, wait:
             return steps
         try:
             with ExitStack() as held:
-                # A result that was removed since the plan was made is found missing when it is verified.
-                held.enter_context(artifacts.output_in_use(Path(settings.output_dir)))
                 run_folder = RunFolder(folder, settings, overrides, [step.folder for step in steps])
                 held.enter_context(logging_to(folder / "run.log"))
+                # A result that was removed since the plan was made is found missing when it is verified.
+                held.enter_context(artifacts.output_in_use(Path(settings.output_dir)))
                 log_shape(checked.request, checked.shape, settings.model.label)
                 if "=".join(AUTO_LAYERS) in overrides and checked.shape:
                     log.info("dense_layers=auto is %s\n", settings.dense_layers)

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from instruments.errors import printable, redact
 from instruments.files import write_json
+from pipeline.help import PACKAGE
 from pipeline.settings import Settings
 
 RECORD = "stages.json"
@@ -101,9 +102,7 @@ def replace_link(link: Path, target: Path) -> None:
     new.replace(link)
 
 
-# In an installed package, all our names begin with its own.
-_PACKAGE = __name__.removesuffix("pipeline.run_folder")
-OWN_LOGGERS = (*(_PACKAGE + name for name in ("pipeline", "stages", "models")), "py.warnings")
+OWN_LOGGERS = (*(PACKAGE + name for name in ("pipeline", "stages", "models")), "py.warnings")
 
 
 class RedactingFormatter(logging.Formatter):

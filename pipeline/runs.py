@@ -11,8 +11,6 @@ from pathlib import Path
 from shutil import rmtree
 from textwrap import shorten
 
-import yaml
-
 from instruments.errors import ConfigError, ContractError, exit_code, say, some
 from instruments.files import check_fields, kinds_of
 from pipeline.artifacts import SHORT, UNREADABLE, Manifest, StagingDir, hold_lock, is_complete, output_in_use
@@ -67,24 +65,21 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def find_runs(folder: Path) -> list[Run]:
     """The runs of an output folder or a sweep, the oldest first, by their paths below it."""
-    records = (path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/{RECORD}"))
+    # A run's folder may be a link, and so may the folders of the first two levels.
+    records = (path for depth in ("*", "*/*/*", "*/**/*") for path in folder.glob(f"{depth}/{RECORD}"))
     names = {path.relative_to(folder).parent: path for path in records}
-    runs = sorted(names.keys() - {Path("latest")}, key=lambda name: [part.zfill(4) for part in name.parts])
-    return [read_run(str(name), names[name]) for name in runs if name.parts[0] != "artifacts"]
+    runs = sorted(names, key=lambda name: [part.zfill(4) for part in name.parts])
+    return [read_run(str(name), names[name]) for name in runs if name.parts[0] not in {"artifacts", "latest"}]
 
 
 def read_run(name: str, path: Path) -> Run:
     """Read a run's record, which may be damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if "results" not in record:  # of an earlier version, which wrote the stages alone
-            label = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))["model"]["label"]
-            stages = record["stages"]
-            record["results"] = [f"{label}/{stage['stage']}/{stage['fingerprint'][:SHORT]}" for stage in stages]
         check_fields(record, kinds_of(RunRecord))
         if wrong := [result for result in record["results"] if not RESULT.fullmatch(result)]:
             raise ValueError(f"{wrong[0]} is no result")
-    except (*UNREADABLE, yaml.YAMLError) as error:
+    except UNREADABLE as error:
         return Run(name, path.parent, fault=str(error))
     finished = [stage["stage"] for stage in record["stages"]]
     words = [word for word in record["overrides"] if not word.startswith("output_dir=")]
@@ -121,7 +116,7 @@ def remove_runs(output_dir: Path, names: Sequence[str]) -> str:
             manifest is damaged, so that what it uses is unknown, or a link leads out of artifacts/.
     """
     artifacts = output_dir / "artifacts"
-    command = shlex.join(["python", "-m", "pipeline", "runs", "--output-dir", str(output_dir)])
+    command = f"python -m pipeline runs --output-dir {shlex.quote(str(output_dir))}"
     with output_in_use(output_dir, alone=True):
         runs, names = find_runs(output_dir), [name.rstrip("/") for name in names]
         if unknown := [name for name in names if not any(run.is_named(name) for run in runs)]:

@@ -68,7 +68,7 @@ def require_jail() -> None:
 
 def _run(code: str, tests: str) -> tuple[str, str]:
     """The verdict, and the first line on stderr."""
-    token, root = secrets.token_hex(16), os.geteuid() == 0
+    token, root, prefix = secrets.token_hex(16), os.geteuid() == 0, os.path.realpath(sys.base_prefix)
     # Root becomes nobody; another user becomes root of a namespace of users, without rights in it.
     outside = [*_NAMESPACES, *([] if root else ["--map-root-user"]), "sh", "-c", _BUILD, "sh"]
     inside = [*_WITHOUT_RIGHTS, *(_NOBODY if root else []), "timeout", "-s", "KILL", str(SECONDS), "env", "-i"]
@@ -78,7 +78,7 @@ def _run(code: str, tests: str) -> tuple[str, str]:
     with TemporaryDirectory() as folder, TemporaryFile() as out, TemporaryFile() as errors:
         try:
             status = subprocess.run(
-                [*outside, folder, sys.base_prefix, *inside, *python], input=request.encode(), stdout=out,
+                [*outside, folder, prefix, *inside, *python], input=request.encode(), stdout=out,
                 stderr=errors, check=False, env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, timeout=SECONDS + 5,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:

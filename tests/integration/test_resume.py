@@ -255,6 +255,20 @@ def test_layers_of_an_unfinished_run_are_computed_again_if_its_parents_hold_othe
     assert len(done) == LAYERS
 
 
+def test_a_stage_that_reruns_since_its_parents_have_changed_resumes(outputs, words, monkeypatch):
+    module = import_module("stages.score.stage")
+    original = module.score_neurons
+    with monkeypatch.context() as patch:
+        changed = lambda *args: replace(found := original(*args), chosen=-found.chosen)  # noqa: E731
+        patch.setattr(module, "score_neurons", changed)
+        assert in_process(outputs, words, "stage=score", "fresh=true") == 0
+    run_killed(outputs, words, "stage=project", at="stages.project.layer_pass:save_layer_checkpoint", calls=2)
+    done = count_calls(monkeypatch, "stages.project.layer_pass", "project_layer")
+    assert in_process(outputs, words, "stage=project") == 0
+    assert len(done) == LAYERS - 1
+    assert hidden(outputs, "project") == []
+
+
 def test_a_finished_layer_that_was_damaged_is_computed_again(outputs, words, capsys):
     before = hashes(outputs, "project")
     forget(outputs, "project")

@@ -109,6 +109,14 @@ def test_a_tool_is_a_word_of_the_command(installed):
     assert "usage: tiny-onn dump" in done.stdout
 
 
+def test_a_remedy_names_the_command_that_is_installed(installed):
+    _environment, project = installed
+    (project / "outputs").mkdir(exist_ok=True)
+    done = run(installed, "tiny-onn", "runs", "remove", "runs/none")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.endswith(f"do:    tiny-onn runs --output-dir {project / 'outputs'}\n")
+
+
 def test_a_clone_has_the_same_names():
     assert {getattr(tiny_onn, name).__module__.partition(".")[0] for name in tiny_onn.__all__} == {
         "instruments", "pipeline"

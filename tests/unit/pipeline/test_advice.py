@@ -28,10 +28,18 @@ REMEDIES = {
     "train": "stage=train",
     "plan": "plan=true",
     "dry-run=true": "plan=true",
+    "density=0.25": "active=0.25",
+    "ratio=25%": "active=0.25",
+    "sparsity=0.75": "give the share that stays active, 1 - 0.75, as active=",
+    "quantization=int8": "model.quantization=int8",
+    "quantize=8bit": "model.quantization=int8",
+    "quantize=true": "model.quantization=nf4",
+    "precision=bf16": "model.dtype=bfloat16",
     "model.quantization=int4": "model.quantization=nf4",
     "load_in_4bit=true": "model.quantization=nf4",
     "model.dtype=bf16": "model.dtype=bfloat16",
     "assemble.experts=16": "experts=16",
+    "num_experts=null": "experts=null",
     "target=mixtral": "assemble.target=mixtral",
     "score=S_p": "score=s_p",
     "colour=red": "python -m pipeline --cfg job lists the settings",
@@ -68,6 +76,7 @@ def test_flags_of_hydra_are_no_mistake():
 def test_every_remedy_can_be_typed():
     """A sentence and another program are no words of ours."""
     values = {"data.max_length": "64", "train.batch": "4", "assemble.target": "mixtral", "model.dtype": "float32"}
+    values["model.quantization"] = "int8"
     for key, advice in SYNONYMS.items():
         name = advice.partition("=")[0]
         if " " not in advice:

@@ -1,14 +1,17 @@
 """Damage to published results is detected and named."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import suppress
 
 import pytest
+from filelock import SoftFileLock
 
 from instruments.errors import ContractError
 from instruments.files import hash_file
@@ -22,6 +25,7 @@ from pipeline.artifacts import (
     hold_lock,
     is_complete,
     open_staging,
+    output_in_use,
     publish,
     remove_leftovers,
     verify,
@@ -166,8 +170,47 @@ def test_unfinished_work_goes_if_its_parents_hold_other_tensors_now(final):
             assert names(staging.scratch) == left
             (staging.scratch / "progress").write_text("17")
     (staging.scratch / "progress").unlink()
-    remove_leftovers(final.parent)
+    remove_leftovers(final)
     assert names(final.parent) == []
+
+
+def unfinished(final, tensors):
+    """Begin a run that is not finished on parents with these tensors; returns the progress that it found."""
+    with open_staging(final, fresh=False, read={"cluster": tensors}) as staging:
+        found = names(staging.scratch)
+        (staging.out / "half.txt").write_text("ha")
+        (staging.scratch / tensors).write_text("17")
+    return found
+
+
+def publish_read(final, tensors):
+    with open_staging(final, fresh=False, read={"cluster": tensors}) as staging:
+        publish(staging, fingerprint="f00d", recipe={"read": {"cluster": tensors}}, table=TABLE)
+
+
+def test_a_run_that_replaces_a_result_of_other_tensors_resumes_as_any_other(final):
+    publish_read(final, "old")
+    assert [unfinished(final, "new"), unfinished(final, "new")] == [[], ["new"]]
+    remove_leftovers(final.with_name("beef"))  # another result of the stage is kept
+    staging = StagingDir(final)
+    final.rename(staging.replaced)  # killed between the renames of `publish`
+    assert unfinished(final, "new") == ["new"]
+    assert Manifest.read(final, remedy="").recipe["read"] == {"cluster": "old"}
+    publish_read(final, "new")
+    assert names(final.parent) == ["f00d"]
+
+
+def test_unfinished_work_goes_once_its_result_is_published_or_the_old_one_is_kept(final, monkeypatch):
+    publish_read(final, "old")
+    unfinished(final, "new")
+    remove_leftovers(final)  # its parents hold the old tensors again
+    assert names(final.parent) == ["f00d"]
+    unfinished(final, "new")
+    monkeypatch.setattr("pipeline.artifacts.sync", lambda _: 1 / 0)  # killed after the renames of `publish`
+    with pytest.raises(ZeroDivisionError):
+        publish_read(final, "new")
+    assert names(final.parent) == ["f00d"]
+    assert Manifest.read(final, remedy="").recipe["read"] == {"cluster": "new"}
 
 
 def test_fresh_forgets_scratch_and_replaces_the_result(final):
@@ -191,7 +234,7 @@ def test_what_killed_runs_left_is_removed_but_their_scratch_stays(final):
     (dead / "scratch" / "progress").write_text("17")
     (final.parent / ".dead.lock").write_text("1234")
     (final.parent / ".beef.lock").write_text("1234")
-    remove_leftovers(final.parent)
+    remove_leftovers(final)
     assert names(final.parent) == [".dead"]
     assert names(dead) == ["scratch"]
 
@@ -201,14 +244,14 @@ def test_an_old_result_is_put_back_when_its_replacement_was_killed(final):
     staging = StagingDir(final)
     staging.root.mkdir()
     final.rename(staging.replaced)
-    remove_leftovers(final.parent)
+    remove_leftovers(final)
     assert names(final.parent) == ["f00d"]
     assert (final / "inner" / "a.txt").read_text() == "old"
 
 
 def test_the_unfinished_work_of_a_living_run_is_left_alone(final):
     with open_staging(final.with_name("beef"), fresh=False) as other:
-        remove_leftovers(final.parent)
+        remove_leftovers(final)
         assert other.out.is_dir()
 
 
@@ -242,7 +285,7 @@ def test_a_job_of_a_sweep_waits_for_the_holder(tmp_path, holder, caplog):
     with hold_lock(tmp_path / "l", wait=True):
         assert holder.poll() is not None
         assert (tmp_path / "l").read_text() == str(os.getpid())
-    assert f"waiting for process {holder.pid}, which computes the same result" in caplog.text
+    assert f"waiting for process {holder.pid}, which is computing the same result" in caplog.text
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path, holder):
@@ -252,6 +295,25 @@ def test_a_killed_holder_leaves_no_lock(tmp_path, holder):
     with hold_lock(tmp_path / "l"):
         assert (tmp_path / "l").read_text() == str(os.getpid())
     assert not (tmp_path / "l").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(final, monkeypatch, caplog, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    for module in ("fcntl", "pipeline.artifacts"):
+        monkeypatch.setattr(f"{module}.flock", refuse)
+    with output_in_use(final), warnings.catch_warnings(action="ignore"):  # filelock's own
+        make(final)
+        with open_staging(final, fresh=False) as staging:
+            assert staging.lock.read_text().startswith(str(os.getpid()))
+            # The file of filelock's own lock is whole: after two seconds, it takes over a lock that it cannot read.
+            assert number == errno.ENOLCK or SoftFileLock(staging.lock).is_lock_held_by_us
+    assert os.strerror(number) in caplog.text
+    assert names(final.parent) == ["f00d"]
+    with pytest.raises(LockedError, match="a run may be active"):  # for `runs remove`
+        output_in_use(final, alone=True).__enter__()
 
 
 @pytest.fixture

@@ -241,7 +241,8 @@ def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(monkey
 
 @pytest.mark.parametrize("stage", NEXT)
 def test_the_commands_can_be_pasted_and_repeat_what_was_typed(stage):
-    commands = next_commands(stage, [f"stage={stage}", "fresh=true", "experts=3", "data.path=/my texts"])
+    typed = [f"stage={stage}", "fresh=true", "hydra.run.dir=outputs/runs/mine", "experts=3", "data.path=/my texts"]
+    commands = next_commands(stage, typed)
     for command in commands:
         python, dash_m, package, *words = shlex.split(command)
         assert (python, dash_m, package) == ("python", "-m", "pipeline")

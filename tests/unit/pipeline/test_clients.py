@@ -179,6 +179,20 @@ def test_a_client_that_the_system_kills_has_no_last_line(tmp_path):
         clients.run_client(python, "transformers", {})
 
 
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_client_imports_its_own_gguf(tmp_path, monkeypatch, safe):
+    """And not `pipeline/gguf.py`, which is in the folder of the script."""
+    client = "import gguf\nllama_model_quantize_default_params = lambda: gguf\nLLAMA_FTYPE_MOSTLY_F16 = 1\n"
+    (tmp_path / "llama_cpp.py").write_text(f"{client}llama_model_quantize = lambda *_: gguf.STATUS\n")
+    (tmp_path / "gguf.py").write_text("STATUS = 0")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONSAFEPATH", safe)
+    asked = {"source": "a", "out": "b", "outtype": "f16", "threads": 1}
+    assert clients.run_client(python, "quantise", asked) == {"out": "b"}
+
+
 def test_the_clients_own_packages_are_not_this_projects(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "path=$PYTHONPATH offline=$HF_HUB_OFFLINE" >&2\nexit 3\n')

@@ -1,6 +1,9 @@
 """MBPP as a command: code in answers, verdicts, resumed runs; three tasks on the embedded model."""
 
 import json
+import shutil
+from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,6 +118,47 @@ def test_another_file_is_not_overwritten(tmp_path, tasks, capsys, content):
     assert run(tasks, "--out", path, "--run-code") == 1
     assert path.read_text() == content
     assert f"where: {path}:1" in capsys.readouterr().err
+
+
+def write_as(monkeypatch, text, during=lambda: None):
+    """Let every checkpoint answer with `text`; `during` is called before each batch."""
+
+    @contextmanager
+    def open_writer(*_):
+        writer = Mock(encode=lambda *_, **__: [1])
+        writer.write = lambda prompts, *_, **__: during() or [(text, 5, True) for _ in prompts]
+        yield writer
+
+    monkeypatch.setattr("pipeline.greedy.open_writer", open_writer)
+    monkeypatch.setattr(mbpp, "require_jail", lambda: None)
+    monkeypatch.setattr(mbpp, "judge", lambda code, _: "solved" if "right" in code else "raised NameError")
+
+
+def test_answers_that_another_process_is_still_writing_are_left_alone(tmp_path, tasks, monkeypatch, capsys):
+    out, codes = tmp_path / "answers.jsonl", []
+    write_as(monkeypatch, "def right(): ...", lambda: codes.append(run(tasks, "--out", out, "--run-code")))
+    assert run(tasks, EMBEDDED, "--out", out, "--batch", 1) == 0
+    assert codes == [1, 1, 1]
+    assert "another run is writing these answers" in capsys.readouterr().err
+    assert len(read_answers(out)) == 3
+
+
+def test_checkpoints_of_one_name_have_a_row_each(tmp_path, tasks, monkeypatch, capsys):
+    out, latest = tmp_path / "answers.jsonl", tmp_path / "latest"
+    earlier = [answer("def right(): ...", task, model=str(latest), key="0" * 16) for task in (11, 12)]  # no parts
+    out.write_text("".join(json.dumps(vars(each)) + "\n" for each in earlier))
+    for name, limit in (("right", 3), ("wrong", 1)):
+        (shutil.copytree(EMBEDDED, tmp_path / name) / "generation_config.json").write_text(f'{{"name": "{name}"}}')
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(name)
+        write_as(monkeypatch, f"def {name}(): ...")
+        assert run(tasks, latest, "--out", out, "--limit", limit) == 0
+    capsys.readouterr()
+    assert run(tasks, "--out", out, "--run-code") == 0
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if str(latest) in line]
+    names, solved = zip(*([cell.strip() for cell in row] for row in rows), strict=True)
+    assert solved == ("2 of 2", "3 of 3", "0 of 1")
+    assert len({*names}) == 3
 
 
 def run(tasks, *words):

@@ -20,6 +20,7 @@ from pipeline.plan import STALE, make_plan, plain_settings, published_recipe, se
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents, run_pipeline
 from pipeline.settings import CHAIN, STAGES, asked_stages, compose, with_ancestors
 from stages.artifacts.job import Table, Workers
+from stages.text.config import list_sources
 
 ON_REQUEST = {"train", "layers", "dump", "diagnose"}
 ALL = set(STAGES) - ON_REQUEST
@@ -164,7 +165,8 @@ def test_what_was_computed_from_other_tensors_is_computed_again(steps):
     assert due(steps()) == set()  # the same tensors
     pretend_published(steps()["score"], "those of another device")
     again = steps()
-    assert due(again) == {name for name, step in again.items() if step.fresh} == ALL - {"scan", "score"}
+    assert due(again) == ALL - {"scan", "score"}
+    assert not any(step.fresh for step in again.values())  # a killed run of these goes on
     assert reasons(again) == {"scan": "", "score": ""} | dict.fromkeys(due(again), STALE)
     assert due(steps("stage=score")) == set()
 
@@ -285,6 +287,27 @@ def test_a_hub_that_does_not_answer_stops_a_run_only_where_text_is_still_to_be_r
         steps(*words, "fresh=true")
     assert "http://127.0.0.1:9" in caught.value.what
     assert caught.value.where.startswith("data.name=Salesforce/wikitext")
+
+
+def test_every_stage_of_a_run_reads_the_commit_that_was_planned(steps, tmp_path, monkeypatch):
+    """A branch of the hub may move during the run."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, commit in (("models--o--n", "a" * 40), ("datasets--o--t", "c" * 40)):
+        folder = tmp_path / "hub" / name
+        shutil.copytree(EMBEDDED, folder / "snapshots" / commit)
+        (folder / "refs").mkdir()
+        (folder / "refs/main").write_text(commit)
+    words = "model=hub", "model.name=o/n", "model.label=n"
+    texts = {
+        "data.kind=hub": ["data.name=o/t"],
+        "data.kind=mixture": ["data.sources=[{name:o/t,share:0.5},{python_stdlib:true,share:0.5}]"],
+    }
+    for kind, more in texts.items():
+        planned = steps(*words, kind, *more)
+        assert {step.inputs["model"].revision for step in planned.values() if "model" in step.inputs} == {"a" * 40}
+        for data in (step.inputs["data"] for step in planned.values() if "data" in step.inputs):
+            assert list_sources(data, "calibration")[0].revision == "c" * 40
+        assert planned["scan"].recipe["settings"]["model"]["revision"] is None
 
 
 class Pair(Workers):

@@ -158,6 +158,18 @@ def test_a_run_whose_folder_is_elsewhere_counts(out, three, tmp_path):
     assert (tmp_path / "elsewhere" / RECORD).exists()
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_in_folders_of_any_depth_counts(out, three, tmp_path, moved):
+    record(out, "runs/paper/qwen/seed0/again", [three["score"]])
+    if moved:  # to a larger disk
+        (out / "runs").rename(tmp_path / "runs")
+        (out / "runs").symlink_to(tmp_path / "runs")
+    remove_runs(out, ["runs/old"])
+    assert three["score"].exists()
+    remove_runs(out, ["runs/paper/qwen/seed0/again"])
+    assert not three["score"].exists()
+
+
 def test_a_folder_of_results_that_is_a_link_out_is_refused(out, three, tmp_path):
     stage = three["score"].parent
     stage.rename(tmp_path / "score")
@@ -179,20 +191,6 @@ def test_a_hostile_record_removes_nothing_and_hides_nothing(out, three, result):
     assert [row[1] for row in compare(out, find_runs(out)).rows] == ["damaged record", "score"]
     remove_runs(out, ["runs/new"])  # itself can go, without any result
     assert all(folder.is_dir() for folder in three.values())
-
-
-def test_a_record_of_an_earlier_version_keeps_its_results_and_hinders_nothing(out, three):
-    """It named the stages that had run, and no results."""
-    old, new = (out / "runs" / name / RECORD for name in ("old", "new"))
-    for path in (old, new):
-        values = json.loads(path.read_text())
-        del values["results"]
-        path.write_text(json.dumps(values))
-        config = path.with_name("config.yaml")
-        config.write_text(config.read_text().replace("label: embedded", "label: pico"))
-    remove_runs(out, ["runs/old"])
-    assert not three["score"].exists()
-    assert all(three[name].is_dir() for name in ("scan", "other", "evaluate"))
 
 
 def test_a_damaged_manifest_of_another_run_is_refused(out, three):

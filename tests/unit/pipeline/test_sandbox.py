@@ -103,6 +103,12 @@ def test_an_answer_that_never_ends_is_killed(code, monkeypatch):
     assert time.monotonic() - begin < 5
 
 
+def test_the_prefix_of_python_may_be_a_link(tmp_path, monkeypatch):
+    (tmp_path / "python").symlink_to(sys.base_prefix)
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "python"))
+    require_jail()
+
+
 def test_files_of_this_machine_are_neither_read_nor_written(tmp_path, monkeypatch):
     secret, written = tmp_path / "secret", tmp_path / "written"
     secret.write_text("s")
