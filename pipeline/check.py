@@ -16,7 +16,7 @@ from typing import Any
 from instruments.errors import ConfigError, UserError
 from models.check import check_source
 from models.checkpoint.folder import expand_user
-from models.config import GLOBAL_POOL, MoEShape, setting_word
+from models.config import GLOBAL_POOL, PER_LAYER, MoEShape, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
 from models.source import explained_config
@@ -40,6 +40,11 @@ logger = logging.getLogger(__name__)
 LARGEST = 2**63 - 1
 # Default maximum of an integer setting, by the last word of its name; a larger value is a typing error.
 MAX_COUNTS = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
+# Topology → settings that the other one does not read.
+READ_BY = {
+    PER_LAYER: ("project.descent_", "project.refit_tokens", "assemble.balance=", "vocabulary."),
+    GLOBAL_POOL: ("project.pool_",),
+}
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
 
@@ -425,6 +430,9 @@ def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, r
         typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
         if typed and not settings.involves(stage):
             yield f"{' '.join(typed)} is ignored: stage={settings.stage} does not run {stage}"
+    unread = tuple(name for topology, names in READ_BY.items() if topology != settings.topology for name in names)
+    if typed := [word for word in words if word.startswith(unread)]:
+        yield f"{' '.join(typed)} is ignored: topology={settings.topology}"
     others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
     if settings.stage == "diagnose" and (typed := [word for word in words if word.startswith(others)]):
         yield f"{' '.join(typed)} is ignored: check={settings.check}"

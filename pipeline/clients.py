@@ -25,7 +25,8 @@ SETTINGS = (
     "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", *PROCESSORS,
 )  # fmt: skip
 OTHERS = (
-    "tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "*.model", "chat_template.jinja", "README.md",
+    "tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "*.model", "tekken.json", "chat_template.jinja",
+    "README.md",
 )  # fmt: skip
 # Keys with which transformers finds code: in the folder, in other repositories, or in kernels of the hub.
 CODE_KEYS = {"auto_map", "attn_implementation", "_attn_implementation"}

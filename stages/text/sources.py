@@ -96,17 +96,20 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     Contains the hash of each local file, the Python version and module sizes of the standard library, or the
     commit of a dataset of the hub; `hash_of` gives a file's SHA-256. Raises DataError: a path cannot be read.
     """
-    sources = [_source_cache_key(source, hash_of) for source in list_sources(data, "calibration")]
-    key: dict[str, object] = {"reader": READER_VERSION, "sources": sources}
+    read = list_sources(data, "calibration")
+    key: dict[str, object] = {"reader": READER_VERSION, "sources": [_source_cache_key(one, hash_of) for one in read]}
     if data.heldout_path is not None:
-        key["heldout"] = [_source_cache_key(source, hash_of) for source in list_sources(data, "heldout")]
+        heldout = list_sources(data, "heldout")
+        key["heldout"] = [_source_cache_key(source, hash_of) for source in heldout]
+        read += heldout
+    if templates := [hash_of(file) for source in read if (file := find_template_file(source))]:
+        key["templates"] = templates
     return key
 
 
 def _source_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:
-    template = [hash_of(file)] if (file := find_template_file(source)) else []
     if source.kind == "text":  # the kind decides how a file is read
-        return template + [hash_of(file) + find_kind(file) for file in list_files(source)]
+        return [hash_of(file) + find_kind(file) for file in list_files(source)]
     if source.kind == "hub":
         folder = Path(str(source.name))
         files = sorted(file for file in folder.rglob("*") if file.is_file())

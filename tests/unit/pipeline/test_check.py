@@ -193,6 +193,8 @@ def test_a_setting_without_effect_is_reported_with_all_other_errors(errors):
 # Words → the start of the only warning, or None.
 WARNINGS = {
     f"{POOL} evaluate.baselines=[oracle_aligned,unaligned,static_mask]": "evaluate.baselines=[oracle_aligned,static",
+    f"{POOL} project.descent_steps=9 project.pool_tokens=99": "project.descent_steps=9 is ignored: topology=",
+    "project.pool_tokens=99": "project.pool_tokens=99 is ignored: topology=per_layer",
     "active=0.4 experts=16 n=48 top_k=3 always_on=256": "active=0.4 is ignored",
     f"active=0.4 {POOL} top_k=3": "active=0.4 is ignored",
     "stage=scan data.tokens=70000": "stage=scan reads the first data.sample_tokens=16384",

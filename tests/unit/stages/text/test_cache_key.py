@@ -23,6 +23,17 @@ def test_local_files_count_by_content_and_by_how_they_are_read(write_jsonl, tmp_
     assert data_cache_key(DataConfig(kind="text", path=str(tmp_path))) != key
 
 
+def test_a_chat_template_counts_by_content_for_every_kind_of_source(write_jsonl, tmp_path):
+    (tmp_path / "a").mkdir()
+    path, template = write_jsonl("a/a.jsonl", [{"text": "one"}]), tmp_path / "chat.jinja"
+    for where in ({"kind": "text", "path": str(path)}, {"kind": "hub", "name": str(path.parent)}):
+        keys = [data_cache_key(DataConfig(**where))]
+        for content in ("one", "two"):
+            template.write_text(content)
+            keys.append(data_cache_key(DataConfig(**where, chat_template=str(template))))
+        assert len({json.dumps(key) for key in keys}) == 3
+
+
 def test_of_heldout_files_the_calibration_text_depends_on_what_they_exclude(write_jsonl):
     """Documents that are in both texts; for text and for a mixture of local files."""
     path = write_jsonl("a.jsonl", [{"text": "one"}, {"text": "two"}, {"text": "three"}])
