@@ -430,8 +430,8 @@ def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, r
         typed = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
         if typed and not settings.involves(stage):
             yield f"{' '.join(typed)} is ignored: stage={settings.stage} does not run {stage}"
-    unread = tuple(name for topology, names in READ_BY.items() if topology != settings.topology for name in names)
-    if typed := [word for word in words if word.startswith(unread)]:
+    elsewhere = tuple(name for topology, names in READ_BY.items() if topology != settings.topology for name in names)
+    if typed := [word for word in words if word.startswith(elsewhere)]:
         yield f"{' '.join(typed)} is ignored: topology={settings.topology}"
     others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
     if settings.stage == "diagnose" and (typed := [word for word in words if word.startswith(others)]):
