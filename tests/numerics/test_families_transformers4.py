@@ -49,7 +49,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, transformers4: Path) -> dic
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_all_experts_on_equals_dense(report: dict[str, dict[str, Any]], name: str) -> None:
-    found, case = report[name], KNOWN[name]
+    found, case = report[name], CASES[name]
     assert found["transformers"] == "4.57.6"
     assert found["architecture"] == case.architecture
     assert found["difference"] <= case.tolerance * max(1.0, found["scale"])
