@@ -15,7 +15,8 @@ from models.source import EMBEDDED
 from models.targets.config import MOE_TARGETS
 
 pytestmark = pytest.mark.slow
-KNOWN = [name for name, case in CASES.items() if MOE_TARGETS[case.target].transformers_4]
+# The image of mistral3-image is larger than its config.json says, which only transformers 5 computes.
+KNOWN = [name for name, case in CASES.items() if MOE_TARGETS[case.target].transformers_4 and name != "mistral3-image"]
 PACKAGES = (
     "transformers==4.57.6", "huggingface-hub>=0.34,<1", "tokenizers>=0.22,<=0.23",
     # Dependencies of that huggingface-hub; newer ones use another HTTP client.
