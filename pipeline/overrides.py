@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field, make_dataclass
 from difflib import get_close_matches
+from os.path import exists, isdir  # unlike those of Path, they take names that are too long for a file system
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,9 +53,9 @@ def find_words(group: str, value: str) -> list[str]:
         return []
     is_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value, re.ASCII)) and value[0] not in ".~"
     path = expand_user(value)
-    if "/" not in value and not path.is_dir() and not re.search(r"\.[a-z]{2,}$", value):
+    if "/" not in value and not isdir(path) and not re.search(r"\.[a-z]{2,}$", value):  # noqa: PTH112
         return []
-    if is_name and not path.exists():
+    if is_name and not exists(path):  # noqa: PTH110
         words, label = [f"{group}=hub", quote(f"{group}.name", value)], path.name
     else:
         words, label = [f"{group}={LOCAL[group]}", quote(f"{group}.path", str(path))], path.absolute().name

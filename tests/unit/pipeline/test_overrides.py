@@ -36,6 +36,7 @@ def test_good_words_pass():
         ("experts=many", "experts=many: Value 'many'", "experts=null"),
         ("fresh=maybe", "fresh=maybe: Value 'maybe' is not a valid bool", "fresh=false"),
         ("experts", "experts is no setting", "stage=scan, or another key=value"),
+        ("x" * 300, "is no setting", "stage=scan, or another key=value"),  # too long for the name of a file
         ("score=glob(*)", "is a sweep over values", "python -m pipeline -m 'score=glob(*)'"),
         ("debug=null", "debug=None is none of tiny", "debug=tiny"),  # Hydra cannot take an overlay away
     ],
