@@ -1,6 +1,8 @@
+import csv
 import gzip
 import json
 import os
+from functools import partial
 
 import pyarrow.parquet
 import pytest
@@ -130,7 +132,8 @@ def test_a_row_of_another_length_is_named(tmp_path):
     assert refusal(tmp_path / "a.csv").where == f"{tmp_path / 'a.csv'}, row 1"
 
 
-def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch):
+def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch, request):
+    request.addfinalizer(partial(csv.field_size_limit, csv.field_size_limit()))  # it holds for the whole process
     monkeypatch.setattr("stages.text.files.MAX_RECORD", 100)
     monkeypatch.setattr("stages.text.files.MAX_JSON", 100)
     for name in ("a.jsonl", "a.json", "a.csv"):
