@@ -39,7 +39,7 @@ def column_squares(
                 product = torch.matmul(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
             torch.sum(product.mul_(x), -2, out=columns_BI[part])
         else:
-            columns_BI[part], _ = _product_squares(x, grad)
+            columns_BI[part] = _product_column_squares(x, grad)
     return columns_BI.clamp_min_(0) if gram else columns_BI  # rounding makes some negative
 
 
@@ -123,6 +123,15 @@ def _product_squares(
         row_parts.append(squares.sum(-1))
     columns_I = torch.stack(column_parts).sum(0) if len(column_parts) > 1 else column_parts[0]
     return columns_I, torch.cat(row_parts, dim=-1)
+
+
+def _product_column_squares(x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor, "*b T O"]) -> Float[Tensor, "*b I"]:
+    """Column sums of (GᵀX)², some columns at a time; each product is read once."""
+    grad = grad_TO.float()
+    chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(grad.shape[:-2]) * grad.shape[-1]))
+    with rounded_products(use=_is_half(x_TI, grad_TO), on=["cuda"]):
+        products = (torch.matmul(x.mT, grad) for x in x_TI.float().split(chunk, dim=-1))
+        return torch.cat([torch.mul(product, product, out=product).sum(-1) for product in products], dim=-1)
 
 
 def _is_half(*tensors: Tensor) -> bool:

@@ -216,7 +216,7 @@ def hold_lock(path: Path, *, wait: bool = False, task: str = "computing the same
         log.info("%-9s waiting for process %s, which is %s", path.parent.name, holder, task)
         lock.acquire(timeout=-1, poll_interval=LOCK_TIMEOUT)
     except OSError as error:
-        if error.errno not in WITHOUT_FLOCK:  # else go on without a lock, of which `output_in_use` warns
+        if error.errno not in WITHOUT_FLOCK:  # without flock a run goes on, and `output_in_use` warns
             raise
     try:
         if not isinstance(lock, SoftFileLock):  # filelock's own way without flock, which has written more than this

@@ -83,6 +83,7 @@ class WatchConfig:
     every_steps: int = 1  # outputs are watched at the first step, and at those that this number divides
 
 
+_BEGINNING = b'{"step": '  # of every line
 _LAYER_STEPS = 10  # steps between two lines with the norm of every layer
 
 
@@ -121,7 +122,10 @@ class StepLog:
         if self.path is not None:
             path = file_of_rank(self.path)
             if not self._appends and path.is_file():  # a killed run may have left half a line
-                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+                content = path.read_bytes()
+                whole = content.rfind(b"\n") + 1
+                if _BEGINNING.startswith(content[whole:][: len(_BEGINNING)]):  # not of another file
+                    os.truncate(path, whole)
             self._appends = True
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(report.record(layers=layers)) + "\n")

@@ -29,8 +29,9 @@ def read_sources(data: DataConfig, role: Split) -> Iterator[tuple[Source, Iterat
             heldout = list_sources(data, "heldout")
             excluded = {document.digest for source in heldout for document in read_documents(source)}
         chosen = [source for source in sources if source.kind != "python_stdlib" and source.heldout_share]
+        largest = max((source.heldout_share for source in chosen), default=0.0)
         for source in chosen:
-            source.heldout_share = max(source.heldout_share for source in chosen)
+            source.heldout_share = largest
     for source in sources:
         yield source, (document for document in read_documents(source) if document.digest not in excluded)
 

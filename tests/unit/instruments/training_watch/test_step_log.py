@@ -31,6 +31,14 @@ def test_a_resumed_run_goes_on_behind_the_last_whole_line(log):
     assert [line["step"] for line in read_step_log(log)] == [*range(8)]
 
 
+def test_another_file_that_is_named_as_log_keeps_its_content(tmp_path):
+    (tmp_path / "notes.txt").write_text("one line without an end")
+    model = Net()
+    with watch_model(model, torch.optim.SGD(model.parameters(), 0.05), log=tmp_path / "notes.txt") as watch:
+        train(model, 1, optimizer=watch.optimizers[0])
+    assert (tmp_path / "notes.txt").read_text().startswith("one line without an end")
+
+
 def test_summary_and_pictures(log, tmp_path, capsys):
     assert main([str(log), "--plot", str(tmp_path / "a.png")]) == 0
     assert capsys.readouterr().out == (
