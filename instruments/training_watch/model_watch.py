@@ -68,6 +68,7 @@ class ModelWatch:
         self._hooked: set[str] = set()  # parameters with a hook
         _OPEN.add(self)
         _note_losses()
+        weakref.finalize(self, _note_losses)  # a watch that is forgotten puts torch.autograd.backward back, too
         self._add_hooks(model)
         if not any(parameter.requires_grad for parameter in self.measurement.parameters.values()):
             logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
@@ -268,7 +269,8 @@ _replaced = torch.autograd.backward
 def _note_losses() -> None:
     """While a model is watched, torch.autograd.backward, which Tensor.backward calls, tells what it starts from."""
     global _noting, _replaced
-    if _OPEN and torch.autograd.backward is not _noting:
+    watched = bool([*_OPEN])  # a set of weak references may still count one that dies now
+    if watched and torch.autograd.backward is not _noting:
         replaced = torch.autograd.backward
 
         def noting(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of torch.autograd.backward
@@ -279,7 +281,7 @@ def _note_losses() -> None:
             replaced(*args, **kwargs)
 
         _replaced, _noting, torch.autograd.backward = replaced, noting, noting
-    elif not _OPEN and torch.autograd.backward is _noting:
+    elif not watched and torch.autograd.backward is _noting:
         torch.autograd.backward = _replaced
 
 

@@ -100,11 +100,13 @@ def test_nothing_grows_without_steps_and_a_forgotten_watch_dies_with_its_model()
         model.first(batch(step)[0])  # does not pass through the model
     assert len(watch.measurement.peaks) < 2 * 64 + 4
     watch.remove()
-    other = Net()
+    other, backward = Net(), torch.autograd.backward
     watch = weakref.ref(watch_model(other, torch.optim.SGD(other.parameters(), 0.1)))
+    assert torch.autograd.backward is not backward
     del other
     gc.collect()
     assert watch() is None
+    assert torch.autograd.backward is backward
 
 
 def test_accumulated_batches_are_one_step_and_evaluation_none():
