@@ -74,6 +74,11 @@ def _chunks(logits_NV: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, tokens, step))
 
 
+def next_labels(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """What each position predicts: the label behind it; ignored at the end."""
+    return functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+
+
 def token_losses(
     logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, inplace_backward: bool = False
 ) -> Float[Tensor, "B T-1"]:
@@ -81,7 +86,7 @@ def token_losses(
 
     Shifts the labels instead of the logits: slicing the logits would copy them and pad their gradient.
     """
-    targets_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    targets_BT = next_labels(labels_BT)
     losses_N = cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), inplace_backward=inplace_backward)
     return losses_N.view(targets_BT.shape)[:, :-1]
 
@@ -93,7 +98,7 @@ def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
 
 def predicts(labels_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     """Positions whose next token counts in the loss."""
-    return functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED) != IGNORED
+    return next_labels(labels_BT) != IGNORED
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ def sum_losses(
     """
     logits_NV = logits_BTV.flatten(0, 1)
     dense_NV = None if dense_BTV is None else dense_BTV.to(logits_BTV.device).flatten(0, 1)
-    targets_N = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
+    targets_N = next_labels(labels_BT).flatten()
     found_N3 = logits_BTV.new_full((len(targets_N), 3), math.nan, dtype=torch.float64)
     for rows in _chunks(logits_NV):
         ours_nV = log_softmax(logits_NV[rows].float(), -1)

@@ -49,6 +49,7 @@ def test_the_wheel_holds_one_package(installed):
     assert {path.name for path in packages.iterdir() if path.is_dir()} - {"__pycache__"} == {
         "tiny_onn", next(packages.glob("*.dist-info")).name
     }  # fmt: skip
+    assert (packages / "tiny_onn/py.typed").is_file()
 
 
 def test_the_command_carves_in_a_foreign_folder(installed):

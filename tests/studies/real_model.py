@@ -20,7 +20,8 @@ ROWS = {
     "half_without_code": ({"experts": 116, "n": 32, "top_k": 32, "always_on": 1152}, 65_536, 128, (0.6, 0.4, 0.0)),
     "mask": ({"experts": 2, "n": 32, "top_k": 2, "always_on": 2112}, 81_920, 128, (0.45, 0.35, 0.2)),
     "mask_of_three_quarters": ({"experts": 2, "n": 32, "top_k": 2, "always_on": 3456}, 81_920, 128, (0.45, 0.35, 0.2)),
-    "quarter": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 32_768, 160, (0.5, 0.5, 0.0)),
+    "quarter": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 81_920, 128, (0.45, 0.35, 0.2)),
+    "quarter_without_code": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 32_768, 160, (0.5, 0.5, 0.0)),
 }
 HEALING = {
     **{"train.tokens": 200_000, "train.batch": 4, "train.micro_batch": 4, "train.precision": "bfloat16"},
