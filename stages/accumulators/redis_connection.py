@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -68,13 +68,30 @@ def _client(url: str, tries: int) -> "Redis":
     from redis.backoff import ExponentialBackoff  # noqa: PLC0415
     from redis.retry import Retry  # noqa: PLC0415
 
+    class UnlessDenied(Retry):
+        """Another try gives a wrong password no access; the client's nested tries take twenty seconds."""
+
+        def call_with_retry(self, do: Callable[[], Any], *rest: Any, **more: Any) -> Any:  # noqa: ANN401 - any version's
+            denials = []
+
+            def once() -> Any:  # noqa: ANN401
+                try:
+                    return do()
+                except (redis.AuthenticationError, redis.exceptions.AuthorizationError) as denial:
+                    return denials.append(denial)
+
+            result = super().call_with_retry(once, *rest, **more)
+            if denials:
+                raise denials[0]
+            return result
+
     client = redis.Redis.from_url(
         url,
         password=find_password(url) or os.environ.get(PASSWORD),  # a password in the URL has precedence
         socket_timeout=ANSWER_WITHIN,
         socket_connect_timeout=5,
         health_check_interval=30,
-        retry=Retry(ExponentialBackoff(cap=LONGEST_WAIT, base=0.05), tries),
+        retry=UnlessDenied(ExponentialBackoff(cap=LONGEST_WAIT, base=0.05), tries),
         retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
     )
     # Answers hold packed numbers, which are no text, even if the URL asks for text.

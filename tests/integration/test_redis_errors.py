@@ -108,6 +108,7 @@ def test_the_server_goes_away_for_good(server, monkeypatch):
 @pytest.mark.parametrize("login", ["", ":s3sama@"])
 def test_no_password_or_a_wrong_one(locked_server, login, monkeypatch):
     monkeypatch.delenv("TINY_ONN_REDIS_PASSWORD", raising=False)
+    monkeypatch.setattr("redis.retry.sleep", lambda _seconds: pytest.fail("a wrong password was tried again"))
     error = refusal(f"redis://{login}127.0.0.1:{locked_server.port}").value
     assert error.what.startswith("the Redis server denies access: ")
     assert "TINY_ONN_REDIS_PASSWORD" in error.do
