@@ -189,7 +189,8 @@ def test_another_layout_is_refused(server, command, tmp_path, held):
     assert said.startswith("the scan under the namespace t: has another layout than 4\n")
 
 
-def test_a_server_that_is_gone_is_named_without_its_password(command, tmp_path):
+def test_a_server_that_is_gone_is_named_without_its_password(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("stages.accumulators.redis_connection.OPENING_TRIES", 0)
     code, said = command(
         "export", tmp_path / "sums.safetensors", "--namespace", "t:", "--url", "redis://me:s3same@127.0.0.1:9"
     )

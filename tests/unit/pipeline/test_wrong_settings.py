@@ -77,6 +77,7 @@ def find_faults(words):
 @pytest.mark.parametrize("typed", WRONG)
 def test_wrong_settings_are_refused_and_the_remedy_helps(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stages.accumulators.redis_connection.OPENING_TRIES", 0)
     base = [stage_of(typed), "output_dir=outputs"]
     words = shlex.split(typed)
     wrong = {error.what: error for error in find_faults([*base, *words])}
