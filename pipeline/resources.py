@@ -56,7 +56,7 @@ def count_tokens(stage: str, checked: Checked) -> int:
 def hidden_bytes(stage: str, checked: Checked) -> tuple[int, int]:
     """Bytes of hidden states that a stage keeps per process in memory, and of all processes on disk.
 
-    Three (T, D) tensors of a process's own tokens; with several processes also two of all tokens.
+    KEPT (T, D) tensors of a process's own tokens; with several processes also two of all tokens.
     """
     if stage not in PASSES:
         return 0, 0

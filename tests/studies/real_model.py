@@ -23,11 +23,7 @@ ROWS = {
     "quarter": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 81_920, 128, (0.45, 0.35, 0.2)),
     "quarter_without_code": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 32_768, 160, (0.5, 0.5, 0.0)),
 }
-HEALING = {
-    **{"train.tokens": 200_000, "train.batch": 4, "train.micro_batch": 4, "train.precision": "bfloat16"},
-    **{"train.router_rate": 4.5e-5, "train.expert_rate": 1.5e-5, "train.rest_rate": 7.5e-6},
-    "evaluate.checkpoint": "train",
-}
+HEALING = {"train.tokens": 200_000, "train.precision": "bfloat16", "evaluate.checkpoint": "train"}
 
 
 def row_settings(row, instructions, general, *, gradients=False):

@@ -179,7 +179,7 @@ def test_the_error_of_a_setting_without_effect_names_what_switches_it_on(errors,
 def test_what_a_file_says_without_effect_is_a_warning(warnings):
     """train=heal sets the rate of all other parameters."""
     words = "stage=train train=heal train.all_share=0 train.experts_share=1"
-    assert warnings(words) == ["train.rest_rate=5e-06 is ignored: train.all_share=0.0"]
+    assert warnings(words) == ["train.rest_rate=7.5e-06 is ignored: train.all_share=0.0"]
 
 
 def test_a_setting_without_effect_is_reported_with_all_other_errors(errors):

@@ -55,6 +55,10 @@ def test_dense_layers_that_cannot_be(request_, said):
         (ShapeRequest(39, 64, None, None, 0.5), QWEN, MoEShape(39, 64, 16, 1408)),
         (ShapeRequest(16, 64, None, None, 0.5), QWEN, MoEShape(16, 64, 8, 1920)),
         (ShapeRequest(16, 64, None, None, 1.0), QWEN, MoEShape(16, 64, 16, 3840)),
+        # always_on given: experts hold all other neurons, but for less than one expert's.
+        (ShapeRequest(None, None, None, 0, 0.5), 14336, MoEShape(224, 64, 112, 0)),
+        (ShapeRequest(None, None, None, 1000, 0.5), QWEN, MoEShape(60, 64, 22, 1000)),
+        (ShapeRequest(16, None, None, 0, 0.5), QWEN, MoEShape(16, 304, 8, 0)),
         # E·N > F: top_k is 1, unless a given always_on leaves room for more.
         (ShapeRequest(100, 256, None, None, 0.5), 1024, MoEShape(100, 256, 1, 256)),
         (ShapeRequest(100, 256, None, 0, 0.5), 1024, MoEShape(100, 256, 2, 0)),
