@@ -22,7 +22,7 @@ from models.config import ModelConfig
 _FILES = ["model*.safetensors", "*.json", *checkpoint.TOKENIZER_PATTERNS, *checkpoint.LICENCES]
 
 # Files that affect the result, apart from the weights; generation_config.json is copied into the carved checkpoint.
-_RESULT_FILES = ["*.json", *checkpoint.TOKENIZER_PATTERNS]
+_RESULT_FILES = [*sorted(checkpoint.CONFIGURATIONS), *checkpoint.TOKENIZER_PATTERNS]
 
 # Remedy when the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"

@@ -25,7 +25,7 @@ from models.loading import (
 )
 from stages.text.config import DataConfig, Source
 from stages.text.documents import Document
-from stages.text.generated import encode_start, find_ends, write_continuations
+from stages.text.generated import decode_behind, encode_start, find_ends, write_continuations
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,12 @@ class Writer:
         pad_id, criteria = padding_id(self.tokenizer), [StopStringCriteria(self.tokenizer, [stop])] if stop else []
         with explained_memory("generation", "smaller batches, fewer tokens, or --device cpu"):
             rows = write_continuations(self.model, prompts, data, ends, pad_id, seed=0, criteria=criteria)
-        return [self._read(row, ends, stop) for row in rows]
+        return [self._read(prompt, row, ends, stop) for prompt, row in zip(prompts, rows, strict=True)]
 
-    def _read(self, row: Sequence[int], ends: Collection[int], stop: str) -> tuple[str, int, bool]:
-        text = self.tokenizer.decode(row, skip_special_tokens=True)
+    def _read(
+        self, prompt: Sequence[int], row: Sequence[int], ends: Collection[int], stop: str
+    ) -> tuple[str, int, bool]:
+        text = decode_behind(self.tokenizer, prompt, row)
         if stop and stop in text:  # padding follows
             text = text.partition(stop)[0] + stop
             return text, len(self.tokenizer(text, add_special_tokens=False)["input_ids"]), True

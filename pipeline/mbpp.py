@@ -27,6 +27,7 @@ from instruments.files import Kind, check_fields, kinds_of, write_text
 from models.config import ModelConfig
 from models.source import read_config, source_cache_key
 from pipeline.artifacts import hold_lock
+from pipeline.disk import explain_os_error
 from pipeline.generate import add_limits
 from pipeline.sandbox import SOLVED, judge, require_jail
 from stages.artifacts.rendering import in_time
@@ -83,6 +84,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _work(wanted: argparse.Namespace) -> None:
+    try:
+        _answer_and_judge(wanted)
+    except OSError as error:
+        do = "free some space there, then the same command again"
+        raise explain_os_error(error, where="mbpp", folder=wanted.out.absolute().parent, do=do) or error from error
+
+
+def _answer_and_judge(wanted: argparse.Namespace) -> None:
     check_output(wanted.out)
     with hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers"):
         tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
@@ -96,8 +105,7 @@ def _work(wanted: argparse.Namespace) -> None:
             if missing := {key: task for key, task in asked.items() if key not in known}:
                 answers += _generate(folder, missing, wanted)
         if wanted.run_code:
-            answers = judge_answers(answers, tasks)
-            write_text(wanted.out, _as_lines(answers))
+            judge_answers(answers, tasks, wanted.out)
         shown = {key for asked in keys.values() for key in asked}
         say(render([answer for answer in answers if answer.key in shown or not keys]))
         say(f"\nanswers in {wanted.out}{'' if wanted.run_code else '; --run-code judges them'}\n")
@@ -126,9 +134,12 @@ def _read_lines(file: Path, kinds: Mapping[str, Kind], torn: bytes = b"") -> Ite
     number = 0
     try:
         for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):  # noqa: B007
-            if torn and line[-1:] != b"\n" and line[: len(torn)] == torn[: len(line)]:
-                return
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if torn and line[-1:] != b"\n" and line[: len(torn)] == torn[: len(line)]:
+                    return
+                raise
             check_fields(record, kinds)
             yield {name: record[name] for name in kinds}
     except (OSError, ValueError, RecursionError) as error:
@@ -180,15 +191,19 @@ def extract_code(answer: str) -> str:
     return code if re.search(r"\b(?:def|class|lambda)\b", code) else ""
 
 
-def judge_answers(answers: Iterable[Answer], tasks: Iterable[Task]) -> list[Answer]:
-    """The answers with verdicts, where a task is among `tasks` and there was none."""
-    tests, judged = {task.task_id: "\n".join([task.test_setup_code, *task.test_list]) for task in tasks}, []
-    for answer in tqdm(answers, desc="judge", unit="answer"):
-        verdict, code = answer.verdict, extract_code(answer.answer)
-        if not verdict and answer.task_id in tests:
-            verdict = judge(code, tests[answer.task_id]) if code else NO_CODE
-        judged.append(replace(answer, verdict=verdict))
-    return judged
+def judge_answers(answers: list[Answer], tasks: Iterable[Task], file: Path) -> None:
+    """Give answers to `tasks` their missing verdicts, and write all to the file: now and then, and if interrupted."""
+    tests = {task.task_id: "\n".join([task.test_setup_code, *task.test_list]) for task in tasks}
+    missing = [place for place, one in enumerate(answers) if not one.verdict and one.task_id in tests]
+    try:
+        for number, place in enumerate(tqdm(missing, desc="judge", unit="answer"), start=1):
+            answer = answers[place]
+            code = extract_code(answer.answer)
+            answers[place] = replace(answer, verdict=judge(code, tests[answer.task_id]) if code else NO_CODE)
+            if number % 50 == 0:
+                write_text(file, _as_lines(answers))
+    finally:
+        write_text(file, _as_lines(answers))
 
 
 def render(answers: Iterable[Answer]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instruments.cpu import has_amx
-from instruments.errors import CheckpointError, ContractError, DataError
+from instruments.errors import CheckpointError, ContractError, DataError, some
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
@@ -207,9 +207,12 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
     planned, do = step.recipe["identity"], "the same command again, which starts with the files as they are now"
     model, data = (step.inputs.get(name) for name in NODES_WITH_CONTENT)
     # A commit of the hub does not change.
-    if isinstance(model, ModelConfig) and model.kind != "hub" and source_cache_key(model, hash_of) != planned["model"]:
-        what = "the files of the dense model were changed during this run: its stages would read two models"
-        raise CheckpointError(what, where=f"stage={step.stage.name}, {model.path or EMBEDDED}", do=do)
+    if isinstance(model, ModelConfig) and model.kind != "hub":
+        now, then = source_cache_key(model, hash_of)["files"], planned["model"]["files"]
+        if changed := sorted({name for name, _ in now.items() ^ then.items()}):
+            what = "the files of the dense model were changed during this run: its stages would read two models"
+            where = f"stage={step.stage.name}, {model.path or EMBEDDED}: {some(changed)}"
+            raise CheckpointError(what, where=where, do=do)
     if not isinstance(data, DataConfig) or any(source.kind == "hub" for source in list_sources(data, "calibration")):
         return
     try:

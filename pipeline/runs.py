@@ -127,6 +127,10 @@ def remove_runs(output_dir: Path, names: Sequence[str]) -> str:
             what = f"records of other runs are damaged, so that their results are unknown: {damaged[0].fault}"
             do = f"{command} remove {shlex.join(run.name for run in damaged)}"
             raise ContractError(what, where=some(str(run.folder / RECORD) for run in damaged), do=do)
+        if inside := [run.name for run in kept if any(one.folder in run.folder.parents for one in gone)]:
+            what = f"below it are runs that would be deleted, too: {some(inside)}"
+            do = f"{command} remove {shlex.join([*names, *inside])}, or move them"
+            raise ConfigError(what, where=some(str(run.folder) for run in gone), do=do)
         used = {(artifacts / result).resolve() for result in find_results(artifacts, kept, strict=True)}
         own = [one for one in find_results(artifacts, gone, strict=False) if (artifacts / one).resolve() not in used]
         # Ancestors first: after a kill, the manifests that name them are still there.
@@ -166,7 +170,8 @@ def _delete(path: Path) -> None:
 
 def compare(output_dir: Path, runs: Sequence[Run]) -> Table:
     """A row for each run with the figures of its MoE, and the settings that not all of them have in common."""
-    common = set.intersection(*(set(run.words) for run in runs)) if len(runs) > 1 else set()
+    read = [set(run.words) for run in runs if not run.fault]
+    common = set.intersection(*read) if len(read) > 1 else set()
     rows = []
     for run in runs:
         last = run.finished[-1] if run.finished else "none"

@@ -117,9 +117,9 @@ def _fill_both(experts: int, n: int, active: int, width: int) -> tuple[int, int]
 def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     """Number and width of the experts.
 
-    Without a given number, experts hold the neurons that are not always on: by default about a quarter of the FFN is, at
-    most half of the active width. With a given number but no width, each gets an equal part of them. The default width
-    is 64, or less if four experts of 64 do not fit the active width.
+    Without a given number, experts hold the neurons that are not always on: by default about a quarter of the FFN is,
+    at most half of the active width. With a given number but no width, each gets an equal part of them. The default
+    width is 64, or less if four experts of 64 do not fit the active width.
     """
     if dials.pooled:
         return dials.experts or POOL_EXPERTS, dials.n or POOL_EXPERT_WIDTH
@@ -130,7 +130,7 @@ def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     if dials.experts is not None:
         return dials.experts, dials.n or _round_to_step(routed / dials.experts, width // dials.experts)
     n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(round(dials.carved_share * width) // 4)))
-    fitting = routed // n if dials.always_on is not None else round(routed / n)  # else the rest becomes always on
+    fitting = int(routed // n) if dials.always_on is not None else round(routed / n)  # else the rest becomes always on
     return max(1, min(fitting, width // n)), n
 
 

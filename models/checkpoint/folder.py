@@ -38,7 +38,7 @@ TOKENIZER_PATTERNS = (
 # Settings for images, sounds and videos.
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # The other JSON files that transformers reads of a language model. A folder may hold more, such as trainer_state.json.
-_CONFIGURATIONS = {
+CONFIGURATIONS = {
     "config.json", "generation_config.json", INDEX, ADAPTER, *PROCESSORS,
 }  # fmt: skip
 LICENCES = ("LICENSE*", "NOTICE*")
@@ -92,7 +92,7 @@ def _check_sizes(files: Iterable[Path]) -> None:
     """Refuse configurations and tokenizer files that are larger than any model's. Raises CheckpointError."""
     for file in sorted(files):
         is_json, size = file.suffix == ".json", file.stat().st_size
-        if file.name not in _CONFIGURATIONS and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
+        if file.name not in CONFIGURATIONS and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
             continue
         most = MAX_JSON_BYTES if is_json and file.name not in VOCABULARIES else MAX_VOCABULARY_BYTES
         what = f"{size:,} bytes, more than the {most:,}" if size > most else ""

@@ -62,7 +62,7 @@ def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBat
     for batch in batches:
         for name, model in models.items():
             seconds[name] += time_forward(model, batch)
-        seen += batch.input_ids.numel()
+        seen += batch.tokens
         if seen >= tokens:
             break
     return {name: seen / spent for name, spent in seconds.items()}

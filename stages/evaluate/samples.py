@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from models.loading import is_offloaded, padding_id
 from stages.text.config import DataConfig, Source
 from stages.text.documents import Document
-from stages.text.generated import encode_start, find_ends, write_continuations
+from stages.text.generated import decode_behind, encode_start, find_ends, write_continuations
 from stages.text.sources import read_sources
 
 TOKENS = 32  # of the beginning of plain text, and of its continuation
@@ -55,8 +55,9 @@ def write_samples(
         name: write_continuations(model, prompts, wanted, find_ends(model, tokenizer), pad_id, seed=0)
         for name, model in models.items()
     }
-    texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in part] for part in (prompts, *written.values())]
-    return [Sample(*sample) for sample in zip(*texts, strict=True)]
+    begun = [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
+    texts = [[decode_behind(tokenizer, *pair) for pair in zip(prompts, part, strict=True)] for part in written.values()]
+    return [Sample(*sample) for sample in zip(begun, *texts, strict=True)]
 
 
 def _starts(

@@ -205,6 +205,12 @@ def load_generated(scratch: Path) -> LoadedText | None:
     return LoadedText([TokenSequence(**sequence) for sequence in found["sequences"]], found["skipped"])
 
 
+def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of `ids` behind a prompt; a decoder such as Llama 2's drops the space before the first token of all."""
+    whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in ([*prompt, *ids], [*prompt]))
+    return str(whole[len(before) :])
+
+
 def write_continuations(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],

@@ -9,9 +9,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -118,10 +120,10 @@ class PhaseLoop:
         self.shown = show_scores(model) if settings.straight_through else []
         self.objective = Objective(settings, RouterWatch(model), context.teacher, context.balance)
         model.to(context.device)
-        groups = parameter_groups(model, **rates)  # before: DistributedDataParallel reads `requires_grad` only once
+        groups = text_groups(model, rates)  # before: DistributedDataParallel reads `requires_grad` only once
         self.wrapped = distribute(model, context)
         if settings.fsdp:
-            groups = parameter_groups(model, **rates)  # its parameters are new
+            groups = text_groups(model, rates)  # its parameters are new
         self.peaks = [group["lr"] for group in groups]
         self.optimizer = AdamW(groups, betas=BETAS, fused=True)
         self.step = 0  # optimizer steps of this phase that are done
@@ -161,7 +163,8 @@ class PhaseLoop:
                         f"{figures['tokens_per_second']:,.0f} tok/s"
                     )
                 if not over and is_due(self.step, settings.save_steps, settings):
-                    self.save(self.folder / f"checkpoint-{self.step}", optimizer_tensors(self.model, self.optimizer))
+                    moments = optimizer_tensors(self.model, self.optimizer, kept=self.context.workers.leads)
+                    self.save(self.folder / f"checkpoint-{self.step}", moments)
         self.save(self.folder / "final")
         self.stop_watching()
 
@@ -257,7 +260,9 @@ class PhaseLoop:
         """Write a checkpoint with these tensors of the optimizer and the record so far; then remove older ones."""
         start = time.perf_counter()
         sharded = self.model.state_dict(keep_vars=True)
-        whole = {tensor: whole_tensor(tensor.detach()) for tensor in sharded.values()}  # once where embeddings are tied
+        leads = self.context.workers.leads
+        # Once where embeddings are tied.
+        whole = {tensor: whole_tensor(tensor.detach(), kept=leads) for tensor in sharded.values()}
         weights = {name: whole[tensor] for name, tensor in sharded.items()}
         if self.context.record is not None:
             self.model.save_pretrained(folder, state_dict=weights)
@@ -293,6 +298,18 @@ def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
     return {name: getattr(settings, name) if part in phase.learns else 0.0 for name, part in _RATES.items()}
 
 
+def text_groups(model: PreTrainedModel, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+    """`parameter_groups` of what reads text; text gives the parts for images no gradient, so they are frozen."""
+    groups = parameter_groups(model, **rates)
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    read = {parameter for part in parts if part is not None for parameter in part.parameters()}
+    for parameter in {*model.base_model.parameters()} - read:
+        parameter.requires_grad_(False)
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    return [group for group in groups if group["params"]]
+
+
 def is_due(step: int, every: int, settings: TrainConfig) -> bool:
     """Whether `every` steps have passed, rounded up to log lines: a kill must not split the sums of one. 0: never."""
     return every > 0 and step % (math.ceil(every / settings.log_steps) * settings.log_steps) == 0
@@ -309,16 +326,22 @@ def distribute(model: nn.Module, context: TrainContext) -> nn.Module:
     return DistributedDataParallel(model, None if context.device.type == "cpu" else [context.device])
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, in host memory; all processes take part. Other tensors as they are."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+def whole_tensor(tensor: Tensor, *, kept: bool = True) -> Tensor:
+    """The whole of a sharded tensor, in host memory; empty in a process where it is not `kept`, which takes part, too.
+
+    Other tensors as they are.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return whole.cpu() if kept else whole.new_empty(0)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
-    """Moments and step counts by parameter; those of shards are put together."""
+def optimizer_tensors(model: nn.Module, optimizer: AdamW, *, kept: bool = True) -> dict[str, Tensor]:
+    """Moments and step counts by parameter; those of shards are put together where they are `kept`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{names[parameter]}/{kind}": whole_tensor(tensor)
+        f"{names[parameter]}/{kind}": whole_tensor(tensor, kept=kept)
         for parameter, state in optimizer.state.items()
         for kind, tensor in state.items()
     }
@@ -327,13 +350,14 @@ def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
 def load_optimizer(model: nn.Module, optimizer: AdamW, path: Path) -> None:
     """Load what `optimizer_tensors` returned, with any number of processes."""
     parameters = dict(model.named_parameters())
-    for key, value in load_file(path).items():
-        name, _, kind = key.partition("/")
-        parameter = parameters[name]
-        tensor = value.to(parameter.device)
-        if isinstance(parameter, DTensor) and kind != "step":
-            tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
-        optimizer.state[parameter][kind] = tensor
+    with safe_open(path, "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - no dict
+            name, _, kind = key.partition("/")
+            parameter = parameters[name]
+            tensor = file.get_tensor(key).to(parameter.device)
+            if isinstance(parameter, DTensor) and kind != "step":
+                tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+            optimizer.state[parameter][kind] = tensor
 
 
 def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Path) -> NumericsError:

@@ -106,7 +106,8 @@ def sticky_loss(routings: list[Routing], rows_N: Int[Tensor, "N"], length: int) 
     counts_N, before_N, parts = rows_N % length != 0, (rows_N - 1).clamp_min(0), []
     for routing in routings:
         logits_NE = routing.logits_TE[rows_N].float()
-        log_NE = (logits_NE / logits_NE.detach().std(1, keepdim=True).clamp_min(1e-12)).log_softmax(1)
+        std_N1 = logits_NE.detach().std(1, keepdim=True, correction=min(1, logits_NE.shape[1] - 1))
+        log_NE = (logits_NE / std_N1.clamp_min(1e-12)).log_softmax(1)
         losses_N = -log_NE.gather(1, routing.chosen_TK[before_N]).mean(1)
         parts.append((losses_N * counts_N).sum() / counts_N.sum().clamp_min(1))
     return torch.stack(parts).mean()

@@ -1,5 +1,6 @@
 """Files for resuming after a kill: complete checkpoints, each with the record up to its step."""
 
+import hashlib
 import json
 import logging
 import math
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from instruments.errors import ConfigError
 from instruments.files import sync_tree, write_text
 from stages.artifacts.job import Table
+from stages.text.batches import TokenBatch
 from stages.train.objective import Phase
 
 logger = logging.getLogger(__name__)
@@ -98,8 +101,16 @@ class Record:
         with (self.folder / FILE).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(line)}\n")
         for name, value in line.items() if self.events is not None else ():
-            if name not in {"step", "phase", "warnings"}:
+            if name not in {"step", "phase", "warnings", "heldout_text"}:
                 self.events.add_scalar(name, value, line["step"])
+
+    def check_heldout(self, batches: Sequence[TokenBatch]) -> None:
+        """Raises ConfigError: the losses so far are of other held-out text."""
+        found = hash_text(batches)
+        if self.lines and self.lines[0].get("heldout_text", found) != found:
+            what = "the training to resume was measured on other held-out text"
+            where = "settings data.heldout_path, data.heldout_tokens, train.heldout_sequences, or the files of the text"
+            raise ConfigError(what, where=where, do="the held-out text as it was, or fresh=true to begin again")
 
     def save(self, folder: Path) -> None:
         """Write metrics.jsonl to a checkpoint's folder, or to a result's."""
@@ -109,6 +120,12 @@ class Record:
         """Close the TensorBoard writer."""
         if self.events is not None:
             self.events.close()
+
+
+def hash_text(batches: Sequence[TokenBatch]) -> str:
+    """A short hash of the tokens and of those that count."""
+    parts = (tensor.numpy().tobytes() for batch in batches for tensor in (batch.input_ids, batch.labels))
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
@@ -143,9 +160,12 @@ def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
     notes = [
         f"dense model: held-out loss {dense:.4f}; {text_tokens:,} tokens of text, read {seen / text_tokens:.1f} times"
     ]
-    if gaps[0] > 0:
-        closed = 1 - gaps[-1] / gaps[0]
-        notes.append(f"training closed {closed:.0%} of the gap" if closed >= 0 else f"the gap grew by {-closed:.0%}")
+    if gaps[-1] <= 0:
+        notes.append(f"the MoE is now {-gaps[-1]:.4f} nats below the dense model, which was not trained")
+    elif gaps[-1] <= gaps[0]:
+        notes.append(f"training closed {1 - gaps[-1] / gaps[0]:.0%} of the gap")
+    else:
+        notes.append(f"the gap grew from {gaps[0]:+.4f} to {gaps[-1]:+.4f} nats")
     moved = [float(line["heldout_divergence"]) for line in lines if "heldout_divergence" in line]
     if moved and moved[-1] > moved[0]:
         notes.append(

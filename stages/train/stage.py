@@ -53,6 +53,7 @@ def run(
     lines = None
     if job.workers.leads:
         lines = record.Record.open(job.scratch, saved, tensorboard=train.tensorboard)
+    job.workers.lead(lambda: lines.check_heldout(text.heldout) if lines else None)
     context = TrainContext(
         settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
@@ -127,7 +128,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
     if dense_loss is not None:
         losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(loop.model)
         if context.record is not None:
-            context.record.write(0, "start", losses)
+            context.record.write(0, "start", losses | {"heldout_text": record.hash_text(context.text.heldout)})
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
     with loading.explained_memory(f"stage=train, phase {phase.name}", remedy):
         loop.run(found)

@@ -134,7 +134,7 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
 def words_of_embedded() -> list[str]:
     return [
         *("model=embedded", "data.tokens=1024", "data.heldout_tokens=1024", "vocabulary.tokens=512"),
-        *("project.gradient_tokens=256", "project.descent_steps=4", "project.router_steps=20"),
+        *("project.gradient_tokens=256", "project.descent_steps=4", "project.rounds=1", "project.router_steps=20"),
     ]
 
 
@@ -143,7 +143,7 @@ def words_of_pico(source: Path, text: Path) -> list[str]:
         *("model=local", f"model.path={source}", f"model.label={source.name}"),
         *("data=text", f"data.path={text}", "data.tokens=900", "data.heldout_tokens=300"),
         *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100"),
-        *("vocabulary.tokens=100", "project.descent_steps=4", "project.router_steps=20"),
+        *("vocabulary.tokens=100", "project.descent_steps=4", "project.rounds=1", "project.router_steps=20"),
     ]
 
 

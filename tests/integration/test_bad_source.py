@@ -67,7 +67,7 @@ def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_pat
     for part in ("gate", "up", "down"):
         change_ffn(source, part, torch.Tensor.zero_)
     words = ["experts=4", "n=8", "cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={tmp_path / 'outputs'}"]
-    words += ["project.descent_steps=4", "project.router_steps=20", "assemble.router_tokens=256"]
+    words += ["project.descent_steps=4", "assemble.router_tokens=256"]
     assert run_command([*words_for(source, text), *words]) == 0
     (record,) = tmp_path.glob("outputs/artifacts/local/evaluate/*/evaluation.json")
     live, dead = json.loads(record.read_text())["layers"]

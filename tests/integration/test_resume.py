@@ -351,7 +351,7 @@ def test_a_model_that_changes_during_a_run_ends_it(words, tmp_path, monkeypatch,
     assert in_process(tmp_path, words, f"model.path={tmp_path / 'pico'}", "stage=extract") == FAILED
     error = capsys.readouterr().err
     assert "the files of the dense model were changed during this run" in error
-    assert f"where: stage=cluster, {tmp_path}/pico\n" in error
+    assert f"where: stage=cluster, {tmp_path}/pico: config.json\n" in error
     assert list((tmp_path / "artifacts/pico/cluster").iterdir()) == []
 
 

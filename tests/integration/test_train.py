@@ -197,7 +197,7 @@ def test_two_processes_train_like_one(projected, tmp_path):
     assert [line["phase"] for line in together] == [line["phase"] for line in alone]
     for one, other in zip(together, alone, strict=True):
         assert one.keys() == other.keys()
-        for name in one.keys() - {"phase"}:
+        for name in one.keys() - {"phase", "heldout_text"}:
             assert one[name] == pytest.approx(other[name], rel=1e-2 if "load" in name else 2e-3), (one["step"], name)
 
 

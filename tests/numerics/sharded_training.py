@@ -28,6 +28,14 @@ def train(start, folder, workers, *, fsdp=False):
     """Train four steps; then again from the checkpoint of the second step, with the same result."""
     folder.mkdir(exist_ok=True)
     loop.drop_older = lambda _folder: None  # keep the checkpoint of the second step
+    gather = loop.optimizer_tensors
+
+    def watched(*given, **settings):
+        tensors = gather(*given, **settings)
+        assert not fsdp or any(tensor.numel() > 1 for tensor in tensors.values()) == workers.leads
+        return tensors
+
+    loop.optimizer_tensors = watched
     for saved in (None, folder / "all/checkpoint-2"):
         context = TrainContext(
             # One process computes at once what the two do together: the load of an expert is counted over both.

@@ -102,7 +102,8 @@ def test_the_cache_key_follows_all_that_decides_a_result(tmp_path):
     local = ModelConfig(kind="local", path=str(folder))
     shard, before = next(folder.glob("*.safetensors")), source_cache_key(local)
     shard.touch()
-    (folder / "LICENSE").write_text("free")
+    for name in ("LICENSE", "trainer_state.json", "eval_results.json"):  # transformers reads none of them
+        (folder / name).write_text("{}")
     assert source_cache_key(local) == before
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-5}))

@@ -1,5 +1,6 @@
 """MBPP as a command: code in answers, verdicts, resumed runs; three tasks on the embedded model."""
 
+import errno
 import json
 import shutil
 from contextlib import contextmanager
@@ -90,10 +91,28 @@ def test_right_answers_are_solved_and_no_others(tasks):
         answer("def add(a, b):\n    return a + b", 510, "kept"),
         answer("def add(a, b):\n    return a + b", 9),
     ]
-    judged = judge_answers(given, read_tasks(tasks))
-    assert [answer.verdict for answer in judged] == [
+    judge_answers(given, read_tasks(tasks), tasks.with_name("answers.jsonl"))
+    assert [answer.verdict for answer in given] == [
         "solved", "raised AssertionError", "solved", "no code", "solved", "kept", "",
     ]  # fmt: skip
+    assert read_answers(tasks.with_name("answers.jsonl")) == given
+
+
+def test_verdicts_are_kept_when_it_is_interrupted(tasks, monkeypatch):
+    file, verdicts = tasks.with_name("answers.jsonl"), iter(["solved", "no end"])
+    monkeypatch.setattr(mbpp, "judge", lambda *_: next(verdicts))
+    with pytest.raises(StopIteration):
+        judge_answers([answer("def right(): ...", 11) for _ in range(3)], read_tasks(tasks), file)
+    assert [each.verdict for each in read_answers(file)] == ["solved", "no end", ""]
+
+
+def test_a_full_disk_is_told(tasks, monkeypatch, capsys):
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_as(monkeypatch, "def right(): ...", fail)
+    assert run(tasks, EMBEDDED, "--out", tasks.with_name("answers.jsonl")) == 1
+    assert "no room left on the disk" in capsys.readouterr().err
 
 
 def test_the_table_counts_what_was_solved():
@@ -109,6 +128,9 @@ def test_a_file_of_answers_that_a_kill_left_torn_is_whole_again(tmp_path, kept):
     path.write_text(line + line[:kept])
     assert read_answers(path) == [answer("x\u2028y", 11)]
     assert path.read_text() == line
+    path.write_text(line + line[:-1])  # whole
+    assert len(read_answers(path)) == 2
+    assert path.read_text() == line + line
 
 
 @pytest.mark.parametrize("content", ['{"mine": 1}\n', '{"mine": 1}', "a note", "[1,\n2]"])

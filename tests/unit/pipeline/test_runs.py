@@ -170,6 +170,24 @@ def test_a_run_in_folders_of_any_depth_counts(out, three, tmp_path, moved):
     assert not three["score"].exists()
 
 
+def test_a_run_is_not_removed_with_others_below_it(out, three):
+    for name in ("qwen", "qwen/long"):  # hydra.run.dir
+        record(out, name, [three["score"]])
+    with pytest.raises(ConfigError) as caught:
+        remove_runs(out, ["qwen"])
+    assert "qwen/long" in caught.value.what
+    assert (out / "qwen/long" / RECORD).exists()
+    remove_runs(out, ["qwen", "qwen/long"])
+    assert not (out / "qwen").exists()
+
+
+def test_a_damaged_record_does_not_add_settings_to_the_others(out, three):
+    shown = compare(out, find_runs(out)).rows
+    (out / "runs/damaged").mkdir()
+    (out / "runs/damaged" / RECORD).write_text("{")
+    assert [row for row in compare(out, find_runs(out)).rows if row[1] != "damaged record"] == shown
+
+
 def test_a_folder_of_results_that_is_a_link_out_is_refused(out, three, tmp_path):
     stage = three["score"].parent
     stage.rename(tmp_path / "score")

@@ -11,6 +11,7 @@ from models.loading import is_offloaded, load_dense
 from models.routing import LinearRouter
 from models.training import find_routers
 from stages.calibration.token_memory import TokenMemory
+from stages.evaluate import comparison
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import (
     count_parameters,
@@ -19,7 +20,7 @@ from stages.evaluate.comparison import (
     watch_states,
 )
 from stages.losses import measure_loss
-from stages.text.batches import TokenBatch
+from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
 
 L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
 CPU = torch.device("cpu")
@@ -151,3 +152,10 @@ def test_load_is_that_of_the_models_own_choices(dense, batches, model_type):
     for layer, count_E in zip(layers, counts.double(), strict=True):
         assert layer.load == pytest.approx((count_E / count_E.mean()).tolist())
     assert_no_hooks(carved)
+
+
+def test_padding_is_no_token_of_the_speed(monkeypatch):
+    monkeypatch.setattr(comparison, "time_forward", lambda *_: 2.0)
+    sequences = [TokenSequence(str(length), [1] * length, [1] * length) for length in (8, 2)]
+    (batch,) = batch_sequences(sequences, 16, 0)
+    assert comparison.measure_speed({"a": None}, [batch], 99) == {"a": 5.0}

@@ -7,8 +7,9 @@ import pytest
 import torch
 from numerics.quantised_models import plain_twin
 from pico import write_pico
+from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from instruments.errors import DataError
 from models.config import ModelConfig
@@ -17,7 +18,7 @@ from models.source import EMBEDDED
 from stages.artifacts.job import Workers
 from stages.text.batches import TokenSequence
 from stages.text.config import DataConfig, SourceConfig
-from stages.text.generated import continue_prompts, find_ends, load_prompts, write_continuations
+from stages.text.generated import continue_prompts, decode_behind, find_ends, load_prompts, write_continuations
 from stages.text.sequences import LoadedText
 
 GREEDY, SAMPLED = DataConfig(max_new_tokens=7), DataConfig(max_new_tokens=7, temperature=1.5)
@@ -325,3 +326,13 @@ def test_a_prompt_after_which_nothing_is_written_is_counted_and_named(ending_mod
     with pytest.raises(DataError) as caught:
         go_on(*ending_model, named([5, 120], [150]))
     assert caught.value.do == "prompts that call for an answer"
+
+
+def test_the_space_behind_a_prompt_stays_where_a_decoder_drops_the_first():
+    """As Llama 2's, Mistral's and TinyLlama's tokenizer.json do."""
+    backend = Tokenizer(models.BPE(vocab={"▁one": 0, "▁two": 1, "</s>": 2}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert tokenizer.decode([1]) == "two"
+    assert decode_behind(tokenizer, [0], [1, 2]) == " two"
+    assert decode_behind(tokenizer, [0], []) == ""

@@ -23,7 +23,7 @@ from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.sequences import LoadedText
 from stages.train import loop, stage
 from stages.train.config import TrainConfig
-from stages.train.loop import PhaseLoop, TrainContext, TrainingText, is_due, order_sequences
+from stages.train.loop import PhaseLoop, TrainContext, TrainingText, is_due, order_sequences, text_groups
 from stages.train.objective import Balance, LogitSchedule, Phase, make_phases, make_schedule, rate_factor, stretch
 from stages.train.record import Record, mark_whole, read_record
 
@@ -166,6 +166,18 @@ def test_transposed_experts_are_written_as_they_were(tmp_path):
     model.save_pretrained(moe)
     with pytest.raises(CheckpointError, match="save_pretrained of transformers wrote the experts"):
         check_carve(moe)
+
+
+@pytest.mark.parametrize("target", ["qwen3_vl_moe_text", "tiny_onn"])
+def test_what_sees_images_is_frozen_since_text_gives_it_no_gradient(tmp_path, target):
+    model = stage.load_trainable(write_wrapped_carve(tmp_path, target, "qwen3_vl_image", 0))
+    groups = text_groups(model, {"router_rate": 1.0, "expert_rate": 1.0, "rest_rate": 1.0})
+    batch = torch.arange(8)[None]
+    model(input_ids=batch, labels=batch).loss.backward()
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert learning == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert sum(len(group["params"]) for group in groups) == len(learning)
+    assert any(not parameter.requires_grad for parameter in model.parameters())
 
 
 def make(count):

@@ -3,12 +3,12 @@ import torch
 from operator_counts import Operators
 from pico_moes import SIZES, make_moe
 
-from models.training import AUTOCAST_IMPLEMENTATION, RouterWatch
+from models.training import AUTOCAST_IMPLEMENTATION, RouterWatch, Routing
 from stages import losses
 from stages.losses import prediction_distance
 from stages.text.batches import TokenSequence, batch_sequences
 from stages.train.config import TrainConfig
-from stages.train.objective import Balance, Objective, RunningMetrics, predicts
+from stages.train.objective import Balance, Objective, RunningMetrics, predicts, sticky_loss
 
 LOADS = [torch.tensor([[3, 1, 0], [0, 2, 2]]), torch.tensor([[1, 3, 0], [4, 0, 0]])]
 
@@ -64,6 +64,11 @@ def test_half_precision_of_teacher_or_student(batch):
     (wanted,) = torch.autograd.grad(expected, student)
     (gradient,) = torch.autograd.grad(prediction_distance(student, teacher.bfloat16(), counts), student)
     torch.testing.assert_close(gradient, wanted)
+
+
+def test_a_single_expert_is_chosen_again_at_no_cost():
+    chosen = Routing(torch.randn(4, 1), torch.zeros(4, 1, dtype=torch.long))
+    assert sticky_loss([chosen], torch.arange(4), 4) == 0
 
 
 @pytest.mark.parametrize("balance", ["loss", "selection_bias"])

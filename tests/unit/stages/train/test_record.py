@@ -1,8 +1,10 @@
 import pytest
 
+from instruments.errors import ConfigError
+from stages.text.batches import TokenSequence, batch_sequences
 from stages.train.loop import spoiled
 from stages.train.objective import Phase
-from stages.train.record import Record, drop_unfinished, find_latest, mark_whole, read_record, summarise
+from stages.train.record import Record, drop_unfinished, find_latest, hash_text, mark_whole, read_record, summarise
 
 
 def save(record, name):
@@ -26,6 +28,17 @@ def test_a_record_goes_on_from_a_checkpoint(tmp_path):
     assert [(line["step"], line["tokens"]) for line in read_record(tmp_path)] == [(2, 10), (4, 20), (6, 31)]
     assert read_record(tmp_path) == record.lines
     assert Record.open(tmp_path, None, tensorboard=False).lines == []
+
+
+def test_losses_of_two_heldout_texts_are_not_compared(tmp_path):
+    batches = [batch_sequences([TokenSequence("a", [1, 2, 3], [1, 2, last])], 8, 0) for last in (3, -100)]
+    record = Record.open(tmp_path, None, tensorboard=True)
+    record.check_heldout(batches[0])
+    record.write(0, "start", {"heldout_loss": 2.0, "heldout_text": hash_text(batches[0])})
+    record.check_heldout(batches[0])
+    with pytest.raises(ConfigError, match="other held-out text"):
+        record.check_heldout(batches[1])
+    record.close()
 
 
 def test_only_whole_checkpoints_are_gone_on_from(tmp_path):
@@ -64,7 +77,10 @@ def test_table_has_a_row_for_the_start_and_every_phase():
         "training closed 75% of the gap",
     ]
     worse = [*LINES, {"step": 9, "phase": "experts", "heldout_loss": 2.5}]
-    assert summarise(worse, phases, 600).notes[1] == "the gap grew by 25%"
+    assert summarise(worse, phases, 600).notes[1] == "the gap grew from +0.4000 to +0.5000 nats"
+    better = [*LINES, {"step": 9, "phase": "experts", "heldout_loss": 1.75}]
+    below = "the MoE is now 0.2500 nats below the dense model, which was not trained"
+    assert summarise(better, phases, 600).notes[1] == below
 
 
 def test_table_shows_the_distance_from_the_dense_model_and_says_when_it_grew():
