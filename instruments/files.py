@@ -6,10 +6,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from errno import ENOLCK, ENOSYS, ENOTSUP
 from hashlib import file_digest, sha256
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+# Errors of flock on file systems without it: Lustre mounted without -o flock, NFS without its lock service.
+WITHOUT_FLOCK = {ENOSYS, ENOTSUP, ENOLCK}
 
 
 def sync(path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from errno import ENOLCK, ENOSYS, ENOTSUP
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -20,7 +19,7 @@ from typing import Any
 from filelock import FileLock, SoftFileLock, Timeout
 
 from instruments.errors import ContractError, UserError, some
-from instruments.files import hash_file, is_count, sync, sync_tree, write_json
+from instruments.files import WITHOUT_FLOCK, hash_file, is_count, sync, sync_tree, write_json
 from stages.artifacts.job import Table
 
 log = logging.getLogger(__name__)
@@ -34,8 +33,6 @@ LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
 MOST_FILES = 6  # named in a message
-# Errors of flock on file systems without it: Lustre mounted without -o flock, NFS without its lock service.
-WITHOUT_FLOCK = {ENOSYS, ENOTSUP, ENOLCK}
 LONG_READ = 2**31  # bytes; takes seconds
 ANSWER = "answer "  # and the question: a key that is no absolute path
 # Errors from reading JSON that may have been changed by hand.

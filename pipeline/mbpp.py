@@ -12,6 +12,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from math import sqrt
@@ -92,9 +93,12 @@ def _work(wanted: argparse.Namespace) -> None:
 
 
 def _answer_and_judge(wanted: argparse.Namespace) -> None:
-    check_output(wanted.out)
-    with hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers"):
-        tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
+    locked: AbstractContextManager[None] = nullcontext()
+    if writes := bool(wanted.checkpoints or wanted.run_code):
+        check_output(wanted.out)
+        locked = hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers")
+    with locked:
+        tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out, repair=writes)
         if not (wanted.checkpoints or answers):
             raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name a checkpoint's folder")
         keys = {folder: answer_keys(folder, tasks, wanted.tokens, wanted.device) for folder in wanted.checkpoints}
@@ -119,12 +123,15 @@ def read_tasks(file: Path) -> list[Task]:
     return tasks
 
 
-def read_answers(file: Path) -> list[Answer]:
-    """Answers of earlier runs; a last line that a killed run left without its end is removed. Raises DataError."""
+def read_answers(file: Path, *, repair: bool = True) -> list[Answer]:
+    """Answers of earlier runs, without a last line that a killed run left without its end. Raises DataError.
+
+    `repair` removes that line from the file.
+    """
     if not file.exists():
         return []
     answers = [Answer(**record) for record in _read_lines(file, kinds_of(Answer), torn=b'{"key": "')]
-    if not file.read_bytes().endswith(b"\n"):
+    if repair and not file.read_bytes().endswith(b"\n"):
         write_text(file, _as_lines(answers))
     return answers
 

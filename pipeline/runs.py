@@ -2,9 +2,10 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +66,22 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def find_runs(folder: Path) -> list[Run]:
     """The runs of an output folder or a sweep, the oldest first, by their paths below it."""
-    # A run's folder may be a link, and so may the folders of the first two levels.
-    records = (path for depth in ("*", "*/*/*", "*/**/*") for path in folder.glob(f"{depth}/{RECORD}"))
-    names = {path.relative_to(folder).parent: path for path in records}
+    names = {path.relative_to(folder).parent: path for path in _find_records(folder)}
     runs = sorted(names, key=lambda name: [part.zfill(4) for part in name.parts])
-    return [read_run(str(name), names[name]) for name in runs if name.parts[0] not in {"artifacts", "latest"}]
+    return [read_run(str(name), names[name]) for name in runs]
+
+
+def _find_records(folder: Path, depth: int = 0) -> Iterator[Path]:
+    """Records of runs below the folder; a run's folder may be a link, and so may those of the first two levels."""
+    with suppress(FileNotFoundError, PermissionError):  # a folder may vanish meanwhile
+        for entry in [*os.scandir(folder)]:
+            if not entry.is_dir() or (depth == 0 and entry.name in {"artifacts", "latest"}):
+                continue
+            path = folder / entry.name
+            if (path / RECORD).is_file():
+                yield path / RECORD
+            if depth < 2 or not entry.is_symlink():
+                yield from _find_records(path, depth + 1)
 
 
 def read_run(name: str, path: Path) -> Run:

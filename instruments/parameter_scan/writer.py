@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from instruments.errors import ContractError
-from instruments.files import sync, whole_file
+from instruments.files import WITHOUT_FLOCK, sync, whole_file
 from instruments.parameter_scan.file_format import (
     ARRAYS,
     CLOSING,
@@ -210,12 +210,15 @@ class MscanWriter:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Lock the file until it is closed; the kernel releases the lock of a killed writer."""
+    """Lock the file until it is closed, if the file system can; the kernel releases the lock of a killed writer."""
     try:
         flock(file, LOCK_EX | LOCK_NB)
     except BlockingIOError:
         what = f"another process is writing {path.name}"
         raise refused(path, what, "wait for it, or write to another file") from None
+    except OSError as error:
+        if error.errno not in WITHOUT_FLOCK:
+            raise
 
 
 def _sync(file: BinaryIO) -> None:

@@ -126,6 +126,11 @@ def list_sources(data: DataConfig, role: Split) -> list[Source]:
         elif source.kind == "hub" and source.heldout_split is not None:
             source.heldout_share = float(role == "heldout")
             source.split = source.heldout_split if role == "heldout" else source.split
+    if role == "calibration":  # a document that one source holds out by its content is read from none
+        chosen = [source for source in sources if source.kind != "python_stdlib" and source.heldout_share]
+        largest = max((source.heldout_share for source in chosen), default=0.0)
+        for source in chosen:
+            source.heldout_share = largest
     return sources
 
 

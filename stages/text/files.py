@@ -63,7 +63,9 @@ def _list_files(path: Path, said: str, source: Source) -> list[Path]:
         raise DataError(what, where=where, do="check its permissions") from error
     if files and others:
         what = f"the folder also holds data that is not read: {some(others)}"
-        do = f"move these files, convert them, or name those to read: '{source.place}.paths=[FILE,FILE]'"
+        do = "move these files, or convert them"
+        if source.path_setting == "data.path":
+            do += ", or name those to read: data.path=null 'data.paths=[FILE,FILE]'"
         raise DataError(what, where=where, do=do)
     if not files:
         do = f"{source.path_setting}=FILE_OR_FOLDER of {', '.join((*TEXT, *RECORDS, *COMPRESSED))}"

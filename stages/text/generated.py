@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -206,9 +207,12 @@ def load_generated(scratch: Path) -> LoadedText | None:
 
 
 def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of `ids` behind a prompt; a decoder such as Llama 2's drops the space before the first token of all."""
-    whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in ([*prompt, *ids], [*prompt]))
-    return str(whole[len(before) :])
+    """The text of `ids` behind a prompt; a decoder such as Llama 2's drops the space before the first token of all.
+
+    A character that the prompt only begins belongs to the text.
+    """
+    whole, before = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in ([*prompt, *ids], [*prompt]))
+    return whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071 - of any two texts
 
 
 def write_continuations(

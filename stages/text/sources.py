@@ -20,18 +20,13 @@ from stages.text.python_stdlib import list_modules, read_stdlib
 def read_sources(data: DataConfig, role: Split) -> Iterator[tuple[Source, Iterator[Document]]]:
     """The sources of one split and their documents; calibration excludes held-out documents.
 
-    Those are the documents of `data.heldout_path`, or of other sources that hold out a larger share by content.
+    Those are the documents of `data.heldout_path`, or what the source holds out.
     """
     sources = list_sources(data, role)
     excluded: set[bytes] = set()
-    if role == "calibration":
-        if data.heldout_path is not None:
-            heldout = list_sources(data, "heldout")
-            excluded = {document.digest for source in heldout for document in read_documents(source)}
-        chosen = [source for source in sources if source.kind != "python_stdlib" and source.heldout_share]
-        largest = max((source.heldout_share for source in chosen), default=0.0)
-        for source in chosen:
-            source.heldout_share = largest
+    if role == "calibration" and data.heldout_path is not None:
+        heldout = list_sources(data, "heldout")
+        excluded = {document.digest for source in heldout for document in read_documents(source)}
     for source in sources:
         yield source, (document for document in read_documents(source) if document.digest not in excluded)
 
@@ -60,7 +55,8 @@ def read_documents(source: Source) -> Iterator[Document]:
 def describe_emptiness(source: Source) -> DataError:
     """The error for a source without a document in its split."""
     what, where = f"no document is left for the {source.role} text", f"{source.role} text of {source.title}"
-    do = f"text with more documents, another {source.place}.heldout_share, or other held-out text"
+    share = f"{source.place}.heldout_share"
+    do = f"text with more documents, another {share} (of a mixture, the largest counts), or other held-out text"
     return DataError(what, where=f"{where}, {source.place}.heldout_share={source.heldout_share}", do=do)
 
 
@@ -100,15 +96,17 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     read = list_sources(data, "calibration")
     key: dict[str, object] = {"reader": READER_VERSION, "sources": [_source_cache_key(one, hash_of) for one in read]}
     if data.heldout_path is not None:
-        heldout = list_sources(data, "heldout")
-        key["heldout"] = [_source_cache_key(source, hash_of) for source in heldout]
-        read += heldout
-    if templates := [hash_of(file) for source in read if (file := find_template_file(source))]:
-        key["templates"] = templates
+        key["heldout"] = [_source_cache_key(source, hash_of) for source in list_sources(data, "heldout")]
     return key
 
 
 def _source_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:
+    text = _text_cache_key(source, hash_of)
+    template = None if source.kind == "python_stdlib" else find_template_file(source)
+    return [text, hash_of(template)] if template else text
+
+
+def _text_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:
     if source.kind == "text":  # the kind decides how a file is read
         return [hash_of(file) + find_kind(file) for file in list_files(source)]
     if source.kind == "hub":

@@ -301,7 +301,10 @@ def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
 def text_groups(model: PreTrainedModel, rates: Mapping[str, float]) -> list[dict[str, Any]]:
     """`parameter_groups` of what reads text; text gives the parts for images no gradient, so they are frozen."""
     groups = parameter_groups(model, **rates)
-    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    if model.config.get_text_config(decoder=True) is model.config:
+        return groups
+    text = model.get_submodule(decoder_layers(model)[0].rpartition(".")[0])
+    parts = (text, model.get_input_embeddings(), model.get_output_embeddings())
     read = {parameter for part in parts if part is not None for parameter in part.parameters()}
     for parameter in {*model.base_model.parameters()} - read:
         parameter.requires_grad_(False)

@@ -123,9 +123,10 @@ class Record:
 
 
 def hash_text(batches: Sequence[TokenBatch]) -> str:
-    """A short hash of the tokens and of those that count."""
-    parts = (tensor.numpy().tobytes() for batch in batches for tensor in (batch.input_ids, batch.labels))
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    """A short hash of the sequences and of what counts in them, however they are batched."""
+    rows = (row for batch in batches for row in zip(batch.input_ids, batch.labels, batch.attention_mask, strict=True))
+    found = sorted(repr((ids[mask > 0].tolist(), labels[mask > 0].tolist())) for ids, labels, mask in rows)
+    return hashlib.sha256("".join(found).encode()).hexdigest()[:16]
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Guarantees of .mscan files: exact round trips; torn or damaged data is never read, however the writer ended."""
 
+import errno
 import json
 import re
 import struct
@@ -326,6 +327,14 @@ def test_appending_with_another_header_is_refused(path, settings, what):
 def test_a_second_writer_is_refused(path):
     with a_writer(path), pytest.raises(ContractError, match=r"^another process is writing"):
         a_writer(path, append=True)
+
+
+def test_a_file_system_without_locks_holds_it_too(path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("instruments.parameter_scan.writer.flock", flock)
+    write(path)
 
 
 def a_record_with(value):

@@ -11,6 +11,7 @@ import pytest
 from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline import mbpp, sandbox
+from pipeline.artifacts import hold_lock
 from pipeline.mbpp import Answer, extract_code, judge_answers, read_answers, read_tasks, render
 
 FENCED = "def f(x):\n    return x\n"
@@ -161,6 +162,8 @@ def test_answers_that_another_process_is_still_writing_are_left_alone(tmp_path, 
     write_as(monkeypatch, "def right(): ...", lambda: codes.append(run(tasks, "--out", out, "--run-code")))
     assert run(tasks, EMBEDDED, "--out", out, "--batch", 1) == 0
     assert codes == [1, 1, 1]
+    with hold_lock(out.with_name(f".{out.name}.lock"), task="writing"):
+        assert run(tasks, "--out", out) == 0  # only shows them
     assert "another run is writing these answers" in capsys.readouterr().err
     assert len(read_answers(out)) == 3
 

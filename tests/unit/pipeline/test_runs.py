@@ -181,6 +181,20 @@ def test_a_run_is_not_removed_with_others_below_it(out, three):
     assert not (out / "qwen").exists()
 
 
+def test_a_folder_that_vanishes_meanwhile_is_no_error(out, three, monkeypatch):
+    (out / "runs/gone").mkdir()
+    listed = os.scandir
+
+    def scandir(folder):
+        found = [*listed(folder)]
+        if folder == out / "runs":
+            (out / "runs/gone").rmdir()
+        return found
+
+    monkeypatch.setattr("pipeline.runs.os.scandir", scandir)
+    assert [run.name for run in find_runs(out)] == ["runs/new", "runs/old"]
+
+
 def test_a_damaged_record_does_not_add_settings_to_the_others(out, three):
     shown = compare(out, find_runs(out)).rows
     (out / "runs/damaged").mkdir()

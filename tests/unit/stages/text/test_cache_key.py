@@ -110,3 +110,17 @@ def test_held_out_text_that_is_named_leaves_only_its_own_documents_out():
     assert calibration_only(replace(named, heldout_split="validation", heldout_share=0.5)) == calibration_only(named)
     local = DataConfig(kind="text", path="texts", heldout_path="a.txt")
     assert calibration_only(replace(local, heldout_path="b.txt", heldout_share=0.5)) == calibration_only(local)
+
+
+def test_a_chat_template_of_heldout_text_alone_carves_nothing_again(write_jsonl, tmp_path):
+    template, keys = tmp_path / "chat.jinja", []
+    sources = [SourceConfig(path=str(write_jsonl("a.jsonl", [{"text": "one"}])), chat_template="plain", share=0.5),
+               SourceConfig(python_stdlib=True, share=0.5)]  # fmt: skip
+    heldout = str(write_jsonl("b.jsonl", [{"text": "two"}]))
+    data = DataConfig(kind="mixture", sources=sources, heldout_path=heldout, chat_template=str(template))
+    for content in ("one", "two"):
+        template.write_text(content)
+        whole = data_cache_key(data)
+        keys.append((whole, calibration_cache_key(data, whole, lambda _question, find: find())))
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1] == keys[1][1]

@@ -336,3 +336,11 @@ def test_the_space_behind_a_prompt_stays_where_a_decoder_drops_the_first():
     assert tokenizer.decode([1]) == "two"
     assert decode_behind(tokenizer, [0], [1, 2]) == " two"
     assert decode_behind(tokenizer, [0], []) == ""
+
+
+def test_a_character_that_a_prompt_begins_is_text():
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": 256}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer, ids = PreTrainedTokenizerFast(tokenizer_object=backend), [256, *"你好".encode()]
+    assert decode_behind(tokenizer, ids[:3], ids[3:]) == "你好"

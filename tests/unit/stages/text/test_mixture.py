@@ -57,6 +57,7 @@ def test_what_one_source_holds_out_is_in_no_calibration_text(files, tokenizer):
     )
     assert len(held) > 15
     assert not known & held
+    assert {source.heldout_share for source in list_sources(settings, "calibration")} == {0.5}
 
 
 def test_a_source_has_settings_of_its_own_and_others_of_data(files):

@@ -11,9 +11,11 @@ from integration.forked import as_workers
 from pico_moes import make_moe
 from safetensors.torch import load_file
 from torch import nn
-from unit.pipeline.served_carves import write_wrapped_carve
+from unit.pipeline.served_carves import carve, write_wrapped_carve
+from zoo.checkpoints import write_checkpoint
 
 from instruments.errors import CheckpointError
+from models.config import MoEShape
 from models.loading import load_whole
 from models.training import Part, find_routers, selection_bias
 from pipeline.gguf import check_carve
@@ -178,6 +180,20 @@ def test_what_sees_images_is_frozen_since_text_gives_it_no_gradient(tmp_path, ta
     assert learning == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert sum(len(group["params"]) for group in groups) == len(learning)
     assert any(not parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_reads_text_alone_learns_whole(tmp_path):
+    """transformers takes a head named `decoder` for the decoder."""
+    dense = write_checkpoint("modernbert-decoder", tmp_path / "dense")
+    model = stage.load_trainable(carve(dense, tmp_path / "moe", "tiny_onn", MoEShape(4, 24, 2, 0)))
+    rates = {"router_rate": 1.0, "expert_rate": 1.0, "rest_rate": 1.0}
+    text_groups(model, rates)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_batch_that_processes_can_share_stays_as_it_is():
+    (error,) = TrainConfig(batch=4, micro_batch=4).contradictions(2)
+    assert error.do == "train.micro_batch=2, or train.batch=8"
 
 
 def make(count):

@@ -36,6 +36,8 @@ def test_losses_of_two_heldout_texts_are_not_compared(tmp_path):
     record.check_heldout(batches[0])
     record.write(0, "start", {"heldout_loss": 2.0, "heldout_text": hash_text(batches[0])})
     record.check_heldout(batches[0])
+    sequences = [TokenSequence(name, [1] * length, [1] * length) for name, length in (("a", 3), ("b", 8), ("c", 5))]
+    assert len({hash_text(batch_sequences(sequences, tokens, 0)) for tokens in (8, 16, 24)}) == 1
     with pytest.raises(ConfigError, match="other held-out text"):
         record.check_heldout(batches[1])
     record.close()
