@@ -55,8 +55,8 @@ def read_documents(source: Source) -> Iterator[Document]:
 def describe_emptiness(source: Source) -> DataError:
     """The error for a source without a document in its split."""
     what, where = f"no document is left for the {source.role} text", f"{source.role} text of {source.title}"
-    share = f"{source.place}.heldout_share"
-    do = f"text with more documents, another {share} (of a mixture, the largest counts), or other held-out text"
+    share = f"{source.place}.heldout_share{'' if source.place == 'data' else ' (the largest of the mixture counts)'}"
+    do = f"text with more documents, another {share}, or other held-out text"
     return DataError(what, where=f"{where}, {source.place}.heldout_share={source.heldout_share}", do=do)
 
 

@@ -67,6 +67,6 @@ class TrainConfig:
         if self.batch > 0 < at_once and self.batch % at_once:
             what = f"train.batch={self.batch} is no multiple of train.micro_batch x {workers} processes, {at_once}"
             do = f"train.batch={at_once * max(1, round(self.batch / at_once))}"
-            if self.batch % workers == 0:
+            if self.batch % workers == 0 and self.batch < at_once:
                 do = f"train.micro_batch={self.batch // workers}, or {do}"
             yield ConfigError(what, where="settings train.batch and train.micro_batch", do=do)
