@@ -335,6 +335,8 @@ def test_a_file_system_without_locks_holds_it_too(path, monkeypatch):
 
     monkeypatch.setattr("instruments.parameter_scan.writer.flock", flock)
     write(path)
+    with pytest.raises(ContractError, match=r"^scan\.mscan is there already"):
+        write(path)
 
 
 def a_record_with(value):
