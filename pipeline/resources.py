@@ -85,14 +85,16 @@ def peak_bytes(stage: str, checked: Checked) -> int:
 
     scan, train, project = settings.scan, settings.train, settings.project
     batch = scan.batch_size("cpu" if on_host else "cuda")
-    gradients = (4 * weights + 16 * carved + 8 * project.round_tokens * vocabulary) * project.gradient_projection
+    # Experts, their momentum, and on the host the experts from before.
+    gradients = dense + (12 if on_host else 8) * carved
+    gradients += saved(project.round_tokens, checkpointing=project.gradient_checkpointing)
     training = 16 * max(weights, carved) + dense * (train.logits > 0)  # weights, gradients and two moments; a teacher
     training += saved(train.micro_batch * settings.data.max_length, checkpointing=train.gradient_checkpointing)
     needed = {
         "scan": loaded + saved(batch, checkpointing=scan.gradient_checkpointing),
         "cluster": layer_pass + 20 * settings.cluster.sample_tokens * width,
         "assemble": layer_pass + 12 * settings.assemble.router_tokens * width + solve,
-        "project": max(layer_pass + solve, gradients),
+        "project": max(layer_pass + solve, gradients * project.gradient_projection),
         "train": training,
         "evaluate": max(layer_pass, 2 * dense + 8 * settings.evaluate.batch_tokens * vocabulary),
         "layers": loaded + 16 * LENGTH * vocabulary,
@@ -113,7 +115,7 @@ def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
         free, memory = free_device_memory(resolve_device(settings.model)), "GPU memory"
     less = {
         "scan": f"scan.batch_tokens={settings.data.max_length} scan.gradient_checkpointing=true",
-        "project": "project.gradient_projection=false",
+        "project": "project.gradient_checkpointing=true, or project.gradient_projection=false",
         "train": "train.micro_batch=1 train.gradient_checkpointing=true",
     }
     for stage in due:

@@ -1,8 +1,9 @@
 """The carved model for autograd: the dense model of transformers with experts behind a router as FFNs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,6 @@ class _CarvedFFN(nn.Module):
     def __init__(self, loop: ExpertLoop, workers: Workers) -> None:
         super().__init__()
         self.loop, self.workers = loop, workers
-        self.clips = False
 
     def forward(self, x_BTD: Tensor, *_args: object, **_arguments: object) -> Tensor:
         x_TD = x_BTD.flatten(0, -2).float()
@@ -78,7 +78,7 @@ class _CarvedFFN(nn.Module):
         else:
             output_TD = self.loop(x_TD)
         output_TD = _SumOfParts.apply(output_TD, self.workers) if shared else output_TD  # type: ignore[no-untyped-call]
-        if self.clips and output_TD.requires_grad:
+        if output_TD.requires_grad:
             output_TD.register_hook(clip_tokens)
         return output_TD.view(x_BTD.shape).to(x_BTD.dtype)
 
@@ -110,7 +110,7 @@ class CarvedModel:
 
     Several workers run the same batches, each with its own experts, and sum the outputs of every FFN. Each worker
     computes the whole gradient of its experts; all compute attention and head.
-    Memory: the dense model, this worker's experts in fp32, and their gradients.
+    Memory: the dense model and this worker's experts in fp32.
     """
 
     def __init__(self, dense: PreTrainedModel, loops: Sequence[ExpertLoop | None], workers: Workers = ALONE) -> None:
@@ -152,14 +152,6 @@ class CarvedModel:
         tensors = ((name, getattr(loop.experts, name)) for loop in self.loops for name in names)
         return list({id(tensor): (name, tensor) for name, tensor in tensors if tensor.numel()}.values())
 
-    def put(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
-        """Replace the tensors of `weights(names)` in every layer that holds them."""
-        by_identity = {id(old): tensor for (_, old), tensor in zip(self.weights(names), new, strict=True)}
-        for module in self._carved:
-            held = vars(module.loop.experts).items()
-            experts = ExpertWeights(**{name: by_identity.get(id(tensor), tensor) for name, tensor in held})
-            module.loop = replace(module.loop, experts=experts)
-
     @torch.no_grad()
     def teach(self, batches: Sequence[TokenBatch]) -> list[TaughtBatch]:
         """The dense model's last hidden states; workers share the batches. Memory: D numbers per token."""
@@ -185,26 +177,34 @@ class CarvedModel:
             total = float(sum(self._distance(batch).double() for batch in batches))  # one wait for a GPU
         return float(self._workers.broadcast(total / count_tokens(batches)))
 
-    def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str], *, clipped: bool = False) -> list[Tensor]:
-        """∂(mean KL) / ∂W of these fields of `ExpertWeights`, in the order of `weights`, through the emitted routing.
+    def backward(self, batch: TaughtBatch, weights: Sequence[Tensor], receive: Callable[[int, Tensor], None]) -> None:
+        """Pass ∂(mean KL) / ∂W of each of these `weights` to `receive`, with its index, as soon as it is complete.
 
-        If `clipped`, `clip_tokens` is applied to the gradient of every FFN's output.
+        The gradient goes through the emitted routing; `clip_tokens` is applied to that of every FFN's output.
+        `receive` may change the weight: backward has no more use for it.
         """
-        for module in self._carved:
-            module.clips = clipped
-        originals = [tensor for _, tensor in self.weights(names)]
-        leaves = [tensor.detach().requires_grad_() for tensor in originals]
-        self.put(names, leaves)
+        missing = set(range(len(weights)))
+
+        def pass_on(index: int, weight: Tensor) -> None:
+            missing.discard(index)
+            gradient, weight.grad = weight.grad, None
+            receive(index, gradient if gradient is not None else torch.zeros_like(weight))
+
+        hooks = [
+            weight.requires_grad_().register_post_accumulate_grad_hook(partial(pass_on, index))  # type: ignore[no-untyped-call]
+            for index, weight in enumerate(weights)
+        ]
         try:
             with self._as_carved(), torch.enable_grad():
-                for batch in batches:
-                    distance = self._distance(batch) / count_tokens(batches)  # small, so rounded logits would hide it
-                    with rounded_products(on=["cpu"]):
-                        distance.backward()  # type: ignore[no-untyped-call]
+                distance = self._distance(batch) / count_tokens([batch])  # small, so rounded logits would hide it
+                with rounded_products(on=["cpu"]):
+                    distance.backward()  # type: ignore[no-untyped-call]
         finally:
-            self.put(names, originals)
-        # Weights that no token of the batches reaches have no gradient.
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            for hook, weight in zip(hooks, weights, strict=True):
+                hook.remove()
+                weight.requires_grad = False
+        for index in sorted(missing):  # no token of the batch reaches it
+            receive(index, torch.zeros_like(weights[index]))
 
     def _distance(self, batch: TaughtBatch) -> Tensor:
         inputs = batch.tokens.inputs(self.device)

@@ -20,6 +20,9 @@ class ProjectConfig:
     )
     gradient_tokens: int = field(default=196608, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
     round_tokens: int = field(default=512, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"needs": {"gradient_projection": True}, "fingerprint": False}
+    )
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
     penalties: list[float] = field(
         default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0, "nonempty": True}

@@ -59,6 +59,7 @@ def projected_fields(matrices: list[str]) -> list[str]:
 
 
 MOMENTUM = 0.8  # of the gradient, from round to round
+GRADIENT_BYTES = 2**28  # of gradients that wait for their step: few steps for a GPU to start, little memory
 # Values of λ, tried from the largest down, relative to the root-mean-square norm of a matrix's neurons.
 LENGTHS = (0.005, 0.00125, 0.0003125)
 SECTIONS = 8  # of the rounds; behind each, the KL on validation tokens is measured
@@ -86,12 +87,13 @@ class GradientRounds:
     def __init__(self, model: CarvedModel, text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> None:
         """Split the calibration text into validation batches and rounds of `round_tokens`, shuffled by `seed`.
 
-        `run` replaces the experts of `model`.
+        `run` changes the weights of `model` in place.
         """
         fitted, held_out = split_validation(len(text), settings.validation_share, text_sources(text))
         self._model, self._settings = model, settings
         self._names = projected_fields(settings.matrices)
         weights = model.weights(self._names)
+        self._weights = [weight for _, weight in weights]
         self._dims = [neuron_dim(name) for name, _ in weights]
         self._scales = model.root_mean_squares(self._names)
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
@@ -102,17 +104,18 @@ class GradientRounds:
 
         Each round takes the gradient on its own tokens, averages it with earlier ones, and moves every neuron's weights
         by α·β·λ along it, while λ falls linearly to 0. Where no λ lowers the KL on validation tokens, all is undone.
+
+        Memory: weights and momentum in fp32, on the host the weights from before, few gradients at a time.
         """
-        originals = [tensor for _, tensor in self._model.weights(self._names)]
+        originals = [weight.to("cpu", copy=True) for weight in self._weights]
         before = self._model.divergence(self._validation)
         with self._products(before) as start:
-            weights, after, length = self._try_lengths(originals, start)
-        self._model.put(self._names, weights)
+            after, length = self._try_lengths(originals, start)
         lowered = after < start  # else the last λ may have been given up, behind some of the rounds
         if start != before:
             after = self._model.divergence(self._validation)
         if self._settings.validate and not (lowered and after < before):
-            self._model.put(self._names, originals)
+            self._restore(originals)
             return ProjectionOutcome(before, before, 0, 0, length)
         return ProjectionOutcome(before, after, len(self._rounds), sum(batch.tokens for batch in self._rounds), length)
 
@@ -128,27 +131,29 @@ class GradientRounds:
                     return
         yield exact
 
-    def _try_lengths(self, originals: Sequence[Tensor], start: float) -> tuple[list[Tensor], float, float]:
-        """Weights, KL and λ of the largest λ that lowers the KL, or of the smallest."""
-        weights = [torch.empty_like(tensor) for tensor in originals]
-        self._model.put(self._names, weights)
+    def _restore(self, originals: Sequence[Tensor]) -> None:
+        for weight, original in zip(self._weights, originals, strict=True):
+            weight.copy_(original)
+
+    def _try_lengths(self, originals: Sequence[Tensor], start: float) -> tuple[float, float]:
+        """KL and λ of the largest λ that lowers the KL, or of the smallest."""
         for length in LENGTHS:
-            for weight, original in zip(weights, originals, strict=True):
-                weight.copy_(original)
-            divergence = self._descend(weights, start, length)
+            divergence = self._descend(start, length)
             if divergence < start or not self._settings.validate:
                 break
-        return weights, divergence, length
+            if length != LENGTHS[-1]:
+                self._restore(originals)
+        return divergence, length
 
-    def _descend(self, weights: list[Tensor], start: float, length: float) -> float:
+    def _descend(self, start: float, length: float) -> float:
         """KL behind all rounds, or behind the section where it was too high for what is left of λ."""
-        velocity = [torch.zeros_like(tensor) for tensor in weights]
+        velocity = [torch.zeros_like(weight) for weight in self._weights]
         count = len(self._rounds)
         with tqdm(total=count, desc=f"gradient projection, λ {length:g}", unit="round") as bar:
             for section in divide(count, SECTIONS):
                 taught = self._model.teach([self._rounds[index] for index in section])
                 for number, batch in zip(section, taught, strict=True):
-                    self._step(weights, velocity, batch, length * (1 - number / count))
+                    self._step(velocity, batch, length * (1 - number / count))
                 divergence = self._model.divergence(self._validation)
                 bar.set_postfix(kl=f"{divergence:.4f}", refresh=False)
                 bar.update(len(section))
@@ -157,16 +162,31 @@ class GradientRounds:
                     break
         return divergence
 
-    def _step(self, weights: list[Tensor], velocity: list[Tensor], batch: TaughtBatch, length: float) -> None:
-        """One round: move the weights of the model in place."""
-        gradients = self._model.gradients([batch], self._names, clipped=True)
-        if not weights:  # of a worker without experts
-            return
-        torch._foreach_mul_(velocity, MOMENTUM)
-        torch._foreach_add_(velocity, gradients)
+    def _step(self, velocity: Sequence[Tensor], batch: TaughtBatch, length: float) -> None:
+        """One round: move the weights of the model in place, as soon as GRADIENT_BYTES of their gradients are known."""
         strength = self._settings.sign * self._settings.beta * self._settings.alpha * length
-        lengths = [strength * scale for scale in self._scales]
-        project_neurons(weights, velocity, lengths, self._dims, epsilon=self._settings.epsilon)
+        known: list[tuple[int, Tensor]] = []
+
+        def move() -> None:
+            places, gradients = [index for index, _ in known], [gradient for _, gradient in known]
+            weights, mean = [self._weights[index] for index in places], [velocity[index] for index in places]
+            torch._foreach_mul_(mean, MOMENTUM)
+            torch._foreach_add_(mean, gradients)
+            lengths, dims = (
+                [strength * self._scales[index] for index in places],
+                [self._dims[index] for index in places],
+            )
+            project_neurons(weights, mean, lengths, dims, epsilon=self._settings.epsilon)
+            known.clear()
+
+        def receive(index: int, gradient: Tensor) -> None:
+            known.append((index, gradient))
+            if sum(each.nbytes for _, each in known) >= GRADIENT_BYTES:
+                move()
+
+        self._model.backward(batch, self._weights, receive)
+        if known:  # a worker may hold no experts
+            move()
 
 
 def shuffle_rounds(text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> list[TokenBatch]:
@@ -197,7 +217,7 @@ def project_end_to_end(
     """
     # Experts are cut from the stored weights, so the teacher is not quantised, even if the scanned model was.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
-    save_memory(dense, asked=False)
+    save_memory(dense, asked=project.gradient_checkpointing)
     carved = CarvedModel(dense, make_loops(dense), context.workers)
     outcome = GradientRounds(carved, read_text(context, project), project, layer_seed(context.seed, SEED)).run()
     return gather_parts(carved.loops, context.workers), outcome

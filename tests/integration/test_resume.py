@@ -214,7 +214,7 @@ def count_calls(monkeypatch, module, name):
     return calls
 
 
-GRADIENTS = "stages.project.carved_model:CarvedModel.gradients"
+GRADIENTS = "stages.project.carved_model:CarvedModel.backward"
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_the_whole_chain_of_several_processes_is_that_of_one(chain, tmp_path, wo
         ("cluster", "stages.cluster.stage.group_layer", 1),
         ("assemble", "stages.assemble.stage.fit_layer", 1),
         ("project", "stages.project.layer_pass.project_layer", 2),
-        ("project", "stages.project.carved_model:CarvedModel.gradients", 3),
+        ("project", "stages.project.carved_model:CarvedModel.backward", 3),
         ("evaluate", "stages.evaluate.comparison.align_down", 2),
     ],
 )

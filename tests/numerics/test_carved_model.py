@@ -16,6 +16,7 @@ from models.ffn import DenseFFN, ffn_modules, separate_ffns
 from models.routing import GateKind, LinearRouter
 from models.targets.base import gate_kind, gate_scale_of
 from models.targets.config import MOE_TARGETS
+from stages.project import carved_model
 from stages.project.carved_model import CarvedModel, clip_tokens
 from stages.text.batches import TokenSequence, batch_sequences
 
@@ -49,8 +50,16 @@ def cut_loops(dense, shape, gate):
     return loops
 
 
+def find_gradients(carved, batch, names):
+    weights = [weight for _, weight in carved.weights(names)]
+    found = [None] * len(weights)
+    carved.backward(batch, weights, found.__setitem__)
+    return found
+
+
 @pytest.mark.parametrize(("source", "target", "always_on"), CASES)
-def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target, always_on):
+def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target, always_on, monkeypatch):
+    monkeypatch.setattr(carved_model, "clip_tokens", lambda gradient_TD: gradient_TD)
     folder = write_pico(tmp_path / "dense", source, layers=L, hidden=D, intermediate=F)
     dense, shape, moe = load(folder), MoEShape(E, N, K, always_on), MOE_TARGETS[target]
     loops = cut_loops(dense, shape, GateKind(gate_kind(moe, shape)))
@@ -65,7 +74,8 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
     batches, names = read_batches(), [spec.name for spec in fields(ExpertWeights)]
     carved = CarvedModel(dense, loops)
     taught = carved.teach(batches)
-    found = carved.gradients(taught, names)
+    parts = [[g * batch.tokens.tokens for g in find_gradients(carved, batch, names)] for batch in taught]
+    found = [sum(each) / sum(LENGTHS) for each in zip(*parts, strict=True)]
     weights = carved.weights(names)
 
     emitted, teacher = load(tmp_path / "moe").requires_grad_(True), load(folder)
@@ -116,7 +126,7 @@ def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
     ids = torch.arange(1, 8)[None]
     before, ffns = dense(input_ids=ids).logits, [layer.mlp for layer in dense.model.layers]
     carved = CarvedModel(dense, loops)
-    carved.gradients(carved.teach(read_batches()), ["gate_END", "shared_down_DS"])
+    find_gradients(carved, carved.teach(read_batches())[0], ["gate_END", "shared_down_DS"])
     assert torch.equal(dense(input_ids=ids).logits, before)
     assert all(layer.mlp is ffn for layer, ffn in zip(dense.model.layers, ffns, strict=True))
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in dense.parameters())
@@ -136,11 +146,18 @@ def test_experts_that_layers_share_have_one_gradient(tmp_path):
     names = ["gate_END", "down_EDN"]
     assert len(own.weights(names)) == 2 * L
     assert [name for name, _ in shared.weights(names)] == names
-    found = shared.gradients(shared.teach(read_batches()), names)
-    assert [tensor.shape for tensor in found] == [(E, N, D), (E, D, N)]
-    moved = [tensor + 1 for _, tensor in shared.weights(names)]
-    shared.put(names, moved)
-    assert all(loop.experts.gate_END is moved[0] for loop in shared.loops)
+    (batch, *_) = shared.teach(read_batches())
+    calls = []
+    shared.backward(batch, [weight for _, weight in shared.weights(names)], lambda index, _: calls.append(index))
+    assert sorted(calls) == [0, 1]
+    equal = [
+        replace(loop, experts=ExpertWeights(**{k: v.clone() for k, v in vars(loops[0].experts).items()}))
+        for loop in loops
+    ]
+    apart = CarvedModel(dense, equal)
+    parts = find_gradients(apart, batch, names)
+    for found, each in zip(find_gradients(shared, batch, names), (parts[::2], parts[1::2]), strict=True):
+        torch.testing.assert_close(found, sum(each))
 
 
 def test_no_token_weighs_more_than_the_median_one():
@@ -157,18 +174,33 @@ def test_padding_does_not_change_clipped_gradients(tmp_path):
         batch, input_ids=pad(batch.input_ids, (0, 11)), attention_mask=pad(batch.attention_mask, (0, 11)),
         labels=pad(batch.labels, (0, 11), value=-100),
     )  # fmt: skip
-    plain, same = (
-        carved.gradients(carved.teach([each]), ["gate_END", "down_EDN"], clipped=True) for each in (batch, padded)
-    )
+    plain, same = (find_gradients(carved, *carved.teach([each]), ["gate_END", "down_EDN"]) for each in (batch, padded))
     for expected, found in zip(plain, same, strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_clipping_is_asked_for(tmp_path):
+def test_gradients_are_clipped_and_repeatable(tmp_path, monkeypatch):
     dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
     carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
-    taught, names = carved.teach(read_batches()), ["down_EDN"]
-    plain, clipped = carved.gradients(taught, names), carved.gradients(taught, names, clipped=True)
-    again = carved.gradients(taught, names)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    (batch, *_), names = carved.teach(read_batches()), ["down_EDN"]
+    clipped, again = (find_gradients(carved, batch, names) for _ in range(2))
+    monkeypatch.setattr(carved_model, "clip_tokens", lambda gradient_TD: gradient_TD)
+    plain = find_gradients(carved, batch, names)
+    assert all(torch.equal(a, b) for a, b in zip(clipped, again, strict=True))
     assert all(0 < b.norm() < a.norm() for a, b in zip(plain, clipped, strict=True))
+
+
+def test_weights_may_move_while_backward_runs(tmp_path):
+    dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
+    carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+    (batch, *_), names = carved.teach(read_batches()), [spec.name for spec in fields(ExpertWeights)]
+    expected, weights = find_gradients(carved, batch, names), [weight for _, weight in carved.weights(names)]
+    found = [None] * len(weights)
+
+    def move(index, gradient):
+        found[index] = gradient.clone()
+        weights[index].fill_(torch.nan)
+
+    carved.backward(batch, weights, move)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not any(weight.requires_grad or weight.grad is not None for weight in weights)

@@ -52,7 +52,10 @@ def test_more_text_is_read_where_it_is_used(checked):
     ("stage", "remedy"),
     [
         ("scan", "scan.batch_tokens=256 scan.gradient_checkpointing=true"),
-        ("project", "project.gradient_projection=false, or model.hidden_memory=0GB"),
+        (
+            "project",
+            "project.gradient_checkpointing=true, or project.gradient_projection=false, or model.hidden_memory=0GB",
+        ),
         ("cluster", "model.hidden_memory=0GB"),
         ("train", "train.micro_batch=1 train.gradient_checkpointing=true"),
     ],

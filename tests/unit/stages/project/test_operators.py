@@ -135,12 +135,11 @@ def count_round(folder, layers, experts):
     ids = [torch.randint(1, 61, (7,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(16)]
     text = batch_sequences([TokenSequence(f"sample {index}", row, row) for index, row in enumerate(ids)], 28, 0)
     rounds = GradientRounds(carved, text, ProjectConfig(round_tokens=14, validation_share=0.25), 0)
-    weights = [tensor for _, tensor in carved.weights(rounds._names)]
-    velocity = [torch.zeros_like(tensor) for tensor in weights]
+    velocity = [torch.zeros_like(weight) for weight in rounds._weights]
 
     def run(batches):
         for batch in batches:
-            rounds._step(weights, velocity, batch, 0.01)
+            rounds._step(velocity, batch, 0.01)
 
     taught = carved.teach(rounds._rounds[:2])
     return more(*(count_operators(run, taught[:count]) for count in (1, 2)))
