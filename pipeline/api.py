@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from instruments.errors import ConfigError
 from pipeline.artifacts import Manifest, is_complete
 from pipeline.cli import start
-from pipeline.help import groups
-from pipeline.overrides import find_words, quote
+from pipeline.overrides import quote
 from pipeline.plan import find_checkpoint
 from stages.artifacts.job import NOTHING, Table
 from stages.artifacts.rendering import render
@@ -48,9 +46,10 @@ def carve(
         UserError: ConfigError for wrong settings, all at once and before any weights load; others from a stage.
             After KeyboardInterrupt the same call goes on.
     """
-    words = [*_select("model", model), *([] if data is None else _select("data", data))]
-    for name, value in {**dials, **(settings or {})}.items():
-        words.append(quote(name, value))
+    chosen = {"model": model} | ({} if data is None else {"data": data})
+    # A path is one also if an option has its name.
+    words = [quote(group, one.absolute() if isinstance(one, Path) else one) for group, one in chosen.items()]
+    words += [quote(name, value) for name, value in {**dials, **(settings or {})}.items()]
     steps = start(words)
     last = steps[-1].folder
     table = Manifest.read(last, remedy="fresh=True").table if is_complete(last) else NOTHING  # plan=True runs nothing
@@ -75,14 +74,3 @@ def _figure(cell: object) -> object:
         return float(str(cell).replace(",", ""))
     except ValueError:
         return cell
-
-
-def _select(group: str, chosen: str | Path) -> list[str]:
-    """The words for an option of a group, a local path, or a name on the hub."""
-    text = str(chosen)
-    if isinstance(chosen, str) and chosen in groups()[group]:
-        return [f"{group}={chosen}"]
-    if words := find_words(group, text):
-        return words
-    what = f"{group}={text!r} is no file or folder, no name on the hub such as owner/name, and no option"
-    raise ConfigError(what, where="carve", do=f"a path that exists, or one of {', '.join(groups()[group])}")

@@ -123,6 +123,7 @@ class FileHashes:
         """Read `artifacts/hashes.json`; if it is missing or damaged, files are hashed again."""
         self._path = path = output_dir / "artifacts" / "hashes.json"
         self._known: dict[str, list[object]] = {}
+        self._unsaved = 0
         with suppress(*UNREADABLE):
             self._known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
@@ -153,8 +154,12 @@ class FileHashes:
         return answer
 
     def _keep(self, key: str, value: list[object]) -> None:
-        """Keep it, in the file too, without what is known of files that were removed."""
+        """Keep it; the file, without what is known of removed files, is written for each sixteenth more."""
         self._known[key] = value
+        self._unsaved += 1
+        if 16 * self._unsaved < len(self._known):
+            return
+        self._unsaved = 0
         present = {key: value for key, value in self._known.items() if key.startswith(ANSWER) or Path(key).exists()}
         with suppress(OSError):  # a full disk, or another process writes too: it is found again next time
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ def _is_typed(word: str, words: Iterable[str]) -> bool:
 
 def find_words(group: str, value: str) -> list[str]:
     """The words for a path, or for a name on the hub such as owner/name; [] for other values, such as options."""
-    if value in groups()[group] or "," in value:
+    if not value or value in groups()[group] or "," in value:
         return []
     is_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value, re.ASCII)) and value[0] not in ".~"
     path = expand_user(value)

@@ -12,6 +12,7 @@ from typing import Any
 
 from instruments.cpu import has_amx
 from instruments.errors import CheckpointError, ContractError, DataError, some
+from models.checkpoint.folder import expand_user
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
@@ -165,6 +166,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
 
 def pin_text(data: DataConfig, keys: Any) -> DataConfig:  # noqa: ANN401 - of `data_cache_key`, one per source
     """The settings of the text with the commits of the hub's datasets, where known, as their revisions."""
+    keys = [key["text"] if isinstance(key, dict) else key for key in keys]  # without the chat template
     if data.kind == "hub":
         return replace(data, revision=keys[0]) if isinstance(keys[0], str) else data
     pairs = zip(data.mixed.values(), keys, strict=False)
@@ -196,7 +198,7 @@ def absolute_paths(data: DataConfig) -> DataConfig:
 
 def absolute(path: str | None) -> str | None:
     """The absolute path without `..` and symbolic links."""
-    return None if path is None else os.path.realpath(path)
+    return None if path is None else os.path.realpath(expand_user(path))
 
 
 def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:

@@ -285,7 +285,7 @@ def run_steps(checked: Checked, folder: Path, overrides: Sequence[str], *, wait:
 
 def measure_layers(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool) -> list[Step]:
     """Run stage=layers, if it has no result, with a run folder of its own; its steps. Raises UserError."""
-    checked = check_settings(replace(settings, stage=LAYERS))
+    checked = check_settings(replace(settings, stage=LAYERS, fresh=settings.fresh and settings.stage == ALL))
     steps = make_plan(checked)
     if not steps[-1].due:
         return steps

@@ -233,7 +233,7 @@ def to_settings(config: DictConfig) -> Settings:
     if wrong := [*find_wrong_values(Settings, resolved)]:
         raise ConfigError("; ".join(wrong), where=PLACES, do="values of the kinds in the files under conf/")
     name, word = AUTO_LAYERS
-    if isinstance(resolved, dict) and resolved[name] == word:
+    if isinstance(resolved, dict) and resolved.get(name) == word:
         resolved[name] = None
     # Resolving does not check types (`${...}` may give a text for a list); the merge with the schema does.
     settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, resolved))

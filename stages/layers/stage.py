@@ -34,11 +34,12 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, active: float) -> Tab
     costs = measure_costs(load_dense(model, folder), batches, contribution_LF, shares).tolist()
     LayerCosts(active, torch.tensor(costs, dtype=torch.float64)).save(job.out)
     rows = [[layer, *(f"{cost:.4f}" for cost in pair)] for layer, pair in enumerate(zip(*costs, strict=True))]
-    chosen = {able: choose_dense_layers(costs, active, able) for able in ("any", "ends", "first")}
+    found = {able: choose_dense_layers(costs, active, able) for able in ("any", "ends", "first")}
+    chosen = {able: f"'dense_layers={layers}'".replace(" ", "") for able, layers in found.items()}  # to paste
     notes = [
         f"KL(dense || model) per token in nats, with one layer narrowed to its neurons of most mean |h|*|d|; "
         f"{sum(batch.tokens for batch in batches)} tokens",
-        f"predicted to lose least at active={active:g}: dense_layers={chosen['any']}; of the first and last layers "
+        f"predicted to lose least at active={active:g}: {chosen['any']}; of the first and last layers "
         f"{chosen['ends']}, of the first alone {chosen['first']}",
     ]
     return Table("layers", ("layer", *(f"KL at {share:.0%}" for share in shares)), rows, notes)

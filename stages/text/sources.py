@@ -103,7 +103,7 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
 def _source_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:
     text = _text_cache_key(source, hash_of)
     template = None if source.kind == "python_stdlib" else find_template_file(source)
-    return [text, hash_of(template)] if template else text
+    return {"text": text, "template": hash_of(template)} if template else text
 
 
 def _text_cache_key(source: Source, hash_of: Callable[[Path], str]) -> object:

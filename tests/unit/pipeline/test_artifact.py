@@ -339,6 +339,16 @@ def test_a_large_file_is_read_once_by_any_process(file, read, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory", "weights"]
 
 
+def test_the_memory_of_many_files_is_not_written_for_each(file, tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("pipeline.artifacts.write_json", lambda _path, known: written.append(len(known)))
+    memory = FileHashes(tmp_path)
+    for number in range(400):
+        memory.recall(str(number), str)
+    assert len(written) < 80
+    assert written[-1] >= 400 * 15 / 16
+
+
 def test_other_bytes_of_the_same_size_and_time_are_read_again(file, tmp_path):
     hash_of = FileHashes(tmp_path)
     before, status = hash_of(file), file.stat()

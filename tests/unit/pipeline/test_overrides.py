@@ -123,6 +123,7 @@ def test_words_are_booleans(word):
         ("model='/a/b'", ["model=local", "model.path=/a/b", "model.label=b"]),
         ("model=Qwen/Qwen2.5-7B", ["model=hub", "model.name=Qwen/Qwen2.5-7B", "model.label=Qwen2.5-7B"]),
         ("data=allenai/c4", ["data=hub", "data.name=allenai/c4"]),
+        ("data=", ["data="]),  # of a variable of the shell that is not set
         ("data=/a/wiki.txt", ["data=text", "data.path=/a/wiki.txt"]),
         ("data=wiki.jsonl", ["data=text", "data.path=wiki.jsonl"]),
         *((word, [word]) for word in ("model=qwen3_1_7b", "model=qwen3.5", "model=a/b,c/d", "data=genral", "n=/a")),

@@ -121,8 +121,9 @@ def test_another_spelling_of_a_path_is_the_same_path(steps, tmp_path, monkeypatc
     for name in ("text/a.txt", "b.txt"):
         (tmp_path / name).write_text(f"one {name}\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     models = [str(EMBEDDED), f"{EMBEDDED}/", os.path.relpath(EMBEDDED)]
-    spelled = [f"{tmp_path}/text", "text", "text/../text/"]
+    spelled = [f"{tmp_path}/text", "text", "text/../text/", "'~/text'"]
     words = "data=text", "data.heldout_path=b.txt"
     prints = {steps(*words, f"data.path={path}")["score"].fingerprint for path in spelled}
     words = "model=local", "model.label=own", "data=python_stdlib"
@@ -298,8 +299,10 @@ def test_every_stage_of_a_run_reads_the_commit_that_was_planned(steps, tmp_path,
         (folder / "refs").mkdir()
         (folder / "refs/main").write_text(commit)
     words = "model=hub", "model.name=o/n", "model.label=n"
+    (template := tmp_path / "template.jinja").write_text("{{ messages }}")
     texts = {
         "data.kind=hub": ["data.name=o/t"],
+        "data=hub": ["data.name=o/t", f"data.chat_template={template}"],
         "data.kind=mixture": ["data.sources=[{name:o/t,share:0.5},{python_stdlib:true,share:0.5}]"],
     }
     for kind, more in texts.items():
