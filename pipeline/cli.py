@@ -19,7 +19,6 @@ from pipeline.overrides import (
     expand_words,
     first_word,
     flag_errors,
-    hide_passwords,
     override_errors,
     parse_overrides,
     quote,
@@ -75,13 +74,7 @@ def start(words: Sequence[str]) -> list[Step]:
 
     With a flag such as `--multirun` Hydra reads the words, and the list is empty.
     """
-    typed = words = expand_words(words)
-    words = hide_passwords(words)
-    if words != typed and find_workers().leads:
-        logger.warning(
-            "the password in store.url is not written to any file, but other users of this machine can read command "
-            "lines; TINY_ONN_REDIS_PASSWORD in the environment is safer"
-        )
+    words = expand_words(words)
     flags = {word for word in words if word.startswith("-")}
     if wrong := flag_errors(words):
         raise InvalidSettingsError(wrong)

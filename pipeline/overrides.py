@@ -23,11 +23,9 @@ from pipeline.advice import COMMANDS, flag_words, other_values, other_words
 from pipeline.check import as_word, default_text, find_fields, folder_errors, unknown_choice, value_errors
 from pipeline.help import LOCAL, groups
 from pipeline.settings import AUTO_LAYERS, Settings, find_wrong_values
-from stages.accumulators.config import hide_password
 from stages.text.config import DataConfig, SourceConfig
 
 WHERE = "command line"
-_NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
 
 
 def expand_words(words: Iterable[str]) -> list[str]:
@@ -83,18 +81,6 @@ def command_line(overrides: Sequence[str], **changes: object) -> str:
     kept = [word for word in overrides if word.partition("=")[0] not in changes]
     changed = [f"{key}={value}" for key, value in changes.items()]
     return redact(" ".join(["python -m pipeline", *map(shlex.quote, [*kept, *changed])]))
-
-
-def hide_passwords(words: Sequence[str]) -> list[str]:
-    """Remove the password from `store.url=`; this process remembers it for the connection."""
-    return [_hide_password(word) if word.lstrip("+").startswith("store.url=") else word for word in words]
-
-
-def _hide_password(word: str) -> str:
-    key, _equals, value = word.partition("=")
-    for address in _NEXT_ADDRESS.split(value):
-        hide_password(address.strip("'\""))
-    return f"{key}={','.join(map(redact, _NEXT_ADDRESS.split(value)))}"
 
 
 class _Options:

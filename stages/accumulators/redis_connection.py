@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from instruments.errors import ConfigError, ContractError, UserError
-from stages.accumulators.config import START_OVER, StoreConfig, find_password
+from instruments.errors import ConfigError, ContractError, UserError, redact
+from stages.accumulators.config import START_OVER, StoreConfig
 from stages.artifacts.job import GO_ON
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
     if not url:
         what = "store.kind=redis names no server"
         raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
+    if store.url and redact(store.url) != store.url:
+        what = "a password in store.url can be seen in the list of processes"
+        do = f"{PASSWORD}=... in the environment, and store.url={redact(store.url)}"
+        raise ConfigError(what, where="setting store.url", do=do)
     if find_spec("redis") is None:
         what = "store.kind=redis needs the package redis, which is not installed"
         raise ConfigError(what, where="setting store.kind", do="pip install -e '.[redis]', or store=local")
@@ -87,7 +91,7 @@ def _client(url: str, tries: int) -> "Redis":
 
     client = redis.Redis.from_url(
         url,
-        password=find_password(url) or os.environ.get(PASSWORD),  # a password in the URL has precedence
+        password=os.environ.get(PASSWORD),  # a password in the URL has precedence
         socket_timeout=ANSWER_WITHIN,
         socket_connect_timeout=5,
         health_check_interval=30,

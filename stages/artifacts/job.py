@@ -1,6 +1,7 @@
 """The interface between pipeline and stage: the job, the worker processes, and the result table."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -120,9 +121,17 @@ class Workers:
             return
         import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
 
-        try:
+        with self.explained(sign=""):
             collective(dist)
+
+    @contextmanager
+    def explained(self, sign: str = "gloo|NCCL") -> Iterator[None]:
+        """Turn a RuntimeError with this `sign`, which collectives raise, into LostWorkerError."""
+        try:
+            yield
         except RuntimeError as error:
+            if self.world == 1 or not re.search(sign, str(error)):
+                raise
             raise LostWorkerError(
                 "another worker of this job is gone",
                 where=f"worker {os.environ.get('RANK', '0')}: {str(error).splitlines()[0]}",

@@ -84,11 +84,8 @@ def project_layers(
     """Gradient projection of the layers in the folder `aligned`; the results are saved in the folder `kept`."""
     depth, workers = partition.layers, context.workers
 
-    def find_outcome() -> ProjectionOutcome | None:
-        whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in outcomes)
-        return load_layer_checkpoint(kept, depth, ProjectionOutcome) if whole else None
-
-    if outcome := workers.lead(find_outcome):
+    # It is saved behind all layers.
+    if outcome := workers.lead(lambda: load_layer_checkpoint(kept, depth, ProjectionOutcome)):
         return outcome
 
     def make_loops(dense: PreTrainedModel) -> list[ExpertLoop | None]:

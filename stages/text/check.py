@@ -41,7 +41,7 @@ def _check_settings(data: DataConfig) -> Iterator[ConfigError]:
     if data.kind == "text" and data.path and data.paths:
         what, do = "data.path and data.paths both name the text", "data.path=null"
         yield ConfigError(what, where="setting data.paths", do=do)
-    if data.kind in NEEDED and not getattr(data, NEEDED[data.kind][0]) and not data.paths:
+    if data.kind in NEEDED and not (getattr(data, NEEDED[data.kind][0]) or (data.kind == "text" and data.paths)):
         name, example = NEEDED[data.kind]
         yield ConfigError(f"data.kind={data.kind} needs data.{name}", where=f"setting data.{name}", do=example)
     else:

@@ -97,7 +97,10 @@ class Source(DataConfig):
     @property
     def title(self) -> str:
         """The source in tables, logs and errors."""
-        titles = {"text": ", ".join(self.paths or [str(self.path)]), "hub": f"{self.name}[{self.split}]"}
+        titles = {
+            "text": ", ".join(self.paths or [str(self.path)]),
+            "hub": ", ".join(filter(None, [self.name, self.subset])) + f"[{self.split}]",
+        }
         return titles.get(self.kind, "the Python standard library")
 
     @property

@@ -130,7 +130,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
         if context.record is not None:
             context.record.write(0, "start", losses | {"heldout_text": record.hash_text(context.text.heldout)})
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
-    with loading.explained_memory(f"stage=train, phase {phase.name}", remedy):
+    with loading.explained_memory(f"stage=train, phase {phase.name}", remedy), context.workers.explained():
         loop.run(found)
     del model, loop
     loading.release_freed_memory()

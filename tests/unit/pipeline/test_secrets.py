@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from instruments.errors import UserError, redact
-from pipeline.overrides import command_line, hide_passwords
+from pipeline.overrides import command_line
 from pipeline.run_folder import RunFolder, logging_to
 from pipeline.settings import Settings
-from stages.accumulators.config import StoreConfig, find_password
+from stages.accumulators.config import StoreConfig
+from stages.accumulators.redis_connection import connect
 
 URL = "redis://me:s3sam@host:1/0"
 
@@ -34,17 +35,18 @@ def test_what_is_left_of_an_address(text, expected):
     assert redact(text) == expected
 
 
-def test_the_store_still_knows_its_password():
-    store = StoreConfig("redis", url="redis://me:s3%40sam@host:1/0")
-    assert store.url == "redis://me@host:1/0"
-    assert find_password(store.url) == "s3@sam"
-    assert find_password("redis://other") is None
-
-
 def test_words_and_remedies():
-    assert hide_passwords([f"store.url={URL},redis://:word@there"]) == ["store.url=redis://me@host:1/0,redis://there"]
     assert "s3sam" not in command_line([f"store.url={URL}"], stage="score")
     assert "s3sam" not in str(UserError(URL, where=URL, do=URL))
+
+
+@pytest.mark.parametrize("url", [URL, "redis://host:1/0?password=s3sam"])
+def test_a_password_in_the_command_line_is_refused(url):
+    with pytest.raises(UserError) as caught:
+        connect(StoreConfig("redis", url=url))
+    assert caught.value.where == "setting store.url"
+    assert "TINY_ONN_REDIS_PASSWORD" in caught.value.do
+    assert "s3sam" not in str(caught.value)
 
 
 def fail():

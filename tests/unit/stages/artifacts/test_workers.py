@@ -1,8 +1,10 @@
+import re
+
 import pytest
 import torch
 
 from instruments.errors import ConfigError
-from stages.artifacts.job import ALONE, Table, Workers, find_workers
+from stages.artifacts.job import ALONE, LostWorkerError, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, in_millions, in_time, render, show
 
 
@@ -67,3 +69,12 @@ def test_a_table_with_its_notes():
 )
 def test_quantities(shown, wanted):
     assert shown == wanted
+
+
+def test_a_lost_worker_in_other_code_is_said_in_words():
+    lost = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
+    with pytest.raises(LostWorkerError, match="another worker of this job is gone"), Workers(0, 2).explained():
+        raise RuntimeError(lost)
+    for workers, text in ((Workers(0, 2), "out of memory"), (ALONE, lost)):
+        with pytest.raises(RuntimeError, match=re.escape(text)), workers.explained():
+            raise RuntimeError(text)

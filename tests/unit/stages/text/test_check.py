@@ -37,6 +37,7 @@ def test_right_settings(path):
         ({"labels": "generated", "prompt_tokens": 20, "max_new_tokens": 45, "max_length": 64}, "data.max_length=65"),
         ({"kind": "text"}, "data.path=FILE_OR_FOLDER"),
         ({"kind": "hub"}, "data.name=Salesforce/wikitext"),
+        ({"kind": "hub", "paths": ["a.txt"]}, "data.name=Salesforce/wikitext"),
         ({"kind": "hub", "name": "a/b", "heldout_split": "train"}, "data.heldout_split=null"),
     ],
 )
@@ -45,7 +46,7 @@ def test_settings_that_contradict_each_other(settings, do):
 
 
 def test_sources_that_contradict_each_other(path):
-    assert "data.sources=[" in mixture()[0]
+    assert "data.sources=[" in mixture()[0] == mixture(paths=[path])[0]
     assert mixture({"path": path, "name": "a/b"}) == ["data.sources.0.name=null"]
     assert mixture({"path": path, "python_stdlib": True}) == ["data.sources.0.python_stdlib=false"]
     assert mixture({}) == ["data.sources.0.path=FILE_OR_FOLDER"]

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ def test_a_source_has_settings_of_its_own_and_others_of_data(files):
     assert [source.packing for source in (chats, web, books)] == ["single", "packed", "single"]
     assert [source.tokens for source in (chats, web, books)] == [6144, 2048, 819]
     assert (books.kind, books.split, books.place, books.title) == ("hub", "all", "data.sources.2", "some/books[all]")
+    assert replace(books, subset="en").title == "some/books, en[all]"
     for source, taken in zip((chats, web, books), ("path", "path", "name"), strict=True):
         assert [name for name in ignored if getattr(source, name) is not None] == [taken]
 
