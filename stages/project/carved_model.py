@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -134,22 +133,21 @@ class CarvedModel:
         """The carved layers, or this worker's parts of them, without the layers that stay dense."""
         return [module.loop for module in self._carved]
 
-    def root_mean_squares(self, names: Sequence[str]) -> list[float]:
+    def root_mean_squares(self) -> list[float]:
         """Root-mean-square norm of the neurons in each weight of `weights`, in its order; over all workers."""
-        table_LN2 = torch.zeros(len(self.loops), len(names), 2, dtype=torch.float64)
-        for layer, loop in enumerate(self.loops):
-            for place, name in enumerate(names):
-                norms = getattr(loop.experts, name).double().norm(dim=neuron_dim(name))
-                table_LN2[layer, place] = torch.stack([norms.square().sum(), norms.new_tensor(norms.numel())])
-        self._workers.sum_(table_LN2)
-        scales = (table_LN2[..., 0] / table_LN2[..., 1].clamp_min(1)).sqrt().tolist()
-        held = [[getattr(loop.experts, name) for name in names] for loop in self.loops]
-        by_identity = {id(held[layer][place]): scales[layer][place] for layer, place in np.ndindex(table_LN2.shape[:2])}
-        return [by_identity[id(tensor)] for _, tensor in self.weights(names)]
+        held = [pair for loop in self.loops for pair in vars(loop.experts).items()]
+        table_W2 = torch.zeros(len(held), 2, dtype=torch.float64)
+        for place, (name, tensor) in enumerate(held):
+            norms = tensor.double().norm(dim=neuron_dim(name))
+            table_W2[place] = torch.stack([norms.square().sum(), norms.new_tensor(norms.numel())])
+        self._workers.sum_(table_W2)
+        scales = (table_W2[:, 0] / table_W2[:, 1].clamp_min(1)).sqrt().tolist()
+        by_identity = {id(tensor): scale for (_, tensor), scale in zip(held, scales, strict=True)}
+        return [by_identity[id(tensor)] for _, tensor in self.weights()]
 
-    def weights(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """(field, tensor) of every non-empty weight in these fields of `ExpertWeights`; shared tensors once."""
-        tensors = ((name, getattr(loop.experts, name)) for loop in self.loops for name in names)
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """(field, tensor) of every non-empty weight of the experts; tensors that layers share once."""
+        tensors = (pair for loop in self.loops for pair in vars(loop.experts).items())
         return list({id(tensor): (name, tensor) for name, tensor in tensors if tensor.numel()}.values())
 
     @torch.no_grad()

@@ -14,10 +14,6 @@ class ProjectConfig:
     beta: float = field(default=0.3, metadata={"needs": {"gradient_projection": True}, "above": 0})
     sign: int = field(default=-1, metadata={"needs": {"gradient_projection": True}, "choices": (1, -1)})
     epsilon: float = field(default=1e-8, metadata={"needs": {"gradient_projection": True}, "above": 0})
-    matrices: list[str] = field(
-        default_factory=lambda: ["gate", "up", "down"],
-        metadata={"needs": {"gradient_projection": True}, "choices": ("gate", "up", "down"), "nonempty": True},
-    )
     gradient_tokens: int = field(default=196608, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
     round_tokens: int = field(default=512, metadata={"needs": {"gradient_projection": True}, "minimum": 1})
     gradient_checkpointing: bool = field(

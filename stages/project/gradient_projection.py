@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.device import prefers_large_products, rounded_products
-from models.experts import ExpertLoop, ExpertWeights
+from models.experts import ExpertLoop
 from models.loading import load_dense
 from stages.calibration.batches import CalibrationContext, layer_seed, text_sources
 from stages.calibration.share import split_validation
@@ -22,13 +22,6 @@ from stages.project.config import ProjectConfig
 from stages.text.batches import TokenBatch, first_batches, split_batch
 
 logger = logging.getLogger(__name__)
-
-# Matrix of the settings → fields of ExpertWeights: routed experts, always-on neurons.
-FIELDS = {
-    "gate": ("gate_END", "shared_gate_SD"),
-    "up": ("up_END", "shared_up_SD"),
-    "down": ("down_EDN", "shared_down_DS"),
-}
 
 
 def project_neurons(
@@ -50,12 +43,6 @@ def project_neurons(
     # One call for all matrices: a GPU's host takes longer to start an operator than most of them take.
     torch._foreach_add_(norms, epsilon)
     torch._foreach_addcdiv_([*weights], [*gradients], norms, [*lengths])
-
-
-def projected_fields(matrices: list[str]) -> list[str]:
-    """Fields of `ExpertWeights` of the named matrices, in the order of its fields."""
-    named = {field for matrix in matrices for field in FIELDS[matrix]}
-    return [spec.name for spec in fields(ExpertWeights) if spec.name in named]
 
 
 MOMENTUM = 0.8  # of the gradient, from round to round
@@ -91,11 +78,10 @@ class GradientRounds:
         """
         fitted, held_out = split_validation(len(text), settings.validation_share, text_sources(text))
         self._model, self._settings = model, settings
-        self._names = projected_fields(settings.matrices)
-        weights = model.weights(self._names)
+        weights = model.weights()
         self._weights = [weight for _, weight in weights]
         self._dims = [neuron_dim(name) for name, _ in weights]
-        self._scales = model.root_mean_squares(self._names)
+        self._scales = model.root_mean_squares()
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
         self._validation = model.teach(first_batches([text[index] for index in held_out], VALIDATION_TOKENS))
 

@@ -50,8 +50,8 @@ def cut_loops(dense, shape, gate):
     return loops
 
 
-def find_gradients(carved, batch, names):
-    weights = [weight for _, weight in carved.weights(names)]
+def find_gradients(carved, batch):
+    weights = [weight for _, weight in carved.weights()]
     found = [None] * len(weights)
     carved.backward(batch, weights, found.__setitem__)
     return found
@@ -71,12 +71,12 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
         routers=lambda layer: loops[layer].router.rows_ED,
         experts=lambda layer: loops[layer].experts,
     )
-    batches, names = read_batches(), [spec.name for spec in fields(ExpertWeights)]
+    batches = read_batches()
     carved = CarvedModel(dense, loops)
     taught = carved.teach(batches)
-    parts = [[g * batch.tokens.tokens for g in find_gradients(carved, batch, names)] for batch in taught]
+    parts = [[g * batch.tokens.tokens for g in find_gradients(carved, batch)] for batch in taught]
     found = [sum(each) / sum(LENGTHS) for each in zip(*parts, strict=True)]
-    weights = carved.weights(names)
+    weights = carved.weights()
 
     emitted, teacher = load(tmp_path / "moe").requires_grad_(True), load(folder)
     losses = []
@@ -126,7 +126,7 @@ def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
     ids = torch.arange(1, 8)[None]
     before, ffns = dense(input_ids=ids).logits, [layer.mlp for layer in dense.model.layers]
     carved = CarvedModel(dense, loops)
-    find_gradients(carved, carved.teach(read_batches())[0], ["gate_END", "shared_down_DS"])
+    find_gradients(carved, carved.teach(read_batches())[0])
     assert torch.equal(dense(input_ids=ids).logits, before)
     assert all(layer.mlp is ffn for layer, ffn in zip(dense.model.layers, ffns, strict=True))
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in dense.parameters())
@@ -143,21 +143,19 @@ def test_experts_that_layers_share_have_one_gradient(tmp_path):
     own = CarvedModel(dense, [loops[0], loops[1], loops[2]])
     pool = [type(loop)(loops[0].experts, *[getattr(loop, spec.name) for spec in fields(loop)[1:]]) for loop in loops]
     shared = CarvedModel(dense, pool)
-    names = ["gate_END", "down_EDN"]
-    assert len(own.weights(names)) == 2 * L
-    assert [name for name, _ in shared.weights(names)] == names
+    assert len(own.weights()) == 3 * L
+    assert [name for name, _ in shared.weights()] == ["gate_END", "up_END", "down_EDN"]
     (batch, *_) = shared.teach(read_batches())
     calls = []
-    shared.backward(batch, [weight for _, weight in shared.weights(names)], lambda index, _: calls.append(index))
-    assert sorted(calls) == [0, 1]
+    shared.backward(batch, [weight for _, weight in shared.weights()], lambda index, _: calls.append(index))
+    assert sorted(calls) == [0, 1, 2]
     equal = [
         replace(loop, experts=ExpertWeights(**{k: v.clone() for k, v in vars(loops[0].experts).items()}))
         for loop in loops
     ]
-    apart = CarvedModel(dense, equal)
-    parts = find_gradients(apart, batch, names)
-    for found, each in zip(find_gradients(shared, batch, names), (parts[::2], parts[1::2]), strict=True):
-        torch.testing.assert_close(found, sum(each))
+    parts = find_gradients(CarvedModel(dense, equal), batch)
+    for place, found in enumerate(find_gradients(shared, batch)):
+        torch.testing.assert_close(found, sum(parts[place::3]))
 
 
 def test_no_token_weighs_more_than_the_median_one():
@@ -174,7 +172,7 @@ def test_padding_does_not_change_clipped_gradients(tmp_path):
         batch, input_ids=pad(batch.input_ids, (0, 11)), attention_mask=pad(batch.attention_mask, (0, 11)),
         labels=pad(batch.labels, (0, 11), value=-100),
     )  # fmt: skip
-    plain, same = (find_gradients(carved, *carved.teach([each]), ["gate_END", "down_EDN"]) for each in (batch, padded))
+    plain, same = (find_gradients(carved, *carved.teach([each])) for each in (batch, padded))
     for expected, found in zip(plain, same, strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -182,10 +180,10 @@ def test_padding_does_not_change_clipped_gradients(tmp_path):
 def test_gradients_are_clipped_and_repeatable(tmp_path, monkeypatch):
     dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
     carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
-    (batch, *_), names = carved.teach(read_batches()), ["down_EDN"]
-    clipped, again = (find_gradients(carved, batch, names) for _ in range(2))
+    (batch, *_) = carved.teach(read_batches())
+    clipped, again = (find_gradients(carved, batch) for _ in range(2))
     monkeypatch.setattr(carved_model, "clip_tokens", lambda gradient_TD: gradient_TD)
-    plain = find_gradients(carved, batch, names)
+    plain = find_gradients(carved, batch)
     assert all(torch.equal(a, b) for a, b in zip(clipped, again, strict=True))
     assert all(0 < b.norm() < a.norm() for a, b in zip(plain, clipped, strict=True))
 
@@ -193,8 +191,8 @@ def test_gradients_are_clipped_and_repeatable(tmp_path, monkeypatch):
 def test_weights_may_move_while_backward_runs(tmp_path):
     dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
     carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
-    (batch, *_), names = carved.teach(read_batches()), [spec.name for spec in fields(ExpertWeights)]
-    expected, weights = find_gradients(carved, batch, names), [weight for _, weight in carved.weights(names)]
+    (batch, *_) = carved.teach(read_batches())
+    expected, weights = find_gradients(carved, batch), [weight for _, weight in carved.weights()]
     found = [None] * len(weights)
 
     def move(index, gradient):

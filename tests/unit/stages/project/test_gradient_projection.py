@@ -2,7 +2,7 @@ import torch
 
 from models.experts import slice_ffn
 from models.ffn import DenseFFN
-from stages.project.gradient_projection import neuron_dim, project_neurons, projected_fields
+from stages.project.gradient_projection import neuron_dim, project_neurons
 
 D, F, E, N = 6, 12, 3, 2
 NEURONS_EN, ALWAYS_S = torch.tensor([[0, 5], [5, 7], [2, 3]]), torch.tensor([11])
@@ -31,8 +31,3 @@ def test_every_neuron_moves_by_the_asked_length_along_its_own_gradient():
         torch.testing.assert_close(lengths, torch.full_like(lengths, 0.24), rtol=1e-4, atol=0)
         cosine = torch.nn.functional.cosine_similarity(step, gradient, dim=dim)
         torch.testing.assert_close(cosine, torch.full_like(cosine, -1), rtol=1e-5, atol=0)
-
-
-def test_matrices_stand_for_routed_and_always_on_neurons():
-    assert projected_fields(["down"]) == ["down_EDN", "shared_down_DS"]
-    assert projected_fields(["up", "gate"]) == ["gate_END", "up_END", "shared_gate_SD", "shared_up_SD"]

@@ -19,7 +19,6 @@ from stages.project.gradient_projection import LENGTHS, SECTIONS, GradientRounds
 from stages.text.batches import TokenSequence, batch_sequences
 
 D, F, E, N, K = 24, 20, 4, 3, 2
-NAMES = ("gate_END", "up_END", "down_EDN", "shared_gate_SD", "shared_up_SD", "shared_down_DS")
 SETTINGS = ProjectConfig(alpha=3.2, round_tokens=14, validation_share=0.25)  # large steps, since there are few tokens
 
 
@@ -68,21 +67,21 @@ def test_the_model_comes_nearer_to_the_dense_one_and_says_by_how_much(carved, te
     assert outcome.tokens == 48 * 7
     assert 0 < outcome.length <= 0.04
     for before, loop in zip(started, carved.loops, strict=True):
-        for name in NAMES:
-            assert not torch.equal(getattr(before, name), getattr(loop.experts, name))
+        for name, weight in vars(loop.experts).items():
+            assert not torch.equal(getattr(before, name), weight)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_what_saves_memory_changes_nothing(checkpointing, carved, text, monkeypatch):
-    start = [weight.clone() for _, weight in carved.weights(NAMES)]
+    start = [weight.clone() for _, weight in carved.weights()]
     GradientRounds(carved, text, SETTINGS, seed=0).run()
-    expected = [weight.clone() for _, weight in carved.weights(NAMES)]
-    for (_, weight), before in zip(carved.weights(NAMES), start, strict=True):
+    expected = [weight.clone() for _, weight in carved.weights()]
+    for (_, weight), before in zip(carved.weights(), start, strict=True):
         weight.copy_(before)
     monkeypatch.setattr(gradient_projection, "GRADIENT_BYTES", 1)  # weights move while backward runs
     save_memory(carved.model, asked=checkpointing)
     GradientRounds(carved, text, SETTINGS, seed=0).run()
-    assert all(torch.equal(a, b) for (_, a), b in zip(carved.weights(NAMES), expected, strict=True))
+    assert all(torch.equal(a, b) for (_, a), b in zip(carved.weights(), expected, strict=True))
 
 
 def test_steps_up_the_gradient_are_undone(carved, text):
@@ -103,10 +102,10 @@ class OneNeuron(CarvedModel):
 
     device = torch.device("cpu")
 
-    def weights(self, names):
+    def weights(self):
         return [("gate_END", self.weight)]
 
-    def root_mean_squares(self, names):
+    def root_mean_squares(self):
         return [2.0]
 
     def teach(self, batches):
