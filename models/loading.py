@@ -246,6 +246,16 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
     return model.requires_grad_(False).eval()
 
 
+def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
+    """Load the checkpoint, frozen, with the placement settings of the dense `model`.
+
+    Weights that do not fit on the devices go to `offload_folder`: transformers joins experts while loading, so it could
+    not read them later from the checkpoint's files.
+    """
+    placed = placement(model, resolve_device(model)) | {"offload_folder": offload_folder}
+    return load_whole(folder, dtype=dtype, experts_implementation="grouped_mm", **placed)
+
+
 def experts_argument(config: PreTrainedConfig, kernels: str) -> str | dict[str, str]:
     """`experts_implementation` for transformers 5; a wrapper's class may refuse what its text part takes."""
     return {"text_config": kernels} if "text_config" in config.sub_configs else kernels

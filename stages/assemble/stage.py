@@ -98,7 +98,7 @@ def run(
         partition,
         projection="none: experts are the dense slices",
     )
-    check_number_format(job.out / "checkpoint", checkpoint.dtype, context.text, context.device)
+    check_number_format(job.out / "checkpoint", checkpoint.dtype, context.text, context.model, job.scratch)
     return summarise(reports, checkpoint, partition, assemble)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.device import rounded_products
-from models.config import ModelConfig, MoEShape
+from models.config import MoEShape
 from models.ffn import DenseFFN, ffn_modules, watch_ffns
-from models.loading import input_device, load_whole, placement, resolve_device
+from models.loading import input_device
 from models.routing import choose_experts, count_choices
 from models.stream import LayerStream, StreamLayer
 from models.structure import decoder_layers
@@ -41,16 +40,6 @@ from stages.evaluate.baselines import (
 from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_losses
 from stages.text.batches import TokenBatch, first_batches
-
-
-def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
-    """Load the checkpoint, frozen, with the placement settings of the dense `model`.
-
-    Weights that do not fit on the devices go to `offload_folder`: transformers joins experts while loading, so it could
-    not read them later from the checkpoint's files.
-    """
-    placed = placement(model, resolve_device(model)) | {"offload_folder": offload_folder}
-    return load_whole(folder, dtype=dtype, experts_implementation="grouped_mm", **placed)
 
 
 @torch.no_grad()

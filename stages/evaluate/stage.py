@@ -12,7 +12,7 @@ from instruments.dtypes import dtype_name
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.ffn import DenseFFN
-from models.loading import load_dense, load_tokenizer, padding_id, resolve_dtype
+from models.loading import load_carved, load_dense, load_tokenizer, padding_id, resolve_dtype
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Partition, Routers
@@ -25,7 +25,6 @@ from stages.evaluate.comparison import (
     Text,
     count_parameters,
     follow_ffns,
-    load_carved,
     measure_speed,
     run_baselines,
     watch_states,

@@ -46,7 +46,7 @@ def run(
     table = run_topology(job, context, checkpoint, routers, project)
     if job.workers.leads:
         written, share = job.out / "checkpoint", project.validation_share
-        check_number_format(written, checkpoint.dtype, context.text, context.device, share)
+        check_number_format(written, checkpoint.dtype, context.text, context.model, job.scratch, share)
     return table
 
 

@@ -2,17 +2,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pico_moes import MOES, make_moe
+from pico_moes import make_moe
 
 from instruments.errors import NumericsError
-from models.loading import load_whole
+from models.config import ModelConfig
+from models.loading import is_offloaded
 from stages.calibration import number_format
-from stages.calibration.number_format import check_number_format, has_room, open_by_layers
+from stages.calibration.number_format import check_number_format
 from stages.losses import measure_loss
 from stages.text.batches import TokenSequence, batch_sequences
 
 SEQUENCES = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(9)]
-TEXT, CPU = batch_sequences(SEQUENCES, 24, 0), torch.device("cpu")
+TEXT, CPU = batch_sequences(SEQUENCES, 24, 0), ModelConfig(device="cpu")
 
 
 def write(folder, dtype, *, loud=False):
@@ -30,17 +31,17 @@ def write(folder, dtype, *, loud=False):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_checkpoint_that_works_in_its_format_is_accepted(tmp_path, dtype):
-    check_number_format(write(tmp_path, dtype), dtype, TEXT, CPU)
+    check_number_format(write(tmp_path, dtype), dtype, TEXT, CPU, tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "do"), [(torch.float16, "assemble.dtype=bfloat16"), (torch.bfloat16, None)])
 def test_a_checkpoint_that_overflows_is_refused_with_a_format_that_works(tmp_path, dtype, do):
     folder = write(tmp_path, dtype, loud=True)
     if do is None:
-        check_number_format(folder, dtype, TEXT, CPU)
+        check_number_format(folder, dtype, TEXT, CPU, tmp_path)
         return
     with pytest.raises(NumericsError) as caught:
-        check_number_format(folder, dtype, TEXT, CPU)
+        check_number_format(folder, dtype, TEXT, CPU, tmp_path)
     assert caught.value.do == do
     assert caught.value.where == "24 tokens of validation text"
 
@@ -49,56 +50,30 @@ def test_a_finite_loss_that_is_much_higher_is_refused(tmp_path, monkeypatch):
     losses = iter([2.0, 2.06])
     monkeypatch.setattr(number_format, "measure_loss", lambda *_: SimpleNamespace(nats=next(losses)))
     with pytest.raises(NumericsError, match=r"2.0600 in bfloat16 and of 2.0000 in float32") as caught:
-        check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU)
+        check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU, tmp_path)
     assert caught.value.do == "assemble.dtype=float32"
 
 
 def test_a_model_that_is_not_finite_in_float32_is_not_blamed_on_its_format(tmp_path, monkeypatch):
     monkeypatch.setattr(number_format, "measure_loss", lambda *_: SimpleNamespace(nats=float("nan")))
     with pytest.raises(NumericsError, match="the carved model has a loss of nan"):
-        check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU)
+        check_number_format(write(tmp_path, torch.bfloat16), torch.bfloat16, TEXT, CPU, tmp_path)
 
 
 def test_float32_needs_no_pass(tmp_path):
-    check_number_format(tmp_path, torch.float32, TEXT, CPU)
+    check_number_format(tmp_path, torch.float32, TEXT, CPU, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("model_type", MOES)
-def test_a_model_with_one_layer_in_memory_has_the_loss_of_the_whole_one(tmp_path, model_type, dtype):
-    torch.manual_seed(0)
-    make_moe(model_type).to(torch.bfloat16).save_pretrained(tmp_path)
-    whole = load_whole(tmp_path, dtype=dtype, experts_implementation="grouped_mm")
-    loaded = []
+def test_weights_that_do_not_fit_are_on_disk(tmp_path, monkeypatch):
+    folder, found = write(tmp_path / "moe", torch.bfloat16), []
 
-    def note(_layer, _inputs, _output):
-        loaded.append([all(p.device.type != "meta" for p in layer.parameters()) for layer in layers])
+    def measure(model, batches):
+        found.append((is_offloaded(model), loss := measure_loss(model, batches)))
+        return loss
 
-    with open_by_layers(tmp_path, dtype, CPU) as streamed:
-        layers = streamed.get_decoder().layers
-        for layer in layers:
-            layer.register_forward_hook(note, prepend=True)
-        assert measure_loss(streamed, TEXT[:1]) == measure_loss(whole, TEXT[:1])
-    assert loaded == [[True, False], [False, True]]
-
-
-@pytest.mark.parametrize("model_type", MOES)
-def test_weights_that_were_kept_in_float32_are_those_of_the_checkpoint_in_its_own_format(tmp_path, model_type):
-    torch.manual_seed(0)
-    make_moe(model_type).to(torch.bfloat16).save_pretrained(tmp_path)
-    kept, dtypes = {}, (torch.float32, torch.bfloat16)
-    losses, layers = [], []
-    for dtype in dtypes:
-        with open_by_layers(tmp_path, dtype, CPU, kept) as streamed:
-            losses.append(measure_loss(streamed, TEXT[:1]))
-            layers.append(len(kept))
-    wholes = (load_whole(tmp_path, dtype=dtype, experts_implementation="grouped_mm") for dtype in dtypes)
-    assert losses == [measure_loss(whole, TEXT[:1]) for whole in wholes]
-    assert layers == [2, 0]
-
-
-def test_weights_are_kept_where_they_take_less_than_a_quarter_of_the_memory(tmp_path, monkeypatch):
-    size = sum(path.stat().st_size for path in write(tmp_path, torch.bfloat16).glob("*.safetensors"))
-    for free, room in ((8 * size + 1, True), (8 * size, False), (None, False)):
-        monkeypatch.setattr(number_format, "free_memory", lambda free=free: free)
-        assert has_room(tmp_path, torch.bfloat16, CPU) is room
+    monkeypatch.setattr(number_format, "measure_loss", measure)
+    for limit in (None, "10KB"):
+        check_number_format(folder, torch.bfloat16, TEXT, ModelConfig(device="cpu", cpu_memory=limit), tmp_path)
+    offloaded, losses = zip(*found, strict=True)
+    assert offloaded == (False, False, True, True)
+    assert losses[:2] == losses[2:]

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import ModelConfig, MoEShape
 from models.ffn import watch_ffns
-from models.loading import is_offloaded, load_dense
+from models.loading import is_offloaded, load_carved, load_dense
 from models.routing import LinearRouter
 from models.training import find_routers
 from stages.calibration.token_memory import TokenMemory
@@ -16,7 +16,6 @@ from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import (
     count_parameters,
     follow_ffns,
-    load_carved,
     watch_states,
 )
 from stages.losses import measure_loss
