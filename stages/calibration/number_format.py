@@ -37,7 +37,7 @@ def check_number_format(
         return
     _fitted, validation = split_validation(len(text), share, text_sources(text))
     batch = split_batch(text[validation[-1]], MOST_TOKENS)[0]
-    placed = replace(model, device_map="auto" if model.device_map == "none" else model.device_map)
+    placed = replace(model, device_map="sequential" if model.device_map == "none" else model.device_map)
     losses = []
     for kind in (torch.float32, dtype):
         losses.append(measure_loss(load_carved(checkpoint, placed, kind, scratch / f"offloaded-{kind}"), [batch]).nats)
