@@ -94,11 +94,11 @@ def _work(wanted: argparse.Namespace) -> None:
 
 def _answer_and_judge(wanted: argparse.Namespace) -> None:
     locked: AbstractContextManager[None] = nullcontext()
-    if writes := bool(wanted.checkpoints or wanted.run_code):
+    if wanted.checkpoints or wanted.run_code:
         check_output(wanted.out)
         locked = hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers")
     with locked:
-        tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out, repair=writes)
+        tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
         if not (wanted.checkpoints or answers):
             raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name a checkpoint's folder")
         keys = {folder: answer_keys(folder, tasks, wanted.tokens, wanted.device) for folder in wanted.checkpoints}
@@ -107,7 +107,9 @@ def _answer_and_judge(wanted: argparse.Namespace) -> None:
         known = {answer.key for answer in answers}
         for folder, asked in keys.items():
             if missing := {key: task for key, task in asked.items() if key not in known}:
-                answers += _generate(folder, missing, wanted)
+                for new in _generate(folder, missing, wanted):
+                    answers += new
+                    write_text(wanted.out, _as_lines(answers))
         if wanted.run_code:
             judge_answers(answers, tasks, wanted.out)
         shown = {key for asked in keys.values() for key in asked}
@@ -123,31 +125,17 @@ def read_tasks(file: Path) -> list[Task]:
     return tasks
 
 
-def read_answers(file: Path, *, repair: bool = True) -> list[Answer]:
-    """Answers of earlier runs, without a last line that a killed run left without its end. Raises DataError.
-
-    `repair` removes that line from the file.
-    """
-    if not file.exists():
-        return []
-    answers = [Answer(**record) for record in _read_lines(file, kinds_of(Answer), torn=b'{"key": "')]
-    if repair and not file.read_bytes().endswith(b"\n"):
-        write_text(file, _as_lines(answers))
-    return answers
+def read_answers(file: Path) -> list[Answer]:
+    """Answers of earlier runs. Raises DataError."""
+    return [Answer(**record) for record in _read_lines(file, kinds_of(Answer))] if file.exists() else []
 
 
-def _read_lines(file: Path, kinds: Mapping[str, Kind], torn: bytes = b"") -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file; a last line that begins with `torn` and has no end is left out."""
+def _read_lines(file: Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file."""
     number = 0
     try:
-        for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):  # noqa: B007
-            try:
-                record = json.loads(line)
-            except ValueError:
-                if torn and line[-1:] != b"\n" and line[: len(torn)] == torn[: len(line)]:
-                    return
-                raise
-            check_fields(record, kinds)
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):  # noqa: B007
+            check_fields(record := json.loads(line), kinds)
             yield {name: record[name] for name in kinds}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"not a file of records: {error}", where=f"{file}:{number}", do="name another file") from error
@@ -165,14 +153,12 @@ def answer_keys(folder: Path, tasks: Iterable[Task], *settings: int | str) -> di
     return {f"{mark}-{sha256(task.prompt.encode()).hexdigest()[:16]}": task for task in tasks}
 
 
-def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespace) -> list[Answer]:
-    """Let a checkpoint answer tasks, named by their keys; every batch is appended to the file at once."""
+def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespace) -> Iterator[list[Answer]]:
+    """Let a checkpoint answer tasks, named by their keys; yields the answers of a batch."""
     from pipeline.greedy import open_writer  # noqa: PLC0415 - slow, and the help page does not need it
 
-    answers: list[Answer] = []
     with (
         open_writer(folder, wanted.device) as writer,
-        wanted.out.open("a", encoding="utf-8") as out,
         tqdm(total=len(asked), desc=folder.name, unit="task") as progress,
     ):
         prompts = {key: writer.encode(task.prompt, chat=True, opened=OPENED) for key, task in asked.items()}
@@ -181,15 +167,11 @@ def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespac
             batch, begin = ordered[first : first + wanted.batch], perf_counter()
             found = writer.write([prompts[key] for key in batch], wanted.tokens, stop=CLOSED)
             seconds = (perf_counter() - begin) / len(batch)
-            new = [
+            yield [
                 Answer(key, str(folder), asked[key].task_id, OPENED + text, tokens, ended, seconds)
                 for key, (text, tokens, ended) in zip(batch, found, strict=True)
             ]
-            out.write(_as_lines(new))
-            out.flush()
-            answers += new
             progress.update(len(batch))
-    return answers
 
 
 def extract_code(answer: str) -> str:

@@ -122,18 +122,6 @@ def test_the_table_counts_what_was_solved():
     assert cells == ["m", "1 of 3", "33.3% ± 20.0%", "1", "2", "15", "3.0 s"]
 
 
-@pytest.mark.parametrize("kept", [1, 5, 20, -2])
-def test_a_file_of_answers_that_a_kill_left_torn_is_whole_again(tmp_path, kept):
-    path = tmp_path / "answers.jsonl"
-    line = json.dumps(vars(answer("x\u2028y", 11))) + "\n"
-    path.write_text(line + line[:kept])
-    assert read_answers(path) == [answer("x\u2028y", 11)]
-    assert path.read_text() == line
-    path.write_text(line + line[:-1])  # whole
-    assert len(read_answers(path)) == 2
-    assert path.read_text() == line + line
-
-
 @pytest.mark.parametrize("content", ['{"mine": 1}\n', '{"mine": 1}', "a note", "[1,\n2]"])
 def test_another_file_is_not_overwritten(tmp_path, tasks, capsys, content):
     path = tmp_path / "answers.jsonl"
@@ -155,6 +143,12 @@ def write_as(monkeypatch, text, during=lambda: None):
     monkeypatch.setattr("pipeline.greedy.open_writer", open_writer)
     monkeypatch.setattr(mbpp, "require_jail", lambda: None)
     monkeypatch.setattr(mbpp, "judge", lambda code, _: "solved" if "right" in code else "raised NameError")
+
+
+def test_a_batch_is_kept_when_the_next_is_interrupted(tmp_path, tasks, monkeypatch):
+    write_as(monkeypatch, "x\u2028y", Mock(side_effect=[None, KeyboardInterrupt]))
+    assert run(tasks, EMBEDDED, "--out", tmp_path / "answers.jsonl", "--batch", 1) != 0
+    assert [each.answer for each in read_answers(tmp_path / "answers.jsonl")] == ["```python\nx\u2028y"]
 
 
 def test_answers_that_another_process_is_still_writing_are_left_alone(tmp_path, tasks, monkeypatch, capsys):
