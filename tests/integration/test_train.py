@@ -58,8 +58,8 @@ def outputs_of(words):
     return Path(outputs)
 
 
-def published(words):
-    folders = (outputs_of(words) / "artifacts/pico/train").glob("[!.]*")
+def published(words, stage="train"):
+    folders = (outputs_of(words) / "artifacts/pico" / stage).glob("[!.]*")
     return max(folders, key=lambda folder: folder.stat().st_mtime)
 
 
@@ -117,11 +117,16 @@ def test_bfloat16_trains_like_float32(trained, projected):
     assert heldout_losses(half) != heldout_losses(trained)
 
 
-def test_evaluate_looks_at_it(projected, trained, capsys):
-    assert run_command([*projected, *QUICK, "stage=evaluate", "evaluate.checkpoint=train"]) == 0
-    (folder,) = (outputs_of(projected) / "artifacts/pico/evaluate").glob("[!.]*")
-    losses = json.loads((folder / "evaluation.json").read_text())["models"]
-    assert {"dense", "carved"} <= losses.keys()
+def test_evaluate_looks_at_the_trained_model_if_asked(projected, trained):
+    losses = {}
+    for checkpoint in ("project", "train"):
+        assert run_command([*projected, *QUICK, "stage=evaluate", f"evaluate.checkpoint={checkpoint}"]) == 0
+        folder = published(projected, "evaluate")
+        record, manifest = (json.loads((folder / f"{name}.json").read_text()) for name in ("evaluation", "manifest"))
+        assert any("trained by" in note for note in manifest["table"]["notes"]) == (checkpoint == "train")
+        losses[checkpoint] = {name: model["loss"] for name, model in record["models"].items()}
+    assert losses["train"]["dense"] == losses["project"]["dense"]
+    assert losses["train"]["carved"] < losses["project"]["carved"]
 
 
 def test_killed_and_taken_up_again_it_takes_the_same_way(projected, trained, tmp_path):
