@@ -197,7 +197,7 @@ def test_two_runs_of_one_result_at_once(outputs, words, capsys):
     assert error.startswith(f"another run is computing the same result\n  where: process {os.getpid()}, lock ")
 
 
-def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words, capsys):
+def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words):
     before = hashes(outputs, "scan")
     forget(outputs, "scan")
     run_killed(outputs, words, "stage=scan", at="stages.accumulators.sums:LocalStore.flush", calls=4)

@@ -90,7 +90,7 @@ def test_training_lowers_the_loss_and_counts_every_token_once(trained):
     assert 3800 < lines[-1].get("tokens", lines[-2].get("tokens")) < 4400
 
 
-def test_the_result_is_a_native_checkpoint_of_the_same_names(trained, projected):
+def test_the_result_is_a_native_checkpoint_of_the_same_names(trained):
     manifest = json.loads((trained / "manifest.json").read_text())
     before = trained.parents[1] / "project" / manifest["recipe"]["parents"]["project"][:16] / "checkpoint"
     tensors, earlier = ({k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
@@ -117,7 +117,7 @@ def test_bfloat16_trains_like_float32(trained, projected):
     assert heldout_losses(half) != heldout_losses(trained)
 
 
-def test_evaluate_looks_at_the_trained_model_if_asked(projected, trained):
+def test_evaluate_looks_at_the_trained_model_if_asked(projected):
     losses = {}
     for checkpoint in ("project", "train"):
         assert run_command([*projected, *QUICK, "stage=evaluate", f"evaluate.checkpoint={checkpoint}"]) == 0
@@ -171,7 +171,7 @@ def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(proj
 
 
 @pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["as on a CPU", "as on a GPU"])
-def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(projected, text, hosts, monkeypatch):
+def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(projected, hosts, monkeypatch):
     monkeypatch.setattr(device, "HOSTS", hosts)
     read, seen = loop.order_sequences, []
     monkeypatch.setattr(loop, "order_sequences", lambda found, *rest: seen.extend(found) or read(found, *rest))
