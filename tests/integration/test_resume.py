@@ -223,10 +223,6 @@ GRADIENTS = "stages.project.carved_model:CarvedModel.backward"
         ("project", "layer_pass", "project_layer", "stages.project.layer_pass:save_layer_checkpoint", LAYERS - 1),
         ("project", "layer_pass", "project_layer", GRADIENTS, 0),
         pytest.param(
-            *("cluster", "stage", "partition_layer", "stages.cluster.stage:partition_layer", LAYERS - 1),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             *("assemble", "stage", "load_balance", "stages.assemble.stage:load_balance", LAYERS - 1),
             marks=pytest.mark.slow,
         ),

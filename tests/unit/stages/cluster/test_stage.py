@@ -9,8 +9,10 @@ from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
 from stages.artifacts.carve import Partition, Scores
 from stages.artifacts.job import Job
+from stages.artifacts.tensor_file import layer_file
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
+from stages.cluster.layer import partition_layer
 from stages.cluster.stage import run, run_ahead
 from stages.text.config import DataConfig
 
@@ -159,6 +161,22 @@ def test_maps_of_chosen_layers(job, planted):
     assert picture.read_bytes() == first
     _table, without = cluster(job)
     assert torch.equal(with_map.neurons, without.neurons)
+
+
+def test_layers_that_a_killed_run_has_grouped_are_taken_from_it(job, planted, monkeypatch):
+    table, whole = cluster(job)
+    layer_file(job.scratch, 1).unlink()
+    (job.out / Partition.FILE).unlink()
+    grouped_now = []
+
+    def watched(*given, **named):
+        grouped_now.append(1)
+        return partition_layer(*given, **named)
+
+    monkeypatch.setattr("stages.cluster.stage.partition_layer", watched)
+    again = run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=SHAPE, seed=0)
+    assert (len(grouped_now), again) == (1, table)
+    assert torch.equal(Partition.load(job.out).neurons, whole.neurons)
 
 
 def test_no_bitmaps_to_compare(job, plant, scores):
