@@ -192,12 +192,12 @@ def test_layers_grouped_at_once_are_those_grouped_in_turn(job, planted, tmp_path
     folder = write_pico(tmp_path / "dense", "llama", layers=L, intermediate=F, tokenizer=True)
     dense = ModelConfig(kind="local", path=str(folder))
     data, results, config = DataConfig(tokens=96, max_length=32), [], grouped(method="router_aware", map="tsne")
-    for threads in (1, 2, 5):
+    for threads in (1, 2):
         monkeypatch.setattr("stages.cluster.stage.count_threads", lambda *_facts, threads=threads: threads)
         table, partition = cluster(job, config, model=dense, data=data, shape=MoEShape(3, 8, 2, 5))
         pictures = {path.name: path.read_bytes() for path in job.out.glob("*.png")}
         results.append((table.rows, partition.neurons.tolist(), pictures))
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
 
 
 def test_calls_run_at_once_give_their_results_in_order():

@@ -173,7 +173,6 @@ def test_a_heldout_loss_that_is_no_number_stops_the_training(tmp_path, monkeypat
     [
         (["first in the output of 0"], (0, 1), "first in the output of 0"),
         ([], (0, 1), "first seen in the gradient of 1.bias"),
-        ([], (0,), "first seen in the gradient of 0.weight"),
         ([], (), "in gradients of another process, or their sum"),
     ],
 )
