@@ -40,15 +40,6 @@ def test_light_modules_load_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-def test_pot_is_not_needed():
-    """The balanced assignment has a solver of its own."""
-    sources = [path for folder in ("pipeline", "stages", "models", "instruments", "tests", "tiny_onn")
-               for path in (REPOSITORY / folder).rglob("*.py")]  # fmt: skip
-    imported = [path for path in sources if re.search(r"^\s*(import|from) ot\b", path.read_text(), re.MULTILINE)]
-    assert (len(sources) > 100, imported) == (True, [])
-    assert "POT" not in (REPOSITORY / "pyproject.toml").read_text()
-
-
 @pytest.mark.parametrize("package", ["pipeline", "stages", "models", "instruments"])
 def test_init_files_hold_a_docstring_only(package):
     names_of_its_parts = REPOSITORY / "instruments/precision/__init__.py"  # it only re-exports names

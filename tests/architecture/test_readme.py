@@ -4,7 +4,9 @@ import csv
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
+from argparse import ArgumentParser
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_onn
 from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE
+from pipeline.__main__ import _do
 from pipeline.check import contradictions, find_errors
 from pipeline.help import PROGRAMS
 from pipeline.overrides import expand_words, override_errors
@@ -107,11 +110,21 @@ COMMANDS = sorted(
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+PROGRAM_COMMANDS = [command for command in COMMANDS if command.partition(" ")[0] in {"--help", *PROGRAMS}]
+
+
+@pytest.mark.parametrize("command", PROGRAM_COMMANDS)
+def test_every_command_of_a_program_has_only_words_that_it_knows(command, monkeypatch):
+    parse = ArgumentParser.parse_args
+    monkeypatch.setattr(ArgumentParser, "parse_args", lambda *given: sys.exit(parse(*given) is None))
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(_do(shlex.split(command)))
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in PROGRAM_COMMANDS])
 def test_every_command_composes(command):
     words = expand_words(shlex.split(command))
-    if command.startswith("--") or command.partition(" ")[0] in PROGRAMS:  # flags or another program, no settings
-        return
     sweep = "-m" in words[:1]
     words = words[sweep:]
     assert not override_errors(words, sweep=sweep)
@@ -143,7 +156,8 @@ def test_every_command_fits_its_number_of_processes(workers, command, monkeypatc
 
 
 def test_there_are_commands_to_check():
-    assert len(COMMANDS) >= 4
+    assert len(PROGRAM_COMMANDS) >= 4
+    assert len(COMMANDS) - len(PROGRAM_COMMANDS) >= 4
     assert len(TORCHRUN) >= 4
 
 

@@ -73,7 +73,9 @@ def test_projection_moves_the_pool_and_the_routers_follow(carve):
     routers = Routers.load(carve.stage("project"))
     assert routers.rows.shape == (L, E, D)
     for layer in range(L):
-        assert torch.equal(after[f"model.layers.{layer}.mlp.gate.weight"], routers.rows[layer])
+        gate = f"model.layers.{layer}.mlp.gate.weight"
+        assert torch.equal(after[gate], routers.rows[layer])
+        assert not torch.equal(before[gate], after[gate])
 
 
 @pytest.fixture(scope="module")

@@ -48,10 +48,17 @@ def is_recomputing(model):
     return model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing
 
 
-def test_a_scan_with_all_layers_on_disk_finds_the_same(source, text, whole, tmp_path, loaded):
-    found = scanned(source, text, tmp_path, "model.device_map=auto", "model.cpu_memory=1KB")
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        pytest.param(["model.device_map=auto", "model.cpu_memory=1KB"], {"disk"}, id="all layers on disk"),
+        pytest.param(["scan.gradient_checkpointing=true"], set(), id="recomputed layers"),
+    ],
+)
+def test_a_scan_that_saves_memory_finds_the_same(source, text, whole, tmp_path, loaded, words, places):
+    found = scanned(source, text, tmp_path, *words)
     (model,) = loaded
-    assert set(model.hf_device_map.values()) == {"disk"}
+    assert {*getattr(model, "hf_device_map", {}).values()} == places
     # Otherwise autograd would keep all weights until the backward pass.
     assert is_recomputing(model)
     assert found.keys() == whole.keys()

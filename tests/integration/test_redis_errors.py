@@ -70,7 +70,8 @@ def test_the_package_is_missing(monkeypatch):
     assert caught.value.do == "pip install -e '.[redis]', or store=local"
 
 
-def test_nobody_answers():
+def test_nobody_answers(monkeypatch):
+    monkeypatch.setattr("redis.retry.sleep", lambda _seconds: None)
     error = refusal("redis://me@127.0.0.1:9/2").value
     assert error.what.startswith("the Redis server cannot be reached: ")
     assert error.where == "Redis at 127.0.0.1:9, database 2"

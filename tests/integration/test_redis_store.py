@@ -141,7 +141,8 @@ def test_what_the_server_lost_before_a_commit_is_sent_again(server, monkeypatch,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lost_answers_change_nothing(server, seed):
+def test_lost_answers_change_nothing(server, seed, monkeypatch):
+    monkeypatch.setattr("redis.retry.sleep", lambda _seconds: None)
     proxy = LossyProxy(server.port, seed)
     store = open_store(proxy.url)
     for batch in range(12):

@@ -197,7 +197,7 @@ def test_two_runs_of_one_result_at_once(outputs, words, capsys):
     assert error.startswith(f"another run is computing the same result\n  where: process {os.getpid()}, lock ")
 
 
-def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words, capsys):
+def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words):
     before = hashes(outputs, "scan")
     forget(outputs, "scan")
     run_killed(outputs, words, "stage=scan", at="stages.accumulators.sums:LocalStore.flush", calls=4)
@@ -222,10 +222,6 @@ GRADIENTS = "stages.project.carved_model:CarvedModel.backward"
     [
         ("project", "layer_pass", "project_layer", "stages.project.layer_pass:save_layer_checkpoint", LAYERS - 1),
         ("project", "layer_pass", "project_layer", GRADIENTS, 0),
-        pytest.param(
-            *("cluster", "stage", "partition_layer", "stages.cluster.stage:partition_layer", LAYERS - 1),
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             *("assemble", "stage", "load_balance", "stages.assemble.stage:load_balance", LAYERS - 1),
             marks=pytest.mark.slow,

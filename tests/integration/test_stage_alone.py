@@ -25,7 +25,7 @@ def next_words(capsys):
     return [shlex.split(line)[3:] for line in lines]
 
 
-def test_a_scan_of_one_document_needs_no_held_out_text_and_says_how_to_go_on(source, text, tmp_path, capsys):
+def test_a_scan_of_one_document_needs_no_held_out_text_and_says_how_to_go_on(source, tmp_path, capsys):
     words = [
         *words_of_pico(source / "pico", source / "one.jsonl"),
         f"output_dir={tmp_path}",

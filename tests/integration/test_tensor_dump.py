@@ -265,7 +265,7 @@ def test_the_stage_with_recomputed_layers_dumps_the_same(words, tmp_path):
     assert main(["compare", str(plain), str(other)]) == 0
 
 
-def test_the_stage_names_its_settings_in_errors(words, capsys, tmp_path):
+def test_the_stage_names_its_settings_in_errors(words, capsys):
     assert run_command([*words, 'dump.modules=["*.nothing"]']) == INVALID
     said = capsys.readouterr().err
     assert "no module matches *.nothing; they are called down_proj, " in said

@@ -58,8 +58,8 @@ def outputs_of(words):
     return Path(outputs)
 
 
-def published(words):
-    folders = (outputs_of(words) / "artifacts/pico/train").glob("[!.]*")
+def published(words, stage="train"):
+    folders = (outputs_of(words) / "artifacts/pico" / stage).glob("[!.]*")
     return max(folders, key=lambda folder: folder.stat().st_mtime)
 
 
@@ -90,7 +90,7 @@ def test_training_lowers_the_loss_and_counts_every_token_once(trained):
     assert 3800 < lines[-1].get("tokens", lines[-2].get("tokens")) < 4400
 
 
-def test_the_result_is_a_native_checkpoint_of_the_same_names(trained, projected):
+def test_the_result_is_a_native_checkpoint_of_the_same_names(trained):
     manifest = json.loads((trained / "manifest.json").read_text())
     before = trained.parents[1] / "project" / manifest["recipe"]["parents"]["project"][:16] / "checkpoint"
     tensors, earlier = ({k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
@@ -117,11 +117,16 @@ def test_bfloat16_trains_like_float32(trained, projected):
     assert heldout_losses(half) != heldout_losses(trained)
 
 
-def test_evaluate_looks_at_it(projected, trained, capsys):
-    assert run_command([*projected, *QUICK, "stage=evaluate", "evaluate.checkpoint=train"]) == 0
-    (folder,) = (outputs_of(projected) / "artifacts/pico/evaluate").glob("[!.]*")
-    losses = json.loads((folder / "evaluation.json").read_text())["models"]
-    assert {"dense", "carved"} <= losses.keys()
+def test_evaluate_looks_at_the_trained_model_if_asked(projected):
+    losses = {}
+    for checkpoint in ("project", "train"):
+        assert run_command([*projected, *QUICK, "stage=evaluate", f"evaluate.checkpoint={checkpoint}"]) == 0
+        folder = published(projected, "evaluate")
+        record, manifest = (json.loads((folder / f"{name}.json").read_text()) for name in ("evaluation", "manifest"))
+        assert any("trained by" in note for note in manifest["table"]["notes"]) == (checkpoint == "train")
+        losses[checkpoint] = {name: model["loss"] for name, model in record["models"].items()}
+    assert losses["train"]["dense"] == losses["project"]["dense"]
+    assert losses["train"]["carved"] < losses["project"]["carved"]
 
 
 def test_killed_and_taken_up_again_it_takes_the_same_way(projected, trained, tmp_path):
@@ -166,7 +171,7 @@ def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(proj
 
 
 @pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["as on a CPU", "as on a GPU"])
-def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(projected, text, hosts, monkeypatch):
+def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(projected, hosts, monkeypatch):
     monkeypatch.setattr(device, "HOSTS", hosts)
     read, seen = loop.order_sequences, []
     monkeypatch.setattr(loop, "order_sequences", lambda found, *rest: seen.extend(found) or read(found, *rest))

@@ -21,10 +21,11 @@ from stages.train.stage import run_phase
 
 SETTINGS = TrainConfig(batch=4, micro_batch=1, log_steps=1, heldout_steps=1, save_steps=2, watch=False)
 SETTINGS = replace(SETTINGS, expert_rate=1e-2, rest_rate=1e-2)
+SAVED = "all/checkpoint-2"
 SEQUENCES = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(9)]
 
 
-def train(start, folder, workers, *, fsdp=False):
+def train(start, folder, workers, *, fsdp=False, starts=(None, SAVED)):
     """Train four steps; then again from the checkpoint of the second step, with the same result."""
     folder.mkdir(exist_ok=True)
     loop.drop_older = lambda _folder: None  # keep the checkpoint of the second step
@@ -36,7 +37,7 @@ def train(start, folder, workers, *, fsdp=False):
         return tensors
 
     loop.optimizer_tensors = watched
-    for saved in (None, folder / "all/checkpoint-2"):
+    for saved in (place and folder / place for place in starts):
         context = TrainContext(
             # One process computes at once what the two do together: the load of an expert is counted over both.
             settings=replace(SETTINGS, fsdp=fsdp, micro_batch=2 // workers.world),
@@ -49,15 +50,19 @@ def train(start, folder, workers, *, fsdp=False):
         if saved is None and workers.leads:
             shutil.move(folder / "all/final", folder / "undisturbed")
         workers.broadcast(None)
-    if workers.leads:
+    if workers.leads and None in starts:
         ours, undisturbed = (load_file(folder / name / "model.safetensors") for name in ("all/final", "undisturbed"))
         assert all(torch.equal(ours[name], undisturbed[name]) for name in undisturbed)
 
 
 def main(rank, port, folder):
-    """Train in one of two processes, by copies and by shards; the results are those of one process."""
+    """Train in one of two processes, by copies, by shards, and by shards from a checkpoint of the copies."""
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(minutes=2))
     for name, fsdp in (("copies", False), ("shards", True)):
         train(folder / "start", folder / name, Workers(rank, 2), fsdp=fsdp)
+    if rank == 0:
+        shutil.copytree(folder / "copies" / SAVED, folder / "shards of copies" / SAVED)
+    dist.barrier()
+    train(folder / "start", folder / "shards of copies", Workers(rank, 2), fsdp=True, starts=[SAVED])
     dist.destroy_process_group()

@@ -119,7 +119,7 @@ def test_a_tied_head_has_both_parts_or_is_refused(family):
 
 @pytest.mark.parametrize("kernel", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_every_fused_expert(family, kernel, caplog):
+def test_every_fused_expert(family, kernel):
     def build():
         torch.manual_seed(0)
         model = make_moe(family).eval()

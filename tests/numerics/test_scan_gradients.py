@@ -180,8 +180,7 @@ def moment(request, monkeypatch):
 def test_an_interrupted_scan_goes_on_to_the_same_bits(folder, tmp_path):
     model, batches = load(folder), batch_sequences(draw_sequences(), 1, 0)
     whole = scan_model(model, batches)
-    first, second = (LocalStore(tmp_path, SHAPES, identity={}, every=0.0) for _ in range(2))
-    scan_model(model, batches[:2], store=first)
+    scan_model(model, batches[:2], store=LocalStore(tmp_path, SHAPES, identity={}, every=0.0))
     second = LocalStore(tmp_path, SHAPES, identity={}, every=0.0)
     assert second.done() == {0, 1}
     resumed = scan_model(model, batches, store=second)

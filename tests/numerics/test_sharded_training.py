@@ -27,7 +27,7 @@ def test_two_processes_train_and_resume_like_one(tmp_path):
     run_ranks(2, lambda rank: main(rank, port, tmp_path))
     alone = load_file(tmp_path / "alone/all/final/model.safetensors")
     start = load_file(tmp_path / "start/model.safetensors")
-    for name in ("copies", "shards"):
+    for name in ("copies", "shards", "shards of copies"):
         assert figures(tmp_path / name) == pytest.approx(figures(tmp_path / "alone"), rel=1e-4)
         found = load_file(tmp_path / name / "all/final/model.safetensors")
         assert found.keys() == alone.keys()

@@ -36,7 +36,7 @@ def moe(moe):
     return moe
 
 
-def pass_through(model, implementation, recompute=False):
+def pass_through(model, implementation):
     """Run both passes; return logits, gradients by name, and routings."""
     model.set_experts_implementation(implementation)
     handles = show_scores(model) if implementation == STRAIGHT_THROUGH else []

@@ -223,7 +223,9 @@ def test_packed_weights_are_called_what_they_are(tmp_path, read, quantization, s
         model(input_ids=torch.arange(5)[None])
         dumped.step()
     reader = read(tmp_path / "dump")
-    for record in reader.select(module="model.layers.*", tensor="weight"):
+    records = reader.select(module="model.layers.*", tensor="weight")
+    assert records
+    for record in records:
         assert (record.quant_type, record.label) == (quantization, "mxfp8")
         assert reader.load(record).dtype == stored
 

@@ -133,7 +133,9 @@ def test_weight_gradients_follow_from_inputs_and_output_gradients(job, world, ca
     with DumpReader(folder / "dump") as reader:
         for rank in range(world):
             run = torch.load(folder / f"run-{rank}.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
-            for name in {record.source.module for record in reader.select(layer_type="linear")}:
+            names = {record.source.module for record in reader.select(layer_type="linear", rank=rank)}
+            assert len(names) == 4 * L + 1
+            for name in names:
                 gradient, rebuilt = run["gradients"][f"{name}.weight"], 0
                 for one in reader.select(module=name, tensor="grad_output", rank=rank):
                     (other,) = reader.select(module=name, tensor="input", rank=rank, step=one.source.step)

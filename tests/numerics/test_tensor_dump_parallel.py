@@ -25,7 +25,9 @@ def test_weights_are_the_parts_of_one_process(folder):
     found = torch.load(folder / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
     torch.testing.assert_close(found["loss"], losses[0], rtol=1e-6, atol=0)
     with DumpReader(folder / "dump") as reader:
-        for record in reader.select(rank=0, tensor="weight"):
+        weights = reader.select(rank=0, tensor="weight")
+        assert {record.source.module for record in weights} == {name for _, name, kind in expected if kind == "weight"}
+        for record in weights:
             (other,) = reader.select(rank=1, tensor="weight", module=record.source.module)
             whole = expected[0, record.source.module, "weight"]
             axis = next((axis for axis in (0, 1) if record.shape[axis] < whole.shape[axis]), None)

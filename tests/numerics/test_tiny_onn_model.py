@@ -170,7 +170,7 @@ def test_a_model_from_its_configuration_starts_like_any_other() -> None:
     assert abs(float(model(IDS, labels=IDS).loss.detach()) - torch.log(torch.tensor(61.0))) < 0.2
 
 
-def test_missing_weights_are_filled_like_any_other(folder, tmp_path) -> None:
+def test_missing_weights_are_filled_like_any_other(folder) -> None:
     config = AutoConfig.from_pretrained(folder)
     config.num_experts = EXPERTS + 1
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, ignore_mismatched_sizes=True)

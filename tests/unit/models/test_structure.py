@@ -34,7 +34,7 @@ def test_every_tensor_of_a_checkpoint_is_described(model_type, tmp_path):
     assert "mlp" not in str(names)
 
 
-def test_gate_up_and_down_are_told_apart(tmp_path):
+def test_gate_up_and_down_are_told_apart():
     """Lfm2 calls them w1, w3 and w2, and its activation is no module."""
     plan = decoder_of("lfm2", block_ff_dim=40, block_auto_adjust_ff_dim=False, full_attn_idxs=[1]).ffn
     assert (plan.gate, plan.up, plan.down, plan.act) == (Rows("w1"), Rows("w3"), "w2", ":silu")

@@ -134,7 +134,9 @@ def test_models_without_a_finite_loss_are_drawn(outputs, value):
 @pytest.mark.parametrize("spread", [1.0, 0.0])
 def test_charts_of_any_depth_and_spread(layers, spread):
     points = [(layer, spread) for layer in range(layers)]
-    assert report.draw_lines("t", "c", {"": points, "none": []}, chance=0.25).title == "t"
+    picture = report.draw_lines("t", "c", {"": points, "none": []}, chance=0.25).picture
+    lines = re.findall('<g clip-path=".*?">(.*?)</g>', b64decode(picture.partition(",")[2]).decode(), re.S)
+    assert [line.count("<use ") for line in lines] == [layers]
 
 
 def test_foreign_words_stay_words(outputs):

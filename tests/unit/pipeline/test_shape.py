@@ -74,15 +74,7 @@ def test_dense_layers_that_cannot_be(request_, said):
         (ShapeRequest(16, 64, None, 200, 0.5, POOL), 1024, MoEShape(16, 64, 4, 200, POOL)),
         # The dense layer counts: carved layers have (0.5·24 − 1) / 23 of 4864 = 2326 active neurons, 1152 always on.
         (dense(58, 64, 0.5, (23,)), QWEN, MoEShape(58, 64, 18, 1152, dense_layers=(23,))),
-    ],
-)
-def test_open_dials_fill_the_active_share(dials, width, expected):
-    assert resolve_shape(dials, width) == expected
-
-
-@pytest.mark.parametrize(
-    ("dials", "width", "expected"),
-    [
+        # Open experts leave about a quarter always on.
         (ShapeRequest(None, None, None, None, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
         (ShapeRequest(None, None, None, None, 0.05), QWEN, MoEShape(148, 32, 3, 128)),
         (ShapeRequest(None, None, None, None, 0.5), 1024, MoEShape(12, 64, 4, 256)),
@@ -93,7 +85,7 @@ def test_open_dials_fill_the_active_share(dials, width, expected):
         (ShapeRequest(None, None, None, None, 0.5, POOL), QWEN, MoEShape(100, 256, 8, 0, POOL)),
     ],
 )
-def test_open_experts_leave_a_quarter_always_on(dials, width, expected):
+def test_open_dials_fill_the_active_share(dials, width, expected):
     assert resolve_shape(dials, width) == expected
 
 

@@ -39,6 +39,8 @@ WRONG = [
     "stage=train assemble.mode=parity assemble.parity_logit_std=0",
     *("model.path=/x", "model.revision=v2"),
     *("train.router_share=0.9", "train.language_model=0", "train.batch=5", "train.own_answers=300"),
+    "train.own_answers=9 data.max_length=16",
+    "stage=train assemble.target=qwen3_moe always_on=0 train.balance=selection_bias",
     *("train.straight_through=true topology=global_pool", "assemble.router=residual_ridge topology=global_pool"),
     *("score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0", "score=taylor scan=forward_only"),
     *("dense_layers=[99]", "dense_layers=[0] topology=global_pool", "dense_layers=auto topology=global_pool"),

@@ -82,7 +82,7 @@ def test_a_row_may_not_borrow_another_tensor(dump):
         reader.load(reader.select(name=first.name)[0])
 
 
-def test_pipes_are_not_waited_for(dump, capsys):
+def test_pipes_are_not_waited_for(dump):
     for name in ("index-00000.jsonl", "tensors-00000-00000.safetensors"):
         data = (dump / name).read_bytes()
         (dump / name).unlink()

@@ -73,7 +73,7 @@ def test_norms_of_layers_and_ranges_of_outputs():
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_outputs_are_watched_at_every_nth_step_and_gradients_at_all(every, caplog):
+def test_outputs_are_watched_at_every_nth_step_and_gradients_at_all(every):
     """Also the first that is not finite, which with `every` is found by the loss and gradients alone."""
     model, seen = Net(), []
     with watch_model(model, config=WatchConfig(every_steps=every)) as watch:

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from pico import write_pico
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
@@ -127,6 +128,25 @@ def test_experts_and_routers_of_another_shape(dense, tmp_path):
     assert (caught.value.where, caught.value.do) == ("layer 0", "stage=extract fresh=true")
     with pytest.raises(ContractError, match=r"router of shape \(4, 24\) for 3 experts"):
         emit(dense, tmp_path / "router", router=torch.ones(4, 24))
+
+
+def test_a_selection_bias_that_the_architecture_cannot_hold(dense, tmp_path):
+    emit(dense, tmp_path / "zero", selection_bias=lambda _layer: torch.zeros(3))
+    with pytest.raises(ContractError, match="qwen2_moe has no selection bias") as caught:
+        emit(dense, tmp_path / "other", selection_bias=lambda layer: torch.full((3,), float(layer)))
+    assert caught.value.where == "layer 1"
+
+
+def test_tensors_that_transformers_does_not_read_are_left_out_with_a_warning(tmp_path, caplog):
+    dense = write_pico(tmp_path / "dense", "qwen2", layers=1)
+    tensors = load_file(dense / "model.safetensors")
+    more = {name: torch.ones(3) for name in ("mtp.fc.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")}
+    save_file(tensors | more, dense / "model.safetensors", metadata={"format": "pt"})
+    with ShardReader(emit(dense, tmp_path / "moe")) as reader:
+        assert not more.keys() & {*reader.names}
+    (warning,) = caplog.messages
+    assert warning.startswith("1 tensors ")
+    assert warning.endswith(": mtp.fc.weight ...")
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,10 @@ def test_a_carved_model_larger_than_its_device_gives_the_same(checkpoint, moe, b
     assert count_parameters(carved, MoEShape(E, N, K, S)) == count_parameters(moe, MoEShape(E, N, K, S))
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe"])
-def test_load_is_that_of_the_models_own_choices(dense, batches, model_type):
+def test_load_is_that_of_the_models_own_choices(dense, batches):
     """A selection bias is added to sigmoids; on the logits of `facts.router` it is an approximation."""
     torch.manual_seed(3)
-    carved = make_moe(model_type).eval().requires_grad_(False)
+    carved = make_moe("glm4_moe").eval().requires_grad_(False)
     routers, counts = find_routers(carved), torch.zeros(L, E, dtype=torch.int64)
     for router in routers:
         router.weight.normal_()

@@ -9,11 +9,13 @@ from stages.evaluate.report import Evaluation, LayerResult, ModelCost, notes, su
 from stages.evaluate.samples import Sample
 from stages.losses import MeanLoss
 
+SHAPE = MoEShape(4, 8, 2, 16)
+
 
 @pytest.fixture
 def evaluation():
     return Evaluation(
-        shape=MoEShape(4, 8, 2, 16),
+        shape=SHAPE,
         width=64,
         heldout_tokens=1234,
         losses={
@@ -63,6 +65,22 @@ def test_the_record(evaluation, tmp_path):
         "unused_experts": 1,
         "load": [],
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trained": True}, "stage=train"),
+        ({"dtype": "bfloat16"}, "model.dtype=float32"),
+        ({"shape": replace(SHAPE, dense_layers=(1,))}, "layers 1 stay dense"),
+        ({"shape": replace(SHAPE, topology="global_pool"), "dtype": "bfloat16"}, "one pool"),
+    ],
+)
+def test_a_note_says_what_the_figures_do_not_compare(evaluation, changes, said):
+    plain, found = notes(evaluation), notes(replace(evaluation, **changes))
+    assert len(found) == len(plain) + 1
+    assert said in found[-1]
+    assert ("outputs 0.125;" in found[1]) == (said == "layers 1 stay dense")  # else the mean of two layers
 
 
 def test_what_the_models_write_is_the_last_to_read(evaluation):

@@ -1,6 +1,7 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
+from math import nan
 
 import pytest
 import torch
@@ -133,9 +134,10 @@ def test_steps_follow_the_averaged_gradient_and_shorten_to_nothing(text):
 FINE = replace(SETTINGS, round_tokens=1, gradient_tokens=56 * 7, validation_share=0.01)  # rounds of one sequence
 
 
-def test_noise_costs_a_section_for_each_length_and_changes_nothing(text):
+@pytest.mark.parametrize("growth", [(1.5,), (1.0, nan)])
+def test_noise_costs_a_section_for_each_length_and_changes_nothing(growth, text):
     rounds = 64 * [(1.0, 0.0)]
-    model = OneNeuron(rounds, growth=(1.5,))
+    model = OneNeuron(rounds, growth)
     outcome = GradientRounds(model, text, FINE, seed=0).run()
     assert (outcome.rounds, outcome.before) == (0, outcome.after)
     assert len(rounds) - len([*model.left]) == len(LENGTHS) * (56 // SECTIONS)

@@ -1,6 +1,14 @@
 from stages.project.config import ProjectConfig
+from stages.project.gradient_projection import ProjectionOutcome, describe_gradients
 from stages.project.layer_pass import Outcome
 from stages.project.stage import describe, summarise
+
+
+def test_gradient_projection_that_was_undone_has_no_figures():
+    assert "0.5000 → 0.2500" in describe_gradients(ProjectionOutcome(0.5, 0.25, 24, 336, 0.005))
+    said = describe_gradients(ProjectionOutcome(0.5, 0.5, 0, 0, 0.005))
+    assert "undone" in said
+    assert not any(sign.isdigit() for sign in said)
 
 
 def test_descent_is_counted_where_it_was_kept():

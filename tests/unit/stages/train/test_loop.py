@@ -1,6 +1,7 @@
 """What the phases share, when a phase logs and saves, and what it leaves in memory."""
 
 import gc
+import math
 import shutil
 import weakref
 from dataclasses import replace
@@ -11,10 +12,11 @@ from integration.forked import as_workers
 from pico_moes import make_moe
 from safetensors.torch import load_file
 from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from unit.pipeline.served_carves import carve, write_wrapped_carve
 from zoo.checkpoints import write_checkpoint
 
-from instruments.errors import CheckpointError
+from instruments.errors import CheckpointError, NumericsError
 from models.config import MoEShape
 from models.loading import load_whole
 from models.training import Part, find_routers, selection_bias
@@ -125,6 +127,62 @@ def test_the_last_heldout_loss_is_that_of_the_checkpoint_in_its_number_format(tm
     assert measured[0][0] == measured[1][0]
     assert measured[0][1] != measured[1][1]
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+def step_once(folder, **settings):
+    """Weights after one step of two micro-batches, and its loss."""
+    settings = TrainConfig(batch=4, micro_batch=2, log_steps=1, **settings)
+    train_in(folder, Phase("all", 0, 1, frozenset(Part)), settings=settings)
+    weights = load_file(folder / "all/final/model.safetensors")
+    shutil.rmtree(folder / "all")
+    return weights, [line["loss"] for line in read_record(folder) if "loss" in line]
+
+
+def test_recomputed_layers_learn_the_same(tmp_path, monkeypatch):
+    forward, passes, calls = Qwen3MoeSparseMoeBlock.forward, [], []
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", lambda *given: calls.append(1) or forward(*given))
+    results = []
+    for recomputed in (False, True):
+        calls.clear()
+        results.append(step_once(tmp_path, gradient_checkpointing=recomputed))
+        passes.append(len(calls))
+    (plain, losses), (other, same) = results
+    assert losses == same
+    assert all(torch.equal(plain[name], other[name]) for name in plain)
+    assert passes[1] == passes[0] + 2 * 2  # layers, micro-batches
+
+
+def test_straight_through_routers_learn_otherwise_at_the_same_loss(tmp_path):
+    (plain, losses), (other, same) = (step_once(tmp_path, straight_through=how) for how in (False, True))
+    assert losses == pytest.approx(same, rel=1e-5)
+    routers = [name for name in plain if name.endswith("gate.weight")]
+    moved = [(plain[name] - other[name]).abs().amax(1) > 1e-4 for name in routers]
+    assert len(routers) == 2
+    assert all(rows_E.any() for rows_E in moved)
+
+
+def test_a_heldout_loss_that_is_no_number_stops_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainContext, "heldout_figures", lambda *_: {"heldout_loss": math.nan})
+    with pytest.raises(NumericsError, match="held-out loss nan after step 1") as caught:
+        step_once(tmp_path)
+    assert caught.value.do.startswith("lower train.router_rate=")
+
+
+@pytest.mark.parametrize(
+    ("found", "bad", "place"),
+    [
+        (["first in the output of 0"], (0, 1), "first in the output of 0"),
+        ([], (0, 1), "first seen in the gradient of 1.bias"),
+        ([], (), "in gradients of another process, or their sum"),
+    ],
+)
+def test_the_place_of_a_gradient_that_is_not_finite_is_named_as_well_as_is_known(tmp_path, found, bad, place):
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1))
+    model(torch.ones(1, 3)).sum().backward()
+    for index in bad:
+        next(reversed([*model[index].parameters()])).grad[0] = math.inf
+    error = loop.explain_not_finite(model, found, 7, tmp_path / "all")
+    assert error.where == f"{place}; last checkpoint: that before training"
 
 
 def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
