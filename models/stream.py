@@ -9,7 +9,7 @@ Memory: the hidden states, what a layer computes before its FFN, and one layer.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -150,12 +150,10 @@ class StreamLayer:
                 kept = keep(output) if isinstance(output, Tensor) else output
             computed.setdefault(name, []).append(kept)
 
-        hooks = [child.register_forward_hook(partial(note, name)) for name, child in self._parts.items()]
-        try:
+        with ExitStack() as hooks:
+            for name, child in self._parts.items():
+                hooks.enter_context(child.register_forward_hook(partial(note, name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def _replaying(self, computed: dict[str, list[Any]]) -> Iterator[None]:
@@ -316,9 +314,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             raise CheckpointError(what, where=self.reader.decoder.model_class, do="choose another dense decoder")
         first = [call for call in self._calls if call]
         # What is behind the last layer may be the first one again; the head has no weights yet.
-        stop = self._model.get_output_embeddings().register_forward_pre_hook(_reached)
-        self._pass(ids, hidden[0])
-        stop.remove()
+        with self._model.get_output_embeddings().register_forward_pre_hook(_reached):
+            self._pass(ids, hidden[0])
         self._pass(torch.tensor([[4, 3, 1], [2, 2, 5]]))
         second = [call for call in self._calls if call]
         by_ids, mappings = False, dict[str, set[int]]()

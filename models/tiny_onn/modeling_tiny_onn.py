@@ -5,7 +5,7 @@ This file is copied into the checkpoint's folder: it needs only torch and transf
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any
 
@@ -240,13 +240,12 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
     def _watch_routers(self, *, enabled: bool) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         """Collect the outputs of every router, in layer order."""
         routed: list[tuple[Tensor, Tensor, Tensor]] = []
-        gates = [ffn.gate for ffn in self._sparse_ffns()] if enabled else []
-        hooks = [gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output)) for gate in gates]
-        try:
+        with ExitStack() as hooks:
+            for ffn in self._sparse_ffns() if enabled else ():
+                hooks.enter_context(
+                    ffn.gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output))
+                )
             yield routed
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def prepare_inputs_for_generation(
         self,
