@@ -23,7 +23,7 @@ except ImportError:  # transformers 4 has no kernels to choose from
 
 
 class TinyONNRouter(nn.Module):
-    """Chooses K experts per token and computes their gates."""
+    """Chooses K experts per token and computes their gates, the sigmoid of their logits."""
 
     e_score_correction_bias: Tensor
     bias_on_logits = True  # other architectures add it to the scores
@@ -32,7 +32,6 @@ class TinyONNRouter(nn.Module):
         """Weights are left uninitialised, the selection bias is 0."""
         super().__init__()
         self.top_k = config.num_experts_per_tok
-        self.scoring = config.scoring
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
@@ -52,15 +51,10 @@ class TinyONNRouter(nn.Module):
             logits_TE = linear(x_TD.to(wide), self.weight.to(wide))
             biased_TE = logits_TE.detach() + self.e_score_correction_bias
             chosen_TK = biased_TE.topk(self.top_k, dim=-1, sorted=False).indices
-            gates_TK = score_logits(logits_TE, self.scoring).gather(1, chosen_TK)
+            gates_TK = logits_TE.gather(1, chosen_TK).sigmoid()
             if self.norm_topk_prob:
                 gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20)
             return logits_TE, gates_TK * self.routed_scaling_factor, chosen_TK
-
-
-def score_logits(logits_TE: Tensor, scoring: str) -> Tensor:
-    """``(T, E)`` softmax or sigmoid of the logits."""
-    return logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
 
 
 class Quotient(nn.Module):
