@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.activations import ACT2FN
 
 from instruments.device import is_launch_bound, prefers_large_products, rounded_products
 from models.checkpoint.shards import DenseReader
@@ -17,6 +16,7 @@ from models.decoder import PROJECTIONS
 from models.device import send
 from models.ffn import DenseFFN, gated
 from models.routing import GateKind, LinearRouter, has_copies, relative_gates
+from models.tiny_onn.sparse_ffn import TinyONNSharedFFN
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,8 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[T
     return columns_DEN.transpose(0, 1).contiguous(), weight_DF.index_select(1, always_S)
 
 
-class TinyONNExpert(nn.Module):
-    """One expert as a gated FFN of N dense neurons: down(act(gate(x)) · up(x))."""
-
-    def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
-        """Three Linear layers without bias; `act` is a name in transformers' ACT2FN, or a function."""
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, n, bias=False)
-        self.up_proj = nn.Linear(hidden_size, n, bias=False)
-        self.down_proj = nn.Linear(n, hidden_size, bias=False)
-        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[act] if isinstance(act, str) else act
+class TinyONNExpert(TinyONNSharedFFN):
+    """One expert as a gated FFN of N dense neurons."""
 
     @classmethod
     def from_tensors(
@@ -102,11 +94,6 @@ class TinyONNExpert(nn.Module):
         expert.up_proj.weight = nn.Parameter(up_ND)
         expert.down_proj.weight = nn.Parameter(down_DN)
         return expert
-
-    def forward(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """The expert's output for each token, without a gate."""
-        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return output
 
 
 class Block(NamedTuple):

@@ -109,19 +109,18 @@ class TinyONNExperts(nn.Module):
 
 
 class TinyONNSharedFFN(nn.Module):
-    """The gated FFN of the always-on neurons."""
+    """The gated FFN of the always-on neurons: down(act(gate(x)) · up(x))."""
 
-    def __init__(self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor]) -> None:
-        """Three Linear layers without bias."""
+    def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
+        """Three Linear layers without bias; `act` is a name in transformers' ACT2FN, or a function."""
         super().__init__()
-        hidden, width = config.hidden_size, config.shared_intermediate_size
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
-        self.act_fn = act_fn
+        self.gate_proj = nn.Linear(hidden_size, n, bias=False)
+        self.up_proj = nn.Linear(hidden_size, n, bias=False)
+        self.down_proj = nn.Linear(n, hidden_size, bias=False)
+        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[act] if isinstance(act, str) else act
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, which every token gets."""
+        """The output for (..., D), without a gate."""
         output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return output
 
@@ -137,7 +136,8 @@ class TinyONNSparseFFN(nn.Module):
         self.gate = TinyONNRouter(config)
         if pool is None:
             self.experts = TinyONNExperts(config, act_fn)
-        self.shared_experts = TinyONNSharedFFN(config, act_fn) if config.shared_intermediate_size else None
+        shared = config.shared_intermediate_size
+        self.shared_experts = TinyONNSharedFFN(config.hidden_size, shared, act_fn) if shared else None
         # In a mapping, the pool is no submodule of this layer: its parameters are counted, saved and trained once. Each
         # pass looks it up, since adapters and FSDP replace the model's module by one that wraps it.
         self._pool = pool
