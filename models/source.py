@@ -138,11 +138,6 @@ def check_hub_weights(model: ModelConfig) -> list[CheckpointError]:
     return [] if cached else [_missing_from_cache(model, "the model's weights are")]
 
 
-def read_source_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the source; for a hub model only this file is downloaded. Raises UserError."""
-    return read_config(config_folder(model))
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder. Raises CheckpointError."""
     path = checkpoint.require_folder(folder) / "config.json"
