@@ -1,6 +1,6 @@
 """Slice a layer's neurons into experts; one expert as a module; a layer of experts, as a loop or without one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from instruments.device import is_launch_bound, prefers_large_products, rounded_products
-from models.checkpoint.shards import DenseReader
-from models.decoder import PROJECTIONS
 from models.device import send
-from models.ffn import DenseFFN, gated
+from models.ffn import gated
 from models.routing import GateKind, LinearRouter, has_copies, relative_gates
 from models.tiny_onn.sparse_ffn import TinyONNSharedFFN
 
@@ -42,19 +40,10 @@ class ExpertWeights:
 
 
 def slice_experts(
-    reader: DenseReader, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
+    projections: Iterable[Tensor], neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]
 ) -> ExpertWeights:
-    """Copy rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
-    projections = (reader.projection(layer, part) for part in PROJECTIONS)
-    return _slice(projections, neurons_EN, always_on_S)
-
-
-def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:
-    """As `slice_experts`, from a layer's weights in memory."""
-    return _slice(iter((ffn.gate_FD, ffn.up_FD, ffn.down_DF)), neurons_EN, always_S)
-
-
-def _slice(projections: Iterator[Tensor], neurons_EN: Tensor, always_S: Tensor) -> ExpertWeights:
+    """Copy rows of gate and up and columns of down, bit for bit. Memory: one projection at a time, and the slices."""
+    projections = iter(projections)
     gate_END, shared_gate_SD = _rows(next(projections), neurons_EN, always_S)
     up_END, shared_up_SD = _rows(next(projections), neurons_EN, always_S)
     down_EDN, shared_down_DS = _columns(next(projections), neurons_EN, always_S)

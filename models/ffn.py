@@ -150,6 +150,11 @@ class DenseFFN:
         return cls(gate_FD, up_FD, down_DF, module.act_fn)
 
     @property
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down."""
+        return self.gate_FD, self.up_FD, self.down_DF
+
+    @property
     def width(self) -> int:
         """F."""
         return len(self.gate_FD)

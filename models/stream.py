@@ -23,7 +23,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from instruments.errors import CheckpointError
 from models.checkpoint.shards import DenseReader
-from models.decoder import PROJECTIONS
 from models.device import fetch_ahead, pinned, send
 from models.ffn import DenseFFN
 from models.loading import explained_loading
@@ -370,7 +369,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         """A layer's tensors without the FFN, and its gate, up and down, as stored."""
         names = self.reader.decoder.layer_names(index)
         weights = {name: pinned(self.reader.tensor(name), self.device) for name in names}
-        return weights, [pinned(self.reader.projection(index, part), self.device) for part in PROJECTIONS]
+        return weights, [pinned(weight, self.device) for weight in self.reader.projections(index)]
 
     def head(self) -> Callable[[Passage], Float[Tensor, "B T V"]]:
         """What is behind the last layer, as a function from a batch to its logits."""
