@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from instruments.errors import CheckpointError, ConfigError, UserError, some
+from instruments.errors import CheckpointError, ConfigError, UserError, first_line, some
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig
@@ -212,14 +212,6 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 200 characters, or its class name if there is none."""
-    first, _, rest = str(error).strip().partition("\n")
-    # After a colon, the reason is on the next line.
-    text = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
-    return text.strip()[:200] or type(error).__name__
-
-
 def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained
     """Load the model in this folder, frozen and in evaluation mode.
 
@@ -341,7 +333,7 @@ def require_bitsandbytes(quantization: str) -> None:
 
         validate_bnb_backend_availability(raise_exception=True)
     except (ImportError, OSError, RuntimeError) as error:
-        what = f"bitsandbytes cannot be used here: {str(error).splitlines()[0]}"
+        what = f"bitsandbytes cannot be used here: {first_line(error)}"
         do = "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
         raise ConfigError(what, where=f"weights in {quantization}", do=do) from error
 
@@ -402,4 +394,4 @@ def explained_memory(where: str, remedy: str) -> Iterator[None]:
         of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
         if not of_memory:
             raise
-        raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error
+        raise UserError(f"out of memory: {first_line(error)}", where=where, do=remedy) from error
