@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -245,15 +244,13 @@ def experts_argument(config: PreTrainedConfig, kernels: str) -> str | dict[str, 
 
 @dataclass(frozen=True)
 class _Decoded:
-    """A tensor that transformers takes by `[...]`, as it takes those of a safetensors file, when it needs it."""
+    """A tensor that transformers, in several threads, takes by `[...]`, as it takes those of a safetensors file."""
 
     reader: ShardReader
     name: str
-    lock: Lock  # transformers reads in several threads
 
     def __getitem__(self, _whole: object) -> torch.Tensor:
-        with self.lock:
-            return self.reader.tensor(self.name)
+        return self.reader.tensor(self.name)
 
 
 def _load_decoded(kind: Any, folder: Path, config: PreTrainedConfig, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401
@@ -261,9 +258,8 @@ def _load_decoded(kind: Any, folder: Path, config: PreTrainedConfig, arguments: 
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    lock = Lock()
     with ShardReader(folder) as reader:
-        tensors = {name: _Decoded(reader, name, lock) for name in reader.names}
+        tensors = {name: _Decoded(reader, name) for name in reader.names}
         dtype = source_dtype(read_config(folder)) or "bfloat16"
         given = {**arguments, "dtype": dtype if arguments.get("dtype", "auto") == "auto" else arguments["dtype"]}
         loaded, found = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **given)
