@@ -105,6 +105,14 @@ def say(text: str) -> None:
     sys.stdout.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 200 characters, or its class name if there is none."""
+    first, _, rest = str(error).strip().partition("\n")
+    # After a colon, the reason is on the next line.
+    text = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
+    return text.strip()[:200] or type(error).__name__
+
+
 def some(names: Iterable[str], most: int = 5, separator: str = "; ") -> str:
     """The first names, and the number of the others."""
     names = list(names)

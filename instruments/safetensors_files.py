@@ -119,7 +119,7 @@ class EntryReader:
 
     def __init__(self) -> None:
         self._files: dict[Path, BufferedReader] = {}
-        self._reading = Lock()  # of threads that read ahead
+        self._reading = Lock()  # other threads read ahead
 
     def __enter__(self) -> Self:
         return self
@@ -137,15 +137,14 @@ class EntryReader:
         import torch  # noqa: PLC0415
 
         data = torch.empty(entry.nbytes, dtype=torch.uint8)
-        if entry.path not in self._files:
-            try:
-                self._files[entry.path] = entry.path.open("rb")
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot open {entry.path.name}: {error.strerror}", where=str(entry.path)
-                ) from error
-        file = self._files[entry.path]
         with self._reading:
+            if entry.path not in self._files:
+                try:
+                    self._files[entry.path] = entry.path.open("rb")
+                except OSError as error:
+                    what = f"cannot open {entry.path.name}: {error.strerror}"
+                    raise CheckpointError(what, where=str(entry.path)) from error
+            file = self._files[entry.path]
             file.seek(entry.offset)
             count = file.readinto(data.numpy().data)
         if count != entry.nbytes:

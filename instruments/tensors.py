@@ -23,6 +23,11 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """The number of changes in place; None in inference mode, which does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as pairs along one more axis; others as they are."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -18,6 +18,7 @@ from models.targets.base import (
     long_texts,
     shared_width,
 )
+from models.targets.config_json import emit_text_config
 
 # owner/name on the hub; any other source is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
@@ -65,7 +66,8 @@ def render_card(
     seeing = dense.is_wrapper and not target.is_tiny_onn
     model_class, reader_class = _SEEING if seeing else _READING
     architecture = target.wrappers[str(dense.config_json["model_type"])][0] if seeing else target.architecture
-    lines = suitable_runtimes(target, shape, pad_to, dense.config, seeing=seeing, tied=tied)
+    config = emit_text_config(dense, target, shape, pad_to, tied=tied)
+    lines = suitable_runtimes(target, shape, pad_to, dense.config, config, seeing=seeing)
     runtimes = "\n".join(f"- {line}" for line in lines)
     facts = {
         "architecture": f"`{architecture}`",
@@ -121,13 +123,16 @@ def suitable_runtimes(
     shape: MoEShape,
     pad_to: int | None,
     dense: Mapping[str, Any],
+    config: Mapping[str, Any],
     *,
     seeing: bool = False,
-    tied: bool = False,
 ) -> list[str]:
-    """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
+    """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N.
+
+    `dense` is the text part of the dense model's configuration, `config` that of the carve's.
+    """
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    served = target.served_by(shape, dense, tied=tied)
+    served = target.served_by(config)
     lines = [_loading(target, seeing=seeing), *filter(None, [long_texts(target, dense)])]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
@@ -142,12 +147,12 @@ def suitable_runtimes(
         lines.append(f"{', '.join(name for name in served if name != 'llama.cpp')}: {_fused_kernels(shape, width)}")
     if "llama.cpp" in served:
         head = " and adds the output embedding, without which llama.cpp does not load it"
-        head *= tied and "llama.cpp" in target.needs_head
+        head *= bool(config.get("tie_word_embeddings")) and "llama.cpp" in target.needs_head
         lines.append(f"llama.cpp: `python -m pipeline gguf` converts it{head}; {_blocks(width)}")
         lines.append("llama.cpp, with less GPU memory than weights: `-ot exps=CPU` keeps the experts in RAM.")
     if not target.is_tiny_onn:
         lines.append(_nf4(target))
-    lines += [f"{name}: {fault}." for name, fault in target.faults(shape, dense, tied=tied).items()]
+    lines += [f"{name}: {fault}." for name, fault in target.faults(config).items()]
     if absent := [name for name in RUNTIMES if name not in target.runtimes]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines

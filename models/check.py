@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.finding import description_path, source_decoder
 from models.quantization import DECODED, missing_bitsandbytes, stored_quantization
-from models.source import check_hub_weights, config_folder, explained_config, read_source_config
+from models.source import check_hub_weights, config_folder, explained_config, read_config
 
 _MOST_LAYERS = 1000  # published models have up to 130
 
@@ -23,7 +23,7 @@ _MOST_LAYERS = 1000  # published models have up to 130
 def check_source(model: ModelConfig) -> list[UserError]:
     """Errors for everything that prevents carving this source; a hub model's weights are checked when they are read."""
     try:
-        config = read_source_config(model)
+        config = read_config(config_folder(model))
     except UserError as error:
         return [error]
     entries: Mapping[str, checkpoint.Entry] = {}

@@ -1,6 +1,6 @@
 """Slice a layer's neurons into experts; one expert as a module; a layer of experts, as a loop or without one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,14 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.activations import ACT2FN
 
 from instruments.device import is_launch_bound, prefers_large_products, rounded_products
-from models.checkpoint.shards import DenseReader
-from models.decoder import PROJECTIONS
 from models.device import send
-from models.ffn import DenseFFN, gated
+from models.ffn import gated
 from models.routing import GateKind, LinearRouter, has_copies, relative_gates
+from models.tiny_onn.sparse_ffn import TinyONNSharedFFN
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,10 @@ class ExpertWeights:
 
 
 def slice_experts(
-    reader: DenseReader, layer: int, neurons_EN: Int[Tensor, "E N"], always_on_S: Int[Tensor, "S"]
+    projections: Iterable[Tensor], neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]
 ) -> ExpertWeights:
-    """Copy rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
-    projections = (reader.projection(layer, part) for part in PROJECTIONS)
-    return _slice(projections, neurons_EN, always_on_S)
-
-
-def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:
-    """As `slice_experts`, from a layer's weights in memory."""
-    return _slice(iter((ffn.gate_FD, ffn.up_FD, ffn.down_DF)), neurons_EN, always_S)
-
-
-def _slice(projections: Iterator[Tensor], neurons_EN: Tensor, always_S: Tensor) -> ExpertWeights:
+    """Copy rows of gate and up and columns of down, bit for bit. Memory: one projection at a time, and the slices."""
+    projections = iter(projections)
     gate_END, shared_gate_SD = _rows(next(projections), neurons_EN, always_S)
     up_END, shared_up_SD = _rows(next(projections), neurons_EN, always_S)
     down_EDN, shared_down_DS = _columns(next(projections), neurons_EN, always_S)
@@ -75,16 +64,8 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[T
     return columns_DEN.transpose(0, 1).contiguous(), weight_DF.index_select(1, always_S)
 
 
-class TinyONNExpert(nn.Module):
-    """One expert as a gated FFN of N dense neurons: down(act(gate(x)) · up(x))."""
-
-    def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
-        """Three Linear layers without bias; `act` is a name in transformers' ACT2FN, or a function."""
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, n, bias=False)
-        self.up_proj = nn.Linear(hidden_size, n, bias=False)
-        self.down_proj = nn.Linear(n, hidden_size, bias=False)
-        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[act] if isinstance(act, str) else act
+class TinyONNExpert(TinyONNSharedFFN):
+    """One expert as a gated FFN of N dense neurons."""
 
     @classmethod
     def from_tensors(
@@ -102,11 +83,6 @@ class TinyONNExpert(nn.Module):
         expert.up_proj.weight = nn.Parameter(up_ND)
         expert.down_proj.weight = nn.Parameter(down_DN)
         return expert
-
-    def forward(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """The expert's output for each token, without a gate."""
-        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return output
 
 
 class Block(NamedTuple):

@@ -1,7 +1,7 @@
 """The neurons of a dense gated FFN, and hooks on the inputs and outputs of FFNs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from accelerate.utils import align_module_device
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
@@ -151,6 +150,11 @@ class DenseFFN:
         return cls(gate_FD, up_FD, down_DF, module.act_fn)
 
     @property
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down."""
+        return self.gate_FD, self.up_FD, self.down_DF
+
+    @property
     def width(self) -> int:
         """F."""
         return len(self.gate_FD)
@@ -174,7 +178,7 @@ OnFFN = Callable[[int, Tensor, Tensor], None]
 @contextmanager
 def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
     """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; hooks are removed at the end."""
-    handles: list[RemovableHandle] = []
+    hooks = ExitStack()
 
     def watch(layer: int, parts: list[nn.Module]) -> None:
         calls: list[tuple[Tensor, Tensor]] = []  # inputs and outputs
@@ -186,15 +190,13 @@ def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
                 calls.clear()
                 on_ffn(layer, read, total)
 
-        handles.extend(part.register_forward_hook(note) for part in parts)
+        for part in parts:
+            hooks.enter_context(part.register_forward_hook(note))
 
-    try:
+    with hooks:
         for layer, module in enumerate(decoder_layers(model)[1]):
             watch(layer, ffn_parts(model, module))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def ffn_parts(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:

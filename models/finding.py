@@ -11,13 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from instruments.files import write_json
+from instruments.files import hash_code, write_json
 from models.checkpoint.folder import has_weights, read_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder, FFNPlan, Rows
 from models.source import config_folder, read_config
-
-_FORMAT = 1  # of the kept descriptions
 
 
 def source_decoder(model: ModelConfig, *, text_only: bool = False) -> Decoder:
@@ -38,7 +36,7 @@ def description_path(folder: Path, weights: bool, text_only: bool) -> Path:
     """Where the description of this decoder is kept."""
     entries = read_checkpoint(folder) if weights else {}
     shapes = sorted((name, tuple(entry.shape)) for name, entry in entries.items())
-    key = hashlib.sha256(json.dumps([_FORMAT, _code(), read_config(folder), shapes, text_only]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([_code(), read_config(folder), shapes, text_only]).encode()).hexdigest()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tiny-onn" / f"{key}.json"
 
 
@@ -69,6 +67,5 @@ def from_json(content: Mapping[str, Any]) -> Decoder:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """Hash of the code that finds decoders, transformers included."""
-    code = (Path(__file__).with_name(name).read_bytes() for name in ("structure.py", "stream.py", "text_part.py"))
-    return hashlib.sha256(b"".join([version("transformers").encode(), *code])).hexdigest()
+    """Hash of this package, and the versions of those that it describes models with."""
+    return " ".join([hash_code(Path(__file__).parent, ["."]), *map(version, ("torch", "transformers"))])

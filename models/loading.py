@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from instruments.errors import CheckpointError, ConfigError, UserError, some
+from instruments.errors import CheckpointError, ConfigError, UserError, first_line, some
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig
@@ -212,14 +211,6 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 200 characters, or its class name if there is none."""
-    first, _, rest = str(error).strip().partition("\n")
-    # After a colon, the reason is on the next line.
-    text = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
-    return text.strip()[:200] or type(error).__name__
-
-
 def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained
     """Load the model in this folder, frozen and in evaluation mode.
 
@@ -263,15 +254,13 @@ def experts_argument(config: PreTrainedConfig, kernels: str) -> str | dict[str, 
 
 @dataclass(frozen=True)
 class _Decoded:
-    """A tensor that transformers takes by `[...]`, as it takes those of a safetensors file, when it needs it."""
+    """A tensor that transformers, in several threads, takes by `[...]`, as it takes those of a safetensors file."""
 
     reader: ShardReader
     name: str
-    lock: Lock  # transformers reads in several threads
 
     def __getitem__(self, _whole: object) -> torch.Tensor:
-        with self.lock:
-            return self.reader.tensor(self.name)
+        return self.reader.tensor(self.name)
 
 
 def _load_decoded(kind: Any, folder: Path, config: PreTrainedConfig, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401
@@ -279,9 +268,8 @@ def _load_decoded(kind: Any, folder: Path, config: PreTrainedConfig, arguments: 
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    lock = Lock()
     with ShardReader(folder) as reader:
-        tensors = {name: _Decoded(reader, name, lock) for name in reader.names}
+        tensors = {name: _Decoded(reader, name) for name in reader.names}
         dtype = source_dtype(read_config(folder)) or "bfloat16"
         given = {**arguments, "dtype": dtype if arguments.get("dtype", "auto") == "auto" else arguments["dtype"]}
         loaded, found = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **given)
@@ -351,7 +339,7 @@ def require_bitsandbytes(quantization: str) -> None:
 
         validate_bnb_backend_availability(raise_exception=True)
     except (ImportError, OSError, RuntimeError) as error:
-        what = f"bitsandbytes cannot be used here: {str(error).splitlines()[0]}"
+        what = f"bitsandbytes cannot be used here: {first_line(error)}"
         do = "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
         raise ConfigError(what, where=f"weights in {quantization}", do=do) from error
 
@@ -412,4 +400,4 @@ def explained_memory(where: str, remedy: str) -> Iterator[None]:
         of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
         if not of_memory:
             raise
-        raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error
+        raise UserError(f"out of memory: {first_line(error)}", where=where, do=remedy) from error

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from instruments.errors import CheckpointError, ConfigError
+from instruments.errors import CheckpointError, ConfigError, first_line
 from instruments.files import hash_file
 from models.checkpoint import folder as checkpoint
 from models.checkpoint.mistaken import explain_place
@@ -93,7 +93,7 @@ def _explained(model: ModelConfig) -> Iterator[None]:
         yield
     except (HfHubHTTPError, HFValidationError) as error:
         do = "check model.name and model.revision; for a gated model: hf auth login"
-        raise CheckpointError(f"the hub refused: {str(error).splitlines()[0]}", where=_place(model), do=do) from error
+        raise CheckpointError(f"the hub refused: {first_line(error)}", where=_place(model), do=do) from error
     except OSError as error:
         raise _missing_from_cache(model, "the model is") from error
 
@@ -136,11 +136,6 @@ def check_hub_weights(model: ModelConfig) -> list[CheckpointError]:
             return [] if weights & {*names} else [checkpoint.missing_weights(_repository(model), names)]
     cached = any((config_folder(model) / name).exists() for name in weights)
     return [] if cached else [_missing_from_cache(model, "the model's weights are")]
-
-
-def read_source_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the source; for a hub model only this file is downloaded. Raises UserError."""
-    return read_config(config_folder(model))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

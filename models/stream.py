@@ -9,7 +9,7 @@ Memory: the hidden states, what a layer computes before its FFN, and one layer.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from instruments.errors import CheckpointError
 from models.checkpoint.shards import DenseReader
-from models.decoder import PROJECTIONS
 from models.device import fetch_ahead, pinned, send
 from models.ffn import DenseFFN
 from models.loading import explained_loading
@@ -150,12 +149,10 @@ class StreamLayer:
                 kept = keep(output) if isinstance(output, Tensor) else output
             computed.setdefault(name, []).append(kept)
 
-        hooks = [child.register_forward_hook(partial(note, name)) for name, child in self._parts.items()]
-        try:
+        with ExitStack() as hooks:
+            for name, child in self._parts.items():
+                hooks.enter_context(child.register_forward_hook(partial(note, name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def _replaying(self, computed: dict[str, list[Any]]) -> Iterator[None]:
@@ -316,9 +313,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             raise CheckpointError(what, where=self.reader.decoder.model_class, do="choose another dense decoder")
         first = [call for call in self._calls if call]
         # What is behind the last layer may be the first one again; the head has no weights yet.
-        stop = self._model.get_output_embeddings().register_forward_pre_hook(_reached)
-        self._pass(ids, hidden[0])
-        stop.remove()
+        with self._model.get_output_embeddings().register_forward_pre_hook(_reached):
+            self._pass(ids, hidden[0])
         self._pass(torch.tensor([[4, 3, 1], [2, 2, 5]]))
         second = [call for call in self._calls if call]
         by_ids, mappings = False, dict[str, set[int]]()
@@ -373,7 +369,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         """A layer's tensors without the FFN, and its gate, up and down, as stored."""
         names = self.reader.decoder.layer_names(index)
         weights = {name: pinned(self.reader.tensor(name), self.device) for name in names}
-        return weights, [pinned(self.reader.projection(index, part), self.device) for part in PROJECTIONS]
+        return weights, [pinned(weight, self.device) for weight in self.reader.projections(index)]
 
     def head(self) -> Callable[[Passage], Float[Tensor, "B T V"]]:
         """What is behind the last layer, as a function from a batch to its logits."""

@@ -31,7 +31,7 @@ from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 
-from instruments.errors import CheckpointError
+from instruments.errors import CheckpointError, first_line
 from models.checkpoint.folder import read_checkpoint
 from models.decoder import Decoder, FFNPlan, Rows
 from models.source import read_config
@@ -64,8 +64,7 @@ def describe(folder: Path, *, weights: bool) -> Decoder:
         if said.get("auto_map") and said.get("model_type") not in CONFIG_MAPPING:
             what = "the model exists only as Python code in the checkpoint (auto_map), which is not run"
             raise CheckpointError(what, where=where, do="choose a model that transformers has a class for") from error
-        first = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        what = f"transformers {transformers.__version__} cannot make a model of config.json: {first}"
+        what = f"transformers {transformers.__version__} cannot make a model of config.json: {first_line(error)}"
         do = f"{_OTHER}, or pip install -U transformers if the model is newer"
         raise CheckpointError(what, where=where, do=do) from error
     names = {name: tuple(entry.shape) for name, entry in read_checkpoint(folder).items()} if weights else {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, check_output, exit_code, say
 from models.checkpoint.folder import read_checkpoint
-from models.config import MoEShape, setting_word
+from models.config import setting_word
 from models.source import explained_config, read_config
 from models.targets.base import rope_type_of
 from models.targets.config import carved_target, target_of, text_of
@@ -114,9 +114,7 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
     config = text_of(config)
     if "llama.cpp" not in target.runtimes:
         return f"llama.cpp knows no {architecture}"
-    if dense := config.get("mlp_only_layers"):
-        return f"llama.cpp wants experts in every layer of {architecture}, and layers {dense} have none"
-    fault = target.faults(MoEShape(2, 1, 1, 0), config, tied=False).get("llama.cpp")
+    fault = target.faults(config).get("llama.cpp")
     return f"llama.cpp {fault}" if fault else ""
 
 

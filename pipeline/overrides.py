@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from instruments.errors import ConfigError, redact
+from instruments.errors import ConfigError, first_line, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
 from pipeline.advice import COMMANDS, flag_words, other_values, other_words
@@ -179,7 +179,7 @@ def _type_fault(key: str, value: object) -> str:
         # A copy of the group or of the dials alone: the whole schema takes ten times as long.
         OmegaConf.update(deepcopy(_TRIED[group] if rest else _DIALS), rest or name, value)
     except OmegaConfBaseException as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     for part in reversed(name.split(".")):
         value = [value] if part == "0" else {part: value}
     return "; ".join(find_wrong_values(Settings, value))

@@ -10,7 +10,7 @@ from models.config import PER_LAYER, MoEShape
 from models.decoder import Decoder
 from models.targets.base import RUNTIMES, MoETarget
 from models.targets.config import check_target, select_target
-from models.targets.config_json import ParameterCount, count_carved, count_dense
+from models.targets.config_json import ParameterCount, count_carved, count_dense, emit_text_config
 from pipeline.disk import expected_bytes
 from stages.artifacts.rendering import in_mib, in_millions
 from stages.assemble.config import AssembleConfig
@@ -288,7 +288,10 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         lines.append(f"            {head} of these are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
     tied = request.source.tied and request.assemble.tied_embeddings
-    served, could = (target.served_by(shape, request.source.config, tied=one) for one in (tied, False))
+    pad_to = request.assemble.pad_to
+    served, could = (
+        target.served_by(emit_text_config(request.source, target, shape, pad_to, tied=one)) for one in (tied, False)
+    )
     untied = [name for name in could if name not in served]
     not_served = [name for name in RUNTIMES if name not in could]
     serving = f"{target.architecture}: {', '.join(['transformers', *served])}"

@@ -263,11 +263,8 @@ def gradients_from_embeddings(model: nn.Module) -> Iterator[None]:
             return embedded_BTD
         return embedded_BTD.detach().requires_grad_()
 
-    handle = model.get_input_embeddings().register_forward_hook(require_grad)  # type: ignore[operator]
-    try:
+    with model.get_input_embeddings().register_forward_hook(require_grad):  # type: ignore[operator]
         yield
-    finally:
-        handle.remove()
 
 
 def save_memory(dense: PreTrainedModel, *, asked: bool) -> None:

@@ -10,6 +10,7 @@ from torch.linalg import vector_norm
 
 from instruments.gradients import column_squares, sample_grams, split_blocks
 from instruments.shapes import Float, Int
+from instruments.tensors import version_of
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
@@ -77,11 +78,6 @@ def join_inputs(inputs: Sequence[InputSquares]) -> None:
     for number, one in enumerate(inputs):
         rows = slice(number * len(first.x_BTI), (number + 1) * len(first.x_BTI))
         one.block_squares_Bi, one._joined = joined.block_squares_Bi[rows], (joined, rows)
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """The number of changes in place; None in inference mode, which does not count them."""
-    return None if tensor.is_inference() else tensor._version
 
 
 class HeadPart(NamedTuple):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from instruments.device import free_device_memory, is_launch_bound
 from instruments.gradients import block_squares, join
-from instruments.parameter_scan.inputs import InputSquares, join_inputs, version_of
+from instruments.parameter_scan.inputs import InputSquares, join_inputs
 from instruments.parameter_scan.targets import Target
+from instruments.tensors import version_of
 
 # Numbers of inputs and gradients that wait on a GPU, and free bytes that it needs for each.
 _WAITING, _ROOM = 2**28, 32

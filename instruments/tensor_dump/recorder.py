@@ -17,7 +17,7 @@ from instruments.hooks import in_backward, in_transform
 from instruments.tensor_dump.config import BACKWARD, FORWARD, TENSORS, DumpConfig
 from instruments.tensor_dump.index import STATISTICS, STORED, Source, TensorRecord, make_name, now
 from instruments.tensor_dump.writer import Capture, DumpWriter, Held, copy_to_host, exact_moments, measure
-from instruments.tensors import is_sharded
+from instruments.tensors import is_sharded, version_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,7 @@ class Recorder:
         with self._lock, torch.no_grad():
             kept = self._keep_tokens(local.detach(), watched.token_axes.get(tensor_name.removeprefix("grad_")))
             held = self._recall(local, kept.shape) or self._hold(kept)
-            if (version := _version(local)) is not None:
+            if (version := version_of(local)) is not None:
                 self._seen[id(local)] = TensorWeakRef(local), version, kept.shape, held
             captured = self._describe(source, tensor, kept, held.status, call.facts), held
             if self._config.last_steps is None:
@@ -259,7 +259,7 @@ class Recorder:
         if id(tensor) not in self._seen:
             return None
         seen, version, kept, held = self._seen[id(tensor)]
-        return held if seen() is tensor and version == _version(tensor) and kept == shape else None
+        return held if seen() is tensor and version == version_of(tensor) and kept == shape else None
 
     def _describe(
         self, source: Source, tensor: Tensor, kept: Tensor, status: str, facts: Mapping[str, Any]
@@ -306,7 +306,3 @@ class Recorder:
         for _record, held in self._kept.popleft():
             self._memory.release(held.reserved)
             held.reserved, held.data = 0, None
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from io import BufferedWriter
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Condition, Event, Thread
-from typing import Any
+from threading import Condition, Thread
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -181,7 +181,7 @@ class DumpWriter:
         self._append([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
         sync(folder)
         self._config, self.manifest = config, manifest
-        self._queue: SimpleQueue[Capture | Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[Capture | Literal["seal"] | None] = SimpleQueue()
         # Of the next file: its tensors, their bytes, the rows that wait for it and the memory that it frees.
         self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
@@ -195,11 +195,9 @@ class DumpWriter:
         """Queue a capture."""
         self._queue.put(capture)
 
-    def flush(self) -> Event:
-        """Close the current file; the event is set when all captures so far are on the disk."""
-        done = Event()
-        self._queue.put(done)
-        return done
+    def flush(self) -> None:
+        """Close the current file behind all captures so far."""
+        self._queue.put("seal")
 
     def close(self) -> None:
         """Write everything queued and end the thread."""
@@ -224,17 +222,15 @@ class DumpWriter:
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
-                if not isinstance(item, Event):
+                if item != "seal":
                     self._add(*item)
                 full = len(self._rows) >= _ROWS or self._bytes >= SHARD_BYTES
-                if full or isinstance(item, Event) or self.failure is not None:
+                if full or item == "seal" or self.failure is not None:
                     self._seal()
             except BaseException as error:  # noqa: BLE001 - raised again by `check`
                 self.failure = error
                 self.manifest.lost += len(self._rows)
                 self._release()  # or training would wait for memory
-            if isinstance(item, Event):
-                item.set()
 
     def _add(self, record: TensorRecord, held: Held) -> None:
         # Once for all records that share the content; the recorder holds it until the step ends.

@@ -5,10 +5,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from errno import EINVAL
 from math import ceil, prod
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 from instruments.dtypes import COMPUTED, FLOATING, SAFETENSORS, dtype_name, stored_name
@@ -105,15 +103,10 @@ def _check_sizes(files: Iterable[Path]) -> None:
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
-    """Parse an untrusted JSON file of a checkpoint.
+    """Parse an untrusted JSON file of a folder in which `require_folder` has found no pipe and no oversized file.
 
-    Raises OSError: missing, unreadable, or not a regular file; ValueError: not JSON, nested too deeply, or too large.
+    Raises OSError: missing or unreadable; ValueError: not JSON, or nested too deeply.
     """
-    status = path.stat()
-    if not S_ISREG(status.st_mode):
-        raise OSError(EINVAL, "it is no regular file")
-    if status.st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{status.st_size:,} bytes are too many")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:

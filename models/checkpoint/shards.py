@@ -1,7 +1,7 @@
 """Read and write a checkpoint's tensors one at a time, and decode 4- and 8-bit weights."""
 
 import json
-from collections.abc import KeysView, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -17,7 +17,7 @@ from instruments.errors import CheckpointError
 from instruments.files import sync
 from instruments.safetensors_files import EntryReader, read_header
 from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
-from models.decoder import Decoder
+from models.decoder import PROJECTIONS, Decoder
 from models.finding import find_decoder
 from models.quantization import import_bitsandbytes
 
@@ -89,6 +89,10 @@ class DenseReader(ShardReader):
         if rows.part != "whole":
             weight = weight[rows.of(len(weight))].clone()  # a view would keep the other half in memory
         return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
+
+    def projections(self, layer: int) -> Iterator[Tensor]:
+        """Gate, up and down of a layer's FFN, each read when it is asked for."""
+        return (self.projection(layer, part) for part in PROJECTIONS)
 
     def _entry(self, name: str) -> Entry:
         return super()._entry(name if name in self._entries else self.decoder.stored.get(name, (name,))[0])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from models.config import MoEShape
+from models.config import GLOBAL_POOL, MoEShape
 from models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -169,39 +169,38 @@ class MoETarget:
         most = shape.n if self.one_shared_expert else math.inf
         return shape.always_on <= (most if self.has_shared else 0)
 
-    def served_by(self, shape: MoEShape, source: Mapping[str, Any], *, tied: bool) -> tuple[str, ...]:
-        """The serving runtimes that compute this carve correctly."""
-        faults = self.faults(shape, source, tied=tied)
+    def served_by(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The serving runtimes that compute a carve with this config.json correctly."""
+        faults = self.faults(config)
         return tuple(runtime for runtime in self.runtimes if runtime not in faults)
 
-    def faults(self, shape: MoEShape, source: Mapping[str, Any], *, tied: bool) -> dict[str, str]:
-        """Runtimes that know the architecture but do not compute this carve correctly → what they do not do.
+    def faults(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Runtimes that know the architecture but do not compute a carve correctly → what they do not do.
 
-        `source`: config.json of the dense model, or of the carve if it is not TinyONN; `tied`: the carve has one
-        tensor for both embeddings.
+        `config`: from `emit_text_config`; or, of a carve that is not TinyONN, the text part of its config.json.
         """
-        if shape.pooled:
+        if config.get("topology") == GLOBAL_POOL:
             return dict.fromkeys(self.runtimes, "runs no pool of experts that layers share")
-        if (activation := activation_of(source)) != self.activation:
+        if (activation := activation_of(config)) != self.activation:
             # vLLM 0.32 computes some with SiLU and refuses others.
             known = "SiLU" if self.activation == "silu" else self.activation
             return dict.fromkeys(self.runtimes, f"has only {known} for these experts, not {activation}")
-        faults, rope = dict[str, str](), rope_of(source)
-        scaled = rope_type_of(source) == "yarn" and (rope.get("mscale_all_dim") or rope.get("attention_factor"))
+        faults, rope = dict[str, str](), rope_of(config)
+        scaled = rope_type_of(config) == "yarn" and (rope.get("mscale_all_dim") or rope.get("attention_factor"))
         if scaled and not self.is_tiny_onn:  # which runs in vLLM by transformers' code
-            wrong = [name for name in self.runtimes if name != "llama.cpp" or not self.llama_cpp_keys(source)]
+            wrong = [name for name in self.runtimes if name != "llama.cpp" or not self.llama_cpp_keys(config)]
             faults = dict.fromkeys(wrong, "ignores the mscale and attention_factor of yarn")
-        if "llama.cpp" in {*self.runtimes} - faults.keys() and (fault := self._llama_cpp_fault(shape, source)):
+        if "llama.cpp" in {*self.runtimes} - faults.keys() and (fault := self._llama_cpp_fault(config)):
             faults["llama.cpp"] = fault
-        heads = [name for name in self.needs_head if tied and name != "llama.cpp"]
-        return {**dict.fromkeys(heads, _NO_TIES), **self.lacks(source), **faults}
+        heads = [name for name in self.needs_head if config.get("tie_word_embeddings") and name != "llama.cpp"]
+        return {**dict.fromkeys(heads, _NO_TIES), **self.lacks(config), **faults}
 
-    def _llama_cpp_fault(self, shape: MoEShape, source: Mapping[str, Any]) -> str:
-        if shape.dense_layers and self.dense_layers in {"ends", "any"}:
-            return "runs dense layers only in architectures that put them before all others"
-        if (rope := rope_type_of(source)) not in self.llama_cpp_ropes:
+    def _llama_cpp_fault(self, config: Mapping[str, Any]) -> str:
+        if dense := config.get("mlp_only_layers"):
+            return f"wants experts in every layer of this architecture, and layers {dense} have none"
+        if (rope := rope_type_of(config)) not in self.llama_cpp_ropes:
             return f"has no {rope} position encoding for this architecture"
-        if self.output_bias and source.get("attention_bias") and not self.llama_cpp_output_bias:
+        if self.output_bias and config.get("attention_bias") and not self.llama_cpp_output_bias:
             return "has no bias on o_proj for this architecture"
         return ""
 

@@ -58,6 +58,14 @@ def emit_config(
     return _wrapped(decoder, target, config) if decoder.is_wrapper else config
 
 
+def emit_text_config(
+    decoder: Decoder, target: MoETarget, shape: MoEShape, pad_to: int | None = None, *, tied: bool
+) -> dict[str, Any]:
+    """What config.json will say of the carve's text decoder; keys that it leaves out are those of the dense model."""
+    config = emit_config(decoder, target, shape, "bfloat16", pad_to, tied=tied)
+    return {**decoder.config, **config.get("text_config", config)}
+
+
 # Keys about the dense checkpoint's files and class, not about the model.
 _OF_FILES = frozenset({"_name_or_path", "architectures", "auto_map", "model_type", "quantization_config"})
 

@@ -36,7 +36,6 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "shared_intermediate_size": given.shared,
         "routed_scaling_factor": gate_scale.routed_scaling_factor,
         "norm_topk_prob": gate_scale.norm_topk_prob,
-        "scoring": "sigmoid",
         "topology": given.shape.topology,
         "dense_layers": [*given.shape.dense_layers],
         "router_aux_loss_coef": 0.0,

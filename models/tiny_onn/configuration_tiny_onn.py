@@ -10,7 +10,6 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig
 
 TOPOLOGIES = ("per_layer", "global_pool")
-SCORINGS = ("softmax", "sigmoid")
 
 # Stored in `dense`; generate(), Trainer, TRL and resize_token_embeddings() look for them at the top level.
 _SHARED = (
@@ -32,7 +31,6 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         shared_intermediate_size: S, the width of the shared FFN that every token passes; 0: there is none.
         routed_scaling_factor: factor of the gates.
         norm_topk_prob: the K chosen gates are normalised to a sum of 1 before the factor.
-        scoring: softmax or sigmoid, which turns router logits into gates.
         topology: per_layer, E experts in every layer; or global_pool, E experts in all, shared by every layer.
         dense_layers: numbers of the layers that keep the dense model's FFN.
         router_aux_loss_coef: weight of the load balancing loss.
@@ -42,7 +40,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
             path in the FFN, or after a colon a name in ACT2FN; after a slash, its quotient by its argument.
         kwargs: values that replace those in `dense`, and keys that transformers writes to every config.json.
     Raises:
-        ValueError: an unknown scoring or topology, or K is not in 1 ... E.
+        ValueError: an unknown topology, or K is not in 1 ... E.
     """
 
     model_type = "tiny_onn"
@@ -58,7 +56,6 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         shared_intermediate_size: int = 0,
         routed_scaling_factor: float = 1.0,
         norm_topk_prob: bool = True,
-        scoring: str = "softmax",
         topology: str = "per_layer",
         dense_layers: Sequence[int] = (),
         router_aux_loss_coef: float = 0.001,
@@ -68,8 +65,6 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         **kwargs: Any,  # noqa: ANN401 - the other keys of config.json
     ) -> None:
         """Check the values, and read the configuration of the dense model."""
-        if scoring not in SCORINGS:
-            raise ValueError(f"scoring={scoring!r} is not one of {', '.join(SCORINGS)}")
         if topology not in TOPOLOGIES:
             raise ValueError(f"topology={topology!r} is not one of {', '.join(TOPOLOGIES)}")
         if not 1 <= num_experts_per_tok <= num_experts:
@@ -83,7 +78,6 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         self.shared_intermediate_size = shared_intermediate_size
         self.routed_scaling_factor = routed_scaling_factor
         self.norm_topk_prob = norm_topk_prob
-        self.scoring = scoring
         self.topology = topology
         self.dense_layers = [*dense_layers]
         self.router_aux_loss_coef = router_aux_loss_coef

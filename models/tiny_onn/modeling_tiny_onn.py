@@ -5,7 +5,7 @@ This file is copied into the checkpoint's folder: it needs only torch and transf
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from .configuration_tiny_onn import TinyONNConfig
-from .sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN, find_activation, score_logits
+from .sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN, find_activation
 
 try:
     # Does not overwrite parameters that a checkpoint has filled.
@@ -231,7 +231,6 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         return measure_imbalance(
             [logits_TE for logits_TE, _, _ in routed],
             [chosen_TK for _, _, chosen_TK in routed],
-            scoring=self.config.scoring,
             pooled=self.config.topology == "global_pool",
             attention_mask=attention_mask,
         )
@@ -240,13 +239,12 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
     def _watch_routers(self, *, enabled: bool) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         """Collect the outputs of every router, in layer order."""
         routed: list[tuple[Tensor, Tensor, Tensor]] = []
-        gates = [ffn.gate for ffn in self._sparse_ffns()] if enabled else []
-        hooks = [gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output)) for gate in gates]
-        try:
+        with ExitStack() as hooks:
+            for ffn in self._sparse_ffns() if enabled else ():
+                hooks.enter_context(
+                    ffn.gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output))
+                )
             yield routed
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def prepare_inputs_for_generation(
         self,
@@ -282,14 +280,13 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TinyONNConfig.model_type] = TinyONNForCausalLM
 
 
 def measure_imbalance(
-    logits: list[Tensor], chosen: list[Tensor], *, scoring: str, pooled: bool, attention_mask: Tensor | None = None
+    logits: list[Tensor], chosen: list[Tensor], *, pooled: bool, attention_mask: Tensor | None = None
 ) -> Tensor:
     """Load balancing loss: E · Σ_e (share of tokens that chose e) · (mean probability of e).
 
     Args:
         logits: ``(T, E)`` by layer.
         chosen: ``(T, K)`` by layer.
-        scoring: softmax or sigmoid.
         pooled: all layers share the experts: the load is counted over all layers together. Else the loss is the mean
             over layers.
         attention_mask: ``(B, S)``, B·S = T; tokens where it is 0 do not count. Masks of other shapes are ignored.
@@ -298,7 +295,7 @@ def measure_imbalance(
     Source: Switch Transformers, arXiv:2101.03961 eq. 4; differs: top K, and by layer.
     """
     layers_LTE = torch.stack([layer.to(logits[0].device) for layer in logits])
-    shares_LTE = score_logits(layers_LTE, scoring)
+    shares_LTE = layers_LTE.sigmoid()
     probability_LTE = shares_LTE / shares_LTE.sum(-1, keepdim=True)
     chosen_LTK = torch.stack([layer.to(layers_LTE.device) for layer in chosen])
     load_LTE = torch.zeros_like(probability_LTE).scatter_(-1, chosen_LTK, 1.0)

@@ -23,7 +23,7 @@ except ImportError:  # transformers 4 has no kernels to choose from
 
 
 class TinyONNRouter(nn.Module):
-    """Chooses K experts per token and computes their gates."""
+    """Chooses K experts per token and computes their gates, the sigmoid of their logits."""
 
     e_score_correction_bias: Tensor
     bias_on_logits = True  # other architectures add it to the scores
@@ -32,7 +32,6 @@ class TinyONNRouter(nn.Module):
         """Weights are left uninitialised, the selection bias is 0."""
         super().__init__()
         self.top_k = config.num_experts_per_tok
-        self.scoring = config.scoring
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
@@ -52,15 +51,10 @@ class TinyONNRouter(nn.Module):
             logits_TE = linear(x_TD.to(wide), self.weight.to(wide))
             biased_TE = logits_TE.detach() + self.e_score_correction_bias
             chosen_TK = biased_TE.topk(self.top_k, dim=-1, sorted=False).indices
-            gates_TK = score_logits(logits_TE, self.scoring).gather(1, chosen_TK)
+            gates_TK = logits_TE.gather(1, chosen_TK).sigmoid()
             if self.norm_topk_prob:
                 gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20)
             return logits_TE, gates_TK * self.routed_scaling_factor, chosen_TK
-
-
-def score_logits(logits_TE: Tensor, scoring: str) -> Tensor:
-    """``(T, E)`` softmax or sigmoid of the logits."""
-    return logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
 
 
 class Quotient(nn.Module):
@@ -115,19 +109,18 @@ class TinyONNExperts(nn.Module):
 
 
 class TinyONNSharedFFN(nn.Module):
-    """The gated FFN of the always-on neurons."""
+    """The gated FFN of the always-on neurons: down(act(gate(x)) · up(x))."""
 
-    def __init__(self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor]) -> None:
-        """Three Linear layers without bias."""
+    def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
+        """Three Linear layers without bias; `act` is a name in transformers' ACT2FN, or a function."""
         super().__init__()
-        hidden, width = config.hidden_size, config.shared_intermediate_size
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
-        self.act_fn = act_fn
+        self.gate_proj = nn.Linear(hidden_size, n, bias=False)
+        self.up_proj = nn.Linear(hidden_size, n, bias=False)
+        self.down_proj = nn.Linear(n, hidden_size, bias=False)
+        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[act] if isinstance(act, str) else act
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, which every token gets."""
+        """The output for (..., D), without a gate."""
         output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return output
 
@@ -143,7 +136,8 @@ class TinyONNSparseFFN(nn.Module):
         self.gate = TinyONNRouter(config)
         if pool is None:
             self.experts = TinyONNExperts(config, act_fn)
-        self.shared_experts = TinyONNSharedFFN(config, act_fn) if config.shared_intermediate_size else None
+        shared = config.shared_intermediate_size
+        self.shared_experts = TinyONNSharedFFN(config.hidden_size, shared, act_fn) if shared else None
         # In a mapping, the pool is no submodule of this layer: its parameters are counted, saved and trained once. Each
         # pass looks it up, since adapters and FSDP replace the model's module by one that wraps it.
         self._pool = pool

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from instruments.errors import ConfigError, UserError
+from instruments.errors import ConfigError, UserError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class Workers:
             dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=_COLLECTIVE_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-            what = f"the workers of this job cannot connect: {str(error).splitlines()[0]}"
+            what = f"the workers of this job cannot connect: {first_line(error)}"
             do = "torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK"
             raise UserError(what, where=f"environment {', '.join(places)}", do=do) from error
         try:
@@ -134,7 +134,7 @@ class Workers:
                 raise
             raise LostWorkerError(
                 "another worker of this job is gone",
-                where=f"worker {os.environ.get('RANK', '0')}: {str(error).splitlines()[0]}",
+                where=f"worker {os.environ.get('RANK', '0')}: {first_line(error)}",
                 do=f"see its own message, {GO_ON}",
             ) from error
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.targets.config import MOE_TARGETS
 from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
-VERSION = 16
+VERSION = 17
 
 TARGETS = ("auto", *MOE_TARGETS)
 

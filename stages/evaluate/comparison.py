@@ -193,11 +193,8 @@ def watch_states(model: PreTrainedModel, tokens: int, memory: TokenMemory | None
             keep = memory.reserve(tokens * states_BTD.shape[-1] * states_BTD.element_size())
         states.append(keep(states_BTD))
 
-    handle = decoder_layers(model)[1][-1].register_forward_hook(on_layer)
-    try:
+    with decoder_layers(model)[1][-1].register_forward_hook(on_layer):
         yield states
-    finally:
-        handle.remove()
 
 
 ALIGNED = "_aligned"

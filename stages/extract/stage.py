@@ -21,7 +21,7 @@ def run(job: Job, *, model: ModelConfig) -> Table:
     with DenseReader(folder) as reader:
         for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
-            experts = slice_experts(reader, layer, neurons_EN, always_on_S)
+            experts = slice_experts(reader.projections(layer), neurons_EN, always_on_S)
             size += ExtractedLayer(experts, neurons_EN, always_on_S).save(job.out, layer)
     return summarise(partition, size, perf_counter() - started)
 

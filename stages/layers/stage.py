@@ -74,12 +74,9 @@ def measure_costs(
             best_F = contribution_LF[layer].argsort(descending=True, stable=True)
             for row, share in enumerate(shares):
                 kept_F = torch.zeros(width).index_fill_(0, best_F[: max(1, round(share * width))], 1.0)
-                handle = ffn.down_proj.register_forward_pre_hook(
+                with ffn.down_proj.register_forward_pre_hook(
                     lambda _module, args, kept_F=kept_F: (args[0] * kept_F.to(args[0]),)
-                )
-                try:
+                ):
                     logits_BTV = dense(**inputs, use_cache=False).logits
-                finally:
-                    handle.remove()
                 costs_SL[row, layer] += sum_losses(logits_BTV, labels_BT, wanted_BTV)[1].cpu()
     return costs_SL / sum(int(supervised_tokens(batch.labels).sum()) for batch in batches)

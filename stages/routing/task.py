@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from instruments.device import rounded_products
-from models.experts import ExpertLoop, ExpertWeights, slice_ffn
+from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, chosen_mask
 from stages.calibration.share import Share
@@ -91,7 +91,7 @@ def make_loop(
     """These experts, None: plain slices of the layer, behind a router; None is a router of zeros."""
     if router is None:
         router = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
-    experts = slice_ffn(ffn, neurons_EN, always_S) if experts is None else experts
+    experts = slice_experts(ffn.projections, neurons_EN, always_S) if experts is None else experts
     return ExpertLoop(experts, neurons_EN, always_S, router, top_k, ffn.width, ffn.act)
 
 

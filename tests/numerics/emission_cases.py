@@ -261,7 +261,7 @@ def write_case(folder: Path, case: Case) -> None:
 
         def experts(layer: int):
             neurons_EN, always_on_S = neurons_of(case, layer)
-            slices = slice_experts(reader, layer, neurons_EN, always_on_S)
+            slices = slice_experts(reader.projections(layer), neurons_EN, always_on_S)
             copies = neurons_EN.flatten().bincount(minlength=case.width)[neurons_EN]
             return replace(slices, down_EDN=slices.down_EDN / copies[:, None, :])
 

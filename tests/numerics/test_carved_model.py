@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.config import MoEShape
 from models.emit import emit_checkpoint
-from models.experts import ExpertLoop, ExpertWeights, slice_ffn
+from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.ffn import DenseFFN, ffn_modules, separate_ffns
 from models.routing import GateKind, LinearRouter
 from models.targets.base import gate_kind, gate_scale_of
@@ -45,7 +45,7 @@ def cut_loops(dense, shape, gate):
     for mlp in ffn_modules(dense):
         ffn = DenseFFN.of(mlp)
         rows_ED = torch.randn(E, D, generator=generator) / 3
-        experts = slice_ffn(ffn, neurons_EN, always_S)
+        experts = slice_experts(ffn.projections, neurons_EN, always_S)
         loops.append(ExpertLoop(experts, neurons_EN, always_S, LinearRouter.without_bias(rows_ED), K, F, ffn.act, gate))
     return loops
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.config import MoEShape
 from models.emit import emit_checkpoint
-from models.experts import ExpertLoop, slice_ffn, sum_blocks
+from models.experts import ExpertLoop, slice_experts, sum_blocks
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, active_copies, membership
 from models.stream import LayerStream
@@ -34,7 +34,7 @@ def ffn():
 
 
 def make_loop(ffn, neurons_EN, always_S, top_k, rows_ED=None, scale_F=None):
-    experts = slice_ffn(ffn, neurons_EN, always_S)
+    experts = slice_experts(ffn.projections, neurons_EN, always_S)
     if scale_F is not None:
         experts = replace(experts, down_EDN=experts.down_EDN * scale_F[neurons_EN.long()][:, None])
     if rows_ED is None:
@@ -131,7 +131,7 @@ def emit_routed(source, target, always_on, top_k, logit_std, tmp_path):
     bias_E = torch.tensor([0.0, 3e-4, -3e-4, 0.0]) if biased else torch.zeros(4)
     with LayerStream(folder, device=torch.device("cpu")) as stream:
         ffn = next(stream.layers()).ffn
-    experts = slice_ffn(ffn, neurons_EN, always_S)
+    experts = slice_experts(ffn.projections, neurons_EN, always_S)
     emit_checkpoint(
         folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=shape, routers=lambda _: rows_ED,
         experts=lambda _: experts, selection_bias=lambda _: bias_E,

@@ -43,7 +43,7 @@ def case(tmp_path_factory):
     bias_LE = torch.randn(L, E, generator=torch.Generator().manual_seed(9)) / 10
     with DenseReader(dense) as reader:
         parts = [
-            slice_experts(reader, layer, partition.neurons_of(layer), always_S)
+            slice_experts(reader.projections(layer), partition.neurons_of(layer), always_S)
             for layer, always_S in enumerate(partition.always_on)
         ]
     emit_checkpoint(

@@ -23,7 +23,7 @@ from models.training import (
 )
 from stages.losses import enable_gradient_checkpointing
 
-GATES = {"num_experts_per_tok": 2, "scoring": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+GATES = {"num_experts_per_tok": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 IDS = torch.arange(14).view(2, 7)
 
 

@@ -116,7 +116,7 @@ def test_an_own_head_of_a_tied_model_is_used_as_transformers_does(target, tmp_pa
             folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=MoEShape(5, 8, 5, 0),
             routers=lambda _layer: torch.zeros(5, 24),
             experts=lambda layer: slice_experts(
-                reader, layer, torch.arange(40).view(5, 8), torch.arange(0)
+                reader.projections(layer), torch.arange(40).view(5, 8), torch.arange(0)
             ),
         )  # fmt: skip
     batches = draw_batches((9,))

@@ -12,12 +12,7 @@ from models.tiny_onn.sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSpa
 # Grouped kernels need aligned N and D.
 T, D, E, N, K, S = 7, 24, 5, 8, 2, 3
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-ROUTINGS = {
-    "softmax": {},
-    "softmax-as-is": {"norm_topk_prob": False, "routed_scaling_factor": 3.0},
-    "sigmoid": {"scoring": "sigmoid"},
-    "sigmoid-as-is": {"scoring": "sigmoid", "norm_topk_prob": False, "routed_scaling_factor": 0.5},
-}
+ROUTINGS = {"normalised": {}, "as-is": {"norm_topk_prob": False, "routed_scaling_factor": 0.5}}
 
 
 def make_config(implementation: str = "eager", **keys: object) -> TinyONNConfig:
@@ -43,7 +38,7 @@ def loop(layer: TinyONNSparseFFN, experts: TinyONNExperts, x_TD: Tensor, config:
     for x_D in x_TD:
         logits_E = layer.gate.weight @ x_D
         chosen = sorted(range(E), key=lambda e: -(logits_E[e] + layer.gate.e_score_correction_bias[e]).item())[:K]
-        scores_E = logits_E.softmax(0) if config.scoring == "softmax" else logits_E.sigmoid()
+        scores_E = logits_E.sigmoid()
         total = sum(scores_E[e] for e in chosen) if config.norm_topk_prob else 1.0
         row_D = torch.zeros(D)
         for e in chosen:
@@ -96,7 +91,8 @@ def test_the_bias_selects_and_weighs_nothing() -> None:
     assert torch.equal(biased_TE, logits_TE)
     assert set(moved_TK.flatten().tolist()) == {1, 4}
     assert set(chosen_TK.flatten().tolist()) == set(range(E))
-    torch.testing.assert_close(biased_TK, logits_TE.gather(1, moved_TK).softmax(-1))
+    scores_TK = logits_TE.gather(1, moved_TK).sigmoid()
+    torch.testing.assert_close(biased_TK, scores_TK / scores_TK.sum(-1, keepdim=True))
     torch.testing.assert_close(gates_TK.sum(-1), torch.ones(T))
 
 

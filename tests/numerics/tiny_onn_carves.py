@@ -68,11 +68,8 @@ def save(folder: Path, moe: dict[str, Tensor], dense: Path, *, always_on: int, t
     folder.mkdir()
     save_file(moe, folder / "model.safetensors", metadata={"format": "pt"})
     shape = MoEShape(EXPERTS, N, top_k, always_on)
-    softmax = {
-        "scoring": "softmax", "norm_topk_prob": True, "routed_scaling_factor": float(top_k),
-        "shared_intermediate_size": always_on,
-    }  # fmt: skip
-    keys = emit_config(find_decoder(dense), MOE_TARGETS["tiny_onn"], shape, "float32", tied=tie) | softmax
+    keys = emit_config(find_decoder(dense), MOE_TARGETS["tiny_onn"], shape, "float32", tied=tie)
+    keys["shared_intermediate_size"] = always_on  # without padding
     (folder / "config.json").write_text(json.dumps(keys))
     copy_code(folder)
 

@@ -1,12 +1,15 @@
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from instruments.errors import CheckpointError
-from instruments.safetensors_files import load_tensors, read_header, save_tensors
+from instruments.safetensors_files import EntryReader, load_tensors, read_header, save_tensors
 
 
 @pytest.fixture
@@ -29,6 +32,23 @@ def test_lists_every_tensor_and_where_it_lies(shard: Path) -> None:
         "empty": ("F32", (0, 4), 0),
     }
     assert max(entry.offset + entry.nbytes for entry in entries.values()) == shard.stat().st_size
+
+
+def test_threads_open_a_file_once(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries, opened, real = read_header(shard), [], Path.open
+
+    def open_slowly(path: Path, mode: str) -> Any:
+        opened.append(path)
+        sleep(0.02)
+        return real(path, mode)
+
+    monkeypatch.setattr(Path, "open", open_slowly)
+    with EntryReader() as reader, ThreadPoolExecutor(len(entries)) as threads:
+        found = list(threads.map(reader.read, entries.values(), entries))
+    assert opened == [shard]
+    assert {name: tuple(tensor.shape) for name, tensor in zip(entries, found, strict=True)} == {
+        name: entry.shape for name, entry in entries.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from instruments import device
 from instruments.device import allow_rounded_products, rounded_products
 from models.device import fetch_ahead
-from models.experts import ExpertLoop, slice_ffn, sum_blocks
+from models.experts import ExpertLoop, slice_experts, sum_blocks
 from models.ffn import DenseFFN, gated
 from models.routing import GateKind, LinearRouter
 from stages.routing.fit import distinct_neurons
@@ -28,7 +28,8 @@ def make_loop(neurons_EN=PLAIN, always=S, gate=GateKind.SOFTMAX_OF_CHOSEN):
     ffn = DenseFFN(draw(F, D, seed=1), draw(F, D, seed=2), draw(D, F, seed=3), torch.nn.functional.silu)
     always_S = torch.arange(F - always, F)
     router = LinearRouter(draw(E, D, seed=4), draw(E, seed=5))
-    return ExpertLoop(slice_ffn(ffn, neurons_EN, always_S), neurons_EN, always_S, router, K, F, ffn.act, gate)
+    experts = slice_experts(ffn.projections, neurons_EN, always_S)
+    return ExpertLoop(experts, neurons_EN, always_S, router, K, F, ffn.act, gate)
 
 
 def compute(loop, x_TD, form):

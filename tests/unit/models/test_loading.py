@@ -185,6 +185,8 @@ def test_padding_has_an_embedding(tmp_path, caplog):
 def test_a_real_allocation_that_cannot_be_met_and_other_errors():
     with pytest.raises(UserError, match="out of memory"), explained_memory("here", "lower it"):
         torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(UserError, match="out of memory: MemoryError"), explained_memory("here", "lower it"):
+        bytearray(1 << 60)  # Python's error has no text
     with pytest.raises(RuntimeError, match="shapes"), explained_memory("here", "lower it"):
         raise RuntimeError("shapes do not match")
 

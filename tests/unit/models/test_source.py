@@ -14,7 +14,7 @@ from pico import write_pico
 from instruments.errors import UserError
 from models.check import check_source
 from models.config import ModelConfig
-from models.source import EMBEDDED, read_source_config, resolve_folder, source_cache_key
+from models.source import EMBEDDED, config_folder, read_config, resolve_folder, source_cache_key
 
 
 def hub(name="nobody/nothing", revision=None):
@@ -92,7 +92,7 @@ def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch):
 def test_embedded_and_local_folders(tmp_path):
     local = ModelConfig(kind="local", label="q", path=str(tmp_path / "b" / ".." / "c"))
     assert (resolve_folder(ModelConfig()), resolve_folder(local)) == (EMBEDDED, Path(str(local.path)))
-    assert read_source_config(ModelConfig())["intermediate_size"] == 1024
+    assert read_config(config_folder(ModelConfig()))["intermediate_size"] == 1024
     names = [one.source_name for one in (hub("a/b"), local, ModelConfig(label="q", name="a/b"))]
     assert names == ["a/b", "c", "q"]
 

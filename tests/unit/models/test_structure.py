@@ -1,6 +1,7 @@
 """A dense decoder is found by structure; what is none is refused with the reason."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from instruments.errors import CheckpointError
+from models import finding
 from models.check import check_layers, check_tensors
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import DenseReader
 from models.decoder import Rows
-from models.finding import find_decoder, from_json
+from models.finding import description_path, find_decoder, from_json
+from models.source import EMBEDDED
 from models.structure import build_empty, describe_model
 
 
@@ -58,6 +61,20 @@ def test_the_description_is_kept_and_read_again(tmp_path, monkeypatch):
     found = find_decoder(tmp_path / "model")
     (kept,) = (tmp_path / "tiny-onn").glob("*.json")
     assert from_json(json.loads(kept.read_text())) == found
+
+
+def test_another_code_or_version_keeps_another_description(monkeypatch):
+    monkeypatch.setattr(finding, "_code", finding._code.__wrapped__)
+    places = [description_path(EMBEDDED, weights=False, text_only=False)]
+    for name, other in (
+        ("hash_code", lambda *_: "another"),
+        ("version", lambda package: "9.9" if package == "torch" else version(package)),
+        ("version", lambda package: "9.9" if package == "transformers" else version(package)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(finding, name, other)
+            places.append(description_path(EMBEDDED, weights=False, text_only=False))
+    assert len({*places}) == 4
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def carve(dense: Path, moe: Path, target: str, shape: MoEShape) -> Path:
             routers=lambda layer: (
                 0.3 * torch.randn(shape.experts, hidden, generator=torch.Generator().manual_seed(layer))
             ),
-            experts=lambda layer: slice_experts(reader, layer, routed, order[:always_on]),
+            experts=lambda layer: slice_experts(reader.projections(layer), routed, order[:always_on]),
         )
     return moe
 

@@ -59,7 +59,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_was_said(tmp_path, target, pad_to, 
             target=MOE_TARGETS[target],
             shape=shape,
             routers=lambda _layer: torch.zeros(58, 24),
-            experts=lambda layer: slice_experts(reader, layer, neurons_EN, torch.arange(1152)),
+            experts=lambda layer: slice_experts(reader.projections(layer), neurons_EN, torch.arange(1152)),
             dtype=dtype,
             pad_to=pad_to,
         )

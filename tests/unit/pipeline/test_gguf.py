@@ -7,12 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from pico import decoder_of
 from unit.pipeline.served_carves import write_carve, write_gguf_package
 
 from instruments.errors import ConfigError
+from models.card import render_card
+from models.config import MoEShape
 from models.source import read_config
+from models.targets.config import MOE_TARGETS
+from models.targets.config_json import emit_config
 from pipeline import gguf
 from pipeline.clients import readable_copy
+from pipeline.shape import ShapeRequest, describe_shape
+from stages.assemble.config import AssembleConfig
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +68,31 @@ def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, caps
 def test_targets_that_do_not_convert_are_refused(config, what):
     with pytest.raises(ConfigError, match=re.escape(what)):
         gguf.check_convertible(config)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "always_on", "dense_layers", "fault"),
+    [
+        ("cohere2", "cohere2_moe", 8, (0,), ""),
+        ("cohere2", "cohere2_moe", 8, (1,), "runs dense layers only before all others"),
+        ("ernie4_5", "ernie4_5_moe", 0, (0,), ""),
+        ("ernie4_5", "ernie4_5_moe", 0, (2,), "runs dense layers only before all others"),
+        ("ernie4_5", "ernie4_5_moe", 8, (0,), "has only shared experts as wide as a dense layer / key heads"),
+        ("ernie4_5", "ernie4_5_moe", 8, (), ""),
+        ("qwen3", "qwen3_moe", 0, (0, 2), "wants experts in every layer of this architecture, and layers [0, 2] have"),
+        ("qwen3", "glm4_moe", 8, (0,), ""),
+    ],
+)
+def test_plan_card_and_gguf_judge_alike(source, target, always_on, dense_layers, fault):
+    dense, moe = decoder_of(source, num_hidden_layers=3), MOE_TARGETS[target]
+    shape = MoEShape(2, 8, 2, always_on, dense_layers=dense_layers)
+    said = gguf.llama_cpp_fault(emit_config(dense, moe, shape, "float32", tied=False))
+    assert said.startswith(f"llama.cpp {fault}") if fault else not said
+    card = render_card("x", moe, shape, {}, dense)
+    assert said.replace("llama.cpp ", "- llama.cpp: ") in card
+    assert ("`python -m pipeline gguf` converts it" in card) is not bool(said)
+    request = ShapeRequest(2, 8, 2, always_on, 0.5, assemble=AssembleConfig(target=target), source=dense)
+    assert ("not llama.cpp" in describe_shape(request, shape)[-1]) is bool(said)
 
 
 @pytest.mark.parametrize(

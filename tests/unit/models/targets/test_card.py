@@ -19,8 +19,10 @@ PLAIN = {"model_type": "llama"}
 SHAPE = MoEShape(64, 256, 8, 0)
 
 
-def runtimes(target, shape=SHAPE, pad_to=None, **dense):
-    return suitable_runtimes(MOE_TARGETS[target], shape, pad_to, PLAIN | dense)
+def runtimes(target, shape=SHAPE, **config):
+    """The advice for a carve with these keys in its configuration, which the dense model has, too."""
+    keys = {**PLAIN, "topology": shape.topology, "mlp_only_layers": [*shape.dense_layers], **config}
+    return suitable_runtimes(MOE_TARGETS[target], shape, None, PLAIN | config, keys)
 
 
 def sizes(width, layers):
@@ -86,7 +88,7 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
         ("tiny_onn", SHAPE, "needs `trust_remote_code=True`"),
         ("qwen3_5_moe_text", SHAPE, "transformers 5: loads without remote code; train with"),
         ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM: runs no pool of experts that layers share.\n"),
-        ("qwen2_moe", MoEShape(64, 256, 8, 0, dense_layers=(0,)), "\nllama.cpp: runs dense layers only in"),
+        ("qwen2_moe", MoEShape(64, 256, 8, 0, dense_layers=(0,)), "\nllama.cpp: wants experts in every layer"),
         ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
         ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),
         ("granitemoe", MoEShape(64, 304, 8, 0), 'llm_int8_skip_modules=["layer", "lm_head"]'),
@@ -98,7 +100,7 @@ def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
 
 def test_a_card_names_the_runtimes_that_read_no_tied_embeddings():
     def said(target, tied):
-        return "\n".join(suitable_runtimes(MOE_TARGETS[target], SHAPE, None, PLAIN, tied=tied))
+        return "\n".join(runtimes(target, tie_word_embeddings=tied))
 
     assert "\nSGLang: reads the output embedding only from" in said("qwen3_moe", tied=True)
     assert "\nvLLM: expert count and" in said("qwen3_moe", tied=True)

@@ -34,7 +34,7 @@ def test_what_follows_the_last_hidden_states_is_there_for_who_computes_logits_fr
 
 def test_it_survives_the_way_to_disk_and_back(tmp_path):
     config = TinyONNConfig(
-        DENSE, 5, 2, 8, 3, routed_scaling_factor=2.0, norm_topk_prob=False, scoring="sigmoid", topology="global_pool",
+        DENSE, 5, 2, 8, 3, routed_scaling_factor=2.0, norm_topk_prob=False, topology="global_pool",
         router_aux_loss_coef=0.5, output_router_logits=True, vocab_size=67,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
@@ -53,7 +53,6 @@ def test_it_survives_the_way_to_disk_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"scoring": "relu"}, "scoring='relu' is not one of softmax, sigmoid"),
         ({"topology": "ring"}, "topology='ring' is not one of per_layer, global_pool"),
         ({"num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3 is not in 1"),
         ({"num_experts": 2, "num_experts_per_tok": 0}, "num_experts_per_tok=0 is not in 1"),

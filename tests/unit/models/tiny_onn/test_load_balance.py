@@ -19,14 +19,13 @@ def crowded():
 
 def measure(layers, **options):
     logits, chosen = zip(*layers, strict=True)
-    return float(measure_imbalance(list(logits), list(chosen), **{"scoring": "softmax", "pooled": False} | options))
+    return float(measure_imbalance(list(logits), list(chosen), **{"pooled": False} | options))
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_even_load_gives_k_and_crowding_gives_e(scoring, pooled):
-    assert measure([even()] * L, scoring=scoring, pooled=pooled) == pytest.approx(K)
-    assert measure([crowded()] * L, scoring=scoring, pooled=pooled) == pytest.approx(E, rel=1e-3)
+def test_even_load_gives_k_and_crowding_gives_e(pooled):
+    assert measure([even()] * L, pooled=pooled) == pytest.approx(K)
+    assert measure([crowded()] * L, pooled=pooled) == pytest.approx(E, rel=1e-3)
 
 
 def test_layers_of_a_pool_may_make_up_for_each_other():
@@ -45,6 +44,6 @@ def test_masked_tokens_count_nothing():
 
 def test_its_gradient_moves_tokens_away_from_the_crowd():
     logits = torch.tensor([0.5, 0.4, 0.3, 0.2]).repeat(T, 1).requires_grad_()
-    measure_imbalance([logits], [torch.tensor([0, 1]).expand(T, K)], scoring="softmax", pooled=False).backward()
+    measure_imbalance([logits], [torch.tensor([0, 1]).expand(T, K)], pooled=False).backward()
     assert (logits.grad[0, :2] > 0).all()
     assert (logits.grad[0, 2:] < 0).all()

@@ -31,7 +31,7 @@ def write_carve(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> 
         emit_checkpoint(
             dense, moe, target=MOE_TARGETS["tiny_onn"], shape=SHAPE,
             routers=lambda _layer: torch.zeros(4, reader.decoder.hidden),
-            experts=lambda layer: slice_experts(reader, layer, neurons_EN, always_on_S),
+            experts=lambda layer: slice_experts(reader.projections(layer), neurons_EN, always_on_S),
         )  # fmt: skip
     return dense, moe
 

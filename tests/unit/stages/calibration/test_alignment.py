@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from models.experts import ExpertLoop, slice_ffn
+from models.experts import ExpertLoop, slice_experts
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, active_copies, membership, relative_gates
 from stages.calibration.alignment import align_down, at_usual_gates, column_scale, relative_error, scale_columns
@@ -107,7 +107,8 @@ INPUTS = [draw(T, D, seed=3), draw(T + 1, D, seed=4)]
 def make_loop(gate, neurons_EN=APART, top_k=K, std=1.0):
     none_S = torch.empty(0, dtype=torch.int64)
     router = LinearRouter.without_bias(draw(E, D, seed=5) * std / D**0.5)
-    return ExpertLoop(slice_ffn(FFN, neurons_EN, none_S), neurons_EN, none_S, router, top_k, F, FFN.act, gate)
+    experts = slice_experts(FFN.projections, neurons_EN, none_S)
+    return ExpertLoop(experts, neurons_EN, none_S, router, top_k, F, FFN.act, gate)
 
 
 def gates_of(loop):

@@ -4,7 +4,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from models.experts import ExpertLoop, slice_ffn
+from models.experts import ExpertLoop, slice_experts
 from stages.evaluate.baselines import start_baseline
 
 METHODS = ("unaligned", "random_router", "oracle")
@@ -48,7 +48,7 @@ def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
         neurons_EN = facts.neurons_EN.clone()
         neurons_EN[3] = facts.neurons_EN[0]
         facts = replace(facts, neurons_EN=neurons_EN, shape=replace(facts.shape, top_k=4))
-    experts = slice_ffn(facts.ffn, facts.neurons_EN, facts.always_S)
+    experts = slice_experts(facts.ffn.projections, facts.neurons_EN, facts.always_S)
     if copied:  # all experts are on, so each copy gets half the weight
         half_EN = torch.tensor([0.5, 1.0, 1.0, 0.5])[:, None, None]
         experts = replace(experts, down_EDN=experts.down_EDN * half_EN)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.experts import slice_ffn
+from models.experts import slice_experts
 from models.ffn import DenseFFN
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import neuron_dim, project_neurons, read_text
@@ -20,7 +20,7 @@ def cut_experts(seed=1):
     ffn = DenseFFN(
         draw(F, D, seed=seed), draw(F, D, seed=seed + 1), draw(D, F, seed=seed + 2), torch.nn.functional.silu
     )
-    return slice_ffn(ffn, NEURONS_EN, ALWAYS_S)
+    return slice_experts(ffn.projections, NEURONS_EN, ALWAYS_S)
 
 
 def test_every_neuron_moves_by_the_asked_length_along_its_own_gradient():

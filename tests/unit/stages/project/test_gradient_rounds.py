@@ -9,7 +9,7 @@ from integration.forked import as_workers
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.experts import ExpertLoop, ExpertWeights, slice_ffn
+from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
 from stages.losses import save_memory
@@ -47,7 +47,7 @@ def carved(folder):
     for mlp in ffn_modules(dense):
         ffn = DenseFFN.of(mlp)
         rows_ED = torch.randn(E, D, generator=torch.Generator().manual_seed(len(loops)))
-        experts, router = slice_ffn(ffn, neurons_EN, always_S), LinearRouter.without_bias(rows_ED)
+        experts, router = slice_experts(ffn.projections, neurons_EN, always_S), LinearRouter.without_bias(rows_ED)
         loops.append(ExpertLoop(experts, neurons_EN, always_S, router, K, F, ffn.act, GateKind.SOFTMAX_OF_CHOSEN))
     return CarvedModel(dense, loops)
 

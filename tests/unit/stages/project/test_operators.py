@@ -10,7 +10,7 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from instruments import device
-from models.experts import ExpertLoop, slice_ffn
+from models.experts import ExpertLoop, slice_experts
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
 from stages.calibration.alignment import column_scale, relative_error, sum_features
@@ -40,7 +40,7 @@ def draw(*shape, seed):
 def cut_loop(ffn, experts, seed=4):
     neurons_EN, always_S = torch.arange(S, ffn.width).view(experts, N), torch.arange(S)
     router = LinearRouter.without_bias(draw(experts, ffn.gate_FD.shape[1], seed=seed))
-    kept = slice_ffn(ffn, neurons_EN, always_S)
+    kept = slice_experts(ffn.projections, neurons_EN, always_S)
     return ExpertLoop(kept, neurons_EN, always_S, router, K, ffn.width, ffn.act, GateKind.SOFTMAX_OF_CHOSEN)
 
 
