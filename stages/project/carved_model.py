@@ -1,7 +1,8 @@
 """The carved model for autograd: the dense model of transformers with experts behind a router as FFNs."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from instruments.device import rounded_products
 from models.experts import ExpertLoop, ExpertWeights
@@ -94,11 +95,21 @@ def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
     return gradient_TD * scale_T1
 
 
-class _GivenHidden(nn.Module):
-    """Replaces the decoder when its last hidden states are known."""
+@contextmanager
+def _answering(decoder: nn.Module, output: ModelOutput) -> Iterator[None]:
+    """Let the decoder return `output` without running; its class, attributes and arguments stay."""
+    forward = vars(decoder).get("forward")  # of accelerate, if it is offloaded
+    decoder.forward = lambda *_args, **_arguments: output
+    try:
+        yield
+    finally:
+        del decoder.forward
+        if forward is not None:
+            decoder.forward = forward
 
-    def forward(self, inputs_embeds: Tensor, **_arguments: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+# Gradients of a mean over tokens vanish in float16 below 6e-8. A power of two costs no accuracy.
+HALF_LOSS_SCALE = 2.0**9
 
 
 class CarvedModel:
@@ -182,11 +193,13 @@ class CarvedModel:
         `receive` may change the weight: backward has no more use for it.
         """
         missing = set(range(len(weights)))
+        half = self.model.get_input_embeddings().weight.dtype == torch.float16
 
         def pass_on(index: int, weight: Tensor) -> None:
             missing.discard(index)
             gradient, weight.grad = weight.grad, None
-            receive(index, gradient if gradient is not None else torch.zeros_like(weight))
+            assert gradient is not None, "called behind its accumulation"
+            receive(index, gradient.div_(HALF_LOSS_SCALE) if half else gradient)
 
         hooks = [
             weight.requires_grad_().register_post_accumulate_grad_hook(partial(pass_on, index))  # type: ignore[no-untyped-call]
@@ -195,6 +208,7 @@ class CarvedModel:
         try:
             with self._as_carved(), torch.enable_grad():
                 distance = self._distance(batch) / count_tokens([batch])  # small, so rounded logits would hide it
+                distance = distance * HALF_LOSS_SCALE if half else distance
                 with rounded_products(on=["cpu"]):
                     distance.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -205,27 +219,21 @@ class CarvedModel:
             receive(index, torch.zeros_like(weights[index]))
 
     def _distance(self, batch: TaughtBatch) -> Tensor:
-        inputs = batch.tokens.inputs(self.device)
-        logits = self.model(**inputs, use_cache=False).logits
+        inputs, outputs = batch.tokens.inputs(self.device), []
+        with self.model.base_model.register_forward_hook(lambda _module, _args, output: outputs.append(output)):
+            logits = self.model(**inputs, use_cache=False).logits
         mask_BT = inputs["attention_mask"].to(logits.device) > 0
-        with torch.no_grad():
-            wanted = self._logits(batch.hidden_BTD)
+        # The model's own head may scale or cap logits, and reads other fields of the decoder's output.
+        taught = copy(outputs[-1])
+        taught["last_hidden_state"] = batch.hidden_BTD
+        with torch.no_grad(), _answering(self.model.base_model, taught):
+            wanted = self.model(**inputs, use_cache=False).logits
         return prediction_distance(logits, wanted.to(logits.device), mask_BT)
 
     def _last_hidden(self, batch: TokenBatch) -> Tensor:
         inputs = batch.inputs(self.device)
         hidden_BTD: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         return hidden_BTD
-
-    def _logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits from the model's own head, which may scale or cap them."""
-        prefix, decoder = self.model.base_model_prefix, self.model.base_model
-        setattr(self.model, prefix, _GivenHidden())
-        try:
-            logits: Tensor = self.model(inputs_embeds=hidden_BTD, use_cache=False).logits
-        finally:
-            setattr(self.model, prefix, decoder)
-        return logits
 
     def _as_carved(self) -> AbstractContextManager[None]:
         return replaced_ffns(self._layers, self._path, self._carved)

@@ -202,3 +202,19 @@ def test_weights_may_move_while_backward_runs(tmp_path):
     carved.backward(batch, weights, move)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not any(weight.requires_grad or weight.grad is not None for weight in weights)
+
+
+def test_gradients_do_not_vanish_in_float16(tmp_path):
+    dense = load(write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F))
+    with torch.no_grad():  # the same function of a residual stream 8,192 times as large
+        for name, weight in dense.named_parameters():
+            if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+                weight.mul_(8192)
+    loops = cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN)
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        carved = CarvedModel(dense.to(dtype), loops)
+        found.append(find_gradients(carved, carved.teach(read_batches())[0]))
+    for exact, rounded in zip(*found, strict=True):
+        cosine = torch.nn.functional.cosine_similarity(exact.flatten(), rounded.flatten(), dim=0)
+        assert cosine > 0.999
