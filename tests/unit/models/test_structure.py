@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from pico import FAMILIES, bare_decoder, decoder_of, write_pico
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -37,6 +37,16 @@ def test_every_tensor_of_a_checkpoint_is_described(model_type, tmp_path):
     assert "mlp" not in str(names)
 
 
+@pytest.mark.parametrize("size", [61, 60])
+def test_a_tied_head_may_be_stored_too(size, tmp_path):
+    folder = write_pico(tmp_path, "qwen3", tie=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"][:size].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    errors = [error.where for error in check_tensors(find_decoder(folder), shapes_of(folder))]
+    assert errors == ([] if size == 61 else ["lm_head.weight is (60, 24), not (61, 24)"])
+
+
 def test_gate_up_and_down_are_told_apart():
     """Lfm2 calls them w1, w3 and w2, and its activation is no module."""
     plan = decoder_of("lfm2", block_ff_dim=40, block_auto_adjust_ff_dim=False, full_attn_idxs=[1]).ffn
@@ -44,6 +54,8 @@ def test_gate_up_and_down_are_told_apart():
     plan = decoder_of("phi3").ffn
     assert (plan.gate, plan.up) == (Rows("gate_up_proj", "first"), Rows("gate_up_proj", "second"))
     assert decoder_of("gemma2").ffn.activation == "gelu_pytorch_tanh"
+    for name in ("quick_gelu", "mish"):
+        assert decoder_of("llama", hidden_act=name).ffn.activation == name
 
 
 def test_an_ffn_without_a_gate_is_one_with_equal_gate_and_up():
