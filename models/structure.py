@@ -456,7 +456,8 @@ def _name_of(place: str, act: Callable[[Tensor], Tensor]) -> str:
     if place.startswith("/"):
         return f"{_name_of(place[1:], act)} without a gate"
     x = torch.linspace(-4, 4, 65)
-    for name in dict.fromkeys([*_ACTIVATIONS, *ACT2FN]):
+    names: list[str] = [*_ACTIVATIONS, *ACT2FN]
+    for name in names:
         with suppress(Exception):  # one of both may want another shape
             if torch.allclose(act(x), ACT2FN[name](x), rtol=0, atol=1e-6):
                 return name

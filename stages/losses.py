@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.device import free_device_memory, is_launch_bound
+from instruments.errors import ConfigError
 from models.device import send
 from models.loading import input_device, is_offloaded
 from models.structure import decoder_layers
@@ -281,6 +282,11 @@ def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = F
     """Recompute layers in the backward pass, without the dropout that `train()` would enable."""
     # transformers 5 renamed it.
     enable = getattr(dense, "activation_checkpointing_enable", None) or dense.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
+    try:
+        enable({"use_reentrant": reentrant})
+    except ValueError as error:
+        what, where = f"transformers cannot recompute the layers of {type(dense).__name__}", "gradient_checkpointing"
+        do = "gradient_checkpointing=false of that stage, and a model that fits in memory"
+        raise ConfigError(what, where=where, do=do) from error
     for layer in decoder_layers(dense)[1]:
         layer.training = True

@@ -39,7 +39,7 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
         what = "store.kind=redis names no server"
         raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
     if store.url and redact(store.url) != store.url:
-        what = "a password in store.url can be seen in the list of processes"
+        what = "a password in an address can be seen in the list of processes"
         do = f"{PASSWORD}=... in the environment, and store.url={redact(store.url)}"
         raise ConfigError(what, where="setting store.url", do=do)
     if find_spec("redis") is None:

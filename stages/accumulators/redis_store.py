@@ -429,13 +429,9 @@ def import_sums(client: Redis, place: str, prefix: str, path: Path) -> ScanSums:
     try:
         if strange := sorted(sums.tensors.keys() ^ {*FIELDS, BITS}):
             raise ValueError(f"{strange[0]} is missing or unknown")
-        # Default: the weight names of transformers' decoders.
-        weights = facts.get("weights") or [
-            {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS}
-            for layer in range(len(sums.tensors[BITS]))
-        ]
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
-        store = RedisStore(client, place, prefix, pack_identity(json.loads(facts["identity"]), shapes, weights))
+        identity = pack_identity(json.loads(facts["identity"]), shapes, facts["weights"])
+        store = RedisStore(client, place, prefix, identity)
     except FOREIGN as error:
         raise ContractError(f"the file holds no sums of a scan: {error}", where=str(path), do=do) from error
     with closing(store):

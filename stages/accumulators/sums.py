@@ -3,7 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,7 @@ class LocalStore(SumStore):
         *,
         identity: Mapping[str, Any],
         every: float,
+        weights: Sequence[Mapping[str, str]] = (),
         worker: int = 0,
         workers: int = 1,
         fresh: bool = False,
@@ -120,10 +121,12 @@ class LocalStore(SumStore):
 
         If an earlier run had more workers, worker 0 takes over the sums of the extra ones, unless their batches have
         been read again since. `fresh` deletes this worker's file; the pipeline cleans only the leading machine.
+        `weights` are kept in the file for an import into Redis, whose keys have the weights' names.
         Raises ContractError: the folder holds sums of another identity.
         """
         self.path = folder / f"sums.{worker}.safetensors"
         self.identity, self.shapes = json.dumps(identity, sort_keys=True), shapes
+        self._weights = [*map(dict, weights)]
         if fresh:
             self.path.unlink(missing_ok=True)
         super().__init__(self._load(self.path) if self.path.exists() else empty_sums(shapes), every)
@@ -144,7 +147,7 @@ class LocalStore(SumStore):
     def flush(self) -> None:
         """Replace the file with the current sums."""
         facts = {"identity": self.identity, "counters": self.sums.counters, "done": sorted(self.sums.done)}
-        save_tensors(self.path, self.sums.tensors, **facts)
+        save_tensors(self.path, self.sums.tensors, **facts, weights=self._weights)
         self.last = time.monotonic()
 
     def collect(self) -> ScanSums:

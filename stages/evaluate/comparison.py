@@ -75,8 +75,9 @@ def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]
     sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
     total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in f".{name}")
     times = len(decoder_layers(model)[1]) if shape.pooled else 1
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    looked_up = 0 if head is embedding else count_numbers(embedding)
+    embedding = model.get_input_embeddings().weight
+    users = sum(parameter is embedding for _, parameter in model.named_parameters(remove_duplicate=False))
+    looked_up = count_numbers(embedding) if users == 1 else 0  # else the head has it, too
     return total, total - experts + experts * shape.top_k * times // shape.experts - looked_up
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 10
+VERSION = 11
 
 BASELINES = {  # name → row of the table
-    "unaligned": "this MoE before projection, weights as cut",
+    "unaligned": "this MoE before projection, gates of 1",
     "static_mask": "static mask of the same width",
     "static_mask_aligned": "static mask, down columns aligned",
     "random_router": "random router, weights as cut",

@@ -150,8 +150,9 @@ def open_store(
     keeper: SumStore | None = None
     if store.kind == "local":
         rank, world = workers.rank, workers.world
+        place = {"worker": rank, "workers": world}
         keeper = LocalStore(
-            job.scratch, shapes, identity=identity, every=every, worker=rank, workers=world, fresh=job.fresh
+            job.scratch, shapes, identity=identity, every=every, weights=weights, fresh=job.fresh, **place
         )
     else:
         from stages.accumulators.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra

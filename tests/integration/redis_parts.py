@@ -17,7 +17,7 @@ SHAPES = {
 }
 IDENTITY = {"scan": "f1", "code": "c1"}
 OPENED = []
-WEIGHTS = [{name: f"model.layers.{n}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} for n in range(LAYERS)]
+WEIGHTS = [{name: f"model.layers.{n}.ffn.{name}_proj.weight" for name in ("gate", "up", "down")} for n in range(LAYERS)]
 
 
 def make_part(*batches, tokens=TOKENS):

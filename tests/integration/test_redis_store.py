@@ -24,7 +24,7 @@ from integration.redis_server import running
 from instruments.errors import ContractError, NumericsError, UserError
 from stages.accumulators.sums import empty_sums
 
-ROW = "t:param:model.layers.1.mlp.gate_proj.weight:row:7"
+ROW = "t:param:model.layers.1.ffn.gate_proj.weight:row:7"
 UP, DOWN = (ROW.replace("gate", name) for name in ("up", "down"))
 
 
@@ -257,7 +257,7 @@ def test_another_identity_is_refused_and_named(server):
 
 
 def test_keys_that_no_scan_made_are_not_added_to(server):
-    key = "t:param:model.layers.1.mlp.down_proj.weight:row:0"
+    key = "t:param:model.layers.1.ffn.down_proj.weight:row:0"
     server.client().hset(key, "sum_act", 3)
     with pytest.raises(ContractError, match=f"the Redis key {key} is there, but no scan has begun"):
         open_store(server.url)

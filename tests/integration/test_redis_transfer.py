@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.redis_parts import IDENTITY, SHAPES, assert_equal, close_stores, flush, make_part, open_store
+from integration.redis_parts import IDENTITY, SHAPES, WEIGHTS, assert_equal, close_stores, flush, make_part, open_store
 from integration.redis_server import running
 from safetensors.torch import save_file
 
@@ -56,14 +56,14 @@ def test_there_and_back(server, command, tmp_path):
 def test_the_local_store_goes_on_from_an_export(server, command, tmp_path):
     flush(open_store(server.url), 0, 1)
     assert command("export", tmp_path / "sums.0.safetensors", "--namespace", "t:", "--url", server.url)[0] == 0
-    local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0)
+    local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, weights=WEIGHTS, every=0)
     local.sums.add(make_part(2))
     assert_equal(local.collect(), make_part(0, 1, 2))
 
 
 def test_redis_goes_on_from_a_local_store(server, command, tmp_path):
     for worker in range(2):
-        local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0, worker=worker, workers=2)
+        local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, weights=WEIGHTS, every=0, worker=worker, workers=2)
         local.sums.add(make_part(worker))
         local.flush()
         assert command("import", tmp_path / f"sums.{worker}.safetensors", "--namespace", "t:")[0] == 0
@@ -73,7 +73,7 @@ def test_redis_goes_on_from_a_local_store(server, command, tmp_path):
 
 def test_files_of_overlapping_batches_or_another_scan_are_refused(server, command, tmp_path):
     store = flush(open_store(server.url), 0, 1)
-    local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0)
+    local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, weights=WEIGHTS, every=0)
     flush(local, 1, 2, 3)
     code, said = command("import", local.path, "--namespace", "t:")
     assert code == 1
@@ -97,7 +97,7 @@ def test_a_batch_that_another_worker_flushes_during_an_import_is_not_reported_as
         store.commit(make_part(1))
         return found
 
-    local = flush(LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0), 1, 2)
+    local = flush(LocalStore(tmp_path, SHAPES, identity=IDENTITY, weights=WEIGHTS, every=0), 1, 2)
     monkeypatch.setattr(RedisStore, "done", commit_after_the_question)
     code, said = command("import", local.path, "--namespace", "t:")
     assert (code, said.partition(":")[0]) == (1, "1 of the file's 2 batches are in Redis already")
@@ -191,9 +191,8 @@ def test_another_layout_is_refused(server, command, tmp_path, held):
 
 def test_a_server_that_is_gone_is_named_without_its_password(command, tmp_path, monkeypatch):
     monkeypatch.setattr("stages.accumulators.redis_connection.OPENING_TRIES", 0)
-    code, said = command(
-        "export", tmp_path / "sums.safetensors", "--namespace", "t:", "--url", "redis://me:s3same@127.0.0.1:9"
-    )
+    monkeypatch.setenv("TINY_ONN_REDIS_URL", "redis://me:s3same@127.0.0.1:9")
+    code, said = command("export", tmp_path / "sums.safetensors", "--namespace", "t:")
     assert code == 1
     assert said.startswith("the Redis server cannot be reached: ")
     assert "s3same" not in said

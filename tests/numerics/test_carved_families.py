@@ -4,10 +4,13 @@ import pytest
 import torch
 from zoo.checkpoints import CARVED, write_checkpoint
 
-from models.config import ModelConfig
+from instruments.errors import ConfigError
+from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense
 from models.routing import LinearRouter
+from stages.evaluate.comparison import count_parameters
+from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel
 from stages.routing.task import make_loop
 from stages.text.batches import TokenSequence, batch_sequences
@@ -15,7 +18,7 @@ from stages.text.batches import TokenSequence, batch_sequences
 E = 4
 # Whose class reads more of the decoder than its last hidden states: fields of its output, attributes, positions.
 FAST = {
-    *("gemma3_image", "gemma4_text", "qwen3_5_image", "chameleon"),
+    *("gemma3_image", "gemma4_text", "qwen3_5_image", "chameleon_image"),
     *("falcon", "falcon_h1", "gpt_neox_japanese", "moss_transcribe_diarize", "xlstm", "llama"),
 }
 
@@ -44,7 +47,16 @@ def test_the_carved_model_is_the_dense_one_with_all_experts_on_and_has_gradients
     taught = half.teach(batches)
     assert abs(exact := whole.divergence(taught)) < 1e-4
     assert half.divergence(taught) > 2 * abs(exact)
+    total, active = count_parameters(dense, MoEShape(E, 1, 2, 0))
+    assert 0 < active <= total
     weights, found = [weight for _, weight in half.weights()], {}
     half.backward(taught[0], weights, found.__setitem__)
     assert found.keys() == {*range(len(weights))}
     assert all(gradient.isfinite().all() and gradient.any() for gradient in found.values())
+
+
+def test_layers_that_transformers_cannot_recompute_are_refused(tmp_path):
+    folder = write_checkpoint("gpt_neox_japanese", tmp_path)
+    dense = load_dense(ModelConfig(kind="local", path=str(folder), device="cpu"), folder)
+    with pytest.raises(ConfigError, match="cannot recompute the layers of GPTNeoXJapaneseForCausalLM"):
+        save_memory(dense, asked=True)
