@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.checkpoint.folder import expand_user
 from pipeline.artifacts import Manifest, is_complete
 from pipeline.cli import start
-from pipeline.overrides import quote
+from pipeline.overrides import find_words, quote
 from pipeline.plan import find_checkpoint
 from stages.artifacts.job import NOTHING, Table
 from stages.artifacts.rendering import render
@@ -46,9 +47,11 @@ def carve(
         UserError: ConfigError for wrong settings, all at once and before any weights load; others from a stage.
             After KeyboardInterrupt the same call goes on.
     """
-    chosen = {"model": model} | ({} if data is None else {"data": data})
-    # A path is one also if an option has its name.
-    words = [quote(group, one.absolute() if isinstance(one, Path) else one) for group, one in chosen.items()]
+    words = []
+    for group, chosen in {"model": model, "data": data}.items():
+        # A path is one also if an option has its name.
+        text = str(expand_user(chosen).absolute() if isinstance(chosen, Path) else chosen)
+        words += find_words(group, text) or [quote(group, text)] if chosen is not None else []
     words += [quote(name, value) for name, value in {**dials, **(settings or {})}.items()]
     steps = start(words)
     last = steps[-1].folder

@@ -123,7 +123,7 @@ class FileHashes:
         """Read `artifacts/hashes.json`; if it is missing or damaged, files are hashed again."""
         self._path = path = output_dir / "artifacts" / "hashes.json"
         self._known: dict[str, list[object]] = {}
-        self._unsaved = 0
+        self._unsaved, self._saved = False, 0.0
         with suppress(*UNREADABLE):
             self._known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
@@ -154,16 +154,20 @@ class FileHashes:
         return answer
 
     def _keep(self, key: str, value: list[object]) -> None:
-        """Keep it; the file, without what is known of removed files, is written for each sixteenth more."""
-        self._known[key] = value
-        self._unsaved += 1
-        if 16 * self._unsaved < len(self._known):
+        """Keep it; once a second in the file, too."""
+        self._known[key], self._unsaved = value, True
+        if time.monotonic() - self._saved > 1:
+            self.save()
+
+    def save(self) -> None:
+        """Write what is new to the file, without what is known of files that were removed."""
+        if not self._unsaved:
             return
-        self._unsaved = 0
         present = {key: value for key, value in self._known.items() if key.startswith(ANSWER) or Path(key).exists()}
         with suppress(OSError):  # a full disk, or another process writes too: it is found again next time
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, present)
+        self._saved, self._unsaved = time.monotonic(), False
 
 
 def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:

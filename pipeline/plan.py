@@ -161,6 +161,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             parents={name: steps[name].folder for name in stage.parents},
             expected_bytes=expected_bytes(stage.name, checked.source, shape, settings.assemble),
         )
+    hash_of.save()
     return steps
 
 

@@ -153,6 +153,7 @@ class Runner:
         if whole:
             record_seconds(step.stage.name, self.checked, seconds)
         self.report_stage(step, table, seconds)
+        self.hash_of.save()
 
     def verify(self, stage: str, folder: Path) -> None:
         """Check a kept result, or an input, against its manifest. Raises ContractError."""
@@ -181,6 +182,7 @@ class Runner:
 
     def close(self, steps: Sequence[Step]) -> None:
         """Log the last stage's table if it was kept, then checkpoint, report and the next commands."""
+        self.hash_of.save()
         last = steps[-1]
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
         if self.run_folder.record.stages[-1].seconds is None:

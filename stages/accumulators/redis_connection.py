@@ -39,8 +39,8 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
         what = "store.kind=redis names no server"
         raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
     if store.url and redact(store.url) != store.url:
-        what = "a password in an address can be seen in the list of processes"
-        do = f"{PASSWORD}=... in the environment, and store.url={redact(store.url)}"
+        what = "the address of the Redis server has a password: others can see command lines, and files with settings"
+        do = f"{PASSWORD}=... in the environment, and the address {redact(store.url)}"
         raise ConfigError(what, where="setting store.url", do=do)
     if find_spec("redis") is None:
         what = "store.kind=redis needs the package redis, which is not installed"

@@ -1,7 +1,7 @@
 """The carved model for autograd: the dense model of transformers with experts behind a router as FFNs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -209,7 +209,9 @@ class CarvedModel:
             with self._as_carved(), torch.enable_grad():
                 distance = self._distance(batch) / count_tokens([batch])  # small, so rounded logits would hide it
                 distance = distance * HALF_LOSS_SCALE if half else distance
-                with rounded_products(on=["cpu"]):
+                # Layers that are recomputed, see `save_memory`, must choose the same experts again.
+                recomputed = any(layer.training for layer in self._layers)
+                with nullcontext() if recomputed else rounded_products(on=["cpu"]):
                     distance.backward()  # type: ignore[no-untyped-call]
         finally:
             for hook, weight in zip(hooks, weights, strict=True):

@@ -84,8 +84,11 @@ def project_layers(
     """Gradient projection of the layers in the folder `aligned`; the results are saved in the folder `kept`."""
     depth, workers = partition.layers, context.workers
 
-    # It is saved behind all layers.
-    if outcome := workers.lead(lambda: load_layer_checkpoint(kept, depth, ProjectionOutcome)):
+    def find_outcome() -> ProjectionOutcome | None:
+        whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in outcomes)
+        return load_layer_checkpoint(kept, depth, ProjectionOutcome) if whole else None
+
+    if outcome := workers.lead(find_outcome):
         return outcome
 
     def make_loops(dense: PreTrainedModel) -> list[ExpertLoop | None]:

@@ -68,8 +68,10 @@ def test_weights_that_do_not_fit_are_on_disk(tmp_path, monkeypatch):
         return loss
 
     monkeypatch.setattr(number_format, "measure_loss", measure)
-    for limit in (None, "10KB"):
-        check_number_format(folder, torch.bfloat16, TEXT, ModelConfig(device="cpu", cpu_memory=limit), tmp_path)
+    for free in (2**40, 10_000):
+        monkeypatch.setattr(number_format, "free_memory", lambda free=free: free)
+        check_number_format(folder, torch.bfloat16, TEXT, CPU, tmp_path)
     offloaded, losses = zip(*found, strict=True)
     assert offloaded == (False, False, True, True)
     assert losses[:2] == losses[2:]
+    assert [*tmp_path.iterdir()] == [folder]
