@@ -89,9 +89,10 @@ def keep_tokens(source_folder: Path, out_folder: Path) -> None:
         # Compact: with indentation, a large vocabulary would exceed MAX_VOCABULARY_BYTES.
         rules.write_text(dense.backend_tokenizer.to_str(), encoding="utf-8")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    settings = {name: str(token) for name in names if (token := getattr(dense, name))}
+    settings: dict[str, Any] = {name: str(token) for name in names if (token := getattr(dense, name))}
     settings |= read_json(path) if path.exists() else {}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": dense.padding_side}
+    settings["model_input_names"] = [*dense.model_input_names]  # with token_type_ids in transformers 4.57, else
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

@@ -65,7 +65,7 @@ def parameter_groups(
         part = part_of(name)
         kept = vars(parameter).get("frozen_by_rate", False)  # by an earlier call, not by PEFT
         trainable = parameter.is_floating_point() and (parameter.requires_grad or kept or not adapted)
-        parameter.requires_grad_(rates[part] > 0 and trainable and name not in fixed)
+        parameter.requires_grad_(rates[part] > 0 and trainable and _adapted_name(name) not in fixed)
         vars(parameter)["frozen_by_rate"] = trainable and not parameter.requires_grad
         decay = weight_decay if part is not Part.ROUTER and parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
@@ -79,8 +79,13 @@ def _fixed_names(model: nn.Module) -> set[str]:
     target = MOE_TARGETS.get(getattr(_text_config(model), "model_type", ""))
     if target is None:
         return set()
-    layers = {name.removesuffix(target.router_module) for name in router_names(model)}
+    layers = {_adapted_name(name).removesuffix(target.router_module) for name in router_names(model)}
     return {layer + name for layer in layers for name in target.fixed}
+
+
+def _adapted_name(name: str) -> str:
+    """The name of the parameter that an adapter of PEFT changes; other names stay."""
+    return re.sub(r"\.(?:base_layer|(?:modules_to_save|lora_\w+)\.[^.]+)(?=\.|$)", "", name)
 
 
 def _text_config(model: nn.Module) -> PreTrainedConfig | None:

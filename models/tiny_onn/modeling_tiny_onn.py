@@ -57,6 +57,7 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         config._attn_implementation_internal = config.dense._attn_implementation
         self._no_split_modules = dense._no_split_modules
         self._tied_weights_keys = dense._tied_weights_keys
+        self._is_stateful = dense._is_stateful
         for name, module in dense.named_children():
             self.add_module(name, module)
         pooled, path, place = config.topology == "global_pool", config.ffn["module"], config.ffn["activation"]
@@ -176,6 +177,15 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
     def _dense_class(cls, config: TinyONNConfig) -> Any:  # noqa: ANN401 - a class of any family
         # A wrapper's own class, which also sees images; a family registered from outside has no name in transformers.
         return getattr(transformers, config.dense_class or "", None) or super()._dense_class(config)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:  # noqa: ANN401 - of transformers
+        """As in transformers; some families' loss reads the size from the dense model."""
+        embeddings: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
+        self._dense.vocab_size = self.vocab_size
+        return embeddings
+
+    def _supports_default_dynamic_cache(self) -> bool:  # transformers 4.57 asks the name of this class
+        return bool(type(self._dense)._supports_default_dynamic_cache())
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(

@@ -145,6 +145,13 @@ def test_the_vocabulary_grows(model, tmp_path) -> None:
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_the_vocabulary_of_a_family_whose_loss_reads_its_size_from_the_dense_model_grows(tmp_path) -> None:
+    carve = write_carve(tmp_path, "gemma2") / "moe"
+    model = AutoModelForCausalLM.from_pretrained(carve, dtype=torch.float32)
+    model.resize_token_embeddings(67, mean_resizing=False)
+    assert model(IDS, labels=IDS).loss.isfinite()
+
+
 def test_a_head_put_in_its_place_is_used_and_a_copy_stands_alone(model) -> None:
     twin = copy.deepcopy(model)
     before = model(IDS).logits

@@ -1,4 +1,7 @@
 import copy
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
 from models.training import STRAIGHT_THROUGH, Part, RouterWatch, find_routers, parameter_groups, part_of, show_scores
+
+RECIPES = Path(__file__).parents[3] / "stages/train/RECIPES.md"
 
 
 @pytest.fixture(params=MOES)
@@ -113,3 +118,20 @@ def test_what_a_target_fixes_is_fixed_in_its_carved_layers_alone():
     frozen = {name for name, parameter in moe.named_parameters() if not parameter.requires_grad}
     fixed = ("mlp.down_proj.weight", "router.scale", "router.per_expert_scale")
     assert frozen == {f"model.layers.{layer}.{name}" for layer in range(2) for name in fixed}
+
+
+def test_adapters_of_what_a_target_fixes_learn_no_more_than_that_does():
+    moe = make_moe("gemma4_text").requires_grad_(False)
+    moe.peft_config = {}
+    for layer in moe.model.layers:
+        layer.mlp.down_proj, layer.mlp.up_proj = Adapted(layer.mlp.down_proj), Adapted(layer.mlp.up_proj)
+    parameter_groups(moe, rest_rate=1e-5)
+    learn = {name for name, parameter in moe.named_parameters() if parameter.requires_grad}
+    assert learn == {f"model.layers.{layer}.mlp.up_proj.lora_A.default.weight" for layer in range(2)}
+
+
+def test_the_recipe_of_peft_names_the_experts_of_every_architecture(moe):
+    named = re.search(r"experts = (\[.*\])", RECIPES.read_text())[1]
+    names = [name for name, parameter in moe.named_parameters() if parameter.ndim == 3]
+    assert names
+    assert all(name.endswith(tuple(f".{part}" for part in json.loads(named))) for name in names)
