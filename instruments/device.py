@@ -10,8 +10,8 @@ import torch
 
 from instruments.cpu import has_amx
 
-# Types of devices that start an operator at once. On others it takes the host 5 to 25 µs, whatever the operator's size,
-# so that a few large products are faster than many small ones. Tests remove the CPU.
+# Types of devices that start an operator at once. Others need 5 to 25 µs of the host for each operator of any size, so
+# that a few large products are faster than many small ones. Tests remove the CPU.
 HOSTS = {"cpu"}
 
 

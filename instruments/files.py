@@ -28,7 +28,7 @@ def sync(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Flush every file and folder to the disk, inner ones first; files get the rights of `folder` to read.
 
-    safetensors writes files that only their owner can read, whatever the umask.
+    safetensors ignores the umask: only the owner can read the files that it writes.
     """
     readers = folder.stat().st_mode & 0o444
     for path in sorted(folder.rglob("*"), reverse=True):

@@ -1,9 +1,8 @@
 """Run a dense model layer by layer from its shards, one layer in memory at a time.
 
 Several streams of hidden states (dense model, carved model, baselines) can pass the same layer, each with its own FFN.
-Everything but the FFN is transformers' own code, whatever the family: what is around the layers is one model without
-weights in them, whose forward pass gives a layer its arguments; a layer runs until its FFN is called, and goes on with
-the output that it is given.
+Everything but the FFN is transformers' own code, in every family. One model with empty layers computes the arguments of
+each layer. A layer runs until its FFN is called, and continues with the output that the caller gives.
 Memory: the hidden states, what a layer computes before its FFN, and one layer.
 """
 
@@ -53,7 +52,7 @@ class StreamLayer:
     """One decoder layer: its FFN by the caller, everything else by transformers' own code."""
 
     def __init__(self, stream: "LayerStream", index: int, module: nn.Module, ffn: DenseFFN) -> None:
-        """Replace the FFN of transformers' `module` by one that takes its input and gives what it is told."""
+        """Replace the FFN of transformers' `module` by one that keeps its input and returns the given output."""
         self.ffn = ffn
         self._stream, self._index, self._module = stream, index, module
         self._inputs: Tensor | None = None

@@ -47,11 +47,7 @@ def carve(
         UserError: ConfigError for wrong settings, all at once and before any weights load; others from a stage.
             After KeyboardInterrupt the same call goes on.
     """
-    words = []
-    for group, chosen in {"model": model, "data": data}.items():
-        # A path is one also if an option has its name.
-        text = str(expand_user(chosen).absolute() if isinstance(chosen, Path) else chosen)
-        words += find_words(group, text) or [quote(group, text)] if chosen is not None else []
+    words = _select("model", model) + ([] if data is None else _select("data", data))
     words += [quote(name, value) for name, value in {**dials, **(settings or {})}.items()]
     steps = start(words)
     last = steps[-1].folder
@@ -69,6 +65,13 @@ def evaluate(
 ) -> CarveResult:
     """Compare a carve with the dense model and the baselines; takes what `carve` takes, and carves what is missing."""
     return carve(model, data=data, settings=settings, stage="evaluate", **dials)
+
+
+def _select(group: str, chosen: str | Path) -> list[str]:
+    """The words for an option of a group, a local path, or a name on the hub; an unknown one is refused later."""
+    # A Path names a file or folder, even if an option has its name.
+    text = str(expand_user(chosen).absolute()) if isinstance(chosen, Path) else chosen
+    return find_words(group, text) or [quote(group, text)]
 
 
 def _figure(cell: object) -> object:

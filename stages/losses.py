@@ -286,8 +286,8 @@ def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = F
         enable({"use_reentrant": reentrant})
     except ValueError as error:
         what = f"transformers cannot recompute the layers of {type(dense).__name__}"
-        where, do = "gradient_checkpointing of a stage, or a model.device_map that offloads", "model.device_map=none"
-        do = f"{do} scan.gradient_checkpointing=false project.gradient_checkpointing=false"
+        where = "gradient_checkpointing of a stage, or a model.device_map that offloads"
+        do = "model.device_map=none scan.gradient_checkpointing=false project.gradient_checkpointing=false"
         raise ConfigError(what, where=where, do=do) from error
     for layer in decoder_layers(dense)[1]:
         layer.training = True

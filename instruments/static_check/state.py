@@ -112,7 +112,7 @@ class State:
     owners: set[str] = field(default_factory=set)  # names whose attributes have values, on any way
 
     def module(self, key: object) -> Module:
-        """The module with this key; one of which nothing is known if there is none."""
+        """The module with this key, or a module without known facts."""
         return self.modules.get(key, Module())
 
     def copy(self) -> "State":

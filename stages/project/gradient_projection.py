@@ -127,8 +127,7 @@ class GradientRounds:
             divergence = self._descend(start, length)
             if divergence < start or not self._settings.validate:
                 break
-            if length != LENGTHS[-1]:
-                self._restore(originals)
+            self._restore(originals)
         return divergence, length
 
     def _descend(self, start: float, length: float) -> float:

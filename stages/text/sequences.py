@@ -98,7 +98,7 @@ class LoadedText:
 
 
 def find_fault(labels: Sequence[int]) -> str | None:
-    """Why a sequence with these labels, of which nothing predicts the first, has no loss; None if it has one."""
+    """Why a sequence with these labels has no loss; None if it has one. Nothing predicts the first label."""
     if len(labels) < 2:
         return TOO_SHORT
     return None if any(label != IGNORED for label in labels[1:]) else ALL_MASKED
