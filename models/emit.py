@@ -104,7 +104,6 @@ def emit_checkpoint(
     shape: MoEShape,
     routers: Callable[[int], Tensor],
     experts: Callable[[int], ExpertWeights],
-    selection_bias: Callable[[int], Tensor] | None = None,
     dtype: str = "source",
     pad_to: int | None = None,
     text_only: bool = False,
@@ -113,7 +112,7 @@ def emit_checkpoint(
     """Write a Hugging Face folder that transformers loads, without remote code unless the target is TinyONN.
 
     config.json is written last: an interrupted write leaves no checkpoint. `target` must pass `check_target`. For each
-    layer, `routers` gives ``(E, D)`` rows, written unchanged; `selection_bias` an ``(E,)`` bias of the choice only;
+    layer, `routers` gives ``(E, D)`` rows, written unchanged;
     `experts` unscaled experts, which are scaled here, and down rounded once to the number format of its gate. A pool
     holds them in layer order. With dtype=source every tensor keeps its number format, and routers take that of
     config.json. `pad_to`: see `expert_width`; `text_only`: see `text_part`; with `tied_embeddings`, embeddings that
@@ -130,7 +129,7 @@ def emit_checkpoint(
         for layer in tqdm(range(reader.decoder.depth), desc="write checkpoint", unit="layer"):
             emission.copy_layer(layer)
             if layer not in shape.dense_layers:
-                emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
+                emission.add_router(layer, routers(layer))
                 emission.add_experts(layer, experts(layer))
                 emission.add_constants(layer)
         emission.finish(tied=tied)
@@ -217,17 +216,14 @@ class _Emission:
             head = self.reader.tensor(decoder.embedding if self.reader.tied else decoder.head)
             self._add(self._stored_name(decoder.head), head)
 
-    def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:
+    def add_router(self, layer: int, router_ED: Tensor) -> None:
         experts = self.shape.experts
         if router_ED.ndim != 2 or len(router_ED) != experts:
             what = f"router of shape {tuple(router_ED.shape)} for {experts} experts"
             raise ContractError(what, where=f"layer {layer}")
         self.writer.add(self._place(self.target.router, layer), router_ED.to(self.main_dtype))
         if self.target.selection_bias:
-            bias_E = torch.zeros(experts) if bias_E is None else bias_E.float() * self.target.selection_bias_scale
-            self.writer.add(self._place(self.target.selection_bias, layer), bias_E)
-        elif bias_E is not None and bias_E.any():
-            raise ContractError(f"{self.target.model_type} has no selection bias", where=f"layer {layer}")
+            self.writer.add(self._place(self.target.selection_bias, layer), torch.zeros(experts))
 
     def add_experts(self, layer: int, experts: ExpertWeights) -> None:
         _check_shape(layer, experts, self.shape)

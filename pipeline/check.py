@@ -29,7 +29,6 @@ from pipeline.settings import LOOKING, PLACES, TRAINED, Settings, enables, unnee
 from pipeline.shape import ShapeRequest, dense_layer_errors, find_remedy, resolve_shape, shape_faults
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
-from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.text.check import check_data, check_length
@@ -192,7 +191,6 @@ def _add_errors(errors: list[UserError], settings: Settings, words: Sequence[str
     sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings, unreadable_groups)
     errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
-    errors += text_errors(words)
     if not unreadable_groups & {"data", "output_dir"}:
         errors += circle_errors(settings)
     if "data" not in unreadable_groups:
@@ -394,16 +392,6 @@ def unread_errors(settings: Settings, words: Sequence[str]) -> Iterator[tuple[st
             yield name.partition(".")[0], ConfigError(what, where=f"setting {name}", do=do)
 
 
-def text_errors(words: Sequence[str]) -> Iterator[ConfigError]:
-    """An error if the user names a model, and no text for it."""
-    named = {word.lstrip("+").partition("=")[0] for word in words}
-    own = [word for word in words if word in {"model=local", "model=hub"}]
-    if own and not named & {"data", "data.kind", "data.path", "data.paths", "data.name", "data.sources", *OVERLAYS}:
-        what = f"{own[0]} needs a text to calibrate on: the kinds of text that the model is for"
-        do = "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"
-        yield ConfigError(what, where="setting data", do=do)
-
-
 def circle_errors(settings: Settings) -> Iterator[ConfigError]:
     """An error for each folder of text in which the runs write their own files."""
     outputs = Path(os.path.realpath(expand_user(settings.output_dir)))
@@ -468,17 +456,11 @@ def contradictions(settings: Settings, unreadable_groups: Set[str] = frozenset()
         yield from settings.dump.contradictions()
     if settings.involves("diagnose") and "diagnose" not in unreadable_groups:
         yield from settings.diagnose.contradictions()
-    router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and settings.involves("assemble")
-    if pooled and router in {*ROUTERS} - POOL_ROUTERS:
-        what = f"assemble.router={router} does not support a pool of experts"
-        where = "settings assemble.router and topology=global_pool"
-        yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if settings.involves("train"):
         yield from settings.train.contradictions(workers)
-        if settings.assemble.mode == "parity" and settings.assemble.parity_logit_std == 0:
-            what = "assemble.parity_logit_std=0 makes all routers 0, and training could not scale their logits up"
-            do = "assemble.parity_logit_std=0.001, or assemble.mode=train"
-            yield ConfigError(what, where="settings assemble.mode and assemble.parity_logit_std", do=do)
+        if settings.assemble.logit_std == 0:
+            what = "assemble.logit_std=0 makes all routers 0, and training could not scale their logits up"
+            yield ConfigError(what, where="setting assemble.logit_std", do="assemble.logit_std=null")
         own, room = settings.train.own_answers, settings.data.max_length - settings.data.prompt_tokens
         if own > max(0, room):
             what = f"train.own_answers={own} leaves a prompt no room in data.max_length={settings.data.max_length}"

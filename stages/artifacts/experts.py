@@ -68,7 +68,6 @@ class FormatSettings(Protocol):
     target: str
     router: str
     ridge_penalty: float
-    mode: str
     pad_to: int | None
     dtype: str
     text_only: bool
@@ -104,11 +103,6 @@ class CheckpointFormat:
     def down_scale(self) -> float:
         """Factor on the experts' down projections in the checkpoint."""
         return gate_scale_of(self.target, self.shape).down_scale
-
-    @property
-    def biased(self) -> bool:
-        """Whether routers have a selection bias; only with the small logits of mode=parity."""
-        return self.target.selection_bias is not None and self.settings.mode == "parity"
 
     @property
     def balance_weight(self) -> float:
@@ -152,7 +146,6 @@ class CheckpointFormat:
             target=self.target,
             shape=self.shape,
             routers=lambda layer: routers.rows[layer],
-            selection_bias=(lambda layer: routers.bias[layer]) if self.biased else None,
             experts=experts,
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,

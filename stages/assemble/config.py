@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from models.targets.config import MOE_TARGETS
-from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
-VERSION = 17
+VERSION = 18
 
 TARGETS = ("auto", *MOE_TARGETS)
 
@@ -15,17 +14,13 @@ class AssembleConfig:
     """How routers are fitted and the checkpoint is written; explained in conf/assemble."""
 
     target: str = field(default="auto", metadata={"choices": TARGETS})
-    router: str = field(default="error", metadata={"choices": ROUTERS})
-    ridge_penalty: float = field(default=0.1, metadata={"needs": {"router": FITTED_ROUTERS}, "above": 0})
-    router_steps: int = field(default=0, metadata={"needs": {"router": TRAINED_ROUTERS}, "minimum": 0})
-    router_rate: float = field(
-        default=0.01, metadata={"needs": {"router": TRAINED_ROUTERS, "router_steps": True}, "above": 0}
-    )
+    router: str = field(default="error", metadata={"choices": ("error", "random")})
+    ridge_penalty: float = field(default=0.1, metadata={"needs": {"router": "error"}, "above": 0})
+    router_steps: int = field(default=0, metadata={"needs": {"router": "error"}, "minimum": 0})
+    router_rate: float = field(default=0.01, metadata={"needs": {"router": "error", "router_steps": True}, "above": 0})
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
-    balance: float = field(default=0.0, metadata={"needs": {"router": TRAINED_ROUTERS}, "minimum": 0})
-    mode: str = field(default="train", metadata={"choices": ("train", "parity")})
-    logit_std: float | None = field(default=None, metadata={"needs": {"mode": "train"}, "above": 0})
-    parity_logit_std: float = field(default=0.001, metadata={"needs": {"mode": "parity"}, "minimum": 0})
+    balance: float = field(default=0.0, metadata={"needs": {"router": "error"}, "minimum": 0})
+    logit_std: float | None = field(default=None, metadata={"minimum": 0})
     pad_to: int | None = field(default=None, metadata={"minimum": 1, "maximum": 4096})
     text_only: bool = False
     tied_embeddings: bool = True
@@ -33,5 +28,8 @@ class AssembleConfig:
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
 
     def balance_weight(self, *, pooled: bool) -> float:
-        """Weight of uneven load in the objective of the routers, here and in stage=project."""
-        return self.balance if is_priced(self.router, pooled=pooled) else 0.0
+        """Weight of uneven load in the objective of the routers, here and in stage=project; 0 in a pool.
+
+        No layer of a pool should use all experts evenly.
+        """
+        return 0.0 if pooled or self.router == "random" else self.balance

@@ -89,7 +89,7 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    scales = column_scales(reports, assemble, partition)
+    scales = column_scales(reports, partition)
     checkpoint.write(
         job.out,
         {layer: report.router for layer, report in reports.items()},
@@ -103,9 +103,7 @@ def run(
 
 
 def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:
-    """Standard deviation of a token's logits: small for almost constant gates, larger for training."""
-    if assemble.mode == "parity":
-        return assemble.parity_logit_std
+    """Standard deviation of a token's logits; 0: constant gates."""
     return LOGIT_STD[gate] if assemble.logit_std is None else assemble.logit_std
 
 
@@ -155,15 +153,15 @@ def fit_all(
         index = layer.index
         settings = RouterSettings(
             assemble.router, assemble.ridge_penalty, assemble.router_tokens, assemble.router_steps,
-            assemble.router_rate, checkpoint.balance_weight, layer_seed(context.seed, index), checkpoint.biased,
-            sources=sources,
+            assemble.router_rate, checkpoint.balance_weight, layer_seed(context.seed, index), sources=sources,
         )  # fmt: skip
         neurons_EN = partition.routed(index).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
         task, router = fit_layer(layer, experts, neurons_EN, always_S, checkpoint.shape.top_k, settings)
-        router = set_logit_std(router, layer.inputs[:text], logit_std(assemble, checkpoint.gate))
-        loop = replace(task.routed(router), gate=checkpoint.gate)
-        scale_EN = scale_of(loop, layer.inputs, assemble, pooled=checkpoint.shape.pooled)
+        deviation = logit_std(assemble, checkpoint.gate)
+        router = set_logit_std(router, layer.inputs[:text], deviation)
+        loop = replace(task.routed(router), gate=checkpoint.gate if deviation else GateKind.CONSTANT)
+        scale_EN = scale_of(loop, layer.inputs, pooled=checkpoint.shape.pooled)
         load_E, moments_2E = load_balance(router, task.inputs[:text], task.top_k), gate_moments(loop, task.inputs)
         silent = not any(bool(wanted_TD.any()) for wanted_TD in task.wanted[:text])
         return index, RouterReport(router.to("cpu"), scale_EN.cpu(), moments_2E.cpu(), load_E.cpu(), silent)
@@ -179,28 +177,20 @@ def fit_all(
     return reports
 
 
-def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfig, *, pooled: bool) -> Tensor:
-    """(E, N) scale of the experts' down columns; 1 where gates count as constant."""
-    if assemble.mode == "train" and not pooled:
+def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], *, pooled: bool) -> Tensor:
+    """(E, N) scale of the experts' down columns that matches the gates."""
+    if not pooled:
         return column_scale(loop, inputs)
-    if loop.top_k == loop.router.experts and not pooled:
-        return column_scale(replace(loop, gate=GateKind.CONSTANT), inputs)  # all copies are active together
-    scale_E = torch.ones(loop.router.experts, device=inputs[0].device)
-    if assemble.mode == "train":  # neurons of a pool are numbered by layer: equal numbers are no copies
-        scale_E = least_squares(gate_moments(loop, inputs))
-    return scale_E[:, None].expand(loop.neurons_EN.shape)
+    # Neurons of a pool are numbered by layer: equal numbers are no copies.
+    return least_squares(gate_moments(loop, inputs))[:, None].expand(loop.neurons_EN.shape)
 
 
-def column_scales(
-    reports: Mapping[int, RouterReport], assemble: AssembleConfig, partition: Partition
-) -> Mapping[int, Tensor]:
+def column_scales(reports: Mapping[int, RouterReport], partition: Partition) -> Mapping[int, Tensor]:
     """Per layer, the (E, N) scale of its own experts' down columns; in a pool, all layers determine it together."""
     if not partition.pooled:
         return {layer: report.scale_EN for layer, report in reports.items()}
-    scale_EN = reports[0].scale_EN
-    if assemble.mode == "train":
-        moments_2E = torch.stack([report.moments_2E for report in reports.values()]).sum(0)
-        scale_EN = least_squares(moments_2E)[:, None].expand(partition.neurons.shape)
+    moments_2E = torch.stack([report.moments_2E for report in reports.values()]).sum(0)
+    scale_EN = least_squares(moments_2E)[:, None].expand(partition.neurons.shape)
     return dict(enumerate(torch.split(scale_EN, partition.given)))
 
 

@@ -1,4 +1,4 @@
-"""Random tokens in addition to the calibration text, and the names of the routers."""
+"""Random tokens in addition to the calibration text."""
 
 from dataclasses import dataclass, field
 
@@ -17,17 +17,3 @@ class VocabularyConfig:
 def without_random_tokens() -> VocabularyConfig:
     """For pools: their experts serve all layers, and random tokens would favour the first at the others' cost."""
     return VocabularyConfig(tokens=0)
-
-
-ROUTERS = ("error", "residual_ridge", "random")
-# Routers that are a ridge regression or start from one; they are refitted when experts or inputs have changed.
-FITTED_ROUTERS = frozenset({"error", "residual_ridge"})
-# Routers that gradient descent can refine.
-TRAINED_ROUTERS = frozenset({"error"})
-# Routers for a pool, where most experts come from other layers.
-POOL_ROUTERS = frozenset({"error", "random"})
-
-
-def is_priced(router: str, *, pooled: bool) -> bool:
-    """Whether `balance` applies to the router; in a pool it does not, since no layer should use all experts evenly."""
-    return router in TRAINED_ROUTERS and not pooled

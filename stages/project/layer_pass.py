@@ -30,7 +30,6 @@ from stages.calibration.alignment import (
     scale_columns,
 )
 from stages.calibration.batches import CalibrationContext, TokenStream, layer_seed, text_sources
-from stages.calibration.config import FITTED_ROUTERS
 from stages.calibration.share import Share, take_rows, take_tokens
 from stages.project.config import ProjectConfig
 from stages.routing.descent import RouterSettings
@@ -93,7 +92,7 @@ def align_layer(
         The layer, its error after the first alignment, and the number of rounds kept.
     """
     seen, targets = inputs, wanted
-    refits = base.top_k < base.router.experts and refit.method in FITTED_ROUTERS
+    refits = base.top_k < base.router.experts and refit.method != "random"
     if settings.rounds and refits:
         seen, targets = take_tokens(inputs, wanted, settings.refit_tokens)
     state = align_down(base, seen, targets, settings)
@@ -342,5 +341,5 @@ def refit_settings(
     form = checkpoint.settings
     return RouterSettings(
         form.router, form.ridge_penalty, project.router_tokens, project.router_steps, project.router_rate,
-        checkpoint.balance_weight, seed, checkpoint.biased, project.validation_share, logit_std, sources,
+        checkpoint.balance_weight, seed, project.validation_share, logit_std, sources,
     )  # fmt: skip

@@ -30,7 +30,6 @@ from stages.calibration.alignment import (
     search_penalty,
 )
 from stages.calibration.batches import LayerSample
-from stages.calibration.config import FITTED_ROUTERS
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.share import split_validation
 from stages.project.config import ProjectConfig
@@ -132,7 +131,7 @@ class PoolFit:
         if self.settings.alignment == "ridge":
             aligned = self.align(loops)
             errors["after alignment"] = self.layer_errors(aligned.carved, validation)
-            if loops[0].top_k < len(loops[0].neurons_EN) and self.refits[0].method in FITTED_ROUTERS:
+            if loops[0].top_k < len(loops[0].neurons_EN) and self.refits[0].method != "random":
                 again = lambda found: self.align(self.reroute(loops, self.refit_routers(found)))  # noqa: E731
                 aligned, kept = alternate(aligned, again, self.settings)
         errors["at the end"] = self.layer_errors(aligned.carved, validation)

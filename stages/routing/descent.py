@@ -135,7 +135,6 @@ class RouterSettings:
     rate: float
     balance: float  # weight of the variance of the experts' load, against the objective
     seed: int
-    biased: bool = False  # the architecture has a selection bias, so the router may have one
     validation_share: float = 0.125  # of the batches
     logit_std: float = 1.0  # of the checkpoint's logits
     sources: Sequence[str] | None = None  # of the text batches, which come first; None: all are of one source
@@ -153,15 +152,14 @@ def descend(
     start = _unit_logits(start, train.x_TD)
     best, lowest = start, validation.cost(start, top_k, settings.balance)
     white_ED = (start.rows_ED @ factor_DD).requires_grad_()
-    bias_E = start.bias_E.clone().requires_grad_(settings.biased)
-    trained, fused = [white_ED, bias_E] if settings.biased else [white_ED], is_launch_bound(white_ED.device) or None
-    optimizer = torch.optim.Adam(trained, lr=settings.rate, fused=fused)
+    fused = is_launch_bound(white_ED.device) or None
+    optimizer = torch.optim.Adam([white_ED], lr=settings.rate, fused=fused)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.steps)
     generator = torch.Generator().manual_seed(settings.seed)
     drawn = torch.randint(len(inputs_TD), (settings.steps, min(BATCH, len(inputs_TD))), generator=generator)
     for step, tokens_t in enumerate(drawn.to(inputs_TD.device).unbind(), 1):
         with torch.enable_grad(), rounded_products():
-            logits_tE = torch.addmm(bias_E, inputs_TD[tokens_t], white_ED.T)
+            logits_tE = LinearRouter.without_bias(white_ED).logits(inputs_TD[tokens_t])
             temperature = WARM * (COLD / WARM) ** (step / settings.steps)
             loss = train.objective.loss(tokens_t, logits_tE, top_k, temperature)
             if settings.balance:
@@ -172,7 +170,7 @@ def descend(
         schedule.step()
         if step % max(1, settings.steps // EVAL_POINTS) == 0 or step == settings.steps:
             rows_ED = torch.linalg.solve_triangular(factor_DD.T, white_ED.detach().T, upper=True).T.contiguous()
-            router = LinearRouter(rows_ED, bias_E.detach().clone())
+            router = LinearRouter.without_bias(rows_ED)
             cost = validation.cost(router, top_k, settings.balance)
             if cost < lowest:
                 best, lowest = router, cost
@@ -181,6 +179,6 @@ def descend(
 
 def _unit_logits(router: LinearRouter, x_TD: Tensor) -> LinearRouter:
     """Scale the logits to standard deviation 1 over experts, the unit of temperatures."""
-    rows_ED, bias_E = router.rows_ED - router.rows_ED.mean(0), router.bias_E - router.bias_E.mean()
-    deviation = LinearRouter(rows_ED, bias_E).logits(x_TD).square().mean().sqrt().clamp_min(1e-30)
-    return LinearRouter(rows_ED / deviation, bias_E / deviation)
+    rows_ED = router.rows_ED - router.rows_ED.mean(0)
+    deviation = LinearRouter.without_bias(rows_ED).logits(x_TD).square().mean().sqrt().clamp_min(1e-30)
+    return LinearRouter.without_bias(rows_ED / deviation)

@@ -155,9 +155,7 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
         return draw_random(task, settings.seed)
     found = regress_residual_norms(task, split(task, settings)[0], settings.tokens, settings.penalty)
     router = LinearRouter.without_bias(found.solve(settings.penalty))
-    if settings.method == "residual_ridge" or not settings.steps:
-        return router
-    return lower_error([router], task, settings)
+    return lower_error([router], task, settings) if settings.steps else router
 
 
 def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence[LinearRouter] = ()) -> LinearRouter:

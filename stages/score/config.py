@@ -15,13 +15,6 @@ class ScoreConfig:
     method: str = field(
         default="s_p", metadata={"choices": ("s_p", "taylor", "wanda", "frequency", "contribution", "random")}
     )
-    form: str = field(
-        default="weighted",
-        metadata={"needs": {"method": "s_p"}, "choices": ("weighted", "product", "inverse_gradient")},
-    )
-    normalisation: str = field(
-        default="rank", metadata={"needs": {"method": "s_p"}, "choices": ("zscore", "rank", "minmax")}
-    )
     activation_weight: float = field(default=1.0, metadata={"needs": {"method": "s_p"}, "minimum": 0})
     gradient_weight: float = field(default=0.25, metadata={"needs": {"method": "s_p"}, "minimum": 0})
     frequency_weight: float = field(default=0.25, metadata={"needs": {"method": "s_p"}, "minimum": 0})
@@ -35,10 +28,9 @@ class ScoreConfig:
     def contradictions(self, *, gradients: bool) -> Iterator[ConfigError]:
         """Errors: the score ranks by nothing, or needs `gradients` that the scan does not compute."""
         weights = "score.activation_weight, score.gradient_weight and score.frequency_weight"
-        divides_nothing = self.form == "inverse_gradient" and self.needs_gradients
-        if self.method == "s_p" and (divides_nothing or (self.needs_gradients and not self.gradient_weight)):
-            what = f"score.form={self.form} ranks by nothing: the weights of its terms are 0"
-            yield ConfigError(what, where=f"settings score.form, {weights}", do="score.activation_weight=1")
+        if self.method == "s_p" and self.needs_gradients and not self.gradient_weight:
+            what = "S_p ranks by nothing: the weights of its terms are 0"
+            yield ConfigError(what, where=f"settings {weights}", do="score.activation_weight=1")
         elif self.needs_gradients and not gradients:
             what = f"score.method={self.method} needs gradients, and scan.gradients=false computes none"
             where = "settings score.method and scan.gradients"

@@ -12,30 +12,17 @@ from stages.artifacts.job import Job, Table
 from stages.score.config import ScoreConfig
 
 
-def normalise(values_LF: Shaped[Tensor, "L F"], method: str) -> Float[Tensor, "L F"]:
-    """Rescale the finite values of each layer.
+def ranks(values_LF: Shaped[Tensor, "L F"]) -> Float[Tensor, "L F"]:
+    """Ranks of the finite values within each layer: 0 lowest, 1 highest; ties share the mean of their ranks.
 
-    zscore: mean 0, standard deviation 1; rank: 0 lowest to 1 highest, ties share the mean of their ranks; minmax: 0
-    lowest to 1 highest.
     Returns:
-        ``(L, F)`` fp64; 0 in a layer whose values are all equal.
+        ``(L, F)`` fp64; 0 in a layer whose values differ by rounding alone.
     """
     values_LF = values_LF.double()
-    match method:
-        case "zscore":
-            scaled_LF = (values_LF - values_LF.mean(1, keepdim=True)) / values_LF.std(1, correction=0, keepdim=True)
-        case "rank":
-            scaled_LF = torch.stack([_ranks(values_F) for values_F in values_LF]) / (values_LF.shape[1] - 1)
-        case _:  # minmax
-            low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
-            scaled_LF = (values_LF - low_L1) / (high_L1 - low_L1)
-    return torch.where(varies(values_LF), scaled_LF, 0.0)
-
-
-def varies(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
-    """Whether a layer's neurons differ by more than rounding."""
     low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
-    return high_L1 - low_L1 > 1e-12 * torch.maximum(low_L1.abs(), high_L1.abs())
+    varies_L1 = high_L1 - low_L1 > 1e-12 * torch.maximum(low_L1.abs(), high_L1.abs())
+    ranks_LF = torch.stack([_ranks(values_F) for values_F in values_LF])
+    return torch.where(varies_L1, ranks_LF / (values_LF.shape[1] - 1), 0.0)
 
 
 def _ranks(values_F: Float[Tensor, "F"]) -> Float[Tensor, "F"]:
@@ -50,26 +37,17 @@ def score_synergy(
     frequency_LF: Float[Tensor, "L F"],
     score: ScoreConfig,
 ) -> Float[Tensor, "L F"]:
-    """Combine activation A, gradient G and frequency F into S_p, each term normalised within its layer.
+    """S_p = a·A − g·G + f·F, each term ranked within its layer; one that is constant there does not affect the order.
 
-    weighted: a·A − g·G + f·F; product: Aᵃ·(1−G)ᵍ·Fᶠ; inverse_gradient: (a·A + f·F) / (1 + g·G). The last two first
-    rescale every term to 0..1. A term that is constant within a layer does not affect the order.
-    A is mean |h|·‖d‖; F is the share of tokens where the neuron is among the most active; G is the mean normalised
-    `gradient_rate` of gate, up and down weights, normalised separately so that the largest gradients do not dominate.
+    A is mean |h|·‖d‖; F is the share of tokens where the neuron is among the most active; G is the mean of the ranks of
+    `gradient_rate` of gate, up and down weights, ranked separately so that the largest gradients do not dominate.
     Returns:
         ``(L, F)`` fp32, finite; comparable within a layer only.
     """
-    a, g, f = score.activation_weight, score.gradient_weight, score.frequency_weight
-    gradient_LF = torch.stack([normalise(kind_LF, score.normalisation) for kind_LF in gradients_LF]).mean(0)
-    terms = [normalise(term_LF, score.normalisation) for term_LF in (activation_LF, gradient_LF, frequency_LF)]
-    if score.form == "weighted":
-        a_LF, g_LF, f_LF = terms
-        return (a * a_LF - g * g_LF + f * f_LF).float()
-    a_LF, g_LF, f_LF = (normalise(term_LF, "minmax") for term_LF in terms)
-    if score.form == "inverse_gradient":
-        return ((a * a_LF + f * f_LF) / (1 + g * g_LF)).float()
-    a_LF, f_LF = (torch.where(varies(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
-    return (a_LF**a * (1 - g_LF) ** g * f_LF**f).float()
+    gradient_LF = torch.stack([ranks(kind_LF) for kind_LF in gradients_LF]).mean(0)
+    a_LF, g_LF, f_LF = (ranks(term_LF) for term_LF in (activation_LF, gradient_LF, frequency_LF))
+    weighted_LF = score.activation_weight * a_LF - score.gradient_weight * g_LF + score.frequency_weight * f_LF
+    return weighted_LF.float()
 
 
 def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "L F"]) -> Float[Tensor, "L F"]:

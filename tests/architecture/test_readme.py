@@ -151,7 +151,7 @@ TORCHRUN = sorted(
 def test_every_command_fits_its_number_of_processes(workers, command, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": workers, "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    settings, _folder = compose(shlex.split(command))
+    settings, _folder = compose(expand_words(shlex.split(command)))
     assert [*contradictions(settings)] == []
 
 

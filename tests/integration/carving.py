@@ -18,8 +18,7 @@ from stages.evaluate.config import BASELINES
 from stages.text.config import DataConfig
 from stages.text.sequences import load_text
 
-PARITY = "assemble.mode=parity"
-ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_logit_std=0")
+ALL_ON = ("stage=assemble", "always_on=0", "assemble.logit_std=0")
 PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
 COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no multiple of 8
 EVERY_BASELINE = f"evaluate.baselines=[{','.join(BASELINES)}]"
@@ -60,9 +59,9 @@ TARGETS = {
     "granitemoeshared": ("granite", *FEW, "always_on=8"),
     "tiny_onn": ("llama", *FEW, "always_on=8", "assemble.target=tiny_onn"),
 }
-# The embedded model with softmax gates; and parity mode, whose tiny logits low precision loses.
+# The embedded model with softmax gates; and almost constant gates, whose tiny logits low precision loses.
 OTHERS = {
-    "parity": ("qwen3", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", PARITY),
+    "tiny-logits": ("qwen3", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", "assemble.logit_std=0.001"),
     "dense-layer": (
         "llama",
         "stage=all",

@@ -65,7 +65,7 @@ def advised(text: str) -> list[str]:
 
 
 def test_experts_that_are_not_used_come_into_use(carve):
-    words = [*CROWDED, "assemble=residual_ridge"]
+    words = [*CROWDED]
     before = carve(*words)
     note = before.note("chosen by no calibration token")
     assert note is not None

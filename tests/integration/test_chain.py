@@ -34,7 +34,7 @@ MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 @pytest.fixture(scope="module")
 def reopened(carves, tmp_path_factory):
-    return reopen({name: carves[name] for name in (*CARVES, "parity")}, tmp_path_factory.mktemp("reopened"))
+    return reopen({name: carves[name] for name in (*CARVES, "tiny-logits")}, tmp_path_factory.mktemp("reopened"))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -73,10 +73,10 @@ def test_losses_are_those_of_transformers_in_a_fresh_process(carves, reopened, n
 def test_the_carve_before_projection_is_the_assembled_checkpoint(carves, reopened):
     """One is computed neuron by neuron, with constant gates, the other by transformers' experts.
 
-    Gates in parity mode differ from constant ones by the spread of the logits, 1e-3, but not in their sum.
+    They differ by the spread of the logits, 1e-3, but not in their sum.
     """
-    losses = read_losses(carves["parity"])
-    assert losses["unaligned"] == pytest.approx(reopened["parity"]["assemble"]["loss"], abs=5e-4)
+    losses = read_losses(carves["tiny-logits"])
+    assert losses["unaligned"] == pytest.approx(reopened["tiny-logits"]["assemble"]["loss"], abs=5e-4)
 
 
 def test_the_carve_beats_a_mask_and_a_random_router_of_its_width(carves):

@@ -46,8 +46,8 @@ def test_nor_does_it_in_the_model_of_the_repository(carves):
         assert alike > 0.85, way
 
 
-def test_logits_of_parity_do_not_survive_it(carves, text):
-    """The reason for the default mode: in bf16, σ of parity's tiny logits is ½."""
-    carve = carves["parity"]
+def test_tiny_logits_do_not_survive_it(carves, text):
+    """The reason for the default size of logits: in bf16, σ of tiny ones is ½."""
+    carve = carves["tiny-logits"]
     found = losses_of(carve.checkpoints["project"], read_text_batches(carve.dense, text, 4))
     assert found["bfloat16 autocast"][1] < 0.5

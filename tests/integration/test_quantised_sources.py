@@ -44,7 +44,7 @@ def carve(stored, text, tmp_path_factory):
     """The folder of artifacts of a carve with all experts on, equal parts of the FFN."""
     outputs = tmp_path_factory.mktemp("outputs")
     words = ["stage=assemble", "experts=8", "n=9", "top_k=8", "always_on=0"]
-    words += ["assemble.mode=parity", "assemble.parity_logit_std=0"]
+    words += ["assemble.logit_std=0"]
     quick = ["cluster.map=none", f"output_dir={outputs}"]
     assert run_command([*words_of_pico(stored, text), *words, *quick]) == 0
     return outputs / "artifacts" / stored.name

@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("recipes")
     words = [
         *words_of_pico(write_pico(folder / "pico", "qwen3", tokenizer=True, tie=True), text),
-        *("cluster.map=none", f"output_dir={folder}", "stage=assemble", "cluster=rank", "assemble=residual_ridge"),
+        *("cluster.map=none", f"output_dir={folder}", "stage=assemble", "cluster=rank"),
         *("experts=4", "n=8", "top_k=2", "always_on=8"),
     ]
     assert run_command(words) == 0

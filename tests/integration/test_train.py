@@ -38,8 +38,8 @@ def projected(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("train")
     words = [
         *words_of_pico(write_pico(folder / "pico", "qwen3", tokenizer=True), text),
-        *("experts=4", "n=8", "top_k=2", "always_on=6", "cluster=rank", "assemble=residual_ridge"),
-        *("assemble.mode=parity", "project.gradient_projection=false", "vocabulary.tokens=0", "cluster.map=none"),
+        *("experts=4", "n=8", "top_k=2", "always_on=6", "cluster=rank", "project.router_steps=0"),
+        *("assemble.logit_std=0.001", "project.gradient_projection=false", "vocabulary.tokens=0", "cluster.map=none"),
         *("evaluate.speed_tokens=0", "evaluate.samples=0", "evaluate.baselines=[]", f"output_dir={folder / 'outputs'}"),
     ]
     assert run_command([*words, "stage=project"]) == 0

@@ -134,9 +134,11 @@ def emit_routed(source, target, always_on, top_k, logit_std, tmp_path):
     experts = slice_experts(ffn.projections, neurons_EN, always_S)
     emit_checkpoint(
         folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=shape, routers=lambda _: rows_ED,
-        experts=lambda _: experts, selection_bias=lambda _: bias_E,
+        experts=lambda _: experts,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
+    if biased:
+        model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(bias_E * MOE_TARGETS[target].selection_bias_scale)
     gate = GateKind(gate_kind(MOE_TARGETS[target], shape))
     loop = ExpertLoop(experts, neurons_EN, always_S, LinearRouter(rows_ED, bias_E), top_k, 40, ffn.act, gate)
     return loop, model.model.layers[0].mlp

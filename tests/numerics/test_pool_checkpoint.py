@@ -40,7 +40,6 @@ def case(tmp_path_factory):
         F, neurons, torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32), orders[:, :S].contiguous(), pooled=True
     )
     rows_LED = torch.randn(L, E, D, generator=torch.Generator().manual_seed(8))
-    bias_LE = torch.randn(L, E, generator=torch.Generator().manual_seed(9)) / 10
     with DenseReader(dense) as reader:
         parts = [
             slice_experts(reader.projections(layer), partition.neurons_of(layer), always_S)
@@ -48,11 +47,11 @@ def case(tmp_path_factory):
         ]
     emit_checkpoint(
         dense, folder / "moe", target=MOE_TARGETS["tiny_onn"], shape=SHAPE, routers=lambda layer: rows_LED[layer],
-        experts=lambda layer: parts[layer], selection_bias=lambda layer: bias_LE[layer],
+        experts=lambda layer: parts[layer],
     )  # fmt: skip
     loops = [
         ExpertLoop(
-            experts, partition.neurons, partition.always_on[layer], LinearRouter(rows_LED[layer], bias_LE[layer]), K, F,
+            experts, partition.neurons, partition.always_on[layer], LinearRouter.without_bias(rows_LED[layer]), K, F,
             SILU, GateKind.SIGMOID_OF_CHOSEN,
         )
         for layer, experts in enumerate(join_pool(parts))

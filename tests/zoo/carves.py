@@ -35,7 +35,7 @@ PATIENCE = 120  # seconds to build and carve a type
 # 4 experts, all of them on; constant gates, and weights as they were cut.
 ALL_ON = (
     *("stage=project", "project=align", "experts=4", "top_k=4"),
-    *("assemble.mode=parity", "assemble.parity_logit_std=0"),
+    "assemble.logit_std=0",
 )
 # What does not depend on the source, at its cheapest.
 QUICK = (

@@ -10,9 +10,7 @@ from pipeline.cli import start
 from pipeline.overrides import expand_words, flag_errors, override_errors
 
 REMEDIES = {
-    "model=qwen": (
-        "model=/FOLDER, model=OWNER/NAME or a preset such as model=qwen1_5_4b or qwen2_5_0_5b or qwen2_5_coder_0_5b"
-    ),
+    "model=qwen": "model=/FOLDER, model=OWNER/NAME or a preset such as model=qwen2_5_0_5b or qwen2_5_coder_0_5b",
     "path=/a/model": "model=/a/model",
     "model_name=Qwen/Qwen2.5-0.5B": "model=Qwen/Qwen2.5-0.5B",
     "dataset=wiki.txt": "data=wiki.txt",

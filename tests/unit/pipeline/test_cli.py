@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from instruments.errors import ConfigError, DataError
-from models.source import EMBEDDED
 from pipeline import cli
 from pipeline.__main__ import main
 from pipeline.check import InvalidSettingsError
@@ -45,9 +44,7 @@ def command(tmp_path, monkeypatch, capsys):
         (["assemble.target=mixtral", "always_on=0"], "mixtral cannot hold the attention of qwen3",
          "assemble.target=auto, or one of qwen3_moe, glm4_moe, tiny_onn"),
         (["model.label=a/b"], "model.label=a/b must be a plain folder name", "model.label=embedded"),
-        (["model=local", f"model.path={EMBEDDED}"], "model=local needs a text to calibrate on",
-         "data=FILE_OR_FOLDER, data=OWNER/DATASET, data=general, data=mixture or data=python_stdlib"),
-        (["model=local", "data=python_stdlib"], "model=local needs a folder", "model.path=<folder of the checkpoint>"),
+        (["model=local"], "model=local needs a folder", "model.path=<folder of the checkpoint>"),
     ],
 )  # fmt: skip
 def test_one_mistake(command, tmp_path, words, what, do):

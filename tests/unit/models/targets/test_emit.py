@@ -113,16 +113,12 @@ def test_down_is_multiplied_in_float32_and_rounded_once(dense, tmp_path, dtype):
     assert not torch.equal(written, experts.down_EDN[0].to(expected) * 3) or expected == torch.float32
 
 
-def test_always_on_neurons_and_a_bias_are_written_as_their_architecture_weighs_them(dense, tmp_path):
-    """Qwen2Moe's always-on neurons have a gate of σ(0) = ½; Glm4Moe adds its bias to σ(z), whose slope is ¼."""
+def test_always_on_neurons_are_written_as_their_architecture_weighs_them(dense, tmp_path):
+    """Qwen2Moe's always-on neurons have a gate of σ(0) = ½."""
     emit(dense, tmp_path / "qwen2_moe")
     with ShardReader(tmp_path / "qwen2_moe") as reader:
         shared_DS = reader.tensor("model.layers.0.mlp.shared_expert.down_proj.weight")
     assert torch.equal(shared_DS[:, :5], 2 * random_experts(0).shared_down_DS)
-    bias_E = torch.tensor([1.0, -2.0, 3.0])
-    emit(dense, tmp_path / "glm4_moe", "glm4_moe", selection_bias=lambda _layer: bias_E)
-    with ShardReader(tmp_path / "glm4_moe") as reader:
-        assert torch.equal(reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias"), bias_E / 4)
 
 
 def test_experts_and_routers_of_another_shape(dense, tmp_path):
@@ -131,13 +127,6 @@ def test_experts_and_routers_of_another_shape(dense, tmp_path):
     assert (caught.value.where, caught.value.do) == ("layer 0", "stage=extract fresh=true")
     with pytest.raises(ContractError, match=r"router of shape \(4, 24\) for 3 experts"):
         emit(dense, tmp_path / "router", router=torch.ones(4, 24))
-
-
-def test_a_selection_bias_that_the_architecture_cannot_hold(dense, tmp_path):
-    emit(dense, tmp_path / "zero", selection_bias=lambda _layer: torch.zeros(3))
-    with pytest.raises(ContractError, match="qwen2_moe has no selection bias") as caught:
-        emit(dense, tmp_path / "other", selection_bias=lambda layer: torch.full((3,), float(layer)))
-    assert caught.value.where == "layer 1"
 
 
 def test_tensors_that_transformers_does_not_read_are_left_out_with_a_warning(tmp_path, caplog):

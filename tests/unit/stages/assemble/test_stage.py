@@ -14,25 +14,24 @@ from stages.assemble.config import AssembleConfig
 from stages.assemble.stage import RouterReport, column_scales, logit_std, scale_of, scaled, summarise
 from stages.calibration.alignment import column_scale, gate_moments, least_squares
 
-TRAIN, PARITY = AssembleConfig(mode="train"), AssembleConfig(mode="parity", parity_logit_std=0.003)
-
 
 @pytest.mark.parametrize("gate", GateKind)
-def test_logits_are_as_large_as_the_mode_asks(gate):
-    assert logit_std(PARITY, gate) == 0.003
-    assert logit_std(TRAIN, gate) == LOGIT_STD[gate]
-    assert logit_std(replace(TRAIN, logit_std=0.7), gate) == 0.7
+def test_logits_are_as_large_as_asked(gate):
+    assert logit_std(AssembleConfig(), gate) == LOGIT_STD[gate]
+    assert logit_std(AssembleConfig(logit_std=0.7), gate) == 0.7
+    assert logit_std(AssembleConfig(logit_std=0.0), gate) == 0.0
 
 
-def test_columns_are_scaled_for_the_gates_that_the_mode_counts():
+def test_columns_are_scaled_for_the_gates():
     some, all_on = make_loop(GateKind.SIGMOID, COPIED), make_loop(GateKind.SIGMOID, COPIED, top_k=E)
-    assert torch.equal(scale_of(some, INPUTS, TRAIN, pooled=False), column_scale(some, INPUTS))
-    assert (scale_of(some, INPUTS, PARITY, pooled=False) == 1).all()
+    assert torch.equal(scale_of(some, INPUTS, pooled=False), column_scale(some, INPUTS))
     copies_EN = (COPIED[:, :, None] == COPIED.flatten()).sum(2)
-    torch.testing.assert_close(scale_of(all_on, INPUTS, PARITY, pooled=False), 1 / copies_EN)
-    pooled_EN = scale_of(all_on, INPUTS, TRAIN, pooled=True)
+    constant = replace(all_on, gate=GateKind.CONSTANT)
+    torch.testing.assert_close(scale_of(constant, INPUTS, pooled=False), 1 / copies_EN)
+    assert (scale_of(make_loop(GateKind.CONSTANT, APART), INPUTS, pooled=False) == 1).all()
+    pooled_EN = scale_of(all_on, INPUTS, pooled=True)
     assert torch.equal(pooled_EN, least_squares(gate_moments(all_on, INPUTS))[:, None].expand(E, N))
-    assert (scale_of(all_on, INPUTS, PARITY, pooled=True) == 1).all()
+    assert (scale_of(constant, INPUTS, pooled=True) == 1).all()
 
 
 def test_every_column_gets_its_own_scale():
@@ -42,15 +41,14 @@ def test_every_column_gets_its_own_scale():
     assert scaled(experts, torch.ones(E, N)) is experts
 
 
-@pytest.mark.parametrize("assemble", [TRAIN, PARITY])
-def test_all_layers_together_scale_a_pool(assemble):
+def test_all_layers_together_scale_a_pool():
     partition = Partition(12, APART.int(), torch.tensor([0, 0, 0, 1]).int(), torch.zeros(2, 0).int(), pooled=True)
     router, load_E, ones_EN = LinearRouter.without_bias(torch.zeros(E, 6)), torch.ones(E), torch.ones(E, N)
     moments = torch.tensor([[[1.0], [2.0]], [[5.0], [6.0]]]).expand(2, 2, E).double()
     reports = {layer: RouterReport(router, ones_EN, moments[layer], load_E) for layer in range(2)}
-    scales = column_scales(reports, assemble, partition)
+    scales = column_scales(reports, partition)
     assert [tuple(scale.shape) for scale in scales.values()] == [(3, N), (1, N)]
-    assert torch.cat([*scales.values()]).unique().tolist() == [1.0 if assemble is PARITY else 0.75]
+    assert torch.cat([*scales.values()]).unique().tolist() == [0.75]
 
 
 def test_experts_of_a_layer_that_writes_nothing_are_not_missed():

@@ -15,7 +15,7 @@ from stages.routing.descent import RouterSettings
 from stages.routing.task import load_balance, make_loop
 
 D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
-REFIT = RouterSettings("residual_ridge", 1e-3, 1000, 0, 0.05, 0.0, 1, logit_std=0.001)
+REFIT = RouterSettings("error", 1e-3, 1000, 0, 0.05, 0.0, 1, logit_std=0.001)
 DESCENT = ProjectConfig(descent_steps=60, descent_tokens=64, rounds=0)
 
 

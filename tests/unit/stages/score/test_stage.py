@@ -3,7 +3,6 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
-import scipy.stats
 import torch
 
 from stages.artifacts.carve import NeuronStatistics, Scores
@@ -12,7 +11,7 @@ from stages.score.config import ScoreConfig
 from stages.score.stage import (
     MEASURES,
     gradient_rate,
-    normalise,
+    ranks,
     run,
     score_neurons,
     score_random,
@@ -22,77 +21,47 @@ from stages.score.stage import (
 VALUES_LF = torch.tensor([[4.0, 1.0, 1.0, 10.0, 2.0], [-3.0, 5.0, 0.0, 5.0, 1.0]])
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("rank", [[0.75, 0.125, 0.125, 1.0, 0.5], [0.0, 0.875, 0.25, 0.875, 0.5]]),
-        ("minmax", [[3 / 9, 0.0, 0.0, 1.0, 1 / 9], [0.0, 1.0, 0.375, 1.0, 0.5]]),
-        ("zscore", scipy.stats.zscore(VALUES_LF.double().numpy(), axis=1).tolist()),
-    ],
-)
-def test_normalised_values(method, expected):
-    torch.testing.assert_close(normalise(VALUES_LF, method), torch.tensor(expected, dtype=torch.float64))
+def test_ties_share_the_mean_of_their_ranks():
+    expected = [[0.75, 0.125, 0.125, 1.0, 0.5], [0.0, 0.875, 0.25, 0.875, 0.5]]
+    assert ranks(VALUES_LF).tolist() == expected
 
 
-@pytest.mark.parametrize("method", ["zscore", "rank", "minmax"])
-def test_a_layer_without_spread_is_zero_and_leaves_the_other_alone(method):
-    flat_LF = torch.stack([torch.full((5,), 0.1), VALUES_LF[1]])
-    scaled_LF = normalise(flat_LF, method)
+def test_a_layer_without_spread_is_zero_and_leaves_the_other_alone():
+    scaled_LF = ranks(torch.stack([torch.full((5,), 0.1), VALUES_LF[1]]))
     assert scaled_LF[0].tolist() == [0.0] * 5
-    assert torch.equal(scaled_LF[1], normalise(VALUES_LF, method)[1])
+    assert torch.equal(scaled_LF[1], ranks(VALUES_LF)[1])
 
 
 def test_rounding_is_no_spread():
-    assert not normalise(torch.tensor([[0.1 + 0.2, 0.3, 0.3]], dtype=torch.float64), "zscore").any()
-    assert normalise(torch.tensor([[3.0]]), "rank").tolist() == [[0.0]]
+    assert not ranks(torch.tensor([[0.1 + 0.2, 0.3, 0.3]], dtype=torch.float64)).any()
+    assert ranks(torch.tensor([[3.0]])).tolist() == [[0.0]]
 
 
-# One layer of four neurons; all terms already span 0 to 1, so minmax does not change them.
+# One layer of four neurons: ranks 0, 1, 2, 3; 3, 1½, 0, 1½; 0, 3, 2, 1 thirds.
 ACTIVATION = torch.tensor([[0.0, 0.2, 0.6, 1.0]])
 GRADIENT = torch.tensor([[1.0, 0.5, 0.0, 0.5]])
 FREQUENCY = torch.tensor([[0.0, 1.0, 0.5, 0.1]])
-SCORE = ScoreConfig(
-    form="weighted", normalisation="minmax", activation_weight=2.0, gradient_weight=0.5, frequency_weight=1.0
-)
+SCORE = ScoreConfig(activation_weight=2.0, gradient_weight=0.5, frequency_weight=1.0)
 
 
 def score(activation=ACTIVATION, gradients=(GRADIENT,), frequency=FREQUENCY, **options):
     return score_synergy(activation, list(gradients), frequency, replace(SCORE, **options))[0]
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ("weighted", [-0.5, 1.15, 1.7, 1.85]),
-        ("product", [0.0, 0.04 * 0.5**0.5, 0.36 * 0.5, 0.5**0.5 * 0.1]),
-        ("inverse_gradient", [0.0, 1.4 / 1.25, 1.7, 2.1 / 1.25]),
-    ],
-)
-def test_forms_by_hand(form, expected):
-    torch.testing.assert_close(score(form=form), torch.tensor(expected))
+def test_the_score_by_hand():
+    torch.testing.assert_close(score(), torch.tensor([-1.5, 4.25, 6.0, 6.25]) / 3)
 
 
-@pytest.mark.parametrize("form", ["weighted", "product", "inverse_gradient"])
-@pytest.mark.parametrize("normalisation", ["zscore", "rank", "minmax"])
-def test_more_activation_more_frequency_and_less_gradient_score_higher(form, normalisation):
-    steps = torch.arange(4.0)[None]
-    options = {"form": form, "normalisation": normalisation}
-    flat = torch.ones(1, 4)
-    for s_p in (
-        score(steps, (flat,), flat, **options),
-        score(flat, (-steps,), 1 + steps, **options),
-        score(flat, (flat,), steps, **options),
-    ):
+def test_more_activation_more_frequency_and_less_gradient_score_higher():
+    steps, flat = torch.arange(4.0)[None], torch.ones(1, 4)
+    for s_p in (score(steps, (flat,), flat), score(flat, (-steps,), 1 + steps), score(flat, (flat,), steps)):
         assert s_p.isfinite().all()
         assert (s_p.diff() > 0).all()
 
 
-@pytest.mark.parametrize("form", ["weighted", "product", "inverse_gradient"])
-def test_a_scan_without_gradients_keeps_the_order_of_the_other_terms(form):
+def test_a_scan_without_gradients_keeps_the_order_of_the_other_terms():
     zeros = torch.zeros(1, 4)
-    without = score(gradients=(zeros, zeros, zeros), form=form)
-    weightless = score(form=form, gradient_weight=0.0)
-    torch.testing.assert_close(without, weightless)
+    torch.testing.assert_close(score(gradients=(zeros, zeros, zeros)), score(gradient_weight=0.0))
 
 
 def test_the_gradient_rate_takes_out_what_activation_alone_explains():
@@ -184,7 +153,7 @@ def test_a_forward_only_scan_scores_without_gradients_and_says_so(job, make_stat
     assert scores.description == "s_p without its gradient term (the scan was forward-only)"
 
 
-@pytest.mark.parametrize("setting", [{"form": "product"}, {"normalisation": "zscore"}, {"gradient_weight": 0.0}])
-def test_what_the_terms_are_reaches_the_score(make_statistics, setting):
-    plain, other = (score_neurons(make_statistics(), ScoreConfig(**given), 1).chosen for given in ({}, setting))
+@pytest.mark.parametrize("weight", ["activation_weight", "gradient_weight", "frequency_weight"])
+def test_every_weight_reaches_the_score(make_statistics, weight):
+    plain, other = (score_neurons(make_statistics(), ScoreConfig(**given), 1).chosen for given in ({}, {weight: 0.0}))
     assert not torch.equal(plain.argsort(stable=True), other.argsort(stable=True))

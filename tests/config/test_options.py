@@ -1,4 +1,4 @@
-"""The plan of every preset, on a configuration of its model's sizes: no weights, a sensible shape and target."""
+"""Every option composes and is explained; the plan of well-known models, from their configurations alone."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import yaml
-from config.preset_sizes import CONFIGS
+from config.model_sizes import CONFIGS, SHAPES
 from omegaconf import OmegaConf
 from pico import decoder_of
 from studies.real_model import HEALING, ROWS, row_settings
@@ -23,11 +23,6 @@ from pipeline.overrides import override_errors, quote
 from pipeline.settings import Settings, compose
 from pipeline.shape import resolve_shape
 
-PRESETS = {
-    path.stem: path.read_text().splitlines()[0]
-    for path in (CONF / "model").glob("*.yaml")
-    if " neurons; " in path.read_text().splitlines()[0]
-}
 HALF_BILLION = ("qwen2_5_0_5b", "qwen2_5_coder_0_5b")
 
 
@@ -37,24 +32,19 @@ def composed(*words):
     return compose(words)[0]
 
 
-def test_every_preset_has_sizes_here():
-    assert {*PRESETS} == {*CONFIGS}
-
-
-@pytest.mark.parametrize("preset", sorted(CONFIGS))
-def test_the_plan_of_a_preset(preset, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_plan_of_a_well_known_model(name, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "0123abc"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIGS[preset]))
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     (folder / "model.safetensors").touch()  # never opened
     monkeypatch.setattr("models.source.hf_hub_download", lambda *_args, **_more: str(folder / "config.json"))
     decoder = find_decoder(folder, weights=False)
     started = time.process_time()
-    words = [f"model={preset}", "plan=true", "data=python_stdlib", f"output_dir={tmp_path / 'outputs'}"]
-    assert run_command(words) == 0
+    assert run_command([f"model={name}", "plan=true", "data=python_stdlib", f"output_dir={tmp_path / 'outputs'}"]) == 0
     assert time.process_time() - started < 1
     said = capsys.readouterr().out
-    layers, width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?=,| [a-z])", PRESETS[preset]))
+    layers, width, experts, n, top_k, always_on = SHAPES[name]
     assert (decoder.depth, decoder.width) == (layers, width)
     shape = f"{layers} layers of {width} neurons -> {experts} experts of {n}, {top_k} per token, and {always_on} always"
     assert shape in said
