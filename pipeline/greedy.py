@@ -38,16 +38,20 @@ class Writer:
     def encode(self, prompt: str, *, chat: bool, opened: str = "") -> list[int]:
         """Token ids of plain text, or of a user's message in the chat template and the beginning of its answer.
 
-        Raises ConfigError: the prompt is empty; CheckpointError: the tokenizer has no chat template.
+        Raises ConfigError: the prompt is empty, or not UTF-8; CheckpointError: the tokenizer has no chat template.
         """
-        if not prompt.strip():
-            raise ConfigError("the prompt is empty", where="command line", do='a prompt such as "def carve("')
+        fault = "" if prompt.strip() else "the prompt is empty"
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # from a terminal of another encoding
+            fault = f"the prompt is not UTF-8: {error}"
+        if fault:
+            raise ConfigError(fault, where="command line", do='a prompt such as "def carve("')
         if chat and not self.tokenizer.chat_template:
             do = "an instruction-tuned model, or generate without --chat"
             raise CheckpointError("the tokenizer has no chat template", where=self.tokenizer.name_or_path, do=do)
         document = Document("prompt", messages=({"role": "user", "content": prompt},)) if chat else Document("", prompt)
-        ids = encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize))
-        return ids + list(self.tokenizer(opened, add_special_tokens=False)["input_ids"])
+        return encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize), opened)
 
     def write(self, prompts: Sequence[Sequence[int]], tokens: int, stop: str = "") -> list[tuple[str, int, bool]]:
         """Continue a batch of prompts greedily, without the checkpoint's penalties, by at most `tokens` each.

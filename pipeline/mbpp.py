@@ -177,7 +177,7 @@ def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespac
 def extract_code(answer: str) -> str:
     """The block of code at the beginning of an answer, whose end may be missing; "" if it defines nothing."""
     code = answer.removeprefix(OPENED).partition(CLOSED)[0]
-    return code if re.search(r"\b(?:def|class|lambda)\b", code) else ""
+    return code if re.search(r"\b(?:def|class|import)\b|=", code) else ""
 
 
 def judge_answers(answers: list[Answer], tasks: Iterable[Task], file: Path) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from instruments.errors import DataError
 from stages.text.config import Source
 from stages.text.documents import Document
-from stages.text.template import Chat, find_chat
+from stages.text.template import Chat, alike, find_chat
 
 Span = tuple[int, int]
 
@@ -46,14 +46,18 @@ def encode_conversation(
     spans = find_assistant_spans(document, text, chat) if tokenizer.is_fast else None
     if spans is None:
         what = "the rendered conversation does not show where the assistant's turns are"
-        do = f"begin the record with a question, or {source.place}.labels=full_sequence"
+        asked = "" if document.messages[0]["role"] != "assistant" else "begin the record with a question, or "
+        do = f"{asked}{source.place}.labels=full_sequence"
         raise DataError(what, where=chat.describe(document), do=do)
     return _tokenize(text, spans, tokenizer)
 
 
-def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase, source: Source) -> list[int]:
+def encode_prompt(
+    document: Document, tokenizer: PreTrainedTokenizerBase, source: Source, opening: str = ""
+) -> list[int]:
     """Token ids of a conversation without its last answer, up to the start of the assistant's turn; [] if none is left.
 
+    With an `opening`, the ids end with it, as the beginning of the answer itself, behind a thought.
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the conversation or leaves out a part.
     """
@@ -63,15 +67,20 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase, source
     if not messages:
         return []
     chat = find_chat(tokenizer, source, tools=bool(document.tools))
-    return _tokenize(chat.write(replace(document, messages=messages), opened=True), None, tokenizer)[0]
+    text = chat.write(replace(document, messages=messages), opened=True)
+    if opening:
+        answered = chat.render([*messages, {"role": "assistant", "content": opening.strip()}], document)
+        text = answered[: answered.rindex(opening.strip())]
+    return _tokenize(text, None, tokenizer)[0] + _tokenize(opening, None, tokenizer)[0]
 
 
 def find_assistant_spans(document: Document, text: str, chat: Chat) -> list[Span] | None:
     """Find the assistant's turns that count, including their end tokens, in a rendered conversation.
 
-    A turn begins where the rendering of the messages before it, with generation prompt, ends. The last one ends with
-    the text; another with what the template appends to its content, found in the rendering up to this turn. A template
-    may add text before the content of the last turn only (Qwen3: an empty thought), but must keep the content itself.
+    A turn begins where the rendering of the messages before it, with generation prompt, ends, or where that opens what
+    a finished turn lacks (Qwen3.5: a thought). The last one ends with the text; another with what the template appends
+    to its content, found in the rendering up to this turn. A template may add text before the content of the last turn
+    only (Qwen3: an empty thought), and behind the end of a whole text (Phi-3), but must keep the content itself.
 
     Returns:
         Character spans in `text`, the rendered conversation; None if a turn cannot be found.
@@ -83,20 +92,26 @@ def find_assistant_spans(document: Document, text: str, chat: Chat) -> list[Span
             continue
         if not index:
             return None  # transformers renders no empty conversation
-        opening = chat.render(document.messages[:index], document, opened=True)
-        closed = chat.render(document.messages[: index + 1], document)
-        if not (text.startswith(opening) and closed.startswith(opening)):
+        before = document.messages[:index]
+        opening, closed = chat.render(before, document, opened=True), chat.render([*before, message], document)
+        first = min(alike(opening, text), alike(opening, closed))
+        if first < alike(opening, chat.render(before, document)):
             return None
-        is_last = index == len(document.messages) - 1
-        place = len(opening) if is_last else closed.find(message["content"].strip(), len(opening))
-        turn = closed[place:]
+        place = start = first
+        if index < len(document.messages) - 1:
+            content = message["content"].strip()
+            place, start = closed.find(content, first), text.find(content, first)
+            # A match after `place` would be another turn with the same content.
+            if place < 0 or not 0 <= start <= place:
+                return None
+        turn = closed[place:][: alike(closed[place:], text[start:])]
+        if place + len(turn) < len(closed):
+            turn = turn[: max((turn.rfind(end) + len(end) for end in ends if end in turn), default=0)]
+            if not turn:
+                return None
         if turn.rstrip().endswith(ends):
             turn = turn.rstrip()  # the model stops before white space that follows an end-of-turn token
-        start = text.find(turn, len(opening))
-        # A match after `place` would be another turn with the same content.
-        if place < 0 or not 0 <= start <= place:
-            return None
-        spans.append((len(opening), start + len(turn)))
+        spans.append((first, start + len(turn)))
     return spans
 
 

@@ -120,7 +120,7 @@ def list_sources(data: DataConfig, role: Split) -> list[Source]:
     sources = [] if data.kind == "mixture" else [Source(**shared)]
     for place, settings in data.mixed.items():
         own = {name: value for name, value in vars(settings).items() if value is not None}
-        own |= {"kind": settings.kind, "place": place, "tokens": max(round(settings.share * tokens), data.max_length)}
+        own |= {"kind": settings.kind, "place": place, "tokens": max(round(settings.share * tokens), 2)}
         del own["python_stdlib"]
         sources.append(Source(**shared | dict.fromkeys(NOT_SHARED) | {"paths": []} | own))
     for source in sources:

@@ -39,9 +39,11 @@ class Document:
 
     @property
     def digest(self) -> bytes:
-        """8-byte hash of the content; copies of a document have the same."""
+        """8-byte hash of the content; copies of a document have the same, also with other line ends."""
         content = [self.messages, self.tools] if self.tools else self.messages
-        return digest_of(json.dumps(content, sort_keys=True) if self.messages else self.text)
+        return digest_of(
+            json.dumps(content, sort_keys=True) if self.messages else self.text.replace("\r\n", "\n").strip()
+        )
 
 
 def digest_of(text: str) -> bytes:
@@ -52,22 +54,26 @@ def digest_of(text: str) -> bytes:
 def read_record(record: object, where: str, source: Source) -> Document | None:
     """Read the conversation or the text of one record; None if it is empty or null. `where` is the record's place.
 
-    A record without the source's columns may have those of Alpaca (instruction, input, output), of Dolly (instruction,
-    context, response), of ShareGPT (conversations) or a prompt and its completion. Columns system and history are read,
-    too.
+    A record without the source's columns, or with empty ones, may have those of Alpaca (instruction, input, output), of
+    Dolly (instruction, context, response), of ShareGPT (conversations) or a prompt and its completion. Columns system
+    and history are read, too.
 
     Raises:
-        DataError: there are no such columns, a value is no text and no conversation, or a message has a field that is
-            not read.
+        DataError: there are no such columns, a value is no text and no conversation, two columns hold two texts for
+            one place, or a message has a field that is not read.
     """
     columns = source.messages_column, source.text_column
     fields = record if isinstance(record, Mapping) else {}
-    found = fields if fields.keys() & {*columns} else {columns[0]: _known_conversation(fields, where, source)}
+    known = None if any(fields.get(column) for column in columns) else _known_conversation(fields, where, source)
+    found = {columns[0]: known} if known or not fields.keys() & {*columns} else fields
     conversation, text = (found.get(column) for column in columns)
     if conversation:
         place = f"{where}, column {columns[0]}" if columns[0] in fields else where
         messages = _read_messages(conversation, place, source)
         system = _read_column(fields, ("system", "system_prompt"), where, source)
+        if system and messages[0]["role"] == "system" and messages[0]["content"].strip() != system.strip():
+            what = "a column and the first message hold two system prompts"
+            raise DataError(what, where=where, do=_leave_out("system,system_prompt", source))
         if system and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": _replace_surrogates(system)}, *messages)
         return Document(where, messages=messages, tools=_read_tools(fields, f"{where}, column tools"))
@@ -86,12 +92,14 @@ def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -
     """The messages of a record with the columns of a well-known dataset; None: of none."""
     if record.get("conversations"):
         return record["conversations"]
-    answer = next((record[name] for name in ("output", "completion", "response") if record.get(name)), None)
-    prompt = next((record[name] for name in ("instruction", "prompt") if record.get(name)), None)
+    answers = [name for name in ("output", "completion", "response") if name in record]
+    answer, prompt = (_one_of(record, names, where, source) for names in (answers, ("instruction", "prompt")))
     if isinstance(prompt, list) and isinstance(answer, list):
         return prompt + answer
-    if not isinstance(prompt, str) or not isinstance(answer, str):
+    if not isinstance(prompt, str) or not isinstance(answer, str | None) or not answers:
         return None
+    if answer is None and record.keys() & {source.messages_column, source.text_column}:
+        return None  # an empty record
     if more := _read_column(record, ("input", "context"), where, source):
         prompt = f"{prompt}\n\n{more}"
     turns = [] if "history" in source.ignored_fields else record.get("history") or []
@@ -100,21 +108,29 @@ def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -
         raise DataError(what, where=f"{where}, column history", do=do)
     roles = ("user", "assistant")
     said = [text for turn in (*turns, (prompt, answer)) for text in turn]
-    return [{"role": roles[number % 2], "content": text} for number, text in enumerate(said)]
+    # Some rows of such datasets have no answer.
+    return [{"role": roles[number % 2], "content": text} for number, text in enumerate(said) if text is not None]
+
+
+def _one_of(record: Mapping[str, Any], names: Sequence[str], where: str, source: Source) -> Any:  # noqa: ANN401 - of JSON
+    """The value of the only one of these columns that has one; None if none has. Raises DataError: two differ."""
+    held = {name: record[name] for name in names if record.get(name) and name not in source.ignored_fields}
+    held = {name: value for name, value in held.items() if not isinstance(value, str) or value.strip()}
+    first, *others = [*held] or [""]
+    if different := [name for name in others if held[name] != held[first]]:
+        what = f"columns {first!r} and {different[0]!r} hold two texts for one place of the conversation"
+        raise DataError(what, where=where, do=_leave_out(different[0], source))
+    return held.get(first)
 
 
 def _read_column(record: Mapping[str, Any], names: Sequence[str], where: str, source: Source) -> str:
-    """The text of the first of these columns that is not blank; "" if there is none. Raises DataError: no text."""
-    for name in names:
-        value = record.get(name)
-        if not value or name in source.ignored_fields:
-            continue
-        if not isinstance(value, str):
-            what = f"column {name!r}, which belongs to the conversation, holds {type(value).__name__}, not text"
-            raise DataError(what, where=where, do=_leave_out(name, source))
-        if value.strip():
-            return value
-    return ""
+    """The text of the only one of these columns that has one; "" if none has. Raises DataError: no text, or two."""
+    value = _one_of(record, names, where, source)
+    if not isinstance(value, str | None):
+        name = next(name for name in names if record.get(name) == value)
+        what = f"column {name!r}, which belongs to the conversation, holds {type(value).__name__}, not text"
+        raise DataError(what, where=where, do=_leave_out(name, source))
+    return value or ""
 
 
 def _leave_out(fields: str, source: Source) -> str:
@@ -152,7 +168,7 @@ def _read_message(message: object, place: str, source: Source) -> Message:
     if fields:
         what = f"a message has {', '.join(map(str, fields))}, which is not read"
         raise DataError(what, where=place, do=_leave_out(",".join(map(str, fields)), source))
-    return {key: _replace_surrogates(value) if isinstance(value, str) else value for key, value in read.items()}
+    return {key: _replace_surrogates(value) for key, value in read.items()}
 
 
 def _read_calls(fields: dict[str, Any], place: str) -> list[Message]:
@@ -162,6 +178,7 @@ def _read_calls(fields: dict[str, Any], place: str) -> list[Message]:
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
+        function = function if isinstance(function, Mapping) else {}
         arguments = function.get("arguments") or {}
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -194,21 +211,24 @@ def _counts(fields: dict[str, Any], role: str, place: str, source: Source) -> bo
 
 def _read_tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """The tools that a record offers: a list of JSON schemas, or JSON of one."""
-    tools: Any = record.get("tools") or [
-        {"type": "function", "function": function} for function in record.get("functions") or ()
-    ]
+    tools: Any = record.get("tools") or record.get("functions") or []
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError):
         tools = None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError("the tools are no list of JSON schemas", where=where, do="correct or remove the record")
-    return tuple(tools)
+    wrapped = tools if record.get("tools") else [{"type": "function", "function": function} for function in tools]
+    return tuple(_replace_surrogates(wrapped))
 
 
-def _replace_surrogates(text: str) -> str:
-    """Replace unpaired surrogates, which JSON allows and tokenizers reject, by question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _replace_surrogates(value: Any) -> Any:  # noqa: ANN401 - of JSON
+    """Replace unpaired surrogates, which JSON allows and tokenizers reject, by question marks, also inside a value."""
+    if isinstance(value, Mapping):
+        return {_replace_surrogates(key): _replace_surrogates(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_replace_surrogates(inner) for inner in value]
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
 
 
 def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:

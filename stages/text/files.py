@@ -6,10 +6,13 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import re
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ MAX_RECORD, MAX_JSON = 2**26, 2**29
 
 
 def list_files(source: Source) -> list[Path]:
-    """The files that the source names, or the sorted files of its folders and subfolders that can be read.
+    """The files that the source names, or the sorted files of its folders and subfolders that can be read, each once.
 
     Hidden files and those whose name begins with `__` are left out, and files about the data (README, LICENSE ...).
 
@@ -51,7 +54,11 @@ def list_files(source: Source) -> list[Path]:
         DataError: a path may not be read, there is no file that can be read, or other data beside those.
     """
     names = source.paths or [str(source.path)]
-    return [file for name in names for file in _list_files(expand_user(name), f"{source.path_setting}={name}", source)]
+    files = (file for name in names for file in _list_files(expand_user(name), f"{source.path_setting}={name}", source))
+    once: dict[str, Path] = {}
+    for file in files:
+        once.setdefault(os.path.realpath(file), file)
+    return [*once.values()]
 
 
 def _list_files(path: Path, said: str, source: Source) -> list[Path]:
@@ -79,36 +86,45 @@ def _sort_files(path: Path) -> tuple[list[Path], list[Path], list[str]]:
         return [path] if path.is_file() and find_kind(path) else [], [], []
     found = sorted(_visible_files(path))
     readable = [file for file in found if find_kind(file)]
-    about = [file for file in readable if ABOUT.match(file.name) and file.suffix in {*TEXT, ".json"}]
+    about = {file for file in readable if ABOUT.match(file.name) and file.suffix in {*TEXT, ".json"}}
     if len(about) == len(readable):  # a README alone is text
-        about = []
+        about = set()
     read = [file for file in readable if file not in about]
     unread = others = [file for file in found if not find_kind(file)]
     unread_bytes, read_bytes = (sum(file.stat().st_size for file in files) for files in (unread, read))
     if unread_bytes <= read_bytes:
         others = [file for file in others if file.suffix.lower() in UNREAD]
-    return read, [*about, *unread], [file.relative_to(path).as_posix() for file in others]
+    return read, [*sorted(about), *unread], [file.relative_to(path).as_posix() for file in others]
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    for file in folder.rglob("*"):
-        if not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts) and file.is_file():
-            yield file
+    """Files that are not hidden, also behind links to folders. Raises OSError: a folder that is closed, a dead link."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        visible, seen = os.path.realpath(place) not in seen, seen | {os.path.realpath(place)}
+        folders[:] = [name for name in folders if visible and not name.startswith((".", "__"))]
+        for name in files if visible else ():
+            file = Path(place, name)
+            if not name.startswith((".", "__")) and stat.S_ISREG(file.stat().st_mode):
+                yield file
 
 
 def find_kind(file: Path) -> str:
     """The suffix by which a file is read, without that of its compression; empty if it is not read."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in (*TEXT, *RECORDS) else ""
+    packed = bool(suffixes) and suffixes[-1] in COMPRESSED and bool(suffixes.pop())
+    read = (*TEXT, *RECORDS[:-1]) if packed else (*TEXT, *RECORDS)  # Parquet is compressed inside
+    return suffixes[-1] if suffixes and suffixes[-1] in read else ""
 
 
 def describe_files(source: Source) -> str:
     """Numbers of the files by kind, and the names of those left out; empty for a single file."""
-    sorted_files = [_sort_files(expand_user(name)) for name in source.paths or [str(source.path)]]
-    kinds = Counter(find_kind(file) for files, _left_out, _others in sorted_files for file in files)
-    left_out = [file.name for _files, files, _others in sorted_files for file in files]
+    kinds = Counter(map(find_kind, list_files(source)))
+    left_out = [file.name for name in source.paths or [str(source.path)] for file in _sort_files(expand_user(name))[1]]
     numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     without = f", without {some(left_out, separator=', ')}" if left_out else ""
     return f" ({numbers}{without})" if kinds.total() > 1 or left_out else ""
@@ -181,7 +197,8 @@ def _read_json(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any
     if len(content) > MAX_JSON:
         what, do = f"the file has more than {MAX_JSON >> 20} MiB", "convert it to .jsonl, which is read by the line"
         raise DataError(what, where=str(file), do=do)
-    found = _parse(_decode(content, str(file)), str(file), "correct the file: a list of records")
+    do = "correct the file, which is a list of records; with a record in every line, name it .jsonl"
+    found = _parse(_decode(content, str(file)), str(file), do)
     for number, record in enumerate(found if isinstance(found, list) else [found], start=1):
         yield f"{file}, record {number}", record
 
@@ -195,7 +212,8 @@ def _parse(text: str, where: str, do: str) -> object:
 
 def _read_csv(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(MAX_RECORD)
-    lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(iter(stream.readline, b""), start=1))
+    read = iter(partial(stream.readline, MAX_RECORD + 1), b"")
+    lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(read, start=1))
     rows = csv.DictReader(lines, strict=True)
     try:
         for number, row in enumerate(rows, start=1):
@@ -217,7 +235,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         with ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, start=1))
-    except ArrowException as error:
+    except (ArrowException, UnicodeDecodeError) as error:
         what = f"cannot read the file: {error}"
         raise DataError(what, where=str(file), do="check that it is whole") from error
 
@@ -249,7 +267,7 @@ def _cut_line(line: bytes) -> tuple[bytes, bytes]:
 def _decode(line: bytes, where: str) -> str:
     """The text of a line. Raises DataError: it is not UTF-8; English in UTF-16 is valid UTF-8 with many zeros."""
     try:
-        if line.count(0) <= len(line) // 3:
+        if len(line) < 8 or line.count(0) <= len(line) // 3:
             return line.decode("utf-8-sig")
         fault = "many bytes are zero"
     except UnicodeDecodeError as error:

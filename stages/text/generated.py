@@ -88,14 +88,18 @@ def _read_prompts(source: Source, documents: Iterator[Document], tokenizer: PreT
     return text
 
 
-def encode_start(document: Document, tokenizer: PreTrainedTokenizerBase, data: Source) -> list[int]:
-    """Token ids up to where the model goes on: at the assistant's turn, or after `data.prompt_tokens` of plain text."""
+def encode_start(document: Document, tokenizer: PreTrainedTokenizerBase, data: Source, opening: str = "") -> list[int]:
+    """Token ids up to where the model goes on: at the assistant's turn, or after `data.prompt_tokens` of plain text.
+
+    `opening`: see `encode_prompt`.
+    """
     if document.messages:
-        ids, longest = encode_prompt(document, tokenizer, data), None
+        ids, longest = encode_prompt(document, tokenizer, data, opening), None
     else:
         ids, longest = encode_text(document.text, tokenizer, data.separator), data.prompt_tokens
-        # Without the end-of-text token, so that the model continues a short text.
-        if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
+        # Without the end-of-text token that the text itself lacks, so that the model continues a short text.
+        ended = document.text.endswith(str(tokenizer.eos_token))
+        if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id] and not ended:
             ids.pop()
     return (missing_begin(find_begin(tokenizer), ids[:1]) + ids)[:longest] if ids else []
 

@@ -1,6 +1,7 @@
 """The running interpreter's standard library as text; needs no network and no third-party data."""
 
 import ast
+import re
 import sys
 import sysconfig
 import tokenize
@@ -66,7 +67,7 @@ def read_module(name: str, path: Path, *, docstrings_first: bool) -> Iterator[Do
 @cache  # every stage reads the text, and parsing takes nine tenths of that
 def split_docstrings(source: str, module: str) -> tuple[str, str]:
     """The docstrings of a source, each below its signature, and the source without docstrings."""
-    lines = source.splitlines(keepends=True)
+    lines = re.split("(?<=\n)", source)  # `splitlines` also cuts at form feeds
     described: list[str] = []
     for node in _find_definitions(ast.parse(source)):
         if docstring := ast.get_docstring(node):

@@ -84,7 +84,7 @@ def read_template(file: Path, source: Source) -> str:
 
 
 # Incremented when a change of the readers gives other tokens for the same text.
-READER_VERSION = 9
+READER_VERSION = 10
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:

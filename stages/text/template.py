@@ -191,9 +191,14 @@ def _parts(message: Message, place: str) -> Iterator[tuple[str, bool]]:
 
 def _difference(text: str, other: str) -> str:
     """The part of a text between what begins and what ends another one, too."""
-    first = _common(len(other), lambda n: text[:n] == other[:n])
+    first = alike(text, other)
     last = _common(len(other), lambda n: text[len(text) - n :] == other[len(other) - n :])
     return text[first : max(first, len(text) - last)]
+
+
+def alike(text: str, other: str) -> int:
+    """The number of characters with which both texts begin."""
+    return _common(len(other), lambda n: text[:n] == other[:n])
 
 
 def _common(most: int, agree: Callable[[int], bool]) -> int:

@@ -37,6 +37,23 @@ def test_a_continuation_ends_at_a_stop_string(carve):
         assert rest[0] == (other.partition(stop)[0] + stop if stop in other else other)
 
 
+def test_an_opened_answer_stands_behind_the_thought(carve):
+    """Like Qwen3.5: the generation prompt opens a thought, which an answer closes."""
+    with open_writer(carve, "cpu") as writer:
+        writer.tokenizer.chat_template = (
+            "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think></think>{% endif %}"
+            "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+        )
+        said = writer.tokenizer.decode(writer.encode("What?", chat=True, opened="```python\n"))
+        assert said == "<|user|>What?<|assistant|><think></think>```python\n"
+
+
+def test_an_end_token_of_the_prompt_is_kept(carve):
+    with open_writer(carve, "cpu") as writer:
+        end = writer.tokenizer.eos_token
+        assert writer.encode(f"a{end}", chat=False) == [*writer.encode("a", chat=False), writer.tokenizer.eos_token_id]
+
+
 def test_the_text_follows_the_prompt_and_the_dense_model_comes_first(carve, capsys):
     words = [str(carve), "import ", "--tokens", "5", "--device", "cpu"]
     assert generate.main(words) == 0
@@ -62,6 +79,7 @@ def test_a_message_is_answered_without_being_repeated(capsys):
         (["{tmp_path}", "x"], 1),
         (["{embedded}", "x", "--dense", "{tmp_path}"], 1),
         (["{embedded}", " "], 2),
+        (["{embedded}", "caf\udce9"], 2),
         (["{embedded}", "x", "--device", "tpu:"], 2),
     ],
 )

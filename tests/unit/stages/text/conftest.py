@@ -17,6 +17,7 @@ def tokenizer():
 def write_jsonl(tmp_path):
     def write(name, records):
         path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         return path
 

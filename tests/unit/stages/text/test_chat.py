@@ -21,6 +21,12 @@ THINKING = (
     "{{ m['content'].split('</think>')[-1].strip() + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+# Like Qwen3.5: the same, and the generation prompt opens a thought.
+OPENING = THINKING.replace("{{ '<|assistant|>\n' }}{% endif %}", "{{ '<|assistant|>\n<think>\n' }}{% endif %}")
+# Like DeepSeek-R1: no turn has a thought, and the generation prompt opens one.
+OPENING_ALONE = UNMARKED.replace("{{ '<|assistant|>\n' }}{% endif %}", "{{ '<|assistant|>\n<think>\n' }}{% endif %}")
+# Like Phi-3: a further end behind the whole text.
+ENDED_TWICE = UNMARKED.replace("{% if add", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add")
 # Only a newline ends a turn.
 PLAIN = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -63,6 +69,9 @@ def supervise(messages, tokenizer):
         (None, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),  # generation marks
         (UNMARKED, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
         (THINKING, "A crustacean.<|endoftext|><think>\n\n</think>\n\n龙虾 🦞<|endoftext|>"),
+        (OPENING, "A crustacean.<|endoftext|>\n</think>\n\n龙虾 🦞<|endoftext|>"),
+        (OPENING_ALONE, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
+        (ENDED_TWICE, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>\n<|endoftext|>"),
         # The token " A" joins the template's space and the answer's first letter.
         (PLAIN, " A crustacean.\n龙虾 🦞\n"),
     ],
@@ -81,7 +90,7 @@ def test_marked_and_unmarked_templates_agree(tokenizer, conversation):
     assert encode(conversation, tokenizer) == marked
 
 
-@pytest.mark.parametrize("template", [UNMARKED, THINKING])
+@pytest.mark.parametrize("template", [UNMARKED, THINKING, OPENING_ALONE])
 def test_an_answer_that_occurs_elsewhere_too_is_found_in_its_own_turn(tokenizer, template):
     tokenizer.chat_template = template
     turns = ("user", "user"), ("assistant", "user"), ("user", "assistant"), ("assistant", "user"), ("user", "user")

@@ -47,6 +47,23 @@ def test_prefers_the_conversation_to_the_text():
 def test_the_columns_of_well_known_datasets_are_a_conversation(record):
     assert read(record) == Document("f:1", messages=tuple(MESSAGES))
     assert read(record | {"text": "c"}) == Document("f:1", "c")
+    assert read(record | {"text": "", "messages": None}) == read(record)
+
+
+def test_an_instruction_without_an_answer_is_read_alone():
+    assert read({"instruction": "a", "output": ""}).messages == tuple(MESSAGES[:1])
+    assert read({"instruction": "a", "output": "", "text": None}) is None
+
+
+def test_copies_with_other_line_ends_are_copies():
+    assert len({Document("f:1", text).digest for text in ("a\nb", "a\r\nb\n", "a\nb ")}) == 1
+
+
+def test_what_tokenizers_reject_is_replaced_inside_calls_and_tools_too():
+    call = {"function": {"name": "f", "arguments": {"\ud800": ["\ud800"]}}}
+    document = read({"messages": [MESSAGES[0] | {"tool_calls": [call]}], "functions": '[{"name": "\\ud800"}]'})
+    assert document.messages[0]["tool_calls"][0]["function"]["arguments"] == {"?": ["?"]}
+    assert document.tools == ({"type": "function", "function": {"name": "?"}},)
 
 
 @pytest.mark.parametrize("column", ["input", "context"])
@@ -69,7 +86,8 @@ def test_an_instruction_has_its_input_below(column):
 def test_a_system_prompt_beside_a_conversation_is_its_first_message(record):
     system = {"role": "system", "content": "s"}
     assert read(record | {"system": None, "system_prompt": "s"}).messages == (system, *MESSAGES)
-    assert read({"messages": [system, *MESSAGES], "system": "other"}).messages == (system, *MESSAGES)
+    assert read({"messages": [system, *MESSAGES], "system": "s "}).messages == (system, *MESSAGES)
+    assert read({"messages": [system, *MESSAGES], "system": "t"}, ignored_fields=["system"]).messages[0] == system
 
 
 def test_earlier_turns_beside_an_instruction_come_first():
@@ -139,7 +157,13 @@ def test_half_a_surrogate_pair_becomes_a_question_mark():
         ({"messages": [MESSAGES[1] | {"weight": 0.5}]}, "f:1, column messages, message 1"),
         ({"messages": MESSAGES, "tools": "{"}, "f:1, column tools"),
         ({"conversations": [{"from": "human"}]}, "f:1, message 1"),
-        ({"instruction": "a", "output": ""}, "f:1; its columns: instruction, output"),
+        ({"prompt": "a", "chosen": "b"}, "f:1; its columns: prompt, chosen"),
+        ({"messages": [{"role": "system", "content": "s"}, *MESSAGES], "system": "other"}, "f:1"),
+        ({"messages": MESSAGES, "system": "s", "system_prompt": "t"}, "f:1"),
+        ({"instruction": "a", "input": "x", "context": "y", "output": "b"}, "f:1"),
+        ({"instruction": "a", "output": "b", "response": "c"}, "f:1"),
+        ({"messages": [MESSAGES[0] | {"tool_calls": [{"function": "f"}]}]}, "f:1, column messages, message 1"),
+        ({"messages": MESSAGES, "functions": 3}, "f:1, column tools"),
     ],
 )
 def test_a_record_that_cannot_be_read_is_named(record, where):

@@ -75,12 +75,16 @@ def test_a_source_has_settings_of_its_own_and_others_of_data(files):
         assert [name for name in ignored if getattr(source, name) is not None] == [taken]
 
 
-@pytest.mark.parametrize(("shares", "tokens"), [((0.95, 0.05), 640), ((0.2, 0.8), 40_000)])
-def test_a_source_that_misses_its_share_is_named(files, tokenizer, caplog, shares, tokens):
-    """Less than one sequence, or a file that is too short."""
-    with caplog.at_level(logging.WARNING):
-        load_text(mixture(files, shares, tokens=tokens), tokenizer, "calibration")
+def test_a_source_that_misses_its_share_is_named(files, tokenizer, caplog):
+    with caplog.at_level(logging.WARNING):  # its file is too short
+        load_text(mixture(files, (0.2, 0.8), tokens=40_000), tokenizer, "calibration")
     assert any("web.jsonl has" in message for message in caplog.messages)
+
+
+def test_small_shares_read_no_more_than_theirs(files, tokenizer):
+    """Less than one sequence each."""
+    text = load_text(mixture(files, (0.95, 0.05), tokens=640), tokenizer, "calibration")
+    assert text.tokens == 640
 
 
 def test_the_standard_library_is_a_source(files, tokenizer):

@@ -40,6 +40,11 @@ def test_docstrings_and_source_are_told_apart():
     )
 
 
+def test_form_feeds_between_definitions_lose_no_line():
+    source = 'import os\n\x0c\ndef swim():\n    """Swim."""\n    return 1\n'
+    assert split_docstrings(source, "sea") == ("swim()\n\nSwim.\n\n", "import os\n\x0c\ndef swim():\n    return 1\n")
+
+
 def test_a_module_gives_docstrings_and_source_in_turn(tmp_path):
     path = tmp_path / "lobster.py"
     path.write_bytes(b"# coding: latin-1\n" + SOURCE.replace("hurts", "hürts").encode("latin-1"))

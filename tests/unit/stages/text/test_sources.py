@@ -9,7 +9,7 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig, Source, list_sources
-from stages.text.files import MAX_LINE, describe_files, read_file
+from stages.text.files import MAX_LINE, describe_files, list_files, read_file
 from stages.text.sources import read_sources
 
 
@@ -160,6 +160,25 @@ def test_hidden_files_and_files_about_the_data_are_left_out(tmp_path, write_json
     assert sorted(texts(tmp_path)) == ["one", "two"]
 
 
+def test_links_are_followed_and_every_file_is_read_once(tmp_path, write_jsonl):
+    folder = tmp_path / "folder"
+    write_jsonl("elsewhere/b.jsonl", [{"text": "b"}])
+    file = write_jsonl("folder/a.jsonl", [{"text": "a"}])
+    (folder / "c.jsonl").symlink_to(file)
+    (folder / "deeper").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(folder)
+    assert sorted(texts(folder)) == ["a", "b"]
+    both = Source(paths=[str(folder), str(file), str(file)])
+    assert [path.name for path in list_files(both)] == ["a.jsonl", "b.jsonl"]
+    assert describe_files(both) == " (2 .jsonl)"
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    assert "gone.jsonl" in refusal(folder).what
+
+
+def test_a_closed_folder_among_others(closed):
+    assert "Permission denied" in refusal(closed.parent).what
+
+
 def test_a_readme_alone_is_text(tmp_path):
     (tmp_path / "README.md").write_text("words")
     assert texts(tmp_path) == ["words"]
@@ -222,6 +241,11 @@ def test_bytes_that_are_no_utf8(tmp_path, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     assert "not UTF-8" in refusal(path).what
+
+
+def test_a_zero_alone_on_a_line_is_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\n\0\ntwo\n")
+    assert texts(tmp_path) == ["one\n\0\ntwo"]
 
 
 def test_labels_of_answers_need_conversations(write_jsonl):
