@@ -1,12 +1,13 @@
 """Errors that the user can correct (what happened, where, what to do), and the exit codes of command lines."""
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TextIO, TypeVar
 
 Item = TypeVar("Item")
 # User information of an address. Passwords are removed; in web addresses user names too, since they may be tokens.
@@ -92,6 +93,35 @@ def exit_code(work: Callable[[], int | None], name: str = "") -> int:
             found = UserError(what, do=do)
         sys.stderr.write(f"{printable(f'{name}{found}')}\n")
         return INVALID if isinstance(found, ConfigError) else FAILED
+
+
+class LastingStream:
+    """A stream that goes on into /dev/null once its reader has ended, as with `| head`; the run goes on, too."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """`stream` has a file descriptor."""
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._close()
+            return len(text)
+
+    def flush(self) -> None:
+        """As the stream does."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._close()
+
+    def _close(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from errno import ENOLCK, ENOSYS, ENOTSUP
+from errno import EINVAL, ENOLCK, ENOSYS, ENOTSUP
 from hashlib import file_digest, sha256
 from pathlib import Path
 from types import UnionType
@@ -21,6 +21,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != EINVAL or path.is_file():  # file systems that flush no folders
+            raise
     finally:
         os.close(descriptor)
 

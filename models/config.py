@@ -21,7 +21,7 @@ class ModelConfig:
 
     kind: str = field(default="embedded", metadata={"choices": ("embedded", "local", "hub")})
     label: str = field(default="embedded", metadata={"fingerprint": False, **_LABEL})
-    path: str | None = field(default=None, metadata={"needs": {"kind": "local"}})
+    path: str | None = field(default=None, metadata={"needs": {"kind": "local"}, "fingerprint": False})
     name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     dtype: str = field(default="auto", metadata={"choices": ("auto", "float32", "bfloat16", "float16")})

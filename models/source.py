@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -28,20 +27,21 @@ _RESULT_FILES = [*sorted(checkpoint.CONFIGURATIONS), *checkpoint.TOKENIZER_PATTE
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
 # Seconds to wait for the hub; its own client would retry for half a minute.
 HUB_TIMEOUT = 2.5
-_UNREACHABLE_HUBS: set[str] = set()  # hubs that did not answer
+_HUBS: dict[str, bool] = {}  # address → whether it answered
 
 
 def hub_answers() -> bool:
-    """Whether the hub answers: tried once per process, and never if HF_HUB_OFFLINE is set."""
-    if constants.HF_HUB_OFFLINE:
+    """Whether the hub answers: tried until it has once, and never if HF_HUB_OFFLINE is set."""
+    if offline_by_choice():
         return False
-    if not _answers(constants.ENDPOINT):
-        _UNREACHABLE_HUBS.add(constants.ENDPOINT)
-        constants.HF_HUB_OFFLINE = True  # otherwise its client would try again by itself and wait 5 s
-    return not constants.HF_HUB_OFFLINE
+    if constants.ENDPOINT not in _HUBS:
+        _HUBS[constants.ENDPOINT] = False
+    if not _HUBS[constants.ENDPOINT]:
+        _HUBS[constants.ENDPOINT] = _answers(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = not _HUBS[constants.ENDPOINT]  # else its client would try by itself and wait 5 s
+    return _HUBS[constants.ENDPOINT]
 
 
-@cache
 def _answers(address: str) -> bool:
     answers: list[bool] = []
     # In a thread, since socket timeouts do not end a DNS look-up.
@@ -65,7 +65,7 @@ def _ask(address: str) -> bool:
 
 def offline_by_choice() -> bool:
     """Whether the user set offline mode, and not `hub_answers` because the hub did not answer."""
-    return bool(constants.HF_HUB_OFFLINE) and constants.ENDPOINT not in _UNREACHABLE_HUBS
+    return bool(constants.HF_HUB_OFFLINE) and _HUBS.get(constants.ENDPOINT, True)
 
 
 def _repository(model: ModelConfig) -> str:

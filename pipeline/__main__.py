@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
-from instruments.errors import INTERRUPTED
+from instruments.errors import INTERRUPTED, LastingStream
 from pipeline.help import PACKAGE, PROGRAMS, help_page
 from stages.artifacts.job import find_workers
 
@@ -17,18 +17,16 @@ from stages.artifacts.job import find_workers
 def main() -> int:
     """Show the help page or run the command; returns the exit code."""
     words = sys.argv[1:]
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal may be unable to encode every character
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if isinstance(stream := getattr(sys, name), TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may be unable to encode every character
+            setattr(sys, name, LastingStream(stream))
     try:
-        code = _do(words)
-        sys.stdout.flush()
+        return _do(words)
     except KeyboardInterrupt:  # while modules are imported
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `| head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+    finally:
+        sys.stdout.flush()
 
 
 def _do(words: list[str]) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 
 from models.checkpoint.folder import expand_user
 from pipeline.artifacts import Manifest, is_complete
@@ -11,6 +12,8 @@ from pipeline.overrides import find_words, quote
 from pipeline.plan import find_checkpoint
 from stages.artifacts.job import NOTHING, Table
 from stages.artifacts.rendering import render
+
+_ONE_AT_A_TIME = RLock()  # of threads: the settings' reader and the log are the process's
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ def carve(
     """
     words = _select("model", model) + ([] if data is None else _select("data", data))
     words += [quote(name, value) for name, value in {**dials, **(settings or {})}.items()]
-    steps = start(words)
+    with _ONE_AT_A_TIME:
+        steps = start(words)
     last = steps[-1].folder
     table = Manifest.read(last, remedy="fresh=True").table if is_complete(last) else NOTHING  # plan=True runs nothing
     rows = {str(row[0]): dict(zip(table.columns[1:], map(_figure, row[1:]), strict=False)) for row in table.rows}

@@ -163,7 +163,7 @@ class FileHashes:
         """Write what is new to the file, without what is known of files that were removed."""
         if not self._unsaved:
             return
-        present = {key: value for key, value in self._known.items() if key.startswith(ANSWER) or Path(key).exists()}
+        present = {key: value for key, value in self._known.items() if key.startswith(ANSWER) or os.path.exists(key)}  # noqa: PTH110 - of Path, it raises for a closed folder
         with suppress(OSError):  # a full disk, or another process writes too: it is found again next time
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, present)

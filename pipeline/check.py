@@ -200,7 +200,7 @@ def _add_errors(errors: list[UserError], settings: Settings, words: Sequence[str
         try:
             check_store(settings.store)
         except UserError as error:
-            errors.append(error)
+            errors += [error] * isinstance(error, ConfigError)  # a server that is off matters only if the scan runs
     if "model" not in unreadable_groups:
         errors += _source_errors(settings, unreadable_groups, sound=sound)
 

@@ -16,6 +16,7 @@ from stages.assemble.config import AssembleConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+LOST = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -52,7 +53,7 @@ def nearest_existing(path: Path) -> Path:
 def explain_os_error(
     error: BaseException, *, where: str, folder: Path, expected: int = 0, do: str = ""
 ) -> UserError | None:
-    """The UserError for a full disk or denied access; None for any other error.
+    """The UserError for a full disk, denied access or a disk that fails; None for any other error.
 
     `error` is an OSError, or an error of safetensors or torch.save, which give the cause only in their text; `expected`
     are the bytes to write, 0 if unknown; `do` the remedy of a command without output_dir=.
@@ -70,4 +71,7 @@ def explain_os_error(
     if number in DENIED:
         remedy = "check who may read and write there, or choose another output_dir="
         return UserError(f"access denied: {error}", where=f"{where}, {folder}", do=do or remedy)
+    if number in LOST:
+        remedy = "see that it is mounted, then the same command again"
+        return UserError(f"the disk fails: {error}", where=f"{where}, {folder}", do=do or remedy)
     return None

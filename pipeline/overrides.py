@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field, make_dataclass
 from difflib import get_close_matches
-from os.path import exists, isdir  # unlike those of Path, they take names that are too long for a file system
+from os.path import abspath, exists, isdir  # unlike those of Path, they take names that are too long for a file system
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,7 +47,7 @@ def _is_typed(word: str, words: Iterable[str]) -> bool:
 
 def find_words(group: str, value: str) -> list[str]:
     """The words for a path, or for a name on the hub such as owner/name; [] for other values, such as options."""
-    if not value or value in groups()[group] or "," in value:
+    if not value or value in groups()[group] or ("," in value and not exists(expand_user(value))):  # noqa: PTH110
         return []
     is_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value, re.ASCII)) and value[0] not in ".~"
     path = expand_user(value)
@@ -56,8 +56,9 @@ def find_words(group: str, value: str) -> list[str]:
     if is_name and not exists(path):  # noqa: PTH110
         words, label = [f"{group}=hub", quote(f"{group}.name", value)], path.name
     else:
-        words, label = [f"{group}={LOCAL[group]}", quote(f"{group}.path", str(path))], path.absolute().name
-    return [*words, f"model.label={re.sub(r'[^a-zA-Z0-9.+-]+', '_', label)}"] if group == "model" else words
+        words, label = [f"{group}={LOCAL[group]}", quote(f"{group}.path", str(path))], Path(abspath(path)).name  # noqa: PTH100
+    label = re.sub(r"[^a-zA-Z0-9.+-]+", "_", label).lstrip(".")[:100]
+    return [*words, quote("model.label", label or "model")] if group == "model" else words
 
 
 def quote(name: str, value: object) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -12,7 +11,6 @@ from typing import Any
 
 from instruments.cpu import has_amx
 from instruments.errors import CheckpointError, ContractError, DataError, some
-from models.checkpoint.folder import expand_user
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
@@ -21,6 +19,7 @@ from pipeline.check import Checked
 from pipeline.disk import expected_bytes
 from pipeline.resources import estimate_seconds, peak_bytes, room_errors, temporary_bytes
 from pipeline.settings import CHAIN, Stage, asked_stages, unneeded
+from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
 from stages.calibration.config import without_random_tokens
@@ -128,10 +127,9 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         nodes["vocabulary"] = without_random_tokens()
     output_dir = Path(settings.output_dir).absolute()
     hash_of = FileHashes(output_dir)
-    named = absolute_paths(settings.data)
     source_key = source_cache_key(settings.model, hash_of)
-    text_key = data_cache_key(named, hash_of)  # once: a dataset of the hub is asked for its commit
-    text_keys = {True: text_key, False: calibration_cache_key(named, text_key, hash_of.recall)}
+    text_key = data_cache_key(settings.data, hash_of)  # once: a dataset of the hub is asked for its commit
+    text_keys = {True: text_key, False: calibration_cache_key(settings.data, text_key, hash_of.recall)}
     counted = nodes | {"model": resolve_model(checked)}
     # Stages get the commits that the plan has found: a branch of the hub may move during a run.
     given = {**nodes, "model": replace(settings.model, revision=source_key.get("commit", settings.model.revision))}
@@ -143,7 +141,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         data = sampled(settings.data) if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)
         cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout]}
-        stated = counted | {"data": absolute_paths(read)}
+        stated = counted | {"data": read}
         recipe = {  # all inputs that affect the result
             "stage": stage.name,
             "version": stage.version,
@@ -185,21 +183,7 @@ def resolve_model(checked: Checked) -> ModelConfig:
     own = "float32" if on_host else source_dtype(checked.source.config_json) or "auto"
     dtype = own if model.dtype == "auto" else model.dtype
     rounded = model.rounded_products and (not on_host or has_amx())  # without effect on other CPUs
-    return replace(model, device=device, dtype=dtype, rounded_products=rounded, path=absolute(model.path))
-
-
-def absolute_paths(data: DataConfig) -> DataConfig:
-    """The settings of the text with absolute paths, so that another spelling of a path recomputes nothing."""
-    sources = [replace(source, path=absolute(source.path)) for source in data.sources]
-    paths = [str(absolute(path)) for path in data.paths]
-    return replace(
-        data, path=absolute(data.path), paths=paths, heldout_path=absolute(data.heldout_path), sources=sources
-    )
-
-
-def absolute(path: str | None) -> str | None:
-    """The absolute path without `..` and symbolic links."""
-    return None if path is None else os.path.realpath(expand_user(path))
+    return replace(model, device=device, dtype=dtype, rounded_products=rounded)
 
 
 def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
@@ -219,10 +203,9 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
     if not isinstance(data, DataConfig) or any(source.kind == "hub" for source in list_sources(data, "calibration")):
         return
     try:
-        named = absolute_paths(data)
-        found = data_cache_key(named, hash_of)
+        found = data_cache_key(data, hash_of)
         if not step.stage.fixed_heldout:
-            found = calibration_cache_key(named, found, hash_of.recall)
+            found = calibration_cache_key(data, found, hash_of.recall)
     except DataError:  # removed
         found = {}
     if found != planned["data"]:
@@ -268,7 +251,7 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
 
 
 def require_means(checked: Checked, due: Collection[str]) -> None:
-    """Raises ConfigError or DataError: due stages lack disk space, their device or the hub."""
+    """Raises ConfigError or DataError: due stages lack disk space, their device, their store or the hub."""
     settings, stages = checked.settings, [stage for stage in CHAIN if stage.name in due]
     if not settings.plan:  # which names what another machine must have
         for error in room_errors(checked, [stage.name for stage in stages]):
@@ -277,5 +260,7 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
         from models.loading import resolve_device  # noqa: PLC0415 - loads torch
 
         resolve_device(settings.model)
+    if "scan" in due:
+        check_store(settings.store)
     if any("data" in stage.nodes for stage in stages):
         require_hub(list_sources(settings.data, "calibration"))

@@ -86,6 +86,8 @@ class Runner:
         Raises UserError: a stage failed, or its inputs are damaged. Results published before stay.
         """
         self.verify_kept(steps)
+        for step in steps:
+            _ = step.due and step.stage.run  # imported before the first begins: its code may be edited meanwhile
         done: list[Step] = []
         for planned in steps:
             # An earlier step of this run may have computed its parent with other tensors.
@@ -192,14 +194,19 @@ class Runner:
                 Path(folder).parent.mkdir(parents=True, exist_ok=True)
                 replace_link(Path(folder), step.folder)
         checkpoint = find_checkpoint(steps)
-        latest = self.run_folder.link_latest(checkpoint)
-        if checkpoint is not None:
-            log.info("checkpoint %s\n           %s", shown(checkpoint), shown(latest / "checkpoint"))
+        place = checkpoint
+        try:
+            latest = self.run_folder.link_latest(checkpoint)
+            place = checkpoint and latest / "checkpoint"
+        except OSError as error:
+            log.warning("no links to this run: %s", error)
+        if places := dict.fromkeys(shown(path) for path in (checkpoint, place) if path):
+            log.info("checkpoint %s", ("\n" + " " * 11).join(places))
         if page := self.write_page(last.folder):
             log.info("report     %s", shown(page))
         commands = next_commands(self.checked.settings.stage, self.overrides)
-        if checkpoint is not None:
-            commands.insert(0, f'python -m pipeline generate {shlex.quote(shown(latest / "checkpoint"))} "def main("')
+        if place is not None:
+            commands.insert(0, f'python -m pipeline generate {shlex.quote(shown(place))} "def main("')
         if commands:
             log.info("next       %s", ("\n" + " " * 11).join(commands))
 
@@ -244,6 +251,7 @@ def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, 
     if settings.dense_layers is None and checked.shape is not None:
         steps = measure_layers(settings, folder, overrides, wait=wait)
         if settings.plan and steps[-1].due:
+            sys.stdout.write("\nThese stages find dense_layers=auto; the plan of the carve can be shown after them.\n")
             return steps
         found = choose_layers(checked, steps[-1].folder)
         checked = check_settings(replace(settings, dense_layers=found), overrides)

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from omegaconf import OmegaConf
 
-from instruments.errors import printable, redact
+from instruments.errors import ConfigError, LastingStream, printable, redact
 from instruments.files import write_json
 from pipeline.help import PACKAGE
 from pipeline.settings import Settings
@@ -58,15 +58,24 @@ class RunRecord:
 
 
 class RunFolder:
-    """`outputs/runs/<time>/`: config.yaml, run.log, stages.json, report.html, a link to the checkpoint."""
+    """`outputs/runs/<time>/`: config.yaml, run.log, stages.json, report.html, a link to the checkpoint.
+
+    Raises ConfigError: the folder is one of the output folder's own.
+    """
 
     def __init__(
         self, folder: Path, settings: Settings, overrides: Sequence[str], results: Sequence[Path] = ()
     ) -> None:
         """Create the folder; write the settings and the record, with the folders of all results that are planned."""
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         self.output_dir = Path(settings.output_dir).absolute()
+        own = [self.output_dir / name for name in ("artifacts", "latest")]
+        if folder.absolute() == self.output_dir or any(folder.absolute().is_relative_to(place) for place in own):
+            what = f"a run in {folder} would not be found by `python -m pipeline runs`"
+            raise ConfigError(what, where="setting hydra.run.dir", do="another folder, or the command without it")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("checkpoint", "report.html"):  # of an earlier run in this folder
+            (folder / name).unlink(missing_ok=True)
         planned = [str(result.relative_to(self.output_dir / "artifacts")) for result in results]
         self.record = RunRecord([redact(word) for word in overrides], planned)
         self.record.write(folder)
@@ -113,18 +122,6 @@ class RedactingFormatter(logging.Formatter):
         return printable(redact(super().format(record)))
 
 
-class Console(logging.StreamHandler[TextIO]):
-    """Log lines on stdout; once the reader has ended, as with `| head`, the run continues without them."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Redirect output to /dev/null if the pipe is closed; other errors as usual."""
-        if isinstance(sys.exc_info()[1], BrokenPipeError):
-            with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-        else:
-            super().handleError(record)
-
-
 class LogFile(logging.FileHandler):
     """Log lines with times; if the disk is full, report missing lines once and let the run continue."""
 
@@ -143,7 +140,7 @@ class LogFile(logging.FileHandler):
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """Send the project's log and Python's warnings to the console and, with times, to a file."""
-    console = Console(sys.stdout)
+    console = logging.StreamHandler(cast(TextIO, LastingStream(sys.stdout)))
     console.setFormatter(RedactingFormatter())
     record = LogFile(path, encoding="utf-8", errors="backslashreplace")
     record.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

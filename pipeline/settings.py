@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
@@ -195,7 +196,9 @@ def _register_schema() -> None:
     # Without types, which `to_settings` checks once: checking them in every merge is slow.
     ConfigStore.instance().store("schema", node=OmegaConf.to_container(SCHEMA))
     OmegaConf.register_new_resolver("workspace", lambda: str(find_workspace()), replace=True)
-    OmegaConf.register_new_resolver("variable", lambda name, default: read_variable(name, os.environ) or default)
+    OmegaConf.register_new_resolver(
+        "variable", lambda name, default: read_variable(name, os.environ) or default, replace=True
+    )
 
 
 # Where settings are written.
@@ -248,7 +251,10 @@ HYDRA_FAULTS = (AssertionError, AttributeError, KeyError, OSError, TypeError, Va
 def compose(words: Sequence[str]) -> tuple[Settings, Path]:
     """The settings that the words select, and the run folder. Raises ConfigError: see `composition_errors`."""
     _register_schema()
-    with composition_errors():
+    # A program or notebook that has its own Hydra goes on with it.
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    with composition_errors(), ExitStack() as after:
+        after.callback(setattr, GlobalHydra.instance(), "hydra", outer)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             try:
                 config = hydra.compose("config", list(words), return_hydra_config=True)

@@ -37,19 +37,27 @@ def free_memory() -> int | None:
 
 
 def control_group_rooms(root: Path, membership: Path) -> Iterator[int]:
-    """Bytes left below the memory limit of each control group (version 2) of this process; at least 0.
+    """Bytes left below the memory limit of each control group of this process; at least 0.
 
     Pages of files that the system can drop do not count as used.
-    Source: Linux kernel documentation, admin-guide/cgroup-v2.
+    Source: Linux kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory.
     """
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
-    for path in (Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")):
+    for number, controllers, name in (line.split(":", 2) for line in lines if line.count(":") > 1):
+        if number == "0" and not controllers:
+            base, limit, used, dropped = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):  # version 1
+            base, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            dropped = "total_inactive_file"
+        else:
+            continue
+        path = Path(name.lstrip("/"))
         # In a container the path may be the host's; only the container's own group is visible, at the base.
-        for group in {root, root / path, *(root / parent for parent in path.parents)}:
-            with suppress(OSError, ValueError):  # no such group, or "max": no limit
+        for group in {base, base / path, *(base / parent for parent in path.parents)}:
+            with suppress(OSError, ValueError, KeyError):  # no such group, or "max": no limit
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-                yield max(0, left + int(statistics["inactive_file"]))
+                left = int((group / limit).read_text()) - int((group / used).read_text())
+                yield max(0, left + int(statistics[dropped]))
 
 
 def memory_limit(model: ModelConfig, processes: int = 1) -> float:

@@ -99,7 +99,10 @@ def longest_sequence(source: Mapping[str, Any]) -> int | None:
     """Longest sequence of a model in tokens by its config.json, with RoPE scaling; None: unknown."""
     scaling = source.get("rope_scaling") or source.get("rope_parameters")
     scaling = scaling if isinstance(scaling, Mapping) else {}
-    stated = [source.get("max_position_embeddings") or source.get("n_positions"), scaling.get("original_max_position_embeddings")]
+    stated = [
+        source.get("max_position_embeddings") or source.get("n_positions"),
+        scaling.get("original_max_position_embeddings"),
+    ]
     positions, original, factor = (
         size if isinstance(size, int | float) and 0 < size < 2**63 else None
         for size in (*stated, scaling.get("factor"))

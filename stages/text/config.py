@@ -21,7 +21,7 @@ class SourceConfig:
 
     # Share of the tokens.
     share: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
-    path: str | None = None
+    path: str | None = field(default=None, metadata={"fingerprint": False})
     name: str | None = None
     python_stdlib: bool = False
     subset: str | None = field(default=None, metadata={"needs": {"name": True}})
@@ -48,9 +48,10 @@ class DataConfig:
     """Sources of the text, and its tokenization; explained in conf/data."""
 
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
-    path: str | None = field(default=None, metadata={"needs": {"kind": "text"}})
-    paths: list[str] = field(default_factory=list, metadata={"needs": {"kind": "text"}})
-    heldout_path: str | None = None
+    # Of files, the content is in a result's fingerprint, wherever they are.
+    path: str | None = field(default=None, metadata={"needs": {"kind": "text"}, "fingerprint": False})
+    paths: list[str] = field(default_factory=list, metadata={"needs": {"kind": "text"}, "fingerprint": False})
+    heldout_path: str | None = field(default=None, metadata={"fingerprint": False})
     name: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     subset: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})

@@ -116,14 +116,16 @@ def test_rounded_products_are_in_the_fingerprint_where_the_cpu_has_them(steps, m
     assert planned() != exact == planned("model.rounded_products=false")
 
 
-def test_another_spelling_of_a_path_is_the_same_path(steps, tmp_path, monkeypatch):
+def test_files_are_known_by_their_content_wherever_they_are(steps, tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for name in ("text/a.txt", "b.txt"):
         (tmp_path / name).write_text(f"one {name}\n")
+    shutil.copytree(tmp_path / "text", tmp_path / "copy")
+    shutil.copytree(EMBEDDED, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    models = [str(EMBEDDED), f"{EMBEDDED}/", os.path.relpath(EMBEDDED)]
-    spelled = [f"{tmp_path}/text", "text", "text/../text/", "'~/text'"]
+    models = [str(EMBEDDED), f"{EMBEDDED}/", os.path.relpath(EMBEDDED), str(tmp_path / "model")]
+    spelled = [f"{tmp_path}/text", "text", "text/../text/", "'~/text'", "copy"]
     words = "data=text", "data.heldout_path=b.txt"
     prints = {steps(*words, f"data.path={path}")["score"].fingerprint for path in spelled}
     words = "model=local", "model.label=own", "data=python_stdlib"
