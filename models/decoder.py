@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 PROJECTIONS = ("gate", "up", "down")
+_TABLE = re.compile(r"(?:embed\w*|wte|wpe)\.weight$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -158,6 +159,15 @@ class Decoder:
     def frame_names(self) -> list[str]:
         """Names of the tensors outside of the layers: embeddings, final norm, head, and a wrapper's other parts."""
         return [name for name in self.shapes if not name.startswith(f"{self.layers}.")]
+
+    @cached_property
+    def unread(self) -> frozenset[str]:
+        """Names of tensors that a token of text does not use whole: tables of embeddings, a wrapper's other parts."""
+        text = (f"{self.layers.rpartition('.')[0]}.", self.head.removesuffix("weight"))
+        outside = [name for name in self.frame_names if self.is_wrapper and not name.startswith(text)]
+        tables = [name for name in self.frame_names if _TABLE.search(name) and len(self.shapes[name]) == 2]
+        used = {self.head, self.embedding} if self.tied else {self.head}
+        return frozenset({*outside, *tables, self.embedding} - used)
 
     def count(self, names: Iterable[str]) -> int:
         """Numbers in these tensors."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
+from time import monotonic
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -27,19 +28,18 @@ _RESULT_FILES = [*sorted(checkpoint.CONFIGURATIONS), *checkpoint.TOKENIZER_PATTE
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
 # Seconds to wait for the hub; its own client would retry for half a minute.
 HUB_TIMEOUT = 2.5
-_HUBS: dict[str, bool] = {}  # address → whether it answered
+_SILENT_UNTIL: dict[str, float] = {}  # hub → time when it is tried again; 0: it answered
 
 
 def hub_answers() -> bool:
-    """Whether the hub answers: tried until it has once, and never if HF_HUB_OFFLINE is set."""
+    """Whether the hub answers: tried until it has once, twice a minute, and never if HF_HUB_OFFLINE is set."""
     if offline_by_choice():
         return False
-    if constants.ENDPOINT not in _HUBS:
-        _HUBS[constants.ENDPOINT] = False
-    if not _HUBS[constants.ENDPOINT]:
-        _HUBS[constants.ENDPOINT] = _answers(constants.ENDPOINT)
-    constants.HF_HUB_OFFLINE = not _HUBS[constants.ENDPOINT]  # else its client would try by itself and wait 5 s
-    return _HUBS[constants.ENDPOINT]
+    until = _SILENT_UNTIL.get(constants.ENDPOINT)
+    if until is None or 0 < until < monotonic():
+        _SILENT_UNTIL[constants.ENDPOINT] = 0.0 if _answers(constants.ENDPOINT) else monotonic() + 30
+    constants.HF_HUB_OFFLINE = bool(_SILENT_UNTIL[constants.ENDPOINT])  # its client would try by itself and wait 5 s
+    return not constants.HF_HUB_OFFLINE
 
 
 def _answers(address: str) -> bool:
@@ -65,7 +65,7 @@ def _ask(address: str) -> bool:
 
 def offline_by_choice() -> bool:
     """Whether the user set offline mode, and not `hub_answers` because the hub did not answer."""
-    return bool(constants.HF_HUB_OFFLINE) and _HUBS.get(constants.ENDPOINT, True)
+    return bool(constants.HF_HUB_OFFLINE) and not _SILENT_UNTIL.get(constants.ENDPOINT)
 
 
 def _repository(model: ModelConfig) -> str:

@@ -157,13 +157,14 @@ def describe(evaluation: Mapping[str, Any]) -> str:
 def layers(evaluation: Mapping[str, Any]) -> Section:
     """Reconstruction error of each carved FFN, and its router's agreement with the oracle."""
     shape, found = read_shape(evaluation), evaluation["layers"]
-    errors = [(index, _number(layer["error"])) for index, layer in enumerate(found)]
+    carved = [(index, layer) for index, layer in enumerate(found) if index not in shape.dense_layers]
+    errors = [(index, _number(layer["error"])) for index, layer in carved]
     charts = [
         draw_lines("Reconstruction error", "Σ‖dense − MoE‖² / Σ‖dense‖² of each FFN's output on the carved model's own "
                    "inputs; 0 is the dense FFN.", {"": errors}),
     ]  # fmt: skip
     if not shape.pooled:
-        agreement = [(index, _number(layer["agreement"])) for index, layer in enumerate(found)]
+        agreement = [(index, _number(layer["agreement"])) for index, layer in carved]
         caption = "Share of the chosen experts that also have the largest output norm."
         charts.append(draw_lines("Router's agreement with the oracle", caption, {"routers": agreement},
                                  chance=shape.top_k / shape.experts))  # fmt: skip

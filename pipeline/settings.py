@@ -254,7 +254,7 @@ def compose(words: Sequence[str]) -> tuple[Settings, Path]:
     # A program or notebook that has its own Hydra goes on with it.
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     with composition_errors(), ExitStack() as after:
-        after.callback(setattr, GlobalHydra.instance(), "hydra", outer)
+        after.callback(lambda: setattr(GlobalHydra.instance(), "hydra", outer))
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             try:
                 config = hydra.compose("config", list(words), return_hydra_config=True)

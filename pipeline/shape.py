@@ -15,8 +15,9 @@ from pipeline.disk import expected_bytes
 from stages.artifacts.rendering import in_mib, in_millions
 from stages.assemble.config import AssembleConfig
 
-# Default share of always-on neurons: the smaller of this share of the FFN and this share of its active neurons.
-ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48
+# Default share of always-on neurons: the smallest of this share of the FFN, of its active neurons on average over the
+# layers, and of those of a carved layer, which are fewer beside dense layers.
+ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE, ALWAYS_ON_SHARE_OF_CARVED = 0.24, 0.48, 0.55
 # Neurons of an expert: kernels need at least 64, and larger experts lose more quality. Widths are multiples of 8.
 EXPERT_WIDTH, WIDTH_STEP = 64, 8
 POOL_EXPERTS, POOL_EXPERT_WIDTH = 100, 256
@@ -123,14 +124,18 @@ def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     """
     if dials.pooled:
         return dials.experts or POOL_EXPERTS, dials.n or POOL_EXPERT_WIDTH
-    if dials.always_on is None:
-        routed = width * (1 - min(ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE * dials.active))
+    active, always_on = round(dials.carved_share * width), dials.always_on
+    n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(active // 4)))
+    if always_on is None and dials.top_k is not None and dials.experts is None:
+        always_on = max(0, active - dials.top_k * n)
+    if always_on is None:
+        shares = ALWAYS_ON_SHARE_OF_ACTIVE * dials.active, ALWAYS_ON_SHARE_OF_CARVED * dials.carved_share
+        routed = width * (1 - min(ALWAYS_ON_SHARE, *shares))
     else:
-        routed = max(1, width - dials.always_on)
+        routed = max(1, width - always_on)
     if dials.experts is not None:
         return dials.experts, dials.n or _round_to_step(routed / dials.experts, width // dials.experts)
-    n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(round(dials.carved_share * width) // 4)))
-    fitting = int(routed // n) if dials.always_on is not None else round(routed / n)  # else the rest becomes always on
+    fitting = int(routed // n) if always_on is not None else round(routed / n)  # else the rest becomes always on
     return max(1, min(fitting, width // n)), n
 
 

@@ -152,7 +152,8 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
 class ParameterCount:
     """All parameters, and those active for one token, in both models alike.
 
-    An input embedding is active only if it is also the output embedding: a token reads one row of it.
+    Tables of embeddings are not active, unless one is also the output embedding: a token reads one row of each. Nor are
+    the parts that see images or hear.
     """
 
     total: int
@@ -162,7 +163,7 @@ class ParameterCount:
 def count_dense(dense: Decoder) -> ParameterCount:
     """Count a dense model's parameters; a tied embedding counts once."""
     total = dense.count(dense.shapes)
-    return ParameterCount(total, total - (0 if dense.tied else dense.vocabulary * dense.hidden))
+    return ParameterCount(total, total - dense.count(dense.unread))
 
 
 def count_carved(
@@ -183,5 +184,6 @@ def count_carved(
         others += embedding
     others += kept * dense.count(dense.ffn_names) // dense.depth
     experts = shape.experts * expert * (1 if shape.pooled else carved)
-    active = others + shape.top_k * expert * carved - (0 if tied else embedding)
+    copied = embedding if dense.tied and not tied else 0  # an input embedding of its own
+    active = others + shape.top_k * expert * carved - dense.count(dense.unread) - copied
     return ParameterCount(others + experts, active)

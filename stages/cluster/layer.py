@@ -83,7 +83,7 @@ def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoESh
     layers, width = scores_LF.shape
     most = max((width - shape.always_on) // shape.n, -(-shape.experts // layers))
     given_L = share_experts(
-        count_best(scores_LF, shape.experts * shape.n).double(),
+        count_best(scores_LF, shape.experts * shape.n, shape.always_on).double(),
         shape.experts,
         least=min(1, shape.experts // layers),
         most=most,
@@ -92,14 +92,15 @@ def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoESh
     return [replace(shape, experts=given, top_k=max(1, min(shape.top_k, given // 2))) for given in counts]
 
 
-def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
-    """Count each layer's neurons among the `slots` highest scores, standardised within each layer.
+def count_best(scores_LF: Float[Tensor, "L F"], slots: int, always_on: int = 0) -> Int[Tensor, "L"]:
+    """Count each layer's neurons among the `slots` highest scores behind those that are always on, standardised.
 
     Scores are comparable within one layer only. Ranks would give every layer the same count; standard deviations
     distinguish a layer with few outstanding neurons from one with many.
     """
     deviation_L1 = scores_LF.std(1, keepdim=True).clamp_min(torch.finfo(scores_LF.dtype).tiny)
     above_LF = (scores_LF - scores_LF.mean(1, keepdim=True)) / deviation_L1
+    above_LF = above_LF.scatter(1, above_LF.topk(always_on).indices, -torch.inf)
     best = above_LF.flatten().argsort(descending=True, stable=True)[:slots]
     counts_L: Tensor = (best // scores_LF.shape[1]).bincount(minlength=len(scores_LF))
     return counts_L

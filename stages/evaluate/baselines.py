@@ -53,8 +53,8 @@ class CarvedFFN:
 
 
 def expert_grams(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"]) -> Float[Tensor, "E N N"]:
-    """Gram matrix d_i·d_j of every expert's down columns."""
-    columns_END = ffn.down_DF.T[neurons_EN.long()]
+    """Gram matrix d_i·d_j of every expert's down columns, in fp32: squares leave float16's range."""
+    columns_END = ffn.down_DF.T[neurons_EN.long()].float()
     return columns_END @ columns_END.mT
 
 
@@ -62,6 +62,7 @@ def output_norms(
     grams_ENN: Float[Tensor, "E N N"], h_TF: Float[Tensor, "T F"], neurons_EN: Int[Tensor, "E N"]
 ) -> Float[Tensor, "T E"]:
     """‖Σ_{i∈e} h_i·d_i‖ of every expert, computed as sqrt(h_eᵀ·Gram_e·h_e) with N columns instead of D."""
+    h_TF = h_TF.float()
     norms_TE = h_TF.new_empty(len(h_TF), len(neurons_EN))
     for expert, (gram_NN, neurons_N) in enumerate(zip(grams_ENN, neurons_EN.long(), strict=True)):
         h_TN = h_TF.index_select(1, neurons_N)

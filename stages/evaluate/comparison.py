@@ -73,12 +73,21 @@ def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]
     A pool's experts are active, and counted, once in every layer.
     """
     sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
+    text = (f"{decoder_layers(model)[0].rpartition('.')[0]}.", "lm_head.", "experts.")
+    wrapped = model.config.get_text_config(decoder=True) is not model.config
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in f".{name}")
     times = len(decoder_layers(model)[1]) if shape.pooled else 1
     embedding = model.get_input_embeddings().weight
     users = sum(parameter is embedding for _, parameter in model.named_parameters(remove_duplicate=False))
-    looked_up = count_numbers(embedding) if users == 1 else 0  # else the head has it, too
-    return total, total - experts + experts * shape.top_k * times // shape.experts - looked_up
+    if users > 1:  # the head has it, too
+        tables.discard(id(embedding))
+    unread = sum(
+        sizes[name]
+        for name, parameter in model.named_parameters()
+        if id(parameter) in tables or (wrapped and not name.startswith(text))
+    )
+    return total, total - experts + experts * shape.top_k * times // shape.experts - unread
 
 
 def count_numbers(parameter: nn.Parameter) -> int:

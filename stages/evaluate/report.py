@@ -12,6 +12,7 @@ from stages.evaluate.config import BASELINES
 from stages.evaluate.samples import Sample
 from stages.losses import MeanLoss
 
+AS_ASSEMBLED = "this MoE before projection"  # of a pool, with its gates
 DESCRIPTIONS = {"dense": "dense model", "carved": "this MoE", **BASELINES}
 
 
@@ -66,7 +67,7 @@ def summarise(evaluation: Evaluation) -> Table:
         cost = evaluation.costs.get(name)
         rows.append(
             [
-                DESCRIPTIONS[name],
+                AS_ASSEMBLED if name == "unaligned" and evaluation.shape.pooled else DESCRIPTIONS[name],
                 f"{loss.perplexity:.3f}",
                 f"{evaluation.gap(name):+.4f}",
                 show(evaluation.gap_error(name), ".4f"),

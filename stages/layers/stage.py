@@ -1,6 +1,7 @@
 """layers: what narrowing each layer alone costs the dense model, for `dense_layers=auto`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -20,7 +21,7 @@ from stages.layers.config import LENGTH, NARROWER, TOKENS
 from stages.losses import sum_losses, supervised_tokens
 from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
 from stages.text.config import DataConfig, sampled
-from stages.text.sequences import load_text
+from stages.text.sequences import find_fault, load_text
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, active: float) -> Table:
@@ -46,10 +47,14 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, active: float) -> Tab
 
 
 def pick_sequences(text: Sequence[TokenSequence], scanned: Sequence[TokenSequence]) -> list[TokenSequence]:
-    """About `TOKENS` tokens, evenly spaced over the text that was not scanned; over all of it, if there is no other."""
+    """About `TOKENS` tokens, evenly spaced over the text that was not scanned; over all of it, if there is no other.
+
+    All tokens count in a sequence whose answers begin behind the cut.
+    """
     known = {tuple(sequence.ids) for sequence in scanned}
     others = [sequence for sequence in text if tuple(sequence.ids) not in known] or text
     parts = [sequence.cut(LENGTH) for sequence in others]
+    parts = [part if find_fault(part.labels) is None else replace(part, labels=part.ids) for part in parts]
     return parts[:: max(1, sum(len(part.ids) for part in parts) // TOKENS)]
 
 

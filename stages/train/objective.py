@@ -56,7 +56,7 @@ def rate_factor(step: int, phase: Phase, settings: TrainConfig) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     start = max(warmup, math.floor((1 - settings.decay_share) * phase.steps))
-    progress = min(1.0, max(0, step - start) / max(1, phase.steps - start))
+    progress = min(1.0, max(0, step - start) / max(1, phase.steps - 1 - start))
     return settings.final_rate + (1 - settings.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
 
 

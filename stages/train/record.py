@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,11 @@ def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
     """One row for the start and one for the end of every phase; `text_tokens` is the length of the text."""
     dense = float(lines[0]["dense_heldout_loss"])
     parts = [("start", 0), *((phase.name, phase.steps) for phase in phases)]
-    rows = [_row(name, steps, [line for line in lines if line["phase"] == name], dense) for name, steps in parts]
+    rows, before = [], 0
+    for name, steps in parts:
+        own = [line for line in lines if line["phase"] == name]
+        rows.append(_row(name, steps, own, dense, before))
+        before = max([before, *(int(line["tokens"]) for line in own if "tokens" in line)])
     gaps = [float(line["heldout_loss"]) - dense for line in lines if "heldout_loss" in line]
     seen = max(int(line.get("tokens", 0)) for line in lines)
     notes = [
@@ -176,10 +181,12 @@ def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
     return Table("continued pretraining", _COLUMNS, rows, notes)
 
 
-def _row(name: str, steps: int, lines: Lines, dense: float) -> list[object]:
+def _row(name: str, steps: int, lines: Lines, dense: float, before: int) -> list[object]:
     last = {key: value for line in lines for key, value in line.items()}
     gap = float(last["heldout_loss"]) - dense
-    speeds = [float(line["tokens_per_second"]) for line in lines if "tokens_per_second" in line]
+    timed = [(int(line["tokens"]), float(line["tokens_per_second"])) for line in lines if "tokens_per_second" in line]
+    counts = [after - earlier for (earlier, _), (after, _) in pairwise([(before, 0.0), *timed])]
+    seconds = sum(count / speed for count, (_, speed) in zip(counts, timed, strict=True))  # the last are of few steps
     return [
         name,
         steps,
@@ -191,5 +198,5 @@ def _row(name: str, steps: int, lines: Lines, dense: float) -> list[object]:
         f"{last['load_max_over_mean']:.2f}" if "load_max_over_mean" in last else "-",
         last.get("dead_experts", "-"),
         f"{last['router_entropy']:.3f}" if "router_entropy" in last else "-",
-        f"{sum(speeds) / len(speeds):,.0f}" if speeds else "-",
+        f"{sum(counts) / seconds:,.0f}" if seconds else "-",
     ]

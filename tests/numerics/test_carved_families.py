@@ -7,8 +7,10 @@ from zoo.checkpoints import CARVED, write_checkpoint
 from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_modules
+from models.finding import find_decoder
 from models.loading import load_dense
 from models.routing import LinearRouter
+from models.targets.config_json import count_dense
 from stages.evaluate.comparison import count_parameters
 from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel
@@ -47,8 +49,9 @@ def test_the_carved_model_is_the_dense_one_with_all_experts_on_and_has_gradients
     taught = half.teach(batches)
     assert abs(exact := whole.divergence(taught)) < 1e-4
     assert half.divergence(taught) > 2 * abs(exact)
-    total, active = count_parameters(dense, MoEShape(E, 1, 2, 0))
+    (total, active), counted = count_parameters(dense, MoEShape(E, 1, 2, 0)), count_dense(find_decoder(folder))
     assert 0 < active <= total
+    assert active == counted.active or total != counted.total  # of tensors that only transformers has
     weights, found = [weight for _, weight in half.weights()], {}
     half.backward(taught[0], weights, found.__setitem__)
     assert found.keys() == {*range(len(weights))}

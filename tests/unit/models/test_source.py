@@ -14,7 +14,15 @@ from pico import write_pico
 from instruments.errors import UserError
 from models.check import check_source
 from models.config import ModelConfig
-from models.source import EMBEDDED, config_folder, read_config, resolve_folder, source_cache_key
+from models.source import (
+    EMBEDDED,
+    config_folder,
+    hub_answers,
+    offline_by_choice,
+    read_config,
+    resolve_folder,
+    source_cache_key,
+)
 
 
 def hub(name="nobody/nothing", revision=None):
@@ -41,6 +49,11 @@ def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(monkeypatch)
     assert 2 < time.perf_counter() - started < 5
     assert error.what == f"the hub cannot be reached at {address} and the model is not in the cache"
     assert "HF_ENDPOINT=https://<mirror>" in error.do
+    assert not hub_answers()
+    monkeypatch.setattr("models.source._answers", lambda _address: True)
+    monkeypatch.setattr("models.source.monotonic", lambda: time.monotonic() + 40)
+    assert hub_answers()  # later it does
+    assert not offline_by_choice()
 
 
 def test_no_name_and_a_name_the_hub_does_not_allow():

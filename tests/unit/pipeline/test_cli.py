@@ -207,6 +207,17 @@ def test_nobody_reads_the_help_page():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_run_goes_on_when_the_readers_of_its_words_have_ended(tmp_path):
+    """As after a logout: neither log lines nor progress bars are read."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pipeline", "debug=tiny", "stage=score", f"output_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=write, stderr=write, check=False)
+    os.close(write)
+    assert done.returncode == 0
+    assert len([*tmp_path.glob("artifacts/embedded/*/*/manifest.json")]) == 2
+
+
 def test_names_do_not_steer_the_terminal(tmp_path):
     named = f"model.path={tmp_path}/\x1b[2Jname"
     done = run_under(["model=local", named, "data=python_stdlib", f"output_dir={tmp_path}"])

@@ -5,13 +5,15 @@ import logging
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from instruments.errors import ConfigError, DataError
 from pipeline import cli
 from pipeline import settings as composition
-from pipeline.help import REPOSITORY
-from pipeline.settings import CHAIN
+from pipeline.help import CONF, REPOSITORY
+from pipeline.settings import CHAIN, compose
 
 
 def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
@@ -77,6 +79,13 @@ def test_a_failing_job_of_a_sweep_is_named_and_the_others_run(tmp_path, monkeypa
         "not every job of the sweep is done; the errors are above\n"
         "  do:    the same command again, which keeps all finished results\n"
     )
+
+
+def test_a_program_with_a_hydra_of_its_own_keeps_it():
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        own = GlobalHydra.instance().hydra
+        assert compose([])[0].experts == 16
+        assert GlobalHydra.instance().hydra is own
 
 
 def test_a_faulty_file_under_conf(tmp_path, monkeypatch):

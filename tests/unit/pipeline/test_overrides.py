@@ -143,6 +143,9 @@ def test_a_folder_that_exists_is_no_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("models/mine", "texts"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "te,xt").mkdir()
+    assert expand_words(["data=te,xt"]) == ["data=text", "data.path='te,xt'"]
+    assert expand_words(["model=.."])[2] == f"model.label={tmp_path.parent.name}"
     assert expand_words(["model=models/mine"])[:2] == ["model=local", "model.path=models/mine"]
     assert expand_words(["data=texts"]) == ["data=text", "data.path=texts"]
 

@@ -45,6 +45,19 @@ def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):
     assert not (run.folder / "checkpoint").readlink().is_absolute()
 
 
+@pytest.mark.parametrize("place", [".", "artifacts/x", "latest"])
+def test_a_run_hides_in_no_folder_of_the_outputs(tmp_path, place):
+    with pytest.raises(ConfigError, match="would not be found"):
+        RunFolder(tmp_path / place, Settings(output_dir=str(tmp_path)), [])
+
+
+def test_a_later_run_in_the_same_folder_begins_without_links(run, tmp_path):
+    run.link_latest(tmp_path)
+    (run.folder / "report.html").touch()
+    again = RunFolder(run.folder, Settings(output_dir=str(tmp_path)), [])
+    assert {path.name for path in again.folder.iterdir()} == {"config.yaml", "stages.json"}
+
+
 def test_a_link_that_a_killed_process_of_the_same_number_left(tmp_path):
     (tmp_path / f".latest.{os.getpid()}").symlink_to("nowhere")
     replace_link(tmp_path / "latest", tmp_path / "run")

@@ -103,6 +103,15 @@ def test_the_memory_of_a_container_or_a_job_is_its_limit(tmp_path):
     assert [*control_group_rooms(root, tmp_path / "absent")] == []
 
 
+def test_control_groups_of_version_1_have_limits_too(tmp_path):
+    group, membership = tmp_path / "cgroup/memory/slurm/job", tmp_path / "membership"
+    group.mkdir(parents=True)
+    for name, text in {"limit_in_bytes": "700", "usage_in_bytes": "500", "stat": "total_inactive_file 90"}.items():
+        (group / f"memory.{name}").write_text(f"{text}\n")
+    membership.write_text("9:cpu,memory:/slurm/job\n8:devices:/\n0::/init\n")
+    assert [*control_group_rooms(tmp_path / "cgroup", membership)] == [290]
+
+
 def test_the_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda: 4000)
     job = Job({}, tmp_path, tmp_path, workers=Workers(rank=0, world=8, local_rank=0, local_world=2))

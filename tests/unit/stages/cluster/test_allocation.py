@@ -43,6 +43,7 @@ def test_neurons_are_told_apart_within_their_own_layer(scores_LF):
     """Large scores in a whole layer are no advantage; the fewer high scores a layer has, the more they stand out."""
     assert count_best(scores_LF, 4).tolist() == [4, 0, 0]
     assert count_best(scores_LF, L * F).tolist() == [F] * L
+    assert count_best(scores_LF, 3, always_on=4).tolist()[0] == 0  # its four best
     shifted_LF = scores_LF * torch.tensor([[2.0], [30.0], [0.1]]) + torch.tensor([[5.0], [-7.0], [0.0]])
     assert torch.equal(count_best(shifted_LF, 30), count_best(scores_LF, 30))
     assert count_best(torch.ones(L, F), 30).sum() == 30
