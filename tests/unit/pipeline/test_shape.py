@@ -99,6 +99,21 @@ def test_by_default_every_neuron_has_one_place_and_the_active_share_is_met(width
     assert shape.top_k * shape.n >= shape.active_width / 2.5
 
 
+@pytest.mark.parametrize("width", [1024, QWEN, 6144, 18944])
+@pytest.mark.parametrize("number", [2, 5, 8])
+def test_carved_layers_beside_dense_ones_route_enough_too(width, number):
+    shape = resolve_shape(dense(None, None, 0.5, tuple(range(number))), width)
+    assert shape.experts * shape.n + shape.always_on == width
+    assert shape.top_k * shape.n >= shape.active_width / 2.5
+
+
+def test_with_a_number_of_chosen_experts_alone_no_neuron_has_two_places_or_none():
+    for top_k in (4, 16, 24):
+        shape = resolve_shape(ShapeRequest(None, None, top_k, None, 0.5), QWEN)
+        assert shape.top_k == top_k
+        assert QWEN - shape.n < shape.experts * shape.n + shape.always_on <= QWEN
+
+
 @pytest.mark.parametrize("width", [40, 1024, QWEN])
 @pytest.mark.parametrize("active", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("topology", ["per_layer", POOL])

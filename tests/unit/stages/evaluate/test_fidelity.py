@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from stages.evaluate.baselines import expert_grams, output_norms
 from stages.evaluate.comparison import LayerFidelity
 
 B, T, D = 2, 5, 6
@@ -43,6 +46,16 @@ def test_batches_add_up(facts, x_BTD, mask_BT):
         parts.add(facts, x_1TD, output_BTD[row : row + 1], rows(mask_BT[row : row + 1]), choices(facts, x_1TD))
     assert parts.result().error == pytest.approx(whole.result().error, rel=1e-6)
     assert (parts.result().agreement, parts.result().imbalance) == (whole.result().agreement, whole.result().imbalance)
+
+
+def test_large_outputs_in_float16_rank_as_in_float32(facts, x_BTD):
+    ffn = replace(facts.ffn, down_DF=facts.ffn.down_DF * (1000 / facts.ffn.down_DF.norm(dim=0).mean()))
+    h_TF = ffn.hidden(x_BTD.flatten(0, 1))
+    exact, low = (
+        output_norms(expert_grams(replace(ffn, down_DF=ffn.down_DF.to(dtype)), facts.neurons_EN), h_TF.to(dtype),
+                     facts.neurons_EN) for dtype in (torch.float32, torch.float16)
+    )  # fmt: skip
+    torch.testing.assert_close(low, exact, rtol=0.01, atol=1)
 
 
 def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT):

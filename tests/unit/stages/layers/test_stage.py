@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import torch
 from pico import write_pico
 from torch.nn.functional import kl_div
@@ -49,3 +51,10 @@ def test_text_that_was_scanned_is_used_only_if_there_is_no_other():
     assert min(numbers) == 20
     assert max(numbers) > 40
     assert [sequence.ids[0] for sequence in pick_sequences(text(1, 2), text(1, 2, 3))] == [1, 2]
+
+
+def test_all_tokens_count_where_the_answer_begins_behind_the_cut():
+    late = TokenSequence("a", [5] * 300, [-100] * (LENGTH + 1) + [5] * (299 - LENGTH))
+    early = replace(late, labels=[-100] * 9 + [5] * 291)
+    found = [sum(label >= 0 for label in sequence.labels) for sequence in pick_sequences([late, early], [])]
+    assert found == [LENGTH, LENGTH - 9]

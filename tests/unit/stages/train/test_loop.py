@@ -295,7 +295,7 @@ def test_phases_follow_each_other_and_have_their_share(tokens, shares, phases):
 def test_rates_rise_and_fall_within_a_phase():
     settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, final_rate=0.2)
     (phase,) = make_phases(settings, 10.0)
-    factors = [rate_factor(step, phase, settings) for step in range(phase.steps + 1)]
+    factors = [rate_factor(step, phase, settings) for step in range(phase.steps)]
     assert factors[0] == pytest.approx(1 / 11)
     assert max(factors) == factors[10] == pytest.approx(1.0)
     assert factors[:11] == sorted(factors[:11])

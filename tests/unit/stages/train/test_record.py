@@ -78,6 +78,8 @@ def test_table_has_a_row_for_the_start_and_every_phase():
         "dense model: held-out loss 2.0000; 600 tokens of text, read 1.5 times",
         "training closed 75% of the gap",
     ]
+    short = {"step": 10, "phase": "experts", "tokens": 1000, "tokens_per_second": 50.0}
+    assert summarise([*LINES, short], phases, 600).rows[2][-1] == "125"  # 400 tokens in 2 s, then 100 in 2 s
     worse = [*LINES, {"step": 9, "phase": "experts", "heldout_loss": 2.5}]
     assert summarise(worse, phases, 600).notes[1] == "the gap grew from +0.4000 to +0.5000 nats"
     better = [*LINES, {"step": 9, "phase": "experts", "heldout_loss": 1.75}]
