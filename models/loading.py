@@ -340,7 +340,7 @@ def require_bitsandbytes(quantization: str) -> None:
         validate_bnb_backend_availability(raise_exception=True)
     except (ImportError, OSError, RuntimeError) as error:
         what = f"bitsandbytes cannot be used here: {first_line(error)}"
-        do = "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
+        do = "pip install -U bitsandbytes, or model.quantization=none and an unquantised checkpoint"
         raise ConfigError(what, where=f"weights in {quantization}", do=do) from error
 
 

@@ -35,7 +35,7 @@ def stored_quantization(config: Mapping[str, Any]) -> str | None:
 
 def missing_bitsandbytes(what: str) -> ConfigError:
     """The error for a missing bitsandbytes, which is not made for every platform."""
-    do = "pip install -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
+    do = "pip install bitsandbytes, or model.quantization=none and an unquantised checkpoint"
     return ConfigError(f"{what} needs the package bitsandbytes", where="model.quantization", do=do)
 
 

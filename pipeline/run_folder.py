@@ -146,6 +146,7 @@ def logging_to(path: Path) -> Iterator[None]:
     record.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(capture=True)
     loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
+    before = [(logger, logger.level, logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.INFO)
         logger.handlers = [console, record]
@@ -156,9 +157,9 @@ def logging_to(path: Path) -> Iterator[None]:
         record.handle(logging.LogRecord("pipeline", logging.ERROR, "", 0, "failed", None, sys.exc_info()))
         raise
     finally:
-        for logger in loggers:
-            logger.handlers = []
-            logger.propagate = True
+        for logger, level, handlers, propagate in before:
+            logger.setLevel(level)
+            logger.handlers, logger.propagate = handlers, propagate
         logging.captureWarnings(capture=False)
         with suppress(OSError):  # a full disk, which was reported with the first line
             record.close()

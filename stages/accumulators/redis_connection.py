@@ -44,7 +44,7 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
         raise ConfigError(what, where="setting store.url", do=do)
     if find_spec("redis") is None:
         what = "store.kind=redis needs the package redis, which is not installed"
-        raise ConfigError(what, where="setting store.kind", do="pip install -e '.[redis]', or store=local")
+        raise ConfigError(what, where="setting store.kind", do="pip install redis, or store=local")
     try:
         client = _client(url, OPENING_TRIES)
         server = client.connection_pool.connection_kwargs

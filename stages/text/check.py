@@ -75,7 +75,7 @@ def _check_first_documents(data: DataConfig, *, heldout: bool) -> Iterator[DataE
     splits: tuple[Split, ...] = ("calibration", "heldout") if heldout else ("calibration",)
     for source in (source for split in splits for source in list_sources(data, split)):
         if source.kind == "hub" and importlib.util.find_spec("datasets") is None:
-            what, do = "reading a dataset needs the package datasets", "pip install -e '.[hub]'"
+            what, do = "reading a dataset needs the package datasets", "pip install datasets"
             yield DataError(what, where=f"{source.place}.name={source.name}", do=do)
         try:
             find_template_file(source)

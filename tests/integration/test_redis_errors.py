@@ -67,7 +67,7 @@ def test_the_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     caught = refusal("redis://localhost")
     assert caught.type is ConfigError
-    assert caught.value.do == "pip install -e '.[redis]', or store=local"
+    assert caught.value.do == "pip install redis, or store=local"
 
 
 def test_nobody_answers(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,8 +43,8 @@ def words(tmp_path_factory):
     ]
 
 
-def torchrun(workers, outputs, words, program=("-m", "pipeline"), limit=300):
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone", *program]
+def torchrun(workers, outputs, words, program=("-m", "pipeline"), limit=300, place="--standalone"):
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", place, *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [*map(str, start), *words, f"output_dir={outputs}"]
     return subprocess.run(
@@ -128,6 +129,16 @@ def test_wrong_settings_and_the_plan_are_said_once(words, tmp_path, word, code, 
     assert found[0][0] == code
     assert sum(said.count(once) for _, said in found) == 1
     assert not [*tmp_path.glob("outputs/artifacts/pico/*")]
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_sweep_follow_each_other(words, tmp_path):
+    """Without `--standalone`, the workers' meeting place is the leading worker's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"--master-port={server.getsockname()[1]}"
+    done = torchrun(2, tmp_path, ["-m", *words, "seed=0,1"], place=place, limit=240)
+    assert done.returncode == 0, done.stderr
+    assert len([*tmp_path.glob("artifacts/pico/scan/[!.]*/manifest.json")]) == 2
 
 
 # The command, but worker 1 kills itself before the n-th call of a function that all workers call.

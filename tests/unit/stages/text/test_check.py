@@ -86,7 +86,7 @@ def test_labels_of_answers_need_conversations(path, write_jsonl, conversation):
 
 def test_the_optional_package_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert {*remedies(kind="hub", name="a/b")} == {"pip install -e '.[hub]'"}
+    assert {*remedies(kind="hub", name="a/b")} == {"pip install datasets"}
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
