@@ -199,9 +199,11 @@ class ScanPass:
 class Passes:
     """The current forward pass, the passes reached by the current backward pass, and finished measurements."""
 
-    def __init__(self, *, gradients: bool, product: str, left_out: dict[str, str]) -> None:
-        """Weights that turn out not to be measurable go to `left_out`, with a reason; `product`: see `prefer_gram`."""
-        self.gradients, self.product, self.left_out = gradients, product, left_out
+    product = "auto"  # see `prefer_gram`; tests set another
+
+    def __init__(self, *, gradients: bool, left_out: dict[str, str]) -> None:
+        """Weights that turn out not to be measurable go to `left_out`, with a reason."""
+        self.gradients, self.left_out = gradients, left_out
         self.finished: deque[tuple[ScanPass, Squares]] = deque()
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
