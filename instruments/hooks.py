@@ -91,6 +91,13 @@ def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | Non
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
+    while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
+        model = inner[0][1]
+    return model
+
+
 def plain_name(name: str) -> str:
     """Remove the parts that FSDP, checkpointing and torch.compile insert into module names."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS[1:])

@@ -206,6 +206,7 @@ class Passes:
         self.gradients, self.left_out = gradients, left_out
         self.finished: deque[tuple[ScanPass, Squares]] = deque()
         self.closed = False  # graphs may outlive the scanner
+        self.ran = False  # a watched module has run
         self._running: ScanPass | None = None
         self._reached: list[ScanPass] = []
         self._told = False
@@ -225,6 +226,7 @@ class Passes:
 
         A weight that is left out is watched as well: a checkpoint must save the same tensors whenever it runs.
         """
+        self.ran = True
         scan_pass = self._running or (self._reached[-1] if self._reached else None)
         if scan_pass is None or not scan_pass.recorded:
             return None
