@@ -17,9 +17,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def in_training_pass() -> bool:
-    """Whether a forward pass with gradients runs: neither compiled, nor recomputed, nor transformed by torch.func."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+def in_training_pass(*, begun: bool = False) -> bool:
+    """Whether a forward pass with gradients runs: neither compiled, nor recomputed, nor transformed by torch.func.
+
+    `begun`: one of the whole model runs, in which checkpoints with use_reentrant first run their layers without.
+    """
+    if torch.compiler.is_compiling() or not (begun or torch.is_grad_enabled()) or in_backward():
         return False
     return not in_transform()
 

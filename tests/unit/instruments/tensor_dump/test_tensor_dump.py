@@ -121,13 +121,17 @@ def test_the_last_steps_are_written_when_a_loss_is_not_finite(folder):
 @pytest.mark.parametrize(("error", "steps"), [(FloatingPointError, [1, 2]), (KeyboardInterrupt, [])])
 def test_the_last_steps_are_written_when_the_loop_raises(folder, error, steps):
     """Such as its own check of the loss, before it calls `step`."""
-    model = Small()
-    with pytest.raises(error), TensorDump(model, folder, DumpConfig(last_steps=2), environment={}) as dump:
-        for step in range(3):
-            model(inputs(step)).backward()
-            if step == 2:
-                raise error
-            dump.step(1.0)
+
+    def train(model):
+        with TensorDump(model, folder, DumpConfig(last_steps=2), environment={}) as dump:
+            for step in range(3):
+                model(inputs(step)).backward()
+                if step == 2:
+                    raise error
+                dump.step(1.0)
+
+    with pytest.raises(error):
+        train(Small())
     assert steps_of(folder) == steps
 
 
