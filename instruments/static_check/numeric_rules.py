@@ -157,7 +157,7 @@ def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
 
 
 _NUMBERS = re.compile(
-    r"scal|temp|tau|sqrt|dim|d_?k\b|eps|size|gamma|beta|alpha|decay|count|len|num|\bn_|\.shape\[[^\[\]]+\]$"
+    r"scal|temp|tau|sqrt|dim|d_?k\b|eps|size|gamma|beta|alpha|decay|count|len|num|\bn_|shape\[[^]]+\]$"
 )
 
 

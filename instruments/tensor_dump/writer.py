@@ -215,7 +215,7 @@ class DumpWriter:
         raise UserError(
             f"the dump ended early, {self.manifest.lost} tensors are lost: {self.failure}",
             where=f"{self._folder}; tensors listed in its index are complete",
-            do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
+            do="free some space or dump into another folder; or dump less: modules=[...], fewer steps, max_tokens=, "
             "keep=statistics",
         ) from self.failure
 
