@@ -14,6 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 # Errors of flock on file systems without it: Lustre mounted without -o flock, NFS without its lock service.
 WITHOUT_FLOCK = {ENOSYS, ENOTSUP, ENOLCK}
+# Errors of fsync on file systems that flush no folders: SMB, some of FUSE.
+WITHOUT_FSYNC = {EINVAL, ENOSYS, ENOTSUP}
 
 
 def sync(path: Path) -> None:
@@ -22,7 +24,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != EINVAL or path.is_file():  # file systems that flush no folders
+        if error.errno not in WITHOUT_FSYNC or path.is_file():
             raise
     finally:
         os.close(descriptor)
@@ -92,6 +94,11 @@ _LARGEST = 2**63
 def is_text(value: object) -> bool:
     """A string without surrogates, so that it can be encoded."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def plain_text(text: str) -> str:
+    """The text with surrogates escaped: names of files that are not UTF-8 have some."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def is_count(value: object) -> bool:

@@ -17,9 +17,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def in_training_pass() -> bool:
-    """Whether a forward pass with gradients runs: neither compiled, nor recomputed, nor transformed by torch.func."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+def in_training_pass(*, begun: bool = False) -> bool:
+    """Whether a forward pass with gradients runs: neither compiled, nor recomputed, nor transformed by torch.func.
+
+    `begun`: one of the whole model runs, in which checkpoints with use_reentrant first run their layers without.
+    """
+    if torch.compiler.is_compiling() or not (begun or torch.is_grad_enabled()) or in_backward():
         return False
     return not in_transform()
 
@@ -89,6 +92,13 @@ def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | Non
 
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
+    while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
+        model = inner[0][1]
+    return model
 
 
 def plain_name(name: str) -> str:

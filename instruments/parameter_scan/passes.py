@@ -199,11 +199,14 @@ class ScanPass:
 class Passes:
     """The current forward pass, the passes reached by the current backward pass, and finished measurements."""
 
-    def __init__(self, *, gradients: bool, product: str, left_out: dict[str, str]) -> None:
-        """Weights that turn out not to be measurable go to `left_out`, with a reason; `product`: see `prefer_gram`."""
-        self.gradients, self.product, self.left_out = gradients, product, left_out
+    product = "auto"  # see `prefer_gram`; tests set another
+
+    def __init__(self, *, gradients: bool, left_out: dict[str, str]) -> None:
+        """Weights that turn out not to be measurable go to `left_out`, with a reason."""
+        self.gradients, self.left_out = gradients, left_out
         self.finished: deque[tuple[ScanPass, Squares]] = deque()
         self.closed = False  # graphs may outlive the scanner
+        self.ran = False  # a watched module has run
         self._running: ScanPass | None = None
         self._reached: list[ScanPass] = []
         self._told = False
@@ -223,6 +226,7 @@ class Passes:
 
         A weight that is left out is watched as well: a checkpoint must save the same tensors whenever it runs.
         """
+        self.ran = True
         scan_pass = self._running or (self._reached[-1] if self._reached else None)
         if scan_pass is None or not scan_pass.recorded:
             return None

@@ -50,7 +50,6 @@ class ParameterTensorScanner:
         samples: name of the argument whose dimension 0 are the samples; None: input_ids, inputs_embeds, or else the
             first tensor. Layers that mix or reorder samples are left out only where shapes show it.
         every_steps: measure the first and then every n-th pass that could be recorded; the others cost next to nothing.
-        product: gram, direct, or auto for the cheaper one; both are exact.
     Raises:
         ConfigError: no parameter that can be scanned matches, every_steps below 1, or (on entering) the model is
             already being scanned.
@@ -62,7 +61,6 @@ class ParameterTensorScanner:
         patterns: Sequence[str] | None = None,
         block_width: int = 64,
         gradients: bool = True,
-        product: str = "auto",
         samples: str | None = None,
         every_steps: int = 1,
     ) -> None:
@@ -76,7 +74,7 @@ class ParameterTensorScanner:
         self.parameters: list[WatchedParameter] = [one for target in self._targets for one in target.parameters]
         self.skipped: list[str] = []  # samples without a supervised token
         self._gradients = gradients
-        self._passes = Passes(gradients=gradients, product=product, left_out=self.left_out)
+        self._passes = Passes(gradients=gradients, left_out=self.left_out)
         self._uses = WeightUses(self._targets if gradients else ())
         self._hooks = ExitStack()
         self._records: list[ScanRecord] = []
@@ -119,6 +117,9 @@ class ParameterTensorScanner:
         why = "its module did not run, or no gradient reached it" if self._gradients else "its module did not run"
         silent = [target for target in self._targets if self._measured.isdisjoint(target.columns)]
         found = {one.name: why for own in silent if own.label not in self.left_out for one in own.parameters}
+        if self._passes.ran and not self._measured:
+            also = ", and backward in the `with` block" if self._gradients else ""
+            logger.warning("parameter scan: nothing was recorded: call the scanned model, not a part of it%s", also)
         if self._measured:
             self.left_out |= found
             warn_left_out(found)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from instruments.errors import ConfigError, some
+from instruments.hooks import plain_name, unwrap
 from instruments.parameter_scan.file_format import ScannedSequence, WatchedParameter
 from instruments.transformers_layers import conv1d_kind, fused_parameters
 
@@ -77,8 +78,8 @@ class Selection:
             raise refusal(f"block_width={block_width} is below 1", "block_width=64")
         self.targets: list[Target] = []
         self.left_out: dict[str, str] = {}  # name of a weight or module → reason
-        self._model, self._patterns, self._width = model, patterns, block_width
-        self._modules = dict(model.named_modules())
+        self._model, self._patterns, self._width = unwrap(model), patterns, block_width
+        self._modules = {plain_name(name): module for name, module in self._model.named_modules()}
         embeddings = [name for name, module in self._modules.items() if isinstance(module, nn.Embedding)]
         linears = [n for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))]
         users: dict[int, list[str]] = {}  # weight → its modules
@@ -158,7 +159,7 @@ class Selection:
             seen |= {id(weight) for weight in getattr(target.module, "parametrizations", nn.Module()).parameters()}
             if target.fused:
                 seen.add(id(getattr(target.module, target.fused)))
-        for name, weight in self._model.named_parameters():
+        for name, weight in ((plain_name(name), weight) for name, weight in self._model.named_parameters()):
             if weight.ndim >= 2 and id(weight) not in seen and name not in self.left_out:
                 kind = type(self._modules[name.rpartition(".")[0]]).__name__
                 self.left_out[name] = f"{kind} is no Linear, Conv1D or embedding"

@@ -1,7 +1,7 @@
 """Write a scanner's records so that a kill loses at most the unsealed segment, and merge files of one scan."""
 
+import logging
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from instruments.errors import ContractError
-from instruments.files import WITHOUT_FLOCK, sync, whole_file
+from instruments.files import WITHOUT_FLOCK, plain_text, sync, whole_file
 from instruments.parameter_scan.file_format import (
     ARRAYS,
     CLOSING,
@@ -29,6 +29,8 @@ from instruments.parameter_scan.file_format import (
 )
 from instruments.parameter_scan.reader import Mscan, Segment, read_mscan
 from instruments.parameter_scan.targets import ScanRecord
+
+logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20  # as float32
 
@@ -75,7 +77,7 @@ class MscanWriter:
             raise refused(self.path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
         table = ParameterTable(tuple(replace(one, block_width=block_width) for one in parameters), block_width)
         created = created or datetime.now(UTC).isoformat(timespec="seconds")
-        self.header = Header(model, created, table, encoding, dict(metadata or {}))
+        self.header = Header(plain_text(model), created, table, encoding, dict(metadata or {}))
         self.next_number = 0
         self._most = segment_sequences
         # `_closing` would close the file after the sealed segments; its offset is their end.
@@ -84,15 +86,21 @@ class MscanWriter:
         self._nbytes = 0
 
     def _create(self) -> tuple[BinaryIO, SegmentHeader]:
-        """Create the file with its header."""
+        """Create the file with its header; after an error there is none."""
+        header = self.header.pack()  # raises for metadata that is no JSON
         try:
             file = self.path.open("x+b")
         except FileExistsError:
             do = "append=True to go on with it, or another name"
             raise refused(self.path, f"{self.path.name} is there already", do) from None
         _lock(file, self.path)
-        file.write(self.header.pack())
-        _sync(file)
+        try:
+            file.write(header)
+            _sync(file)
+        except BaseException:
+            self.path.unlink()  # first: closing writes the rest, and fails again
+            file.close()
+            raise
         sync(self.path.parent)
         return file, SegmentHeader(file.tell(), 0, 0, 0, kind=CLOSING)
 
@@ -106,7 +114,7 @@ class MscanWriter:
                 what = f"{self.path.name} was written with another {', '.join(differences)}"
                 raise refused(self.path, what, "write to another file, or scan with the settings of this one")
             if found.torn:
-                warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=3)
+                logger.warning("%s: cut off a torn tail of %d bytes", self.path, found.torn)
             file.truncate(found.end)
         except BaseException:
             file.close()
@@ -131,7 +139,10 @@ class MscanWriter:
     def _rows_of(self, record: ScanRecord, numbers: Sequence[int]) -> list[Row]:
         """Copy the record, because the scanner may reuse its buffers; and check it."""
         pairs = zip(record.sequences, numbers, strict=True)
-        sequences = [replace(sequence, number=int(number)) for sequence, number in pairs]
+        sequences = [
+            replace(one, name=plain_text(one.name), source=plain_text(one.source), number=int(number))
+            for one, number in pairs
+        ]
         norms = (
             record.activation_BP, record.gradient_BP, record.in_activation_BI, record.in_gradient_BI,
             record.out_gradient_BO,

@@ -11,8 +11,9 @@ from instruments.static_check.autocast import AUTOCASTS, BFLOAT16, FLOAT16, FLOA
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Names of optimizers with float32 copies of 16-bit weights, and of weights that are not trained themselves.
 _MASTERS = re.compile(
-    r"master|deepspeed|\bapex\b|fp16_?optim|fp32_?(?:param|optim)|megatron|fairscale|colossalai|load_in_[48]bit|"
-    r"get_peft_model|kbit|bitsandbytes|prepare_fp16|stochastic_round|kahan|mixedprecisiontrainer",
+    r"(?<!is)(?<!is_)master(?!_?(?:proc|addr|port|rank|node|ip\b|host|only))|deepspeed|\bapex\b|fp16_?optim|"
+    r"fp32_?(?:param|optim)|megatron|fairscale|colossalai|load_in_[48]bit|get_peft_model|kbit|bitsandbytes|"
+    r"prepare_fp16|stochastic_round|kahan|mixedprecisiontrainer",
     re.IGNORECASE,
 )
 _SCALER_CALLS = {"scale", "unscale_"}

@@ -13,6 +13,8 @@ _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_w
 _CHECKS = {"norm", "isnan", "isinf", "isfinite", "vector_norm", "abs", "max", "mean", "sum", "std", "any", "all"}
 # Objects that scale and unscale by themselves.
 _MANAGERS = {"accelerator", "fabric", "self", "trainer", "engine", "strategy", "amp", "scaler", "super", "ctx"}
+# Methods of an Accelerator or Fabric; without any of them it only knows the device.
+_MANAGING = {"prepare", "prepare_model", "setup", "setup_module", "backward"}
 _OPTIMIZER = re.compile(r"optim|(?:^|_)opt(?:$|_|[A-Z0-9])|^opt[a-z]?$")
 _SCALING = {
     "scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_", "manual_backward",
@@ -116,10 +118,11 @@ def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> Non
         severity = SEVERE if asked == FLOAT16 else WARNING if what == "backward" else NOTE
         frame.report("LP402", node, f"{ast.unparse(node.func)}() in a LightningModule", severity)
         return
-    visible = any(value.kind == "accelerator" for value in state.values.values())
-    decided = any(re.search(r"accelerat\w*(?!.*sync)", fact, re.IGNORECASE) for fact in state.facts)
+    names = [last_word(text) for text, value in state.values.items() if value.kind == "accelerator"]
+    managed = any(_MANAGING & frame.definitions.called.get(name, set()) for name in names)
+    decided = any(re.search(r"accelerat\w*(?!.*(?:sync|version))", fact, re.IGNORECASE) for fact in state.facts)
     policy = frame.definitions.policy("accelerate")
-    if not visible or decided or policy is None:
+    if not managed or decided or policy is None:
         return
     asked = policy.precision
     given = any(word.arg in {"mixed_precision", "precision"} for word in policy.node.keywords)

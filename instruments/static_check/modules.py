@@ -20,6 +20,7 @@ _WRAPPERS = {
 SAME_MODULE = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "apply", "to_empty", "type"}
 _NORM = re.compile(r"(?:Batch|Layer|Group|Instance|RMS)Norm(?:[123]d)?$")
 _OPTIMIZERS = re.compile(r"Adam|SGD|Lion|Adafactor|RMSprop|Adagrad|LAMB|LARS|[Oo]ptim")
+_STEPS = re.compile(r"(?:^|_)step$|^_?optimi[sz]e(?:_|$)|^optimizers$")  # methods that use optimizers
 
 
 def named_like_model(text: str) -> bool:
@@ -107,7 +108,7 @@ def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value | None:
     full, word = frame.definitions.full_name(node.func), frame.definitions.called_name(node)
     if "lr_scheduler" in full or "sched" in word.lower() or word.endswith(("LR", "Scheduler")):
         return Value(kind="scheduler")
-    if not (full.startswith("torch.optim.") or (_OPTIMIZERS.search(word) and word not in {"step", "optimizers"})):
+    if not (full.startswith("torch.optim.") or (_OPTIMIZERS.search(word) and not _STEPS.search(word))):
         return None
     parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Name) and part is not node.func)
     values = [state.values.get(text_of(part), UNKNOWN) for part in parts]

@@ -156,7 +156,9 @@ def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
     return Value(mixed.precision, origin, tag, left.scaled or right.scaled, cast=left.cast if keeps else None)
 
 
-_NUMBERS = re.compile(r"scal|temp|tau|sqrt|dim|d_?k\b|eps|size|gamma|beta|alpha|decay|count|len|num|\bn_")
+_NUMBERS = re.compile(
+    r"scal|temp|tau|sqrt|dim|d_?k\b|eps|size|gamma|beta|alpha|decay|count|len|num|\bn_|shape\[[^]]+\]$"
+)
 
 
 def _as_number(node: ast.expr, value: Value) -> Value:

@@ -29,25 +29,29 @@ QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 
 
 @dataclass
-class DumpConfig:
-    """Selects tensors by module, step, process and token, and sets how they are buffered and stored.
-
-    conf/dump/default.yaml explains each setting.
-    """
+class TensorSelection:
+    """Selects tensors by module and token, and sets how they are stored; conf/dump/default.yaml explains each."""
 
     modules: list[str] = field(default_factory=lambda: ["*"], metadata={"nonempty": True})
     tensors: list[str] = field(
         default_factory=lambda: list(DEFAULT_TENSORS), metadata={"choices": ALL_TENSORS, "nonempty": True}
     )
-    first_step: int = field(default=0, metadata={"minimum": 0})
-    every_steps: int = field(default=1, metadata={"minimum": 1})
-    max_steps: int | None = field(default=None, metadata={"minimum": 1})
-    ranks: list[int] | None = field(default=None, metadata={"minimum": 0})
     max_tokens: int | None = field(default=None, metadata={"minimum": 1})
     keep: str = field(default="tensors", metadata={"choices": ("tensors", "statistics")})
-    last_steps: int | None = field(default=None, metadata={"minimum": 1})
     memory_mib: int = field(default=512, metadata={"minimum": 1})
     quant_type: str | None = field(default=None, metadata={"choices": QUANT_TYPES})
+
+
+@dataclass
+class DumpConfig(TensorSelection):
+    """Selects steps and processes as well."""
+
+    first_step: int = field(default=0, metadata={"minimum": 0})  # dump from this step on
+    every_steps: int = field(default=1, metadata={"minimum": 1})  # then every n-th step
+    max_steps: int | None = field(default=None, metadata={"minimum": 1})  # at most this many
+    ranks: list[int] | None = field(default=None, metadata={"minimum": 0})  # processes that dump; None: all
+    # Latest steps kept in memory, written only when a loss is not finite or the loop ends by an exception.
+    last_steps: int | None = field(default=None, metadata={"minimum": 1})
 
 
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"

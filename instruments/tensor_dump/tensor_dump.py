@@ -4,6 +4,7 @@ The model's results do not change, and transformers and megatron-core are not mo
 recomputed; each process of a job writes its own files into the same folder.
 """
 
+import json
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.hooks import WRAPPERS, OwnHook, plain_name
+from instruments.hooks import OwnHook, plain_name, unwrap
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_coordinates, find_known, find_parallel
@@ -28,13 +29,6 @@ from instruments.tensor_dump.recorder import RankInfo, Recorder, Watched, rank_a
 from instruments.tensor_dump.writer import DumpWriter
 
 logger = logging.getLogger(__name__)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
-    while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
-        model = inner[0][1]
-    return model
 
 
 def find_modules(root: nn.Module) -> list[Watched]:
@@ -108,8 +102,8 @@ class TensorDump:
         environment: of the process. TENSOR_SAVE_ENABLED=0 disables the dump; TENSOR_SAVE_DIR is the default folder,
             CUSTOM_QUANT_TYPE the default label.
     Raises:
-        ConfigError: an invalid setting, or a pattern that matches no module; (on entering) the model is compiled or
-            already being dumped.
+        ConfigError: an invalid setting, a pattern that matches no module, or metadata that is no JSON; (on entering)
+            the model is compiled or already being dumped.
         ContractError: (on entering) the folder is in use.
     """
 
@@ -124,8 +118,14 @@ class TensorDump:
     ) -> None:
         """Find the modules to watch; the model is changed only on entering."""
         named = None if folder is None else Path(folder)
-        enabled, self.folder, self.config = read_control(named, config or DumpConfig(), environment)
+        enabled, folder, self.config = read_control(named, config or DumpConfig(), environment)
+        self.folder = folder.absolute()  # a script may change its folder
         self.metadata = dict(metadata or {})
+        try:
+            json.dumps(self.metadata)
+        except (TypeError, ValueError) as error:
+            what = f"the metadata is no JSON: {error}"
+            raise ConfigError(what, where="TensorDump, metadata", do="metadata={'data': str(path)}") from error
         self.manifest: Manifest | None = None  # complete after the dump
         self._given, self.root = model, unwrap(model)
         self.identity = RankInfo(*rank_and_world(), find_coordinates(self.root))
@@ -187,13 +187,16 @@ class TensorDump:
         writer.check()
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Remove all hooks, write the rest, warn of missing tensors."""
+        """Remove all hooks, write the rest (after an exception the last steps, too), warn of missing tensors."""
         self._hooks.close()
         if self._running is None or self.manifest is None:
             return
         _DUMPED.difference_update(one.module for one in self.watched)
         recorder, writer = self._running
         self._running = None
+        # An exception may be the loop's own check of its loss.
+        if kind is not None and issubclass(kind, Exception) and self.config.last_steps is not None:
+            recorder.end_step(finite=False)
         recorder.close()
         writer.close()
         self.manifest.finish(recorder.dumped_steps, held_back=self.config.last_steps is not None)

@@ -215,7 +215,7 @@ class DumpWriter:
         raise UserError(
             f"the dump ended early, {self.manifest.lost} tensors are lost: {self.failure}",
             where=f"{self._folder}; tensors listed in its index are complete",
-            do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
+            do="free some space or dump into another folder; or dump less: modules=[...], fewer steps, max_tokens=, "
             "keep=statistics",
         ) from self.failure
 
@@ -266,6 +266,7 @@ class DumpWriter:
         if self._tensors:
             with whole_file(self._folder / self._shard_name()) as unfinished:
                 save_file(self._tensors, unfinished, metadata={"format": "pt"})
+                unfinished.chmod(os.fstat(self._index.fileno()).st_mode & 0o777)  # safetensors ignores the umask
             self._shards += 1
         if self._rows:
             self._append([record.to_row() for record in self._rows])
@@ -273,7 +274,7 @@ class DumpWriter:
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to the index; they are on the disk on return."""
-        self._index.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        self._index.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
         self._index.flush()
         os.fsync(self._index.fileno())
 

@@ -129,6 +129,7 @@ class Measurement:
         # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
         self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.calls: Counter[str] = Counter()  # in this forward pass
+        self.in_pass = False  # a training pass of the whole model runs
         self._modules = _find_hooked(model) if config.activations else []
         self._hooked = frozenset(name for name, _module in self._modules)
         self.scales: list[float] = []
@@ -143,11 +144,12 @@ class Measurement:
         self._before: tuple[Tensor, Tensor] | None = None  # sampled values, and which of them had a gradient
         self._still: Tensor | None = None  # share of the sampled values with a gradient that a step did not change
         self._intact: Tensor | None = None  # whether all sampled values were finite before the step
+        self._sizes: list[int] = []  # numbers of sampled values of each weight
         self._plain_optimizer = False  # one of torch.optim steps, with a learning rate above 0
         self._unzeroed = 0  # steps whose gradients were not zeroed; -1: zeroed once, or reported
         self._versions: dict[str, int] = {}
         self._unmoved: Counter[str] = Counter()  # parameter → steps of others in which it had a gradient
-        self._moved: set[str] = set()  # parameters that moved once, or are reported
+        self._moved: set[str] = set()  # parameters that moved once, that an optimizer has, or that are reported
         self._unseen = 0  # steps in which trained modules had no recorded output; -1 once reported
 
     def add_hooks(self) -> Iterator[RemovableHandle]:
@@ -160,7 +162,7 @@ class Measurement:
         """`owns`: the module has parameters. Without, only outputs with a gradient count: others may be masks."""
 
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
-            if not (self._looks or self._was_read) or not in_training_pass():
+            if not (self._looks or self._was_read) or not in_training_pass(begun=self.in_pass):
                 return
             if self._was_read:  # the first output of the next step
                 self.peaks.clear()
@@ -194,10 +196,10 @@ class Measurement:
         """At the end of a backward pass: which sampled values have not changed since the last one, if one `stepped`."""
         if not self._sampled:
             return
-        now_N = self._sample(self._sampled)
+        now_N, self._sizes = self._sample(self._sampled)
         pairs = [(one, one.grad) for one in self._sampled]
         dense = [torch.zeros_like(one) if grad is None or grad.is_sparse else grad for one, grad in pairs]
-        live_N = self._sample(dense) != 0
+        live_N = self._sample(dense)[0] != 0
         self._still, self._intact = None, now_N.isfinite().all()
         before_N, was_live_N = self._before or (now_N[:0], live_N[:0])
         if now_N.shape == live_N.shape == before_N.shape:  # a weight may have got another shape
@@ -208,23 +210,28 @@ class Measurement:
                 live_N |= was_live_N
         self._before = now_N, live_N
 
-    def _sample(self, tensors: Sequence[Tensor]) -> Tensor:
-        values = (one.detach().reshape(-1)[:: max(1, one.numel() // _VALUES)] for one in tensors)
-        return torch.cat([one.to(self.device, torch.float32) for one in values])
+    def _sample(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Values of all, and how many of each."""
+        values = [one.detach().reshape(-1)[:: max(1, one.numel() // _VALUES)] for one in tensors]
+        wide = [one.to(self.device, torch.promote_types(one.dtype, torch.float32)) for one in values]
+        return torch.cat(wide), [len(one) for one in values]
 
-    def note_zeroed(self, norms_P: Tensor) -> None:
-        """At the start of a backward pass after a step: whether the largest gradient is still there."""
+    def note_zeroed(self, norms_P: Tensor, *, counts: bool) -> None:
+        """At the start of any backward pass: whether the largest gradient is still there.
+
+        The first after a step `counts`, but gradients may be zeroed up to the model's own, behind those of others.
+        """
         if self._unzeroed < 0 or self._unzeroed >= _UNZEROED or len(self._histories) > 1:
             return
         grad = [*self.parameters.values()][int(norms_P.argmax())].grad
-        self._unzeroed = self._unzeroed + 1 if grad is not None and bool(_local(grad).any()) else -1
+        self._unzeroed = self._unzeroed + counts if grad is not None and bool(_local(grad).any()) else -1
 
     def versions(self) -> dict[str, int]:
         """Number of changes in place of each parameter."""
         return {name: one._version for name, one in self.parameters.items() if not one.is_inference()}
 
     def note_steps(self, followed: Collection[str], optimizers: Sequence[Any]) -> None:
-        """Count the steps that moved weights, but not those with a gradient that no `followed` optimizer has."""
+        """Count the steps that moved weights, but not those with a gradient that no optimizer has (`followed`)."""
         groups = [
             group for one in optimizers if type(one).__module__.startswith("torch.optim") for group in one.param_groups
         ]
@@ -232,9 +239,9 @@ class Measurement:
         versions = self.versions()
         moved = {name for name, version in versions.items() if self._versions.get(name, version) != version}
         self._versions = versions
-        self._moved |= moved
+        self._moved |= moved | set(followed)
         if moved:
-            self._unmoved.update(self.with_gradient - self._moved - set(followed))
+            self._unmoved.update(self.with_gradient - self._moved)
 
     def _judge_use(self) -> list[Anomaly]:
         """Gradients that are never zeroed, and parameters with gradients in no optimizer; each reported once."""
@@ -255,12 +262,12 @@ class Measurement:
     def _judge_weights(self, still: float | None, intact: float | None, history: History) -> list[Anomaly]:
         """Weights that are not finite before the step, and 16-bit weights whose steps are rounded away."""
         half = bool(self._sampled) and self._sampled[0].dtype.itemsize == 2
-        if intact == 0:
-            usable = [pair for pair in self.parameters.items() if pair[1].requires_grad and not is_sharded(pair[1])]
-            broken = [name for name, one in usable if not bool(as_real(one).isfinite().all())]
-            if not broken:  # a float64 value beyond float32
-                return []
-            what = f"{len(broken)} of {len(usable)} parameters were not finite before the step: {some(broken, 3, ', ')}"
+        if intact == 0 and self._before is not None:  # the step may be over: judge the values from before
+            names = {id(one): name for name, one in self.parameters.items()}
+            parts = zip(self._sampled, self._before[0].split(self._sizes), strict=True)
+            broken = [names[id(one)] for one, part in parts if not bool(part.isfinite().all())]
+            what = f"{len(broken)} of {len(self._sizes)} sampled parameters were not finite before the step: "
+            what += some(broken, 3, ", ")
             what += "; in float16, Adam's eps of 1e-8 is 0" * (half and self._sampled[0].dtype == torch.float16)
             return [Anomaly("not_finite", SEVERE, what, tuple(dict.fromkeys(map(layer_of, broken))))]
         if half and still is not None and self._plain_optimizer:

@@ -36,6 +36,7 @@ class _Held:
     gradients: dict[str, tuple[int, int] | None]  # id and version of each gradient, to detect changes
     weights: dict[str, int]  # version of each parameter, to detect steps
     judged: set[int | None] = field(default_factory=set)  # ids of the optimizers whose step was judged by them
+    noted: bool = False  # whether they were zeroed is known
 
 
 class ModelWatch:
@@ -78,6 +79,7 @@ class ModelWatch:
             self._hooks.callback(handle.remove)
         if not isinstance(model, torch.jit.ScriptModule):
             self._hooks.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
+            self._hooks.callback(model.register_forward_hook(OwnHook(self._end), always_call=True).remove)
         for optimizer in self.optimizers:
             self._optimizer_hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
             if not self._names_of([optimizer]):
@@ -115,7 +117,7 @@ class ModelWatch:
         """
         self._by_hand = True
         self._optimizer_hooks.close()
-        self.scaler = self.scaler if scaler is None else scaler
+        self.scaler = scaler or _scaler_of(optimizer) or self.scaler
         if isinstance(loss, Tensor) and loss.numel() != 1:
             what = f"a loss of shape {tuple(loss.shape)} is no single number"
             raise ConfigError(what, where="watch_model", do="loss.mean()")
@@ -137,15 +139,16 @@ class ModelWatch:
             self.next_step += 1
         if key is not None:
             self._in_step.add(key)
-        names, held = self._names_of(self.optimizers if optimizer is None else [optimizer]), self._held
+        stepping = self.optimizers if optimizer is None else [optimizer]
+        names, held = self._names_of(stepping), self._held
         if held is not None and (key in held.judged or self._are_others(held, names)):
             held = None
         scale = self._scale() if held is None or held.scale is None else held.scale
         norms_P = None if held is None else held.norms_P
         if loss is None and self._root_loss is not None:
             loss = self._root_loss if scale is None else self._root_loss / scale
-        followed = self._names_of(self.optimizers) if self.optimizers else set()
-        self.measurement.note_steps(followed, [optimizer] if optimizer is not None else self.optimizers)
+        followed = self._names_of([*self.optimizers, *stepping]) if stepping else set()
+        self.measurement.note_steps(followed, stepping)
         report = self.measurement.read(self.next_step - 1, loss, scale, norms_P, only=names, optimizer=key)
         if self._held is not None:
             self._held.judged.add(key)
@@ -163,8 +166,10 @@ class ModelWatch:
         parameters = [*self.measurement.parameters.values()]
         if all(parameter.grad is None for parameter in parameters):  # an earlier pass was an evaluation only
             self._root_loss = None
-        if self._held is not None and self._held.judged:
-            self.measurement.note_zeroed(self._held.norms_P)
+        if (held := self._held) is not None:
+            counts = bool(held.judged) and not held.noted
+            held.noted |= counts
+            self.measurement.note_zeroed(held.norms_P, counts=counts)
         # A scaled float16 loss may overflow although the loss is finite.
         unsure = torch.float16 if self._scale() is not None else None
         known = [
@@ -188,13 +193,17 @@ class ModelWatch:
 
     def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
         """At a forward pass: gradients that changed and were not judged have been used in a step."""
-        if not in_training_pass():
+        self.measurement.in_pass = in_training_pass()
+        if not self.measurement.in_pass:
             return
         self.measurement.calls.clear()
         self._hook_parameters()
         held = self._held
         if held and (held.gradients != self._gradients() or held.weights != self.measurement.versions()):
             self._judge_unseen_step()
+
+    def _end(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
+        self.measurement.in_pass = False
 
     def _judge_unseen_step(self) -> None:
         """Judge gradients that were not; if the optimizers are given, only a scaler can have left their step out."""
@@ -289,6 +298,11 @@ def _unwrap(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer, or accelerat
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def _scaler_of(optimizer: Any) -> GradScaler | None:  # noqa: ANN401 - an optimizer, or accelerate's wrapper of one
+    scaler = getattr(optimizer, "scaler", None)
+    return scaler if isinstance(scaler, GradScaler) else None
+
+
 def watch_model(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -306,7 +320,7 @@ def watch_model(
     Args:
         model: parameters are left out while they are frozen, tied ones counted once.
         optimizer: whose steps are followed, one or several; a loop may call `watch.step` instead.
-        scaler: the GradScaler that scales the loss; its scale is judged as well.
+        scaler: the GradScaler that scales the loss, None: that of accelerate's optimizer; its scale is judged as well.
         config: thresholds, and how often outputs are watched.
         log: file of JSON lines, one per step; processes after the first add their rank to its name, watch-1.jsonl. Or
             a SummaryWriter of TensorBoard, or a run of Weights & Biases.
@@ -322,6 +336,7 @@ def watch_model(
         )
     given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     optimizers = [_unwrap(one) for one in given]
+    scaler = scaler or next(filter(None, map(_scaler_of, given)), None)
     if bare := [type(one).__name__ for one in optimizers if not hasattr(one, "register_step_post_hook")]:
         what = f"{', '.join(bare)} has no hooks for its steps"
         raise ConfigError(what, where="watch_model", do="watch_model(model), and watch.step() before optimizer.step()")

@@ -93,16 +93,16 @@ class StepLog:
     def __init__(self, log: Sink, config: WatchConfig) -> None:
         """Reports are appended to the file at `log`, of other processes than the first to `file_of_rank`.
 
-        None: findings are only logged. Raises ConfigError: a log of another kind.
+        None, or after an error of the file: findings are only logged. Raises ConfigError: a log of another kind.
         """
-        self.path = Path(log) if isinstance(log, Path | str) else None
+        self.path = Path(log).absolute() if isinstance(log, Path | str) else None
         self.writer: Any = log if self.path is None else None
         self.config = config
         self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → step at which it was last logged
         self._appends = False  # the file ends with a whole line
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        elif not (log is None or hasattr(log, "add_scalar") or hasattr(log, "log")):
+        elif not (log is None or hasattr(log, "add_scalar") or hasattr(log, "log")) or isinstance(log, logging.Logger):
             what = f"a log of type {type(log).__name__} is no file, no SummaryWriter of TensorBoard, no run of W&B"
             raise ConfigError(what, where="watch_model", do="log='watch.jsonl'")
 
@@ -120,15 +120,21 @@ class StepLog:
         elif self.writer is not None:  # without step=, which drops numbers of steps before the run's own
             self.writer.log({**report.scalars(layers=layers), "watch/step": report.step})
         if self.path is not None:
-            path = file_of_rank(self.path)
-            if not self._appends and path.is_file():  # a killed run may have left half a line
-                content = path.read_bytes()
-                whole = content.rfind(b"\n") + 1
-                if _BEGINNING.startswith(content[whole:][: len(_BEGINNING)]):  # not of another file
-                    os.truncate(path, whole)
-            self._appends = True
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(report.record(layers=layers)) + "\n")
+            try:
+                self._append(file_of_rank(self.path), json.dumps(report.record(layers=layers)) + "\n")
+            except OSError as error:  # no reason to end a training
+                logger.error("the log ends before step %d: %s", report.step, error)
+                self.path = None
+
+    def _append(self, path: Path, line: str) -> None:
+        if not self._appends and path.is_file():  # a killed run may have left half a line
+            content = path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if _BEGINNING.startswith(content[whole:][: len(_BEGINNING)]):  # not of another file
+                os.truncate(path, whole)
+        self._appends = True
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
 
 
 def file_of_rank(path: Path) -> Path:

@@ -31,10 +31,10 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Optimizer, **_: object
     ) -> None:
-        """Judge the step, by Trainer's number; accelerate's optimizer has the scaler."""
+        """Judge the step, by Trainer's number."""
         if self.watch is not None:
             self.watch.next_step = state.global_step + 1
-            self.watch.step(optimizer, getattr(optimizer, "scaler", None))
+            self.watch.step(optimizer)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Remove the hooks."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, read_control
+from instruments.tensor_dump.config import QUANT_TYPES, DumpConfig, TensorSelection, read_control
 from models.config import setting_word
 
 VERSION = 1
 
 
 @dataclass
-class DumpStageConfig(DumpConfig):
+class DumpStageConfig(TensorSelection):
     """Selection of tensors, and amount of text; explained in conf/dump."""
 
     steps: int = field(default=1, metadata={"minimum": 1})
@@ -36,10 +36,6 @@ class DumpStageConfig(DumpConfig):
             what = f"dump.folder={self.folder} exists already and is not a link, so this run cannot replace it"
             where = "setting dump.folder, environment variable TENSOR_SAVE_DIR"
             yield ConfigError(what, where=where, do=setting_word("dump.folder", f"{self.folder}-2"))
-        if self.first_step >= self.steps or (self.ranks is not None and 0 not in self.ranks):
-            what = "nothing is dumped: this stage runs steps 0 to dump.steps - 1, in process 0 alone"
-            do = f"dump.steps={self.first_step + 1} dump.ranks=null"
-            yield ConfigError(what, where="settings dump.first_step, dump.steps and dump.ranks", do=do)
         if not self.gradients and all(tensor.startswith("grad_") for tensor in self.tensors):
             what = "dump.gradients=false computes no gradients, and dump.tensors has nothing else"
             do = "dump.gradients=true, or dump.tensors=[input,weight]"

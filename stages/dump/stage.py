@@ -1,6 +1,7 @@
 """dump: run the dense model on text and write the tensors of attention and of layers with weights."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.command import facts_of
+from instruments.tensor_dump.config import DumpConfig, TensorSelection
 from instruments.tensor_dump.index import Manifest
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
@@ -52,8 +54,9 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
 
 def make_dump(dense: PreTrainedModel, job: Job, dump: DumpStageConfig, label: str) -> TensorDump:
     """Open the dump. Raises ConfigError, with the names of this stage's settings."""
+    config = DumpConfig(**{one.name: getattr(dump, one.name) for one in fields(TensorSelection)})
     try:
-        return TensorDump(dense, job.out, dump, metadata={"model": label}, environment={})
+        return TensorDump(dense, job.out, config, metadata={"model": label}, environment={})
     except ConfigError as error:
         what, do = (re.sub(r"\b(modules|tensors)=", r"dump.\1=", text) for text in (error.what, error.do))
         raise ConfigError(what, where=error.where.replace("setting ", "setting dump."), do=do) from error

@@ -1,8 +1,6 @@
 """Parameter-level record of a scan: norms of every Linear weight's input and gradient, in an .mscan file."""
 
 import json
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,8 +18,6 @@ from stages.artifacts.job import Workers
 from stages.scan.config import ScanConfig
 
 FILE = "parameters.mscan"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -92,13 +88,9 @@ def record_parameters(
     except ConfigError as error:  # its message names the scanner's arguments, not the settings
         what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))
         raise ConfigError(what, where="setting scan.parameter_patterns", do=do) from error
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        writer = MscanWriter(
-            path, scanner.parameters, model=label, block_width=scan.block_width, encoding="f32", append=True
-        )  # fmt: skip
-    for warning in caught:
-        logger.warning("%s", warning.message)
+    writer = MscanWriter(
+        path, scanner.parameters, model=label, block_width=scan.block_width, encoding="f32", append=True
+    )  # fmt: skip
     with writer, scanner:
         yield ParameterRecorder(scanner, writer, source)
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import resource
 import struct
 import sys
 import time
@@ -18,7 +19,7 @@ from unit.instruments.parameter_scan.recordings import ARRAYS, PARAMETERS, WIDTH
 
 from instruments.errors import ContractError
 from instruments.parameter_scan import writer as segment_file
-from instruments.parameter_scan.file_format import PREAMBLE, SEGMENT_HEADER
+from instruments.parameter_scan.file_format import PREAMBLE, SEGMENT_HEADER, ScannedSequence
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.writer import MscanWriter
 
@@ -37,7 +38,7 @@ def write(path, sizes=SIZES, *, parameters=PARAMETERS, model="pico", width=WIDTH
 
 
 def a_writer(path, parameters=PARAMETERS, **settings):
-    return MscanWriter(path, parameters, model="pico", block_width=WIDTH, **settings)
+    return MscanWriter(path, parameters, **({"model": "pico", "block_width": WIDTH} | settings))
 
 
 def read_arrays(scan):
@@ -213,15 +214,36 @@ def test_an_invalid_header_with_a_right_checksum_is_refused(path, content, field
     assert where == str(path)
 
 
-def test_appending_removes_a_torn_tail_with_a_warning(path):
+def test_names_that_are_not_utf_8_are_escaped(path):
+    """Python reads the byte E9 of a file's name as a surrogate, which no reader could encode."""
+    with a_writer(path, model="/models/\udce9") as writer:
+        writer.add(replace(record([0]), sequences=[ScannedSequence("caf\udce9.txt", 3, "/data/\udce9")]))
+    scan = read_mscan(path)
+    assert (scan.header.model, scan.sequences[0].name) == ("/models/\\udce9", "caf\\udce9.txt")
+    assert scan.sequences[0].source == "/data/\\udce9"
+
+
+def test_a_file_that_cannot_be_created_leaves_none(path):
+    with pytest.raises(TypeError):
+        a_writer(path, metadata={"folder": path})
+    assert not path.exists()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            a_writer(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not path.exists()
+
+
+def test_appending_removes_a_torn_tail_with_a_warning(path, caplog):
     write(path, [4])
     sealed = path.read_bytes()
     path.write_bytes(sealed + b"MSEG torn")
-    with (
-        pytest.warns(UserWarning, match=re.escape(f"{path}: cut off a torn tail of 49 bytes")),
-        a_writer(path, encoding="f32", append=True) as writer,
-    ):
+    with a_writer(path, encoding="f32", append=True) as writer:
         writer.add(record([4, 5]))
+    assert caplog.messages == [f"{path}: cut off a torn tail of 49 bytes"]
     assert path.read_bytes()[: len(sealed) - SEGMENT_HEADER.size] == sealed[: -SEGMENT_HEADER.size]
     scan = read_mscan(path)
     assert [sequence.number for sequence in scan.sequences] == [0, 1, 2, 3, 4, 5]

@@ -161,7 +161,7 @@ def test_an_unchanged_script_is_dumped_by_its_environment_alone(tmp_path):
     settings = json.dumps({"tensors": ["input", "grad_output"], "max_steps": 2})
     done = train_with(tmp_path, TENSOR_SAVE_ENABLED="1", CUSTOM_QUANT_TYPE="mxfp8", TENSOR_SAVE_CONFIG=settings)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
-    assert "tensor dump: Sequential, every step, into tensor_logs" in done.stderr
+    assert f"tensor dump: Sequential, every step, into {tmp_path}/tensor_logs" in done.stderr
     with DumpReader(tmp_path / "tensor_logs") as reader:
         passes = Counter(
             (record.source.step, record.source.microbatch, record.source.evaluation)
@@ -204,7 +204,7 @@ def test_a_script_runs_unchanged_below_the_command(tmp_path):
 
     done = train("3", TENSOR_SAVE_DIR="dump")
     assert (done.returncode, done.stdout) == (3, "['scripts/train.py', '--lr', '3']\n"), done.stderr
-    assert done.stderr == "tensor dump: Sequential, every step, into dump\n"
+    assert done.stderr == f"tensor dump: Sequential, every step, into {tmp_path}/dump\n"
     with DumpReader(tmp_path / "dump") as reader:
         assert {record.source.tensor for record in reader.records} == {"input", "weight", "grad_output"}
         assert list(reader.manifests()[0].complaints()) == []

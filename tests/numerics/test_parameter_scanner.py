@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from instruments import device
+from instruments.parameter_scan.passes import Passes
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 # With norms of queries and keys, with biases, and with fused matrices; tied embeddings or not.
@@ -130,8 +131,9 @@ def test_norms_equal_those_of_true_weight_gradients(
     folder, truth, training, checkpointing, product, hosts, monkeypatch
 ):
     monkeypatch.setattr(device, "HOSTS", hosts)
+    monkeypatch.setattr(Passes, "product", product)
     model = prepare(folder, training=training, checkpointing=checkpointing)
-    with ParameterTensorScanner(model, block_width=WIDTH, product=product) as scanner:
+    with ParameterTensorScanner(model, block_width=WIDTH) as scanner:
         backward(model, draw_batch())
         (record,) = scanner.collect()
     assert_norms(record, truth)

@@ -6,6 +6,7 @@ from pico import write_pico
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from instruments.parameter_scan.passes import Passes
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -36,7 +37,8 @@ def scan(model, **settings):
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("product", ["gram", "direct"])
-def test_four_bits_equal_an_fp32_twin_with_dequantised_weights(folder, kind, product):
+def test_four_bits_equal_an_fp32_twin_with_dequantised_weights(folder, kind, product, monkeypatch):
+    monkeypatch.setattr(Passes, "product", product)
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=torch.float32)
     quantised = load(folder, quantization_config=settings)
     twin = load(folder)
@@ -44,8 +46,8 @@ def test_four_bits_equal_an_fp32_twin_with_dequantised_weights(folder, kind, pro
     for name, module in linears.items():
         weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
         twin.get_submodule(name).weight.copy_(weight)
-    parameters, found = scan(quantised, product=product)
-    _, expected = scan(twin, product=product)
+    parameters, found = scan(quantised)
+    _, expected = scan(twin)
     assert len(linears) == len(parameters) - 1 == 14
     assert [(p.in_features, p.out_features) for p in parameters if "up_proj" in p.name] == [(64, 128)] * 2
     for name in NORMS:

@@ -19,7 +19,7 @@ WRONG = [
     *("scan.parameter_patterns=abc", "scan.parameter_patterns=[]", "project.penalties=[]"),
     *("project.penalties=[0]", "dump.tensors=[]", "dump.modules=[]", "dump.tensors=[wait]"),
     *("train.micro_batch=0", "train.micro_batch=1000000", "train.batch=0", "train.fsdp=true", "train.router_rate=0"),
-    *("dump.ranks=[7]", "dump.first_step=5", "dump.ranks=[]", "assemble.pad_to=1000000000", "fresh=0.5"),
+    *("assemble.pad_to=1000000000", "fresh=0.5"),
     *("model.device=mps", "model.device=meta", "model.device=foo", "model.device=''", "model.device=cuda:-1"),
     *(f"model.label={'x' * 300}", "'model.label=\"a\nb\"'", "'model.label=\"\x1b[31mred\"'", "model.label=.."),
     *(

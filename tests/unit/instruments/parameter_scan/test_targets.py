@@ -1,5 +1,7 @@
 import pytest
+import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from instruments.errors import ConfigError
 from instruments.parameter_scan.file_format import WatchedParameter
@@ -39,6 +41,18 @@ def test_every_linear_and_embedding_by_default():
     assert targets[0].parameter == WatchedParameter("embed_tokens.weight", "embedding", 11, 6, 5)
     assert targets[1].parameter == WatchedParameter("layers.0.q_proj.weight", "linear", 6, 12, 5)
     assert targets[0].head is None
+
+
+def test_names_are_those_of_the_model_inside_its_wrappers():
+    model, found = Model(), names(Selection(Model(), None, 5))
+    model.layers[1] = CheckpointWrapper(model.layers[1])
+    compiled = torch.compile(model, backend="eager")
+    for wrapped in (model, nn.DataParallel(model), compiled, nn.DataParallel(compiled)):
+        assert names(Selection(wrapped, None, 5)) == found
+    model.extra = nn.Parameter(torch.ones(2, 3))
+    assert Selection(nn.DataParallel(model), None, 5).left_out.keys() == {"extra"}
+    named = nn.ModuleDict({"module": nn.Linear(2, 3), "other": nn.ModuleDict({"module": nn.Linear(2, 3)})})
+    assert names(Selection(named, None, 5)) == ["module.weight", "other.module.weight"]
 
 
 def test_a_tied_output_embedding_belongs_to_the_embedding():

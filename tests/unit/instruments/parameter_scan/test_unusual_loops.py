@@ -53,9 +53,22 @@ def check(scanner, expected, records=1):
     assert scanner.left_out == {}
     for record in found:
         for column, parameter in enumerate(scanner.parameters):
-            name = parameter.name.removeprefix("_orig_mod.")
-            assert record.gradient_BP[:, column].tolist() == pytest.approx(expected[name], rel=1e-4)
+            assert record.gradient_BP[:, column].tolist() == pytest.approx(expected[parameter.name], rel=1e-4)
     return found
+
+
+def test_a_scan_that_recorded_nothing_says_so(caplog):
+    model = Net()
+    with ParameterTensorScanner(model):
+        pass
+    with ParameterTensorScanner(model):
+        model(input_ids=IDS)
+    with ParameterTensorScanner(model) as scanner:
+        loss_of(model.head(model.body(model.embed(IDS)))).backward()
+    assert scanner.collect() == []
+    (forward_alone, parts) = caplog.messages
+    assert parts.startswith("parameter scan: nothing was recorded: call the scanned model, not a part of it")
+    assert forward_alone == parts
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch.compile

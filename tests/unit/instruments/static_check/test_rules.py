@@ -95,6 +95,16 @@ SCALED = (
          ("binary_cross_entropy(torch.sigmoid(x)", "binary_cross_entropy_with_logits(x")),
         ("LP401", "from accelerate import Accelerator\na = Accelerator(mixed_precision='fp16')\na.backward(loss)\n"
          "if a.sync_gradients:\n    nn.utils.clip_grad_norm_(ps, 1.0)", ("nn.utils", "a")),
+        ("LP401", "from accelerate import Accelerator\na = Accelerator(mixed_precision='fp16')\nmodel = a.prepare(m)\n"
+         "if accelerate.__version__ > '1':\n    loss.backward()", ("a.prepare(m)", "m.to(a.device)")),
+        ("LP103", "q = q.half()\nF.softmax(q @ q.mT / q.shape[-1] ** 0.5, -1)", ("/ q", "/ w[: q.shape[-1]] / q")),
+        # Names that only sound like float32 copies of weights, and methods that only sound like making an optimizer.
+        *(("LP101", f"model = Net().half()\nprint({name})\n" + TRAINED, (name, "master_weights"))
+          for name in ("master_process", "is_master", "isMaster", "args.master_port")),
+        *(("LP201", "s = GradScaler()\nclass T:\n    def fit(self):\n        s.scale(loss).backward()\n"
+           f"        self.{name}()\n    def {name}(self):\n    {CLIP}        s.step(o)\n        s.update()",
+           ("        nn", "        s.unscale_(o)\n        nn"))
+          for name in ("optimizer_step", "_optimizer_step", "optimize_parameters")),
     ],
 )  # fmt: skip
 def test_a_fault_is_found_and_its_healthy_twin_is_not(rule, risky, healthy, tmp_path):

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from unit.instruments.tensor_dump.small_model import D, F, Small, inputs, run
 
 from instruments.errors import ConfigError
@@ -117,6 +118,23 @@ def test_the_last_steps_are_written_when_a_loss_is_not_finite(folder):
             assert torch.equal(reader.load(record), inputs(record.source.step))
 
 
+@pytest.mark.parametrize(("error", "steps"), [(FloatingPointError, [1, 2]), (KeyboardInterrupt, [])])
+def test_the_last_steps_are_written_when_the_loop_raises(folder, error, steps):
+    """Such as its own check of the loss, before it calls `step`."""
+
+    def train(model):
+        with TensorDump(model, folder, DumpConfig(last_steps=2), environment={}) as dump:
+            for step in range(3):
+                model(inputs(step)).backward()
+                if step == 2:
+                    raise error
+                dump.step(1.0)
+
+    with pytest.raises(error):
+        train(Small())
+    assert steps_of(folder) == steps
+
+
 def test_with_finite_losses_the_last_steps_are_forgotten(folder):
     dump = run(folder, DumpConfig(last_steps=2, memory_mib=1), steps=40, model=Small(**WIDE), rows=64)
     assert not DumpReader(folder).records
@@ -183,6 +201,50 @@ def test_weights_that_no_adapter_sees_are_listed(folder):
     model = Small()
     model.table = nn.Parameter(torch.zeros(3, 2, 2))
     assert run(folder, model=model, steps=1).manifest.unseen_weights == ["table"]
+
+
+def test_a_folder_is_found_again_after_the_script_has_left_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = Small()
+    with TensorDump(model, "dump", environment={}):
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        model(inputs(0)).backward()
+    assert len(DumpReader(tmp_path / "dump").records) == 6
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_all_files_can_be_read_by_those_who_can_read_the_index(folder):
+    run(folder, steps=1)
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(folder / "index-00000.jsonl").stat().st_mode}
+
+
+def test_metadata_of_a_file_name_that_is_not_utf_8_and_of_no_json(folder):
+    run(folder, steps=1, metadata={"data": "caf\udce9"})
+    assert {record.metadata["data"] for record in DumpReader(folder).records} == {"caf\udce9"}
+    with pytest.raises(ConfigError, match="metadata"):
+        TensorDump(Small(), folder, metadata={"data": folder}, environment={})
+
+
+def test_steps_of_transformers_trainer_are_counted_by_a_hook_on_optimizers(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 31}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(31, (6, 8)).unbind()]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=2, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    config = DumpConfig(modules=["lm_head"], tensors=["input"])
+    with (
+        TensorDump(model, tmp_path / "dump", config, environment={}) as dump,
+        register_optimizer_step_post_hook(lambda *_: dump.step()),
+    ):
+        trainer.train()
+    found = [(record.source.step, record.source.microbatch) for record in DumpReader(tmp_path / "dump").records]
+    assert found == [(step, microbatch) for step in range(3) for microbatch in range(2)]
 
 
 def test_the_environment_switches_it_off_and_names_the_folder(folder):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from unit.instruments.training_watch.watched_net import D, H, Net, T, V, batch, loss_of, norm_of
 from unit.instruments.training_watch.watched_net import train as train_unseen
 
@@ -180,6 +181,35 @@ def test_modules_that_use_weights_of_submodules_are_found(name):
     with watch_model(model) as watch:
         loss_of(model).backward()
         assert watch.step().anomalies[0].where[0] == name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_first_output_that_is_not_finite_is_found_under_a_checkpoint(reentrant):
+    """With use_reentrant its layers first run without gradients."""
+    model, (x, y) = Net(), batch()
+    model.middle.weight.data[0, 0] = math.nan
+    body = nn.Sequential(model.first, model.norm, model.middle)
+    model.forward = lambda x: model.head(checkpoint(body, x, use_reentrant=reentrant))
+    with watch_model(model) as watch:
+        functional.cross_entropy(model(x.requires_grad_()), y).backward()
+        findings = watch.step().anomalies
+    assert [one.where[0] for one in findings if one.message.startswith("NaN first in")] == ["middle"]
+    assert list(watch.last.outputs) == ["first", "norm", "middle", "head"]
+
+
+@pytest.mark.parametrize("how", ["step", "optimizer"])
+def test_weights_that_were_not_finite_before_a_step_are_named_also_after_it(how):
+    """The step makes all weights NaN."""
+    model = Net()
+    model.head.bias.data[0] = math.nan
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch_model(model, optimizer) as watch:
+        loss_of(model).backward()
+        if how == "step":
+            watch.step(optimizer)
+        optimizer.step()
+    assert watch.last.anomalies[0].where == ("head",)
+    assert watch.last.anomalies[0].message.startswith("1 of 8 sampled parameters were not finite before the step: head")
 
 
 class Masked(Net):

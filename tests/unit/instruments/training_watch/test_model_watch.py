@@ -204,6 +204,61 @@ def test_a_generator_is_compared_with_its_own_earlier_steps(caplog):
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("how", ["actor", "another model"])
+def test_gradients_that_are_zeroed_before_the_own_backward_pass_are_zeroed(how, caplog):
+    """Passes of other parts come before; the actor's leaves gradients in the critic, too."""
+    torch.manual_seed(0)
+    critic, other, x = nn.Linear(D, 1), nn.Linear(D, D), batch()[0]
+    mine, theirs = torch.optim.SGD(critic.parameters(), 1e-3), torch.optim.SGD(other.parameters(), 1e-3)
+    with watch_model(critic, mine):
+        for _ in range(8):
+            made = other(x)
+            mine.zero_grad()
+            ((critic(x) - 1).square() + critic(made.detach()).square()).mean().backward()
+            mine.step()
+            for _ in range(3):
+                theirs.zero_grad()
+                (other(x) if how == "another model" else critic(other(x))).mean().backward()
+                theirs.step()
+    assert caplog.messages == []
+
+
+def test_gradients_that_are_never_zeroed_are_reported_also_beside_another_model(caplog):
+    model, other = Net(), Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with watch_model(model, optimizer):
+        for step in range(5):
+            loss_of(model, step).backward()
+            optimizer.step()
+            loss_of(other, step).backward()
+    assert [message for message in caplog.messages if "zero them" in message]
+
+
+class InPlace(torch.optim.SGD):
+    """Changes weights where torch does not see it, as the first Muon does."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+
+
+def test_weights_of_an_optimizer_that_is_given_to_a_step_have_one(caplog):
+    model = Net()
+    optimizers = [InPlace(model.middle.parameters()), torch.optim.SGD(model.head.parameters(), 0.01)]
+    model.first.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    with watch_model(model) as watch:
+        for step in range(8):
+            loss_of(model, step).backward()
+            for optimizer in optimizers:
+                watch.step(optimizer)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+    assert caplog.messages == []
+
+
 class Fields(dict):
     """Outputs of a model; pytree does not look inside."""
 
@@ -373,6 +428,16 @@ def test_a_training_that_raised_can_begin_again_and_accelerates_scaler_is_found(
     lines = read_step_log(tmp_path / "log.jsonl")
     assert [(line["step"], line["loss_scale"], line["anomalies"]) for line in lines] == [(1, 512, []), (2, 512, [])]
     assert hooks_of(model) == []
+
+
+def test_the_scaler_of_accelerates_optimizer_is_used():
+    model = Net()
+    plain, scaler = torch.optim.SGD(model.parameters(), 0.1), GradScaler("cpu", init_scale=512.0)
+    with watch_model(model, SimpleNamespace(optimizer=plain, scaler=scaler)) as watch:
+        loss = loss_of(model)
+        scaler.scale(loss).backward()
+        scaler.step(plain)
+    assert (watch.last.loss_scale, watch.last.loss) == (512, pytest.approx(loss.item(), rel=1e-6))
 
 
 @pytest.mark.parametrize("how", ["plain", "scaled", "two losses", "micro-batches", "torch.autograd.backward"])

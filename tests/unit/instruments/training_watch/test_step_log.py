@@ -100,10 +100,28 @@ def test_a_log_of_other_tools():
         assert found == [False, False, True]
 
 
-def test_a_log_of_no_known_kind_is_refused_before_any_hook():
+def test_a_full_disk_ends_the_log_and_not_the_training(caplog):
+    model = Net()
+    with watch_model(model, torch.optim.SGD(model.parameters(), 0.05), log="/dev/full") as watch:
+        train(model, 3, optimizer=watch.optimizers[0])
+    assert watch.next_step == 3
+    assert caplog.messages == ["the log ends before step 0: [Errno 28] No space left on device"]
+
+
+def test_a_log_is_continued_after_the_script_has_left_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = Net()
+    with watch_model(model, torch.optim.SGD(model.parameters(), 0.05), log="logs/watch.jsonl") as watch:
+        monkeypatch.chdir("/")
+        train(model, 2, optimizer=watch.optimizers[0])
+    assert [line["step"] for line in read_step_log(tmp_path / "logs/watch.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("sink", [object(), logging.getLogger()])
+def test_a_log_of_no_known_kind_is_refused_before_any_hook(sink):
     model = Net()
     with pytest.raises(ConfigError):
-        watch_model(model, log=object())
+        watch_model(model, log=sink)
     assert hooks_of(model) == []
 
 
