@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from models.config import MoEShape
 
-VERSION = 10
+VERSION = 11
 
 
 @dataclass

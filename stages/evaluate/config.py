@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 11
+VERSION = 12
 
 BASELINES = {  # name → row of the table
     "unaligned": "this MoE before projection, gates of 1",

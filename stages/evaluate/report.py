@@ -119,8 +119,8 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
         "±: standard error of the gap over sequences; KL: KL(dense ‖ model) per token, nats; same token: where the "
         "dense model's most likely next token is the model's, too",
-        "active parameters: without experts that a token is not sent to, and without an input embedding that is no "
-        "output embedding, too: a token reads one row of it",
+        "active parameters: without experts that a token is not sent to, without parts that see or hear, and without "
+        "tables of embeddings, unless one is the output embedding, too: a token reads one row of each",
         *([trained] if evaluation.trained else []),
         *([formats] if mixed else []),
         *([f"layers {', '.join(map(str, shape.dense_layers))} stay dense"] if shape.dense_layers else []),
