@@ -226,9 +226,9 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         if stored_quantization(read_config(folder)) == "fp8":
             loaded, found = _load_decoded(kind, folder, config, arguments)
         else:
-            loaded, found = kind.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **arguments
-            )
+            given = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True, **arguments}
+            # The class alone would read EXAONE's config.json as a Llama's, without the other names of its keys.
+            loaded, found = kind.from_pretrained(folder, config=config, **given)
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
     if drawn:
         what = f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape"
