@@ -119,6 +119,8 @@ def test_shapes_that_a_target_cannot_hold():
     windowed = SIZES | {"model_type": "mistral"}
     (error,) = check_target(decoder_of(windowed), MOE_TARGETS["glm4_moe"], replace(SHAPE, always_on=8))
     assert error.do == "assemble.target=tiny_onn"
+    (error,) = check_target(decoder_of("apertus"), MOE_TARGETS["tiny_onn"], replace(SHAPE, topology="global_pool"))
+    assert (error.where, error.do) == ("topology=global_pool", "topology=per_layer")  # its activations learn
     assert len(check_target(decoder_of(windowed, head_dim=8), MOE_TARGETS["qwen2_moe"], SHAPE)) == 2
 
 
