@@ -74,7 +74,7 @@ class Decoder:
     depth: int  # L
     hidden: int  # D
     vocabulary: int  # V
-    ffn: FFNPlan  # of every layer
+    ffn: FFNPlan  # of every layer, but for the width of narrow ones
     embedding: str  # weight of the input embedding
     head: str  # weight of the output embedding
     tied: bool  # by config.json both are one tensor; a checkpoint may yet hold two, which are then not tied
@@ -87,6 +87,17 @@ class Decoder:
     def width(self) -> int:
         """F."""
         return self.ffn.width
+
+    @cached_property
+    def narrow(self) -> dict[int, int]:
+        """Layers whose FFN has fewer neurons than F → their number; they stay dense."""
+        widths = {layer: self.shapes[self.weight(layer, "down")][1] for layer in range(self.depth)}
+        return {layer: width for layer, width in widths.items() if width != self.width}
+
+    @property
+    def lacking(self) -> float:
+        """How many layers of F neurons the narrow layers lack."""
+        return sum(1 - width / self.width for width in self.narrow.values())
 
     @property
     def is_wrapper(self) -> bool:

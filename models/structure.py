@@ -190,7 +190,7 @@ def _error(what: str, where: str) -> CheckpointError:
 
 
 def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
-    """The FFN of all layers, and its input width. Raises CheckpointError: a layer has none, or another."""
+    """The FFN of all layers, at most as wide, and its input width. Raises CheckpointError: a layer has another."""
     reasons: dict[str, list[int]] = {}
     plans: dict[tuple[FFNPlan, int], list[int]] = {}
     owners: dict[int, int] = {}
@@ -212,10 +212,11 @@ def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
     if reasons:
         reason, where = next(iter(reasons.items()))
         raise _error(reason, f"{_numbers(where)} of {len(layers)}")
-    if len(plans) > 1:
-        widths = ", ".join(f"{plan.width} in {_numbers(where)}" for (plan, _), where in plans.items())
-        raise _error(f"the layers' FFNs differ: width {widths}", type(layers[0]).__name__)
-    return next(iter(plans))
+    widest = max(plans, key=lambda found: found[0].width)
+    if any((replace(plan, width=widest[0].width), width) != widest for plan, width in plans):
+        apart = "; ".join(map(_numbers, plans.values()))
+        raise _error("the layers' FFNs differ, and not by their width alone", f"{apart} of {len(layers)}")
+    return widest
 
 
 def _structure(layer: nn.Module) -> str:

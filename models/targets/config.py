@@ -63,7 +63,8 @@ def select_target(dense: Decoder, requested: str, shape: MoEShape) -> MoETarget:
     if requested not in MOE_TARGETS:
         what = f"unknown target {requested!r}"
     elif MOE_TARGETS[requested].rank(dense) is None:
-        what = f"{requested} cannot hold the attention of {dense.model_type}"
+        part = "layers of several widths" if dense.narrow else "attention"
+        what = f"{requested} cannot hold the {part} of {dense.model_type}"
     elif MOE_TARGETS[requested] not in able:
         room = f"at most {shape.n}" if MOE_TARGETS[requested].has_shared else "no"
         what = f"{requested} has {room} always-on neurons, {shape.always_on} are wanted"

@@ -205,7 +205,7 @@ def describe_with(ffns):
         (["residual", "residual"], "changes its output after the last matrix"),
         (["sum", "sum"], "what its last matrix reads is not act"),
         (["twice", "twice"], "does not use each of its matrices once"),
-        ([40, 48], "the layers' FFNs differ: width 40 in layer 0, 48 in layer 1"),
+        ([40, "scaled", 48], "the layers' FFNs differ, and not by their width alone"),
         ([40, "sum", 40], "what its last matrix reads is not act"),
     ],
 )
@@ -213,6 +213,8 @@ def test_what_only_looks_like_a_gated_ffn_is_refused(ffns, why):
     with pytest.raises(CheckpointError, match=why):
         describe_with(ffns)
     assert describe_with(["", ""]).width == 40
+    two_widths = describe_with([40, 48, 40])
+    assert (two_widths.width, two_widths.narrow) == (48, {0: 40, 2: 40})
     assert describe_with(["scaled"]).ffn.down_scale == pytest.approx(3)
 
 
