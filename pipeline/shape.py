@@ -283,7 +283,7 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
     routed, active = shape.top_k * shape.n, shape.active_width
     kept = ", ".join(map(str, shape.dense_layers))
     share, narrow = shape.active_share(request.width, request.layers, request.source.lacking), request.source.narrow
-    why = f" (of {', '.join(map(str, narrow))} there are only {min(narrow.values()):,})" if narrow else ""
+    why = f" ({len(narrow)} are too narrow, with {min(narrow.values()):,})" if narrow else ""
     lines = [f"dense       layers {kept} keep all neurons{why}: {share:.0%} active on average"] if kept else []
     lines += [
         f"neurons     {active:,} of {request.width:,} serve a token ({active / request.width:.0%} active), "

@@ -31,7 +31,7 @@ def test_narrow_layers_stay_dense_and_count_by_their_neurons():
     shape = resolve_shape(request, request.width)
     assert (shape.dense_layers, shape.active_width) == ((0, 1), 20)  # 40 + 40 + 20 + 20 of 240
     assert shape.active_share(80, 4, source.lacking) == request.active == 0.5
-    said = "dense       layers 0, 1 keep all neurons (of 0, 1 there are only 40): 50% active on average"
+    said = "dense       layers 0, 1 keep all neurons (2 are too narrow, with 40): 50% active on average"
     assert describe_shape(request, shape)[0] == said
     (error,) = dense_layer_errors(replace(request, topology=POOL))
     assert error.do == "topology=per_layer"
