@@ -102,7 +102,7 @@ class Decoder:
     @property
     def is_wrapper(self) -> bool:
         """Whether the text decoder is a part of a model that may also see images or hear."""
-        return not self.config_json.keys().isdisjoint({"text_config", "vision_config"})  # Qwen2-VL's has no text_config
+        return "text_config" in self.config_json or bool(self.config_json.get("vision_config"))  # the latter: Qwen2-VL
 
     @property
     def token_ids(self) -> dict[str, Any]:
