@@ -62,9 +62,11 @@ def separate_ffns(model: PreTrainedModel, *, widened: bool = False) -> None:
     named = (plan.gate, plan.up, plan.down, plan.act) == (Rows("gate_proj"), Rows("up_proj"), "down_proj", "act_fn")
     for index, layer in enumerate(decoder_layers(model)[1]):
         ffn = layer.get_submodule(plan.path)
+        if isinstance(ffn, _Separated):
+            continue
         down: Any = ffn.get_submodule(plan.down)
         missing = plan.width - down.in_features if widened else 0
-        if isinstance(ffn, _Separated) or (named and not missing):
+        if named and not missing:
             continue
         separated = _Separated(find_activation(plan.act, ffn))
         for part in PROJECTIONS:
