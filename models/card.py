@@ -61,7 +61,7 @@ def render_card(
     width, layers = dense.width, dense.depth
     share = f"{shape.active_width / width:.0%}"
     if shape.dense_layers:
-        share += f"; on average over all layers {shape.active_share(width, layers):.0%}"
+        share += f"; on average over all layers {shape.active_share(width, layers, dense.lacking):.0%}"
     remote_code = ", trust_remote_code=True" if target.is_tiny_onn else ""
     seeing = dense.is_wrapper and not target.is_tiny_onn
     model_class, reader_class = _SEEING if seeing else _READING

@@ -95,9 +95,9 @@ class MoEShape:
         """Whether all layers share the experts."""
         return self.topology == GLOBAL_POOL
 
-    def active_share(self, width: int, layers: int) -> float:
-        """Active share of a layer's `width` neurons, averaged over all layers, dense ones included."""
-        kept = len(self.dense_layers) / max(1, layers)
+    def active_share(self, width: int, layers: int, lacking: float = 0.0) -> float:
+        """Active share of all layers' neurons, dense ones included; `width` in each but for `Decoder.lacking`."""
+        kept = (len(self.dense_layers) - lacking) / max(1, layers - lacking)
         return (1 - kept) * self.active_width / width + kept
 
     def neurons(self, layers: int) -> int:

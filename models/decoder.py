@@ -74,7 +74,7 @@ class Decoder:
     depth: int  # L
     hidden: int  # D
     vocabulary: int  # V
-    ffn: FFNPlan  # of every layer
+    ffn: FFNPlan  # of every layer, but for the width of narrow ones
     embedding: str  # weight of the input embedding
     head: str  # weight of the output embedding
     tied: bool  # by config.json both are one tensor; a checkpoint may yet hold two, which are then not tied
@@ -88,10 +88,21 @@ class Decoder:
         """F."""
         return self.ffn.width
 
+    @cached_property
+    def narrow(self) -> dict[int, int]:
+        """Layers whose FFN has fewer neurons than F → their number; they stay dense."""
+        widths = {layer: self.shapes[self.weight(layer, "down")][1] for layer in range(self.depth)}
+        return {layer: width for layer, width in widths.items() if width != self.width}
+
+    @property
+    def lacking(self) -> float:
+        """How many layers of F neurons the narrow layers lack."""
+        return sum(1 - width / self.width for width in self.narrow.values())
+
     @property
     def is_wrapper(self) -> bool:
         """Whether the text decoder is a part of a model that may also see images or hear."""
-        return "text_config" in self.config_json
+        return "text_config" in self.config_json or bool(self.config_json.get("vision_config"))  # the latter: Qwen2-VL
 
     @property
     def token_ids(self) -> dict[str, Any]:

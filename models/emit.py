@@ -112,11 +112,11 @@ def emit_checkpoint(
     """Write a Hugging Face folder that transformers loads, without remote code unless the target is TinyONN.
 
     config.json is written last: an interrupted write leaves no checkpoint. `target` must pass `check_target`. For each
-    layer, `routers` gives ``(E, D)`` rows, written unchanged;
-    `experts` unscaled experts, which are scaled here, and down rounded once to the number format of its gate. A pool
-    holds them in layer order. With dtype=source every tensor keeps its number format, and routers take that of
-    config.json. `pad_to`: see `expert_width`; `text_only`: see `text_part`; with `tied_embeddings`, embeddings that
-    the dense model ties are one tensor, otherwise two.
+    layer, `routers` gives ``(E, D)`` rows, written unchanged; `experts` unscaled experts, which are scaled here, and
+    down rounded once to the number format of its gate. A pool holds them in layer order. With dtype=source every tensor
+    keeps its number format, experts the given one, and routers take that of config.json. `pad_to`: see `expert_width`;
+    `text_only`: see `text_part`; with `tied_embeddings`, embeddings that the dense model ties are one tensor, otherwise
+    two.
     Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
@@ -144,7 +144,7 @@ def emit_checkpoint(
 
 
 def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
-    """The number format that `emit_checkpoint` writes to config.json with dtype=`asked`."""
+    """The number format that `emit_checkpoint` writes to config.json, and for routers, with dtype=`asked`."""
     with DenseReader(source_folder) as reader:
         return _main_dtype(reader, asked)
 
@@ -320,7 +320,7 @@ class _Emission:
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another number format. Raises NumericsError: its finite numbers are beyond that format."""
-    cast = tensor.to(dtype)
+    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor  # BatchNorm's counter
     if dtype != tensor.dtype and not cast.isfinite().all() and tensor.isfinite().all():
         what = f"weights up to {tensor.abs().max().item():g} are not finite in {str(dtype).removeprefix('torch.')}"
         raise NumericsError(what, where=name, do="assemble.dtype=float32, or assemble.dtype=source")

@@ -226,9 +226,9 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         if stored_quantization(read_config(folder)) == "fp8":
             loaded, found = _load_decoded(kind, folder, config, arguments)
         else:
-            loaded, found = kind.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **arguments
-            )
+            given = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True, **arguments}
+            # The class alone would read EXAONE's config.json as a Llama's, without the other names of its keys.
+            loaded, found = kind.from_pretrained(folder, config=config, **given)
     drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
     if drawn:
         what = f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape"
@@ -305,9 +305,10 @@ def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
         raise CheckpointError(what, where=str(folder), do=_BELONGS)
 
 
-def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
+def load_dense(model: ModelConfig, folder: Path, *, widened: bool = False) -> PreTrainedModel:
     """Load the dense model, frozen, in evaluation mode, quantised and placed by its settings. Raises UserError.
 
+    `widened`: see `separate_ffns`.
     Its class is transformers' own, also with `trust_remote_code`: `LayerStream` and the targets know no other.
     """
     device, config = resolve_device(model), read_config(folder)
@@ -326,7 +327,7 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
             arguments["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=compute_dtype)
         dense = load_whole(folder, **arguments)
         prepare_quantised(dense, compute_dtype)
-    separate_ffns(dense)
+    separate_ffns(dense, widened=widened)
     return dense
 
 

@@ -30,7 +30,8 @@ def stored_quantization(config: Mapping[str, Any]) -> str | None:
     method = str(stored.get("quant_method", "unknown"))
     # Rotated weights would need their rotations.
     plain = stored.get("format") in _COMPRESSED_FP8 and not stored.get("transform_config")
-    return "fp8" if method == "compressed-tensors" and plain else method
+    fp8 = {"compressed-tensors": plain, "modelopt": stored.get("quant_algo") == "FP8", "fbgemm_fp8": True}
+    return "fp8" if fp8.get(method) else method
 
 
 def missing_bitsandbytes(what: str) -> ConfigError:

@@ -109,7 +109,12 @@ def resolve_folder(model: ModelConfig) -> Path:
     with _explained(model):
         cached = not hub_answers()
         name = _repository(model)
-        return Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns, local_files_only=cached))
+        found = snapshot_download(name, revision=model.revision, allow_patterns=patterns, local_files_only=cached)
+        folder = Path(found)
+        others = [shard.name for shard in checkpoint.list_shards(folder) if not cached and not shard.exists()]
+        if others:  # an index may name them otherwise, such as layers-0.safetensors
+            snapshot_download(name, revision=folder.name, allow_patterns=others)
+        return folder
 
 
 def config_folder(model: ModelConfig) -> Path:

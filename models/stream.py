@@ -125,7 +125,9 @@ class StreamLayer:
         Norms, factors or modules after the FFN make it another function.
         """
         handed = {key: dict(value) for key, value in passage.handed.items()}
-        few = Passage(passage.ids_BT[:1, :8], passage.hidden_BTD[:1, :8].clone(), handed)
+        # Keys that an earlier layer hands on are of the whole batch.
+        rows, tokens = passage.ids_BT.shape if any(handed.values()) else (1, 8)
+        few = Passage(passage.ids_BT[:rows, :tokens], passage.hidden_BTD[:rows, :tokens].clone(), handed)
         zero = torch.zeros_like(few.hidden_BTD)
         residual = self._run(few, zero)
         drawn = torch.randn(zero.shape, generator=torch.Generator().manual_seed(0)).to(zero)

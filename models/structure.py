@@ -111,6 +111,8 @@ def describe_model(model: PreTrainedModel, config: Mapping[str, Any], stored: Ma
     width = int(getattr(text, "hidden_size", 0) or 0)
     plan = _common_plan(modules, width)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(getattr(embedding, "weight", None), Tensor):
+        raise _error("tokens are embedded by more than one table", type(model).__name__)
     if head is None:
         raise _error("the model has no output embedding", type(model).__name__)
     places = {id(module): name for name, module in model.named_modules()}
@@ -188,7 +190,7 @@ def _error(what: str, where: str) -> CheckpointError:
 
 
 def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
-    """The FFN of all layers, and its input width. Raises CheckpointError: a layer has none, or another."""
+    """The FFN of all layers, at most as wide, and its input width. Raises CheckpointError: a layer has another."""
     reasons: dict[str, list[int]] = {}
     plans: dict[tuple[FFNPlan, int], list[int]] = {}
     owners: dict[int, int] = {}
@@ -210,10 +212,11 @@ def _common_plan(layers: nn.ModuleList, hidden: int) -> tuple[FFNPlan, int]:
     if reasons:
         reason, where = next(iter(reasons.items()))
         raise _error(reason, f"{_numbers(where)} of {len(layers)}")
-    if len(plans) > 1:
-        widths = ", ".join(f"{plan.width} in {_numbers(where)}" for (plan, _), where in plans.items())
-        raise _error(f"the layers' FFNs differ: width {widths}", type(layers[0]).__name__)
-    return next(iter(plans))
+    widest = max(plans, key=lambda found: found[0].width)
+    if any((replace(plan, width=widest[0].width), width) != widest for plan, width in plans):
+        apart = "; ".join(map(_numbers, plans.values()))
+        raise _error("the layers' FFNs differ, and not by their width alone", f"{apart} of {len(layers)}")
+    return widest
 
 
 def _structure(layer: nn.Module) -> str:
@@ -257,7 +260,8 @@ def _find_ffn(layer: nn.Module, hidden: int) -> tuple[FFNPlan, int]:
         if any((hidden, wide) in own and (wide, hidden) in own for _, wide in own if wide > hidden):
             raise _Refused("the FFN is written in the layer's own code, not in a module of its own")
         likely = [why for why in reasons if "no function of one tensor" not in why] or reasons
-        raise _Refused("no FFN is found" + (f": {'; '.join(likely[:2])}" if likely else ""))
+        likely = likely or ["no module of it has two or three Linear layers of matching sizes"]
+        raise _Refused(f"no FFN is found: {'; '.join(likely[:2])}")
     return plans[0]
 
 
@@ -370,7 +374,7 @@ def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan,
         if found is None:
             continue
         act, gate_scale, up_scale = found
-        _check_quotient(path, act, small)
+        _check_activation(path, act, small, linears)
         real = _linears(module)[down.name]
         plan = FFNPlan(path, gate, up, down.name, act, "", real.in_features, gate_scale, up_scale * out_scale)
         call = find_activation(plan.act, small)
@@ -384,14 +388,12 @@ def _plan_of(path: str, module: nn.Module, dtype: torch.dtype) -> tuple[FFNPlan,
     raise _Refused(f"{path}: what its last matrix reads is not act(gate) * up")
 
 
-def _check_quotient(path: str, place: str, ffn: nn.Module) -> None:
-    """Raise _Refused: the activation of an FFN without a gate is not 0 at 0, or a module that learns."""
-    if not place.startswith("/"):
-        return
-    act = find_activation(place[1:], ffn)
-    if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
-        raise _Refused(f"{path} has no gate, and an activation that learns")
-    if act(torch.zeros(1)).any():
+def _check_activation(path: str, place: str, ffn: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
+    """Raise _Refused: more than matrices and activation learns; without a gate, the activation is not 0 at 0."""
+    own = {name for name, _ in ffn.named_parameters() if name.rpartition(".")[0] not in linears}
+    if others := [name for name in own if name.partition(".")[0] != place.strip("/")]:
+        raise _Refused(f"{path}.{min(others)} learns, and is neither in a matrix nor in the activation")
+    if place.startswith("/") and find_activation(place[1:], ffn)(torch.zeros(1)).any():
         raise _Refused(f"{path} has no gate, and an activation that is not 0 at 0")
 
 
@@ -489,7 +491,9 @@ def _stored_names(
         if pattern is not None:  # in the converter's order
             places = {source: number for number, source in enumerate(joined[pattern].source_patterns)}
             found[target].sort(key=lambda part: min(n for source, n in places.items() if source in part))
+    # Buffers of old checkpoints, and FP8 scales of the keys and values in a cache.
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    ignored += [r"\.(?:[qkv]|kv|[kv]_proj\.output)_scale$"]
     return {name: tuple(parts) for name, parts in found.items()}, tuple(
         name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)
     )

@@ -23,7 +23,7 @@ def text_part(folder: Path, whole: Decoder) -> Decoder:
         raise _error(f"{whole.model_type} is text alone already")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _error(f"transformers has no class for the text part alone ({text.model_type})")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
     text.architectures, text.tie_word_embeddings = [model_class], whole.tied
@@ -43,7 +43,7 @@ def _config_json(whole: Decoder, text: Mapping[str, Any], model_class: str) -> d
     said = whole.config_json
     outside = {key: said[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in said}
     named = {"architectures": [model_class], "model_type": text["model_type"], "tie_word_embeddings": whole.tied}
-    return {**text, **said["text_config"], **whole.token_ids, **outside, **named}
+    return {**text, **said.get("text_config", {}), **whole.token_ids, **outside, **named}
 
 
 def _error(what: str) -> ConfigError:

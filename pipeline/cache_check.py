@@ -142,7 +142,8 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
 
         read_config(dense)
         with DenseReader(dense) as reader:
-            numbers = 3 * reader.decoder.depth * reader.decoder.hidden * reader.decoder.width
+            decoder = reader.decoder
+            numbers = round(3 * (decoder.depth - decoder.lacking) * decoder.hidden * decoder.width)
     whole = numbers * routed[0].nbytes // math.prod(routed[0].shape)
     return sum(entry.nbytes for entry in routed), sum(entry.nbytes for entry in others), whole, routed[0].dtype
 

@@ -248,6 +248,8 @@ def auto_errors(settings: Settings, request: ShapeRequest, target: MoETarget, sh
     where = "setting dense_layers=auto"
     if shape.pooled:
         yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
+    elif request.source.narrow:
+        yield ConfigError("layers of fewer neurons stay dense anyway", where=where, do="dense_layers=[]")
     elif None not in (settings.top_k, settings.always_on):
         what = f"top_k={shape.top_k} and always_on={shape.always_on} leave no width that the others could give up"
         yield ConfigError(what, where=where, do="top_k=null, or always_on=null")
@@ -290,7 +292,7 @@ def request_shape(settings: Settings, source: Decoder) -> ShapeRequest:
     """The dials of the shape, for this source."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
     dense = sorted({layer + source.depth if layer < 0 else layer for layer in settings.dense_layers or ()})
-    return ShapeRequest(*dials, settings.assemble, source, tuple(dense))
+    return ShapeRequest(*dials, settings.assemble, source, tuple(sorted({*dense, *source.narrow})))
 
 
 def carves(settings: Settings) -> bool:

@@ -141,7 +141,7 @@ def _number(value: Any) -> float:  # noqa: ANN401 - anything that JSON holds
 def describe(evaluation: Mapping[str, Any]) -> str:
     """The shape of the carve, and the loss that it costs in comparison with the static masks; of evaluation.json."""
     shape, models, width = read_shape(evaluation), evaluation["models"], evaluation["dense_width"]
-    share = shape.active_share(width, len(evaluation["layers"]))
+    share = shape.active_share(width, len(evaluation["layers"]), evaluation.get("lacking", 0.0))
     always = f" and {shape.always_on:,} always-on neurons" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
     kept = f"; layers {', '.join(map(str, shape.dense_layers))} stay dense" if shape.dense_layers else ""

@@ -58,8 +58,10 @@ class ShapeRequest:
     @property
     def carved_share(self) -> float:
         """The active share of a carved layer: the average over all layers, dense ones included, is `active`."""
-        dense = len(self.dense_layers)
-        return self.active if not dense else (self.active * self.layers - dense) / max(1, self.layers - dense)
+        if not (dense := len(self.dense_layers)):
+            return self.active
+        lacking = self.source.lacking
+        return (self.active * (self.layers - lacking) - (dense - lacking)) / max(1, self.layers - dense)
 
     def target(self, shape: MoEShape) -> MoETarget:
         """The architecture of the carved model. Raises ConfigError: it cannot express this source or shape."""
@@ -175,17 +177,18 @@ def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
 def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
     """Errors: the model has no such layer, a pool is requested, or nothing is left for the other layers."""
     layers, asked = request.layers, request.dense_layers
-    where = f"setting dense_layers={[*asked]}"
+    where = f"setting dense_layers={[*asked]}" + ", narrow layers included" * bool(request.source.narrow)
     if unknown := [layer for layer in asked if not 0 <= layer < layers]:
         what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
         yield ConfigError(what, where=where, do="dense_layers=[]")
     elif asked and request.pooled:
-        yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
+        do = "topology=per_layer" if request.source.narrow else "dense_layers=[]"
+        yield ConfigError("a pool serves every layer: none stays dense", where=where, do=do)
     elif asked and len(asked) == layers:
         yield ConfigError(f"all {layers} layers dense: none is left to carve", where=where, do="dense_layers=[]")
     elif asked and request.carved_share <= 0 and None in (request.experts, request.n, request.top_k, request.always_on):
         what = f"{len(asked)} of {layers} layers dense leave nothing of active={request.active:g} to the others"
-        yield ConfigError(what, where=where, do="dense_layers=[]")
+        yield ConfigError(what, where=where, do="dense_layers=[]" + " active=0.75" * bool(request.source.narrow))
 
 
 def shape_warnings(request: ShapeRequest, shape: MoEShape) -> Iterator[str]:
@@ -279,8 +282,9 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
     dense, carved, target = count_dense(request.source), request.count(shape), request.target(shape)
     routed, active = shape.top_k * shape.n, shape.active_width
     kept = ", ".join(map(str, shape.dense_layers))
-    share = shape.active_share(request.width, request.layers)
-    lines = [f"dense       layers {kept} keep all neurons: {share:.0%} active on average"] if kept else []
+    share, narrow = shape.active_share(request.width, request.layers, request.source.lacking), request.source.narrow
+    why = f" ({len(narrow)} are too narrow, with {min(narrow.values()):,})" if narrow else ""
+    lines = [f"dense       layers {kept} keep all neurons{why}: {share:.0%} active on average"] if kept else []
     lines += [
         f"neurons     {active:,} of {request.width:,} serve a token ({active / request.width:.0%} active), "
         f"{routed:,} of them chosen for it ({routed / active:.0%} routed)",

@@ -86,6 +86,12 @@ def write_pico(
     return folder
 
 
+# As in Gemma 4 E2B, FFNs of the last layers, which take keys of earlier ones, are twice as wide.
+TWO_WIDTHS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "sliding_window": 4,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "global_head_dim": 8,
+}  # fmt: skip
 FAMILIES = (
     "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
 )  # fmt: skip

@@ -229,7 +229,9 @@ def _check_dtypes(entries: Mapping[str, Entry], folder: Path) -> Iterator[Checkp
     wrong = [
         f"{name} is {entry.dtype} in {entry.path.name}"
         for name, entry in entries.items()
-        if isinstance(entry, TensorEntry) and SAFETENSORS[entry.dtype][0] not in FLOATING
+        if isinstance(entry, TensorEntry)
+        and SAFETENSORS[entry.dtype][0] not in FLOATING
+        and not name.endswith(".num_batches_tracked")  # torch's BatchNorm counts in int64
     ]
     if wrong:
         what = f"{len(wrong)} tensors are not stored in a format of weights (F64, F32, BF16, F16, or FP8 with scales)"
@@ -240,7 +242,7 @@ def _check_dtypes(entries: Mapping[str, Entry], folder: Path) -> Iterator[Checkp
 _FP8, _FP8_SCALES = {"F8_E4M3", "F8_E5M2"}, ("_scale_inv", "_scale")
 _POWERS = {"F8_E8M0", "U8"}  # scales that are powers of two, stored as their exponent + 127
 # Tensors that belong to a packed weight, and that no decoding needs: FP8 scales of a layer's input.
-_BESIDE = ("SCB", "weight_format", "activation_scale", "input_scale")
+_BESIDE = ("SCB", "weight_format", "activation_scale", "input_scale", "input_scale_ub")
 _STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
 
 

@@ -157,7 +157,7 @@ class MoETarget:
         if self.is_tiny_onn:
             return 9  # last: it needs trust_remote_code
         held = not dense.is_wrapper or dense.config_json.get("model_type") in self.wrappers
-        return self.sources.get(dense.model_type) if held else None
+        return self.sources.get(dense.model_type) if held and not dense.narrow else None
 
     @property
     def has_shared(self) -> bool:

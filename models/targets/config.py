@@ -63,7 +63,8 @@ def select_target(dense: Decoder, requested: str, shape: MoEShape) -> MoETarget:
     if requested not in MOE_TARGETS:
         what = f"unknown target {requested!r}"
     elif MOE_TARGETS[requested].rank(dense) is None:
-        what = f"{requested} cannot hold the attention of {dense.model_type}"
+        part = "layers of several widths" if dense.narrow else "attention"
+        what = f"{requested} cannot hold the {part} of {dense.model_type}"
     elif MOE_TARGETS[requested] not in able:
         room = f"at most {shape.n}" if MOE_TARGETS[requested].has_shared else "no"
         what = f"{requested} has {room} always-on neurons, {shape.always_on} are wanted"
@@ -78,7 +79,8 @@ def check_target(dense: Decoder, target: MoETarget, shape: MoEShape) -> list[Con
     problems = list(_problems(dense, target, shape))
     others = targets_of(dense, shape) if problems else []
     do = next(
-        (f"assemble.target={other.model_type}" for other in others if not any(_problems(dense, other, shape))), ""
+        (f"assemble.target={other.model_type}" for other in others if not any(_problems(dense, other, shape))),
+        "topology=per_layer" if shape.pooled else "",
     )
     return [ConfigError(what, where=where, do=do) for what, where in problems]
 
@@ -111,6 +113,10 @@ def _problems(dense: Decoder, target: MoETarget, shape: MoEShape) -> Iterator[tu
     name = target.model_type
     if shape.pooled and target.packed_pool is None:
         yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
+    if shape.pooled and any(
+        tensor.startswith(f"{dense.layers}.0.{dense.ffn.path}.") for tensor in dense.layer_names(0)
+    ):
+        yield "each layer's activation learns its own, and experts of a pool serve all layers", "topology=global_pool"
     carved = [layer for layer in range(dense.depth) if layer not in shape.dense_layers]
     together = all(after == layer + 1 for layer, after in pairwise(carved))
     able = {

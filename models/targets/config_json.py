@@ -7,7 +7,7 @@ from typing import Any
 
 from instruments.dtypes import dtype_name
 from models.config import MoEShape
-from models.decoder import Decoder
+from models.decoder import PROJECTIONS, Decoder
 from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, rope_of, shared_width
 
 _DEFAULT_THETA = 10000.0
@@ -177,12 +177,12 @@ def count_carved(
     router = dense.hidden * (shape.experts + bool(target.shared_router))
     layer = router + 3 * dense.hidden * shared_width(target, shape, pad_to)
     layer += sum(prod(constant.shape) for constant in target.more(dense, shape).values())
-    kept, carved = len(shape.dense_layers), dense.depth - len(shape.dense_layers)
+    carved = dense.depth - len(shape.dense_layers)
     others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer
     embedding, tied = dense.vocabulary * dense.hidden, dense.tied and tied
     if dense.tied and not tied:
         others += embedding
-    others += kept * dense.count(dense.ffn_names) // dense.depth
+    others += dense.count({dense.weight(layer, part) for layer in shape.dense_layers for part in PROJECTIONS})
     experts = shape.experts * expert * (1 if shape.pooled else carved)
     copied = embedding if dense.tied and not tied else 0  # an input embedding of its own
     active = others + shape.top_k * expert * carved - dense.count(dense.unread) - copied

@@ -83,6 +83,8 @@ def find_activation(place: str, ffn: nn.Module) -> Callable[[Tensor], Tensor]:
 class TinyONNExperts(nn.Module):
     """E gated FFNs of N neurons as two 3-D parameters."""
 
+    act_fn: Callable[[Tensor], Tensor]
+
     def __init__(self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor]) -> None:
         """Weights are left uninitialised."""
         super().__init__()
@@ -90,7 +92,7 @@ class TinyONNExperts(nn.Module):
         self.num_experts = experts
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * n, hidden))  # rows of gate, then rows of up
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, n))
-        self.act_fn = act_fn
+        object.__setattr__(self, "act_fn", act_fn)  # the layer holds what it learns
 
     def forward(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Σ over the chosen experts of gate · expert(x), expert by expert.
@@ -111,13 +113,15 @@ class TinyONNExperts(nn.Module):
 class TinyONNSharedFFN(nn.Module):
     """The gated FFN of the always-on neurons: down(act(gate(x)) · up(x))."""
 
+    act_fn: Callable[[Tensor], Tensor]
+
     def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
         """Three Linear layers without bias; `act` is a name in transformers' ACT2FN, or a function."""
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, n, bias=False)
         self.up_proj = nn.Linear(hidden_size, n, bias=False)
         self.down_proj = nn.Linear(n, hidden_size, bias=False)
-        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[act] if isinstance(act, str) else act
+        object.__setattr__(self, "act_fn", ACT2FN[act] if isinstance(act, str) else act)
 
     def forward(self, x: Tensor) -> Tensor:
         """The output for (..., D), without a gate."""
@@ -134,6 +138,9 @@ class TinyONNSparseFFN(nn.Module):
         """`pool`: the modules of the model, whose `experts` all layers share; None: the layer has its own."""
         super().__init__()
         self.gate = TinyONNRouter(config)
+        own, place = act_fn.act if isinstance(act_fn, Quotient) else act_fn, config.ffn["activation"].strip("/")
+        if isinstance(own, nn.Module) and "." not in place and ":" not in place:
+            self.add_module(place, own)  # by the dense model's name
         if pool is None:
             self.experts = TinyONNExperts(config, act_fn)
         shared = config.shared_intermediate_size

@@ -43,6 +43,7 @@ class Evaluation:
 
     shape: MoEShape
     width: int
+    lacking: float  # `Decoder.lacking`
     heldout_tokens: int
     losses: Mapping[str, MeanLoss]
     costs: Mapping[str, ModelCost]
@@ -134,6 +135,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
     record = {
         "shape": asdict(evaluation.shape),
         "dense_width": evaluation.width,
+        "lacking": evaluation.lacking,
         "heldout_tokens": evaluation.heldout_tokens,
         "models": {
             name: {"loss": loss.nats, "perplexity": loss.perplexity, "gap": evaluation.gap(name)}

@@ -12,6 +12,7 @@ from instruments.dtypes import dtype_name
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.ffn import DenseFFN
+from models.finding import find_decoder
 from models.loading import load_carved, load_dense, load_tokenizer, padding_id, resolve_dtype
 from models.routing import LinearRouter
 from models.stream import LayerStream
@@ -77,9 +78,8 @@ def run(
     if not job.workers.leads:
         return NOTHING
     tokens, trained = losses["dense"].tokens, evaluate.checkpoint == "train"
-    evaluation = Evaluation(
-        shape, partition.width, tokens, losses | baselines, costs, layers, trained, samples, dtype_name(dtype)
-    )
+    width, lacking, compared = partition.width, find_decoder(context.folder).lacking, losses | baselines
+    evaluation = Evaluation(shape, width, lacking, tokens, compared, costs, layers, trained, samples, dtype_name(dtype))
     write_report(evaluation, job.out)
     return summarise(evaluation)
 

@@ -32,7 +32,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, active: float) -> Tab
     batches = batch_sequences(pick_sequences(text, scanned), LENGTH, padding_id(tokenizer))
     contribution_LF = NeuronStatistics.load(job.parents["scan"]).contribution
     shares = [active, NARROWER * active]
-    costs = measure_costs(load_dense(model, folder), batches, contribution_LF, shares).tolist()
+    costs = measure_costs(load_dense(model, folder, widened=True), batches, contribution_LF, shares).tolist()
     LayerCosts(active, torch.tensor(costs, dtype=torch.float64)).save(job.out)
     rows = [[layer, *(f"{cost:.4f}" for cost in pair)] for layer, pair in enumerate(zip(*costs, strict=True))]
     found = {able: choose_dense_layers(costs, active, able) for able in ("any", "ends", "first")}

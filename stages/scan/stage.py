@@ -114,7 +114,7 @@ def load_inputs(
 
     @cache
     def load() -> PreTrainedModel:
-        dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
+        dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder, widened=True)
         passes.check_causal(dense)
         return dense
 

@@ -206,6 +206,7 @@ CASES = {
     "lfm2-bfloat16": Case("lfm2", "lfm2_moe", experts=4, n=8, dtype=torch.bfloat16, pico=LFM2),
     "nemotron": Case("nemotron", "tiny_onn", always_on=5),
     "nemotron-dense-last": Case("nemotron", "tiny_onn", dense_layers=(1,)),
+    "apertus-dense-last": Case("apertus", "tiny_onn", 5, dense_layers=(1,), warned=1),  # each activation learns
     "smollm3": Case("smollm3", "tiny_onn", always_on=5, pico=NO_ROTATION | {"tie": True}),
     "smollm3-untied": Case("smollm3", "tiny_onn", 5, tied_embeddings=False, pico=NO_ROTATION | {"tie": True}),
     "qwen3-tiny_onn": Case("qwen3", "tiny_onn", always_on=5, pico=WINDOWS | {"use_sliding_window": True}),

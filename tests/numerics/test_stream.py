@@ -65,6 +65,10 @@ CASES = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "nemotron": ("nemotron", {}),
     "gemma4_text-inputs-of-each-layer": ("gemma4_text", INPUTS),
+    "gemma4_text-keys-of-earlier-layers": (
+        "gemma4_text",
+        INPUTS | {"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+    ),
 }
 
 

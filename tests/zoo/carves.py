@@ -155,8 +155,13 @@ def problems(measured: dict[str, Any]) -> list[str]:
 def _widths(folder: Path) -> tuple[str, ...]:
     """32 neurons are always on, or none where only then a target other than our own class can hold the model."""
     decoder = find_decoder(folder)
-    own, routed_only = (select_target(decoder, "auto", MoEShape(4, n, 4, 128 - 4 * n)).is_tiny_onn for n in (24, 32))
-    return ("n=32", "always_on=0", "assemble.pad_to=40") if own and not routed_only else ("n=24", "always_on=32")
+    width = decoder.width
+    own, routed_only = (select_target(decoder, "auto", MoEShape(4, n, 4, width - 4 * n)).is_tiny_onn for n in (24, 32))
+    return (
+        ("n=32", "always_on=0", "assemble.pad_to=40")
+        if own and not routed_only
+        else ("n=24", f"always_on={width - 96}")
+    )
 
 
 def _described(error: BaseException) -> str:

@@ -56,8 +56,11 @@ def change_tensors(folder, change):
 
 def test_whole_checkpoints_have_no_faults(folder):
     assert len(list(folder.glob("*.safetensors"))) > 2
-    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}  # in old checkpoints
-    change_tensors(folder, lambda tensors: tensors.update(buffer))
+    others = {"self_attn.rotary_emb.inv_freq": torch.ones(3)}  # in old checkpoints
+    # Scales of a cache in FP8.
+    others |= dict.fromkeys(("self_attn.kv_scale", "self_attn.k_scale", "self_attn.v_proj.v_scale"), torch.ones(1))
+    buffers = {f"model.layers.0.{name}": tensor.clone() for name, tensor in others.items()}
+    change_tensors(folder, lambda tensors: tensors.update(buffers))
     assert faults(folder) == check_source(ModelConfig()) == []
 
 
@@ -199,6 +202,11 @@ def test_configurations_that_cannot_be_carved(folder, changes, what, where):
 def test_values_that_no_model_has_are_one_error(folder, key, value):
     edit_config(folder, **{key: value})
     assert [type(error) for error in faults(folder)] == [CheckpointError]
+
+
+def test_a_key_of_a_wrapper_about_its_images_refuses_nothing():
+    """PaliGemma 2's, for tokens of a prompt with an image; its text is causal."""
+    assert [*check.check_features({"text_config": {"use_bidirectional_attention": True}})] == []
 
 
 def test_settings_and_source_are_checked_together(folder):

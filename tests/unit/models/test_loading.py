@@ -35,6 +35,15 @@ def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder):
     assert load_dense(ModelConfig(device="cpu", dtype="bfloat16"), folder).dtype == torch.bfloat16
 
 
+def test_keys_of_a_familys_first_checkpoints_are_read(tmp_path):
+    """EXAONE 3 names its layers as GPT-2 does."""
+    folder = write_pico(tmp_path, "exaone", layers=3)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_layers"] = config.pop("num_hidden_layers")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_dense(ModelConfig(device="cpu"), folder).config.num_hidden_layers == 3
+
+
 def test_auto_takes_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu():
     assert resolve_dtype(ModelConfig(), CPU) == torch.float32
     assert resolve_dtype(ModelConfig(), torch.device("cuda")) is None

@@ -90,7 +90,7 @@ def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch):
 
     def snapshot(_name, *, revision, allow_patterns, local_files_only):
         asked.append(allow_patterns)
-        return "folder"
+        return str(EMBEDDED)
 
     monkeypatch.setattr("models.source.snapshot_download", snapshot)
     resolve_folder(hub())
@@ -100,6 +100,27 @@ def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch):
     assert "*.py" not in asked[0]
     assert asked[1] == [*asked[0], "*.py"]
     assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked[1])
+
+
+def test_shards_of_any_name_in_the_index_are_downloaded(tmp_path, monkeypatch):
+    """As in Qwen3.6-27B-FP8; a second copy of the weights in no index is not."""
+    folder, asked = tmp_path / "0123abc", []
+    folder.mkdir()
+    names = {"a.weight": "layers-0.safetensors", "b.weight": "outside.safetensors", "c.weight": "model-1.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    def snapshot(_name, *, revision, allow_patterns, local_files_only=False):
+        asked.append((revision, allow_patterns))
+        for name in {"model-1.safetensors"} if "*.json" in allow_patterns else allow_patterns:
+            (folder / name).touch()
+        return str(folder)
+
+    monkeypatch.setattr("models.source.hub_answers", lambda: True)
+    monkeypatch.setattr("models.source.snapshot_download", snapshot)
+    for _ in range(2):
+        assert resolve_folder(hub(revision="v2")) == folder
+    assert [revision for revision, _ in asked] == ["v2", "0123abc", "v2"]
+    assert asked[1][1] == ["layers-0.safetensors", "outside.safetensors"]
 
 
 def test_embedded_and_local_folders(tmp_path):

@@ -65,6 +65,17 @@ def test_an_ffn_without_a_gate_is_one_with_equal_gate_and_up():
     assert decoder_of("qwen3").ffn.is_gated
 
 
+def test_an_activation_may_learn_and_nothing_else():
+    assert decoder_of("apertus").ffn.activation == "XIELUActivation without a gate"
+    with pytest.raises(CheckpointError, match=r"mlp\.factor learns, and is neither in a matrix nor in the activation"):
+        describe_with(["learns"])
+
+
+def test_tokens_of_several_tables_are_refused():
+    with pytest.raises(CheckpointError, match="tokens are embedded by more than one table"):
+        bare_decoder({"model_type": "csm", "architectures": ["CsmForConditionalGeneration"], "num_hidden_layers": 2})
+
+
 def test_the_description_is_kept_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
@@ -92,10 +103,9 @@ def test_another_code_or_version_keeps_another_description(monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("gpt2", "no FFN is found"),
-        ("bert", "no FFN is found"),
+        ("gpt2", "no FFN is found: no module of it has two or three Linear layers"),
+        ("bert", "no FFN is found: attention.self is no function of one tensor"),
         ("starcoder2", "has biases, which experts here do not have"),
-        ("apertus", "has no gate, and an activation that learns"),
         ("qwen2_moe", "a Mixture-of-Experts already"),
         ("t5", "an encoder-decoder is no model of the next token alone"),
         ("bart", "an encoder-decoder is no model of the next token alone"),
@@ -160,6 +170,8 @@ class Odd(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(hidden, width, bias=False) for _ in range(2))
         self.down_proj, self.act_fn, self.kind = nn.Linear(width, hidden, bias=False), nn.SiLU(), kind
+        if kind == "learns":
+            self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
         gate = self.act_fn(self.gate_proj(x))
@@ -172,6 +184,8 @@ class Odd(nn.Module):
                 return self.down_proj(gate + self.up_proj(x))
             case "twice":
                 return self.down_proj(gate * self.up_proj(self.down_proj(gate)))
+            case "learns":
+                return self.down_proj(gate * self.up_proj(x)) * self.factor
         return self.down_proj(gate * self.up_proj(x)) * (3 if self.kind == "scaled" else 1)
 
 
@@ -191,7 +205,7 @@ def describe_with(ffns):
         (["residual", "residual"], "changes its output after the last matrix"),
         (["sum", "sum"], "what its last matrix reads is not act"),
         (["twice", "twice"], "does not use each of its matrices once"),
-        ([40, 48], "the layers' FFNs differ: width 40 in layer 0, 48 in layer 1"),
+        ([40, "scaled", 48], "the layers' FFNs differ, and not by their width alone"),
         ([40, "sum", 40], "what its last matrix reads is not act"),
     ],
 )
@@ -199,6 +213,8 @@ def test_what_only_looks_like_a_gated_ffn_is_refused(ffns, why):
     with pytest.raises(CheckpointError, match=why):
         describe_with(ffns)
     assert describe_with(["", ""]).width == 40
+    two_widths = describe_with([40, 48, 40])
+    assert (two_widths.width, two_widths.narrow) == (48, {0: 40, 2: 40})
     assert describe_with(["scaled"]).ffn.down_scale == pytest.approx(3)
 
 

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from pico import write_pico
+from pico import decoder_of
 from zoo.checkpoints import write_checkpoint
 
 from instruments.errors import ConfigError
@@ -31,6 +31,14 @@ def test_the_text_part_is_a_decoder_of_the_class_for_text(wrapper):
         assert reading.tied == seeing.tied
 
 
+def test_a_wrapper_whose_text_has_no_part_of_its_own_in_the_config():
+    """As in the checkpoints of Qwen2-VL on the hub."""
+    config = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 24}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
+    assert decoder_of(config, vision_config=vision, rope_scaling=rope).is_wrapper
+
+
 def test_tokens_that_the_wrapper_names_outside_of_its_text_part_are_kept(wrapper, tmp_path):
     """But not a padding token without an embedding, as in the defaults of Idefics 3."""
     folder = shutil.copytree(wrapper, tmp_path / "mistral3_image")
@@ -46,12 +54,14 @@ def test_tokens_that_the_wrapper_names_outside_of_its_text_part_are_kept(wrapper
 
 @pytest.mark.parametrize(
     ("source", "what"),
-    [("llama", "llama is text alone already"), ("qwen3_vl_image", "transformers has no class for the text part alone")],
+    [
+        ("llama", "llama is text alone already"),
+        ("qwen3_vl_image", "transformers has no class for the text part alone"),
+        ("phi4_multimodal", "transformers has no class for the text part alone"),
+    ],
 )
 def test_models_without_a_text_part_of_their_own_are_refused_before_anything_runs(tmp_path, source, what):
-    write = write_checkpoint if source.endswith("_image") else write_pico
-    folder = tmp_path / source
-    write(*((source, folder) if source.endswith("_image") else (folder, source)))
+    folder = write_checkpoint(source, tmp_path / source)
     words = ["model=local", f"model.path={folder}", "assemble.text_only=true", f"output_dir={tmp_path}"]
     (error,) = [error for error in find_errors(compose(words)[0]) if error.where == "setting assemble.text_only"]
     assert isinstance(error, ConfigError)

@@ -91,6 +91,7 @@ class Outputs:
         record = {
             "shape": shape,
             "dense_width": WIDTH,
+            "lacking": 0.0,
             "heldout_tokens": 290,
             "models": {model: {"loss": 3 + gap, "perplexity": 20 + gap, "gap": gap} for model, gap in gaps.items()},
             "layers": [layer] * LAYERS,

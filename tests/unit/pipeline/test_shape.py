@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from pico import decoder_of
+from pico import TWO_WIDTHS, decoder_of
 
 from models.config import MoEShape
-from pipeline.shape import ShapeRequest, dense_layer_errors, resolve_shape, shape_faults
+from pipeline.check import request_shape
+from pipeline.settings import compose
+from pipeline.shape import ShapeRequest, dense_layer_errors, describe_shape, resolve_shape, shape_faults
 
 POOL = "global_pool"
 QWEN = 4864
@@ -21,6 +23,18 @@ def test_the_active_share_is_that_of_all_layers():
     shape = MoEShape(58, 64, 18, 1152, dense_layers=(23,))
     assert shape.active_share(QWEN, 24) == pytest.approx((23 * 2304 / QWEN + 1) / 24)
     assert MoEShape(58, 64, 20, 1152).active_share(QWEN, 24) == 2432 / QWEN
+
+
+def test_narrow_layers_stay_dense_and_count_by_their_neurons():
+    source = decoder_of("gemma4_text", **TWO_WIDTHS)  # 40, 40, 80 and 80 neurons
+    request = request_shape(compose(["experts=null", "n=8", "active=0.5", "dense_layers=[]"])[0], source)
+    shape = resolve_shape(request, request.width)
+    assert (shape.dense_layers, shape.active_width) == ((0, 1), 20)  # 40 + 40 + 20 + 20 of 240
+    assert shape.active_share(80, 4, source.lacking) == request.active == 0.5
+    said = "dense       layers 0, 1 keep all neurons (2 are too narrow, with 40): 50% active on average"
+    assert describe_shape(request, shape)[0] == said
+    (error,) = dense_layer_errors(replace(request, topology=POOL))
+    assert error.do == "topology=per_layer"
 
 
 @pytest.mark.parametrize(

@@ -57,21 +57,24 @@ def store_fp8(plain, folder, form, block=(16, 8)):
             scales = block_scales(wide, block)
             scales = power_above(scales).to(torch.float8_e8m0fnu) if form == "exponents" else scales
             every, stored = expanded(scales.float(), wide.shape, block), {"weight_scale_inv": scales}
-        elif form == "rows":
+        elif form in {"rows", "fbgemm"}:
             every = wide.abs().amax(1, keepdim=True) / 448
             stored = {"weight_scale": every.to(torch.bfloat16)}
             every = stored["weight_scale"].float()
+            stored |= {"input_scale_ub": torch.tensor([1200.0])} if form == "fbgemm" else {}
         else:
             every = wide.abs().max() / 448
-            stored = {"weight_scale" if form == "tensor" else "weight_scale_inv": every}
-            stored["input_scale" if form == "tensor" else "activation_scale"] = torch.tensor(3.0)
+            named = ("weight_scale_inv", "activation_scale") if form == "static" else ("weight_scale", "input_scale")
+            stored = dict(zip(named, (every, torch.tensor(3.0)), strict=True))
         tensors[name] = (wide / every).to(E4M3)
         decoded[name] = (tensors[name].float() * every).to(torch.bfloat16)
         tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     sizes = {"weight_block_size": list(block) if block else None}
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", **sizes}
+    methods = {"fbgemm": {"quant_method": "fbgemm_fp8"}, "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", **sizes}
+    config["quantization_config"] = methods.get(form, fp8)
     (folder / "config.json").write_text(json.dumps(config))
     return decoded
 
@@ -80,9 +83,7 @@ def store_fp8(plain, folder, form, block=(16, 8)):
     ("form", "block"),
     [
         *((form, block) for form in ("blocks", "exponents") for block in ((16, 8), (7, 9))),
-        ("rows", None),
-        ("tensor", None),
-        ("static", None),
+        *((form, None) for form in ("rows", "tensor", "static", "fbgemm", "modelopt")),
     ],
 )
 def test_weights_are_decoded_by_the_formula_for_stream_and_model(plain, tmp_path, form, block):

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from pico import FAMILIES, decoder_of
+from pico import FAMILIES, TWO_WIDTHS, decoder_of
 
 from instruments.errors import ConfigError
 from models.config import GLOBAL_POOL, MoEShape
@@ -61,6 +61,10 @@ def test_no_two_targets_of_a_source_have_one_rank(source):
         ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2", "qwen2_moe, glm4_moe, tiny_onn"),
         ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted", "glm4_moe, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2", "tiny_onn"),
+        (
+            *(TWO_WIDTHS | {"model_type": "gemma4_text"}, "gemma4_text", 5),
+            *("gemma4_text cannot hold the layers of several widths of gemma4_text", "tiny_onn"),
+        ),
         ("granite", "granitemoe", 3, "granitemoe has no always-on neurons, 3 are wanted", "granitemoeshared, tiny_onn"),
         (
             *(HUNYUAN, "hunyuan_v1_moe", 17),
@@ -119,6 +123,8 @@ def test_shapes_that_a_target_cannot_hold():
     windowed = SIZES | {"model_type": "mistral"}
     (error,) = check_target(decoder_of(windowed), MOE_TARGETS["glm4_moe"], replace(SHAPE, always_on=8))
     assert error.do == "assemble.target=tiny_onn"
+    (error,) = check_target(decoder_of("apertus"), MOE_TARGETS["tiny_onn"], replace(SHAPE, topology="global_pool"))
+    assert (error.where, error.do) == ("topology=global_pool", "topology=per_layer")  # its activations learn
     assert len(check_target(decoder_of(windowed, head_dim=8), MOE_TARGETS["qwen2_moe"], SHAPE)) == 2
 
 

@@ -9,6 +9,7 @@ import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from zoo.checkpoints import write_checkpoint
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.shards import ShardReader
@@ -99,6 +100,17 @@ def test_another_number_format(dense, tmp_path, dtype):
     with ShardReader(emit(dense, tmp_path / "glm4", "glm4_moe", dtype=dtype)) as reader:
         bias = reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias")
     assert (bias.dtype, bias.tolist()) == (torch.float32, [0, 0, 0])
+
+
+def test_the_counter_of_a_batch_norm_stays_an_integer(tmp_path):
+    """Of Emu 3's encoder of images."""
+    sizes = ((3, 8, 64), (3, 8, 64), (3, 64, 8), (5, 64), (5, 64), (64, 5))
+    experts = ExpertWeights(*map(torch.ones, sizes))
+    dense, given = write_checkpoint("emu3_image", tmp_path / "dense"), {"experts": lambda _layer: experts}
+    emit(dense, tmp_path / "moe", "tiny_onn", router=torch.ones(3, 64), dtype="bfloat16", **given)
+    with ShardReader(tmp_path / "moe") as reader:
+        dtypes = {name.endswith("num_batches_tracked"): reader.dtype(name) for name in reader.names if "norm" in name}
+    assert dtypes == {True: torch.int64, False: torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pico import FAMILIES, decoder_of
+from pico import FAMILIES, TWO_WIDTHS, decoder_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
@@ -81,6 +81,14 @@ def test_a_carved_model(source, name):
     looked_up = 0 if model.config.tie_word_embeddings else 61 * 24
     looked_up += 61 * 3 * 4 if source == "gemma4_text" else 0  # embeddings of every layer
     assert count.total - count.active - looked_up == 3 * 4 * 3 * 16 * 24  # layers, experts, matrices, N to 16, D
+
+
+def test_a_carve_whose_narrow_layers_stay_dense():
+    source, shape = decoder_of("gemma4_text", **TWO_WIDTHS), replace(SHAPE, dense_layers=(0, 1))
+    assert select_target(source, "auto", shape).is_tiny_onn
+    count, model = count_carved(source, MOE_TARGETS["tiny_onn"], shape), carved(source, "tiny_onn", shape)
+    scalars = source.depth  # of layers, which are buffers
+    assert (count.total - scalars, count.active - scalars) == count_parameters(model, shape)
 
 
 def test_the_embedded_model_and_its_default_carve():

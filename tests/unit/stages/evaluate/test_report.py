@@ -17,6 +17,7 @@ def evaluation():
     return Evaluation(
         shape=SHAPE,
         width=64,
+        lacking=0.0,
         heldout_tokens=1234,
         losses={
             "dense": MeanLoss(2468.0, 1234, None, None, ((1500.0, 700), (968.0, 534))),
