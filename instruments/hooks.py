@@ -17,12 +17,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def in_training_pass(*, begun: bool = False) -> bool:
-    """Whether a forward pass with gradients runs: neither compiled, nor recomputed, nor transformed by torch.func.
-
-    `begun`: one of the whole model runs, in which checkpoints with use_reentrant first run their layers without.
-    """
-    if torch.compiler.is_compiling() or not (begun or torch.is_grad_enabled()) or in_backward():
+def in_training_pass() -> bool:
+    """Whether a forward pass with gradients runs: neither compiled, nor recomputed, nor transformed by torch.func."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
         return False
     return not in_transform()
 
@@ -97,6 +94,8 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
     while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
+        if next(model.parameters(recurse=False), None) is not None:  # a module of its own
+            break
         model = inner[0][1]
     return model
 

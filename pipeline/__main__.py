@@ -26,7 +26,8 @@ def main() -> int:
     except KeyboardInterrupt:  # while modules are imported
         return INTERRUPTED
     finally:
-        sys.stdout.flush()
+        if sys.stdout:  # which a shell can close
+            sys.stdout.flush()
 
 
 def _do(words: list[str]) -> int:

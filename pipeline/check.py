@@ -409,7 +409,7 @@ def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, r
     """Surprises in settings without errors: what a file under conf/ says without effect, and words not for this run."""
     for unread in unread_settings(settings):
         if unread.value != unread.default:
-            yield f"{unread.name}={unread.value} is ignored: {unread.disabled_by}"
+            yield f"{unread.name}={as_word(unread.value)} is ignored: {unread.disabled_by}"
     data, reading = settings.data, [stage for stage in settings.stages if "data" in stage.nodes]
     sample = data.sample_tokens or data.tokens
     if sample < data.tokens != DataConfig.tokens and all(stage.samples for stage in reading):

@@ -115,7 +115,8 @@ def run_sweep(words: Sequence[str]) -> None:
     settings, folder = compose([*jobs[0], "hydra.run.dir=${hydra.sweep.dir}"])
     sys.argv.append(quote("hydra.sweep.dir", folder))  # which otherwise depends on the time
     try:
-        run_hydra(run_job)
+        with find_workers().connected():  # for all jobs: a second connection may reach the first one's meeting place
+            run_hydra(run_job)
     finally:
         if (runs := find_runs(folder)) and find_workers().leads:
             sys.stdout.write(f"\n{render(compare(Path(settings.output_dir), runs), 'simple')}\n")
@@ -145,5 +146,8 @@ def run_job(settings: Settings, folder: Path, words: Sequence[str]) -> None:
         run_pipeline(settings, folder, words, wait=True)
     except UserError as error:
         sys.stderr.write(printable(f"job {HydraConfig.get().job.num}, {' '.join(words)}\n{error}\n\n"))
+        if find_workers().world > 1:  # the others are in the middle of this job; torchrun stops them
+            sys.stderr.flush()
+            os._exit(FAILED)
         what = "not every job of the sweep is done; the errors are above"
         raise UserError(what, do="the same command again, which keeps all finished results") from error

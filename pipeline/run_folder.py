@@ -74,8 +74,9 @@ class RunFolder:
             what = f"a run in {folder} would not be found by `python -m pipeline runs`"
             raise ConfigError(what, where="setting hydra.run.dir", do="another folder, or the command without it")
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("checkpoint", "report.html"):  # of an earlier run in this folder
-            (folder / name).unlink(missing_ok=True)
+        if (folder / RECORD).is_file():  # of an earlier run
+            for name in ("checkpoint", "report.html"):
+                (folder / name).unlink(missing_ok=True)
         planned = [str(result.relative_to(self.output_dir / "artifacts")) for result in results]
         self.record = RunRecord([redact(word) for word in overrides], planned)
         self.record.write(folder)
@@ -140,7 +141,7 @@ class LogFile(logging.FileHandler):
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """Send the project's log and Python's warnings to the console and, with times, to a file."""
-    console = logging.StreamHandler(cast(TextIO, LastingStream(sys.stdout)))
+    console = logging.StreamHandler(sys.stdout and cast(TextIO, LastingStream(sys.stdout)))
     console.setFormatter(RedactingFormatter())
     record = LogFile(path, encoding="utf-8", errors="backslashreplace")
     record.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -121,8 +121,8 @@ def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     """Number and width of the experts.
 
     Without a given number, experts hold the neurons that are not always on: by default about a quarter of the FFN is,
-    at most half of the active width. With a given number but no width, each gets an equal part of them. The default
-    width is 64, or less if four experts of 64 do not fit the active width.
+    at most half of the active width on average over the layers. With a given number but no width, each gets an equal
+    part of them. The default width is 64, or less if four experts of 64 do not fit the active width.
     """
     if dials.pooled:
         return dials.experts or POOL_EXPERTS, dials.n or POOL_EXPERT_WIDTH

@@ -220,15 +220,20 @@ class Recorder:
     def end_step(self, *, finite: bool) -> None:
         """Begin the next step; with last_steps, write the kept captures if the loss was not finite."""
         if self._config.last_steps is not None:
-            for captures in () if finite else self._kept:
-                for captured in captures:
-                    self._writer.put(captured)
-                captures.clear()
+            if not finite:
+                self.write_kept()
             self._kept.append([])
             while len(self._kept) > self._config.last_steps:
                 self._forget_oldest()
         self.dumped_steps += self._active
         self._begin_step(self._step + 1)
+
+    def write_kept(self) -> None:
+        """Write the captures kept by last_steps."""
+        for captures in self._kept:
+            for captured in captures:
+                self._writer.put(captured)
+            captures.clear()
 
     def close(self) -> None:
         """Stop capturing; captures kept by last_steps are dropped."""

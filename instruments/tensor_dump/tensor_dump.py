@@ -196,7 +196,7 @@ class TensorDump:
         self._running = None
         # An exception may be the loop's own check of its loss.
         if kind is not None and issubclass(kind, Exception) and self.config.last_steps is not None:
-            recorder.end_step(finite=False)
+            recorder.write_kept()
         recorder.close()
         writer.close()
         self.manifest.finish(recorder.dumped_steps, held_back=self.config.last_steps is not None)

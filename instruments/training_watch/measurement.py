@@ -129,7 +129,6 @@ class Measurement:
         # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
         self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.calls: Counter[str] = Counter()  # in this forward pass
-        self.in_pass = False  # a training pass of the whole model runs
         self._modules = _find_hooked(model) if config.activations else []
         self._hooked = frozenset(name for name, _module in self._modules)
         self.scales: list[float] = []
@@ -162,7 +161,7 @@ class Measurement:
         """`owns`: the module has parameters. Without, only outputs with a gradient count: others may be masks."""
 
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
-            if not (self._looks or self._was_read) or not in_training_pass(begun=self.in_pass):
+            if not (self._looks or self._was_read) or not in_training_pass():
                 return
             if self._was_read:  # the first output of the next step
                 self.peaks.clear()

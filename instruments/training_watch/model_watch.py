@@ -79,7 +79,6 @@ class ModelWatch:
             self._hooks.callback(handle.remove)
         if not isinstance(model, torch.jit.ScriptModule):
             self._hooks.callback(model.register_forward_pre_hook(OwnHook(self._begin)).remove)
-            self._hooks.callback(model.register_forward_hook(OwnHook(self._end), always_call=True).remove)
         for optimizer in self.optimizers:
             self._optimizer_hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
             if not self._names_of([optimizer]):
@@ -193,17 +192,13 @@ class ModelWatch:
 
     def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
         """At a forward pass: gradients that changed and were not judged have been used in a step."""
-        self.measurement.in_pass = in_training_pass()
-        if not self.measurement.in_pass:
+        if not in_training_pass():
             return
         self.measurement.calls.clear()
         self._hook_parameters()
         held = self._held
         if held and (held.gradients != self._gradients() or held.weights != self.measurement.versions()):
             self._judge_unseen_step()
-
-    def _end(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
-        self.measurement.in_pass = False
 
     def _judge_unseen_step(self) -> None:
         """Judge gradients that were not; if the optimizers are given, only a scaler can have left their step out."""

@@ -1,6 +1,5 @@
 """The interface between pipeline and stage: the job, the worker processes, and the result table."""
 
-import atexit
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,19 +43,15 @@ class Workers:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Connect to the other workers, once in a process. Raises UserError: the connection fails.
-
-        A second connection could reach the store of the first one, which the leading worker has not yet closed.
-        """
-        if self.world > 1:
-            self._connect()
-        yield
-
-    def _connect(self) -> None:
+        """Connect to the other workers, unless they are, and disconnect at the end. Raises UserError: it fails."""
+        if self.world == 1:
+            yield
+            return
         import torch  # noqa: PLC0415 - settings are checked without torch
         import torch.distributed as dist  # noqa: PLC0415
 
         if dist.is_initialized():
+            yield
             return
         # Sums of a scan are exchanged on the CPU, gradients of training on the model's device.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -67,7 +62,10 @@ class Workers:
             what = f"the workers of this job cannot connect: {first_line(error)}"
             do = "torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK"
             raise UserError(what, where=f"environment {', '.join(places)}", do=do) from error
-        atexit.register(dist.destroy_process_group)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
     def pick_device(self, asked: str) -> str:
         """The requested device; of several workers on GPUs, each takes the one of its local rank.

@@ -150,7 +150,7 @@ def draw_random(task: RouterTask, seed: int) -> LinearRouter:
 
 
 def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """Fit a router by `settings.method`, one of `ROUTERS` in `stages/calibration/config.py`."""
+    """Fit a router by `settings.method`, error or random."""
     if settings.method == "random":
         return draw_random(task, settings.seed)
     found = regress_residual_norms(task, split(task, settings)[0], settings.tokens, settings.penalty)
@@ -159,7 +159,7 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
 
 
 def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence[LinearRouter] = ()) -> LinearRouter:
-    """Fit a router over a pool by `settings.method`, one of `POOL_ROUTERS`; the task comes from `watch_pool`.
+    """Fit a router over a pool by `settings.method`, error or random; the task comes from `watch_pool`.
 
     Method error starts from the best of these: regressions of error drops and of output norms, and `others`.
     """

@@ -70,8 +70,9 @@ def encode_prompt(
     text = chat.write(replace(document, messages=messages), opened=True)
     if opening:
         answered = chat.render([*messages, {"role": "assistant", "content": opening.strip()}], document)
-        text = answered[: answered.rindex(opening.strip())]
-    return _tokenize(text, None, tokenizer)[0] + _tokenize(opening, None, tokenizer)[0]
+        before, said, _ = answered.rpartition(opening.strip())
+        text = (before if said else text) + opening
+    return _tokenize(text, None, tokenizer)[0]
 
 
 def find_assistant_spans(document: Document, text: str, chat: Chat) -> list[Span] | None:

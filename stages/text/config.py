@@ -121,7 +121,8 @@ def list_sources(data: DataConfig, role: Split) -> list[Source]:
     sources = [] if data.kind == "mixture" else [Source(**shared)]
     for place, settings in data.mixed.items():
         own = {name: value for name, value in vars(settings).items() if value is not None}
-        own |= {"kind": settings.kind, "place": place, "tokens": max(round(settings.share * tokens), 2)}
+        least = data.max_length if own.get("packing", data.packing) == "single" else 2  # one whole sequence
+        own |= {"kind": settings.kind, "place": place, "tokens": max(round(settings.share * tokens), least)}
         del own["python_stdlib"]
         sources.append(Source(**shared | dict.fromkeys(NOT_SHARED) | {"paths": []} | own))
     for source in sources:

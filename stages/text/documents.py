@@ -64,17 +64,20 @@ def read_record(record: object, where: str, source: Source) -> Document | None:
     """
     columns = source.messages_column, source.text_column
     fields = record if isinstance(record, Mapping) else {}
-    known = None if any(fields.get(column) for column in columns) else _known_conversation(fields, where, source)
+    empty = not any(str(fields.get(column) or "").strip() for column in columns)
+    known = _known_conversation(fields, where, source) if empty else None
     found = {columns[0]: known} if known or not fields.keys() & {*columns} else fields
     conversation, text = (found.get(column) for column in columns)
     if conversation:
         place = f"{where}, column {columns[0]}" if columns[0] in fields else where
         messages = _read_messages(conversation, place, source)
         system = _read_column(fields, ("system", "system_prompt"), where, source)
-        if system and messages[0]["role"] == "system" and messages[0]["content"].strip() != system.strip():
+        if system and messages[0]["role"] == "system" and not messages[0]["content"].strip():
+            messages = messages[1:]
+        if system and messages and messages[0]["role"] == "system" and messages[0]["content"].strip() != system.strip():
             what = "a column and the first message hold two system prompts"
             raise DataError(what, where=where, do=_leave_out("system,system_prompt", source))
-        if system and messages[0]["role"] != "system":
+        if system and (not messages or messages[0]["role"] != "system"):
             messages = ({"role": "system", "content": _replace_surrogates(system)}, *messages)
         return Document(where, messages=messages, tools=_read_tools(fields, f"{where}, column tools"))
     if found is not fields:
@@ -93,7 +96,8 @@ def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -
     if record.get("conversations"):
         return record["conversations"]
     answers = [name for name in ("output", "completion", "response") if name in record]
-    answer, prompt = (_one_of(record, names, where, source) for names in (answers, ("instruction", "prompt")))
+    answer = _one_of(record, answers, where, source)
+    prompt = next((record[name] for name in ("instruction", "prompt") if record.get(name)), None)
     if isinstance(prompt, list) and isinstance(answer, list):
         return prompt + answer
     if not isinstance(prompt, str) or not isinstance(answer, str | None) or not answers:

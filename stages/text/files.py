@@ -12,6 +12,7 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from errno import ENOENT
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -67,7 +68,8 @@ def _list_files(path: Path, said: str, source: Source) -> list[Path]:
         files, _about, others = _sort_files(path)
     except OSError as error:
         what = f"cannot read {error.filename}: {error.strerror}"
-        raise DataError(what, where=where, do="check its permissions") from error
+        do = "remove the link, or mount what it names" if error.errno == ENOENT else "check its permissions"
+        raise DataError(what, where=where, do=do) from error
     if files and others:
         what = f"the folder also holds data that is not read: {some(others)}"
         do = "move these files, or convert them"
@@ -105,8 +107,10 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
     seen: set[str] = set()
     for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        visible, seen = os.path.realpath(place) not in seen, seen | {os.path.realpath(place)}
-        folders[:] = [name for name in folders if visible and not name.startswith((".", "__"))]
+        visible = (own := os.path.realpath(place)) not in seen
+        seen.add(own)
+        kept = (name for name in folders if visible and name != "lost+found" and not name.startswith((".", "__")))
+        folders[:] = sorted(kept)
         for name in files if visible else ():
             file = Path(place, name)
             if not name.startswith((".", "__")) and stat.S_ISREG(file.stat().st_mode):
@@ -116,8 +120,10 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 def find_kind(file: Path) -> str:
     """The suffix by which a file is read, without that of its compression; empty if it is not read."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    packed = bool(suffixes) and suffixes[-1] in COMPRESSED and bool(suffixes.pop())
-    read = (*TEXT, *RECORDS[:-1]) if packed else (*TEXT, *RECORDS)  # Parquet is compressed inside
+    read: tuple[str, ...] = (*TEXT, *RECORDS)
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+        read = (*TEXT, *RECORDS[:-1])  # Parquet is compressed inside
     return suffixes[-1] if suffixes and suffixes[-1] in read else ""
 
 

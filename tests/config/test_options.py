@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import get_type_hints
@@ -81,7 +81,7 @@ def test_the_plain_command_carves_the_embedded_model():
 def test_a_preset_of_half_a_billion_has_the_settings_of_the_measured_half(preset):
     dials, tokens, steps, shares = ROWS["half"]
     row, settings = row_settings("half", "a.jsonl", "b.jsonl"), composed(f"model={preset}")
-    shape = resolve_shape(request_shape(settings, replace(decoder_of("qwen2"), depth=24)), 4864)
+    shape = resolve_shape(request_shape(settings, decoder_of("qwen2", num_hidden_layers=24)), 4864)
     assert (shape.experts, shape.n, shape.always_on) == (dials["experts"], dials["n"], dials["always_on"])
     assert shape.top_k == dials["top_k"] + 1  # fills half of all layers' neurons
     assert settings.dense_layers == row["dense_layers"]

@@ -141,6 +141,16 @@ def test_the_jobs_of_a_sweep_follow_each_other(words, tmp_path):
     assert len([*tmp_path.glob("artifacts/pico/scan/[!.]*/manifest.json")]) == 2
 
 
+@pytest.mark.slow
+def test_a_job_of_a_sweep_that_fails_ends_it_in_its_own_words(words, tmp_path):
+    (tmp_path / "artifacts/one").mkdir(parents=True)
+    (tmp_path / "artifacts/one/score").write_text("no folder")
+    done = torchrun(2, tmp_path, ["-m", *words, "stage=score", "model.label=one,two"], limit=240)
+    assert done.returncode != 0
+    assert "stage=score" in done.stderr
+    assert "does not find the results" not in done.stderr
+
+
 # The command, but worker 1 kills itself before the n-th call of a function that all workers call.
 DYING_LATER = """
 import os, signal, sys

@@ -51,7 +51,7 @@ def test_the_carved_model_is_the_dense_one_with_all_experts_on_and_has_gradients
     assert half.divergence(taught) > 2 * abs(exact)
     (total, active), counted = count_parameters(dense, MoEShape(E, 1, 2, 0)), count_dense(find_decoder(folder))
     assert 0 < active <= total
-    assert active == counted.active or total != counted.total  # of tensors that only transformers has
+    assert total - active == pytest.approx(counted.total - counted.active, rel=0.02)  # some classes have more tensors
     weights, found = [weight for _, weight in half.weights()], {}
     half.backward(taught[0], weights, found.__setitem__)
     assert found.keys() == {*range(len(weights))}

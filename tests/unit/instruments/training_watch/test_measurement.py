@@ -183,13 +183,11 @@ def test_modules_that_use_weights_of_submodules_are_found(name):
         assert watch.step().anomalies[0].where[0] == name
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_the_first_output_that_is_not_finite_is_found_under_a_checkpoint(reentrant):
-    """With use_reentrant its layers first run without gradients."""
+def test_the_first_output_that_is_not_finite_is_found_under_a_checkpoint():
     model, (x, y) = Net(), batch()
     model.middle.weight.data[0, 0] = math.nan
     body = nn.Sequential(model.first, model.norm, model.middle)
-    model.forward = lambda x: model.head(checkpoint(body, x, use_reentrant=reentrant))
+    model.forward = lambda x: model.head(checkpoint(body, x, use_reentrant=False))
     with watch_model(model) as watch:
         functional.cross_entropy(model(x.requires_grad_()), y).backward()
         findings = watch.step().anomalies

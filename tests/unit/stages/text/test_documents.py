@@ -50,6 +50,14 @@ def test_the_columns_of_well_known_datasets_are_a_conversation(record):
     assert read(record | {"text": "", "messages": None}) == read(record)
 
 
+def test_blank_columns_and_messages_hide_nothing():
+    record = {"instruction": "a", "output": "b"}
+    assert read(record | {"text": " ", "prompt": "### a ### b"}).messages == tuple(MESSAGES)
+    system = {"role": "system", "content": ""}
+    assert read({"messages": [system, *MESSAGES], "system": "s"}).messages[0] == system | {"content": "s"}
+    assert read({"instruction": " ", "input": "x", "output": "b"}).messages[0]["content"].strip() == "x"
+
+
 def test_an_instruction_without_an_answer_is_read_alone():
     assert read({"instruction": "a", "output": ""}).messages == tuple(MESSAGES[:1])
     assert read({"instruction": "a", "output": "", "text": None}) is None

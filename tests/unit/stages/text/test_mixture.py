@@ -85,6 +85,8 @@ def test_small_shares_read_no_more_than_theirs(files, tokenizer):
     """Less than one sequence each."""
     text = load_text(mixture(files, (0.95, 0.05), tokens=640), tokenizer, "calibration")
     assert text.tokens == 640
+    whole = mixture(files, (0.95, 0.05), tokens=640, packing="single")
+    assert [source.tokens for source in list_sources(whole, "calibration")] == [608, 64]  # one sequence
 
 
 def test_the_standard_library_is_a_source(files, tokenizer):

@@ -167,6 +167,7 @@ def test_links_are_followed_and_every_file_is_read_once(tmp_path, write_jsonl):
     (folder / "c.jsonl").symlink_to(file)
     (folder / "deeper").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere/back").symlink_to(folder)
+    (folder / "lost+found").mkdir(mode=0)
     assert sorted(texts(folder)) == ["a", "b"]
     both = Source(paths=[str(folder), str(file), str(file)])
     assert [path.name for path in list_files(both)] == ["a.jsonl", "b.jsonl"]
