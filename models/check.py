@@ -104,7 +104,7 @@ def check_features(config: Mapping[str, Any]) -> Iterator[CheckpointError]:
     text = config.get("text_config") or config
     # In embedding models a token may see the one that it should predict. Of a model that sees images this may mean
     # tokens of an image, or of a prompt with one, as in PaliGemma: `check_causal` tries it on text alone.
-    causal = {"is_causal": config.get("is_causal", True)}
+    causal = {"is_causal": text.get("is_causal", True)}
     causal["use_bidirectional_attention"] = config.get("use_bidirectional_attention") in {None, False, "vision"}
     for key in (key for key, holds in causal.items() if not holds):
         what, do = "with attention to later tokens this is no model of the next token", "choose a causal language model"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from accelerate.utils import align_module_device
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
@@ -53,41 +53,34 @@ class _Separated(nn.Module):
         return output
 
 
-def separate_ffns(model: PreTrainedModel, *, widened: bool = False) -> None:
-    """Give every FFN the modules of a GatedFFN, which hold its weights; of a fused one, views. Raises ConfigError.
-
-    `widened`: zero neurons fill narrow FFNs up to F.
-    """
+def separate_ffns(model: PreTrainedModel) -> None:
+    """Give every FFN the modules of a GatedFFN, which hold its weights; of a fused one, views. Raises ConfigError."""
     plan = ffn_plan(model)
-    named = (plan.gate, plan.up, plan.down, plan.act) == (Rows("gate_proj"), Rows("up_proj"), "down_proj", "act_fn")
+    if (plan.gate, plan.up, plan.down, plan.act) == (Rows("gate_proj"), Rows("up_proj"), "down_proj", "act_fn"):
+        return
     for index, layer in enumerate(decoder_layers(model)[1]):
         ffn = layer.get_submodule(plan.path)
         if isinstance(ffn, _Separated):
             continue
-        down: Any = ffn.get_submodule(plan.down)
-        missing = plan.width - down.in_features if widened else 0
-        if named and not missing:
-            continue
         separated = _Separated(find_activation(plan.act, ffn))
         for part in PROJECTIONS:
             linear = ffn.get_submodule(plan.rows(part).linear)
-            setattr(separated, f"{part}_proj", _rows_of(linear, plan, part, index, missing))
+            setattr(separated, f"{part}_proj", _rows_of(linear, plan, part, index))
         _set(layer, plan.path, separated)
 
 
-def _rows_of(linear: Any, plan: FFNPlan, part: str, layer: int, missing: int) -> nn.Module:  # noqa: ANN401 - or quantised
-    """The Linear layer of one projection; with views, or a scaled or widened copy, of the weight where it must be."""
+def _rows_of(linear: Any, plan: FFNPlan, part: str, layer: int) -> nn.Module:  # noqa: ANN401 - Linear, or quantised
+    """The Linear layer of one projection; with views, or a scaled copy, of the weight where it must be."""
     rows, scale, whole_GD = plan.rows(part), plan.scale(part), linear.weight
     own_hooks = plan.is_gated or part != "up"  # without a gate, up is another module with the gate's weight
-    if rows.part == "whole" and scale == 1.0 and own_hooks and not missing:
+    if rows.part == "whole" and scale == 1.0 and own_hooks:
         return linear  # type: ignore[no-any-return]  # with its hooks
     plain = whole_GD.is_floating_point() and getattr(whole_GD, "quant_state", None) is None
     if not plain or whole_GD.device == torch.device("meta"):
-        what = "gate and up are one weight, scaled or narrow, which cannot be done where it is quantised or offloaded"
-        do = "model.quantization=none model.device_map=none, or a source that keeps them apart, all of one width"
+        what = "gate and up are one weight, or scaled, which cannot be done where it is quantised or offloaded"
+        do = "model.quantization=none model.device_map=none, or a source that keeps them apart"
         raise ConfigError(what, where=f"layer {layer}, {rows.linear}", do=do)
     weight = whole_GD.detach()[rows.of(len(whole_GD))]
-    weight = pad(weight, (0, missing) if part == "down" else (0, 0, 0, missing)) if missing else weight
     with torch.device("meta"):
         own = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     own.weight = nn.Parameter(weight if scale == 1.0 else weight * scale, requires_grad=whole_GD.requires_grad)
@@ -155,7 +148,14 @@ class DenseFFN:
         gate_FD, up_FD, down_DF = map(dense_weight, (module.gate_proj, module.up_proj, module.down_proj))
         if like is not None:
             gate_FD, up_FD, down_DF = gate_FD.to(like), up_FD.to(like), down_DF.to(like)
-        return cls(gate_FD, up_FD, down_DF, module.act_fn)
+        act = module.act_fn
+        if (
+            like is not None
+            and isinstance(act, nn.Module)
+            and any(one.device != like.device for one in act.parameters())
+        ):
+            act = deepcopy(act).to(like.device)  # one that learns
+        return cls(gate_FD, up_FD, down_DF, act)
 
     @property
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:

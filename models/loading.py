@@ -305,10 +305,9 @@ def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
         raise CheckpointError(what, where=str(folder), do=_BELONGS)
 
 
-def load_dense(model: ModelConfig, folder: Path, *, widened: bool = False) -> PreTrainedModel:
+def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
     """Load the dense model, frozen, in evaluation mode, quantised and placed by its settings. Raises UserError.
 
-    `widened`: see `separate_ffns`.
     Its class is transformers' own, also with `trust_remote_code`: `LayerStream` and the targets know no other.
     """
     device, config = resolve_device(model), read_config(folder)
@@ -327,7 +326,7 @@ def load_dense(model: ModelConfig, folder: Path, *, widened: bool = False) -> Pr
             arguments["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=compute_dtype)
         dense = load_whole(folder, **arguments)
         prepare_quantised(dense, compute_dtype)
-    separate_ffns(dense, widened=widened)
+    separate_ffns(dense)
     return dense
 
 

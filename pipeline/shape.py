@@ -188,7 +188,9 @@ def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
         yield ConfigError(f"all {layers} layers dense: none is left to carve", where=where, do="dense_layers=[]")
     elif asked and request.carved_share <= 0 and None in (request.experts, request.n, request.top_k, request.always_on):
         what = f"{len(asked)} of {layers} layers dense leave nothing of active={request.active:g} to the others"
-        yield ConfigError(what, where=where, do="dense_layers=[]" + " active=0.75" * bool(request.source.narrow))
+        lacking = request.source.lacking
+        least = (len(asked) - lacking) / (layers - lacking)
+        yield ConfigError(what, where=where, do=f"active above {least:.2f}" if lacking else "dense_layers=[]")
 
 
 def shape_warnings(request: ShapeRequest, shape: MoEShape) -> Iterator[str]:

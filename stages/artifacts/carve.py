@@ -43,6 +43,12 @@ class NeuronStatistics(TensorFile):
     reservoir_tokens: int
 
     @property
+    def own(self) -> Tensor:
+        """(L, F) whether the layer has the neuron: zero neurons fill narrow layers."""
+        own_LF = self.weight_norm_down > 0
+        return own_LF | ~own_LF.any(1, keepdim=True)
+
+    @property
     def contribution(self) -> Tensor:
         """(L, F) fp32 mean |h_j|·‖d_j‖: mean norm of what the neuron adds to the residual stream."""
         return (self.sum_abs / self.tokens * self.weight_norm_down).float()

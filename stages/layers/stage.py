@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from models.config import ModelConfig
 from models.device import send
 from models.ffn import ffn_modules
+from models.finding import find_decoder
 from models.loading import input_device, load_dense, load_tokenizer, padding_id
 from models.source import resolve_folder
 from stages.artifacts.carve import LayerCosts, NeuronStatistics
@@ -32,15 +33,18 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, active: float) -> Tab
     batches = batch_sequences(pick_sequences(text, scanned), LENGTH, padding_id(tokenizer))
     contribution_LF = NeuronStatistics.load(job.parents["scan"]).contribution
     shares = [active, NARROWER * active]
-    costs = measure_costs(load_dense(model, folder, widened=True), batches, contribution_LF, shares).tolist()
+    costs = measure_costs(load_dense(model, folder), batches, contribution_LF, shares).tolist()
     LayerCosts(active, torch.tensor(costs, dtype=torch.float64)).save(job.out)
     rows = [[layer, *(f"{cost:.4f}" for cost in pair)] for layer, pair in enumerate(zip(*costs, strict=True))]
-    found = {able: choose_dense_layers(costs, active, able) for able in ("any", "ends", "first")}
+    narrow = find_decoder(folder).narrow
+    found = {} if narrow else {able: choose_dense_layers(costs, active, able) for able in ("any", "ends", "first")}
     chosen = {able: f"'dense_layers={layers}'".replace(" ", "") for able, layers in found.items()}  # to paste
     notes = [
         f"KL(dense || model) per token in nats, with one layer narrowed to its neurons of most mean |h|*|d|; "
         f"{sum(batch.tokens for batch in batches)} tokens",
-        f"predicted to lose least at active={active:g}: {chosen['any']}; of the first and last layers "
+        f"layers of fewer neurons stay dense: {', '.join(map(str, narrow))}"
+        if narrow
+        else f"predicted to lose least at active={active:g}: {chosen['any']}; of the first and last layers "
         f"{chosen['ends']}, of the first alone {chosen['first']}",
     ]
     return Table("layers", ("layer", *(f"KL at {share:.0%}" for share in shares)), rows, notes)
@@ -80,7 +84,7 @@ def measure_costs(
             for row, share in enumerate(shares):
                 kept_F = torch.zeros(width).index_fill_(0, best_F[: max(1, round(share * width))], 1.0)
                 with ffn.down_proj.register_forward_pre_hook(
-                    lambda _module, args, kept_F=kept_F: (args[0] * kept_F.to(args[0]),)
+                    lambda _module, args, kept_F=kept_F: (args[0] * kept_F[: args[0].shape[-1]].to(args[0]),)
                 ):
                     logits_BTV = dense(**inputs, use_cache=False).logits
                 costs_SL[row, layer] += sum_losses(logits_BTV, labels_BT, wanted_BTV)[1].cpu()

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from instruments.device import is_launch_bound
 from instruments.errors import CheckpointError
@@ -152,10 +153,13 @@ class BatchSums:
     """Sums of one batch during its pass through the model; nothing in it waits for the device."""
 
     def __init__(
-        self, layers: int, mask_BT: Bool[Tensor, "B T"], slots_BT: Int[Tensor, "B T"], scan: ScanConfig
+        self, layers: int, width: int, mask_BT: Bool[Tensor, "B T"], slots_BT: Int[Tensor, "B T"], scan: ScanConfig
     ) -> None:
-        """`mask_BT` marks the tokens that count; tokens with `slots_BT` >= 0 go to the reservoir. Both on the CPU."""
-        self.scan = scan
+        """`width`: F; zero neurons fill the sums of narrow layers.
+
+        `mask_BT` marks the tokens that count; tokens with `slots_BT` >= 0 go to the reservoir. Both on the CPU.
+        """
+        self.scan, self.width = scan, width
         self.layers: list[LayerSums | None] = [None] * layers
         self.real_T = torch.from_numpy(np.flatnonzero(mask_BT.numpy()))
         slots_T = slots_BT.flatten()[self.real_T]
@@ -166,10 +170,16 @@ class BatchSums:
 
     def add_hidden(self, layer: int, h_BTF: Float[Tensor, "B T F"]) -> None:
         """Add one layer's activations: sums of the forward pass."""
-        self._add_tokens([layer], h_BTF[None], None)
+        self._add_tokens([layer], self._widened(h_BTF)[None], None)
+
+    def _widened(self, x_BTF: Tensor) -> Tensor:
+        missing = self.width - x_BTF.shape[-1]
+        return pad(x_BTF, (0, missing)) if missing else x_BTF
 
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
         """Add one layer's activations and gradients: sums of both passes. On a GPU some layers wait for each other."""
+        wide = {name: self._widened(tensor) for name, tensor in vars(record).items() if name.endswith("_BTF")}
+        record = replace(record, **wide)
         device = record.h_BTF.device
         if self._waiting and next(iter(self._waiting.values())).h_BTF.device != device:
             self._add_waiting()

@@ -155,7 +155,8 @@ class Scanner:
     def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> ScannedBatch:
         if self.parameters:
             self.parameters.scanner.name_samples(batch.names, self.parameters.source)
-        sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.settings)
+        width = max(mlp.down_proj.in_features for mlp in self.mlps)
+        sums = BatchSums(len(self.mlps), width, batch.attention_mask.bool(), slots_BT, self.settings)
         rounded = rounded_products(on=["cpu"])
         if self.settings.gradients:
             with rounded, probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.nn.functional import pad
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -40,15 +41,16 @@ def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool
     """Statistics from the sums, the weight norms and neuron-major bitmaps."""
     tensors = dict(sums.tensors)
     bits_LRf = tensors.pop("bits_LRf")
-    samples = int(sums.counters["samples"])
+    samples, width = int(sums.counters["samples"]), tensors["sum_abs"].shape[1]
+    norms = (dense_weight(mlp.down_proj).float().norm(dim=0).cpu() for mlp in mlps)
     return NeuronStatistics(
         tokens=int(sums.counters["tokens"]),
         samples=samples,
         samples_with_gradient=samples if gradients else 0,
         mean_loss=sums.counters["loss_sum"] / samples,
-        active_bits=passes.token_to_neuron_major(bits_LRf, tensors["sum_abs"].shape[1]),
+        active_bits=passes.token_to_neuron_major(bits_LRf, width),
         reservoir_tokens=bits_LRf.shape[1],
-        weight_norm_down=torch.stack([dense_weight(mlp.down_proj).float().norm(dim=0).cpu() for mlp in mlps]),
+        weight_norm_down=torch.stack([pad(norm_F, (0, width - len(norm_F))) for norm_F in norms]),
         **tensors,
     )
 
@@ -57,16 +59,13 @@ def summarise(statistics: NeuronStatistics, notes: Sequence[str]) -> Table:
     """One row per layer."""
     tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
     gradient = (statistics.grad_norm_gate + statistics.grad_norm_up + statistics.grad_norm_down) / samples
-    rows = [
-        [
-            layer,
-            f"{statistics.sum_abs[layer].mean() / tokens:.3e}",
-            f"{statistics.max_abs[layer].max():.3g}",
-            int((statistics.active_count[layer] == 0).sum()),
-            f"{gradient[layer].mean():.3e}",
-        ]
-        for layer in range(len(statistics.sum_abs))
-    ]
+    rows = []
+    for layer, own_F in enumerate(statistics.own):
+        sum_F, count_F, gradient_F = (
+            of[layer][own_F] for of in (statistics.sum_abs, statistics.active_count, gradient)
+        )
+        largest, silent = float(statistics.max_abs[layer].max()), int((count_F == 0).sum())
+        rows.append([layer, f"{sum_F.mean() / tokens:.3e}", f"{largest:.3g}", silent, f"{gradient_F.mean():.3e}"])
     first = f"{tokens} tokens in {statistics.samples} samples, mean loss {statistics.mean_loss:.4f} nats"
     columns = ["layer", "mean |h|", "max |h|", "neurons never active", "mean gradient norm"]
     return Table("scan", columns, rows, [first, *notes])
@@ -114,7 +113,7 @@ def load_inputs(
 
     @cache
     def load() -> PreTrainedModel:
-        dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder, widened=True)
+        dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
         passes.check_causal(dense)
         return dense
 
@@ -172,7 +171,9 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     allow_rounded_products(allowed=model.rounded_products)
     dense, text, batches = load_inputs(job, model, data, scan, seed)
     mlps = ffn_modules(dense)
-    shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
+    shapes = sum_shapes(
+        len(mlps), max(mlp.down_proj.in_features for mlp in mlps), min(scan.reservoir_tokens, text.tokens)
+    )
     identity = sums_cache_key(job.fingerprint, batches, dense.dtype)
     parts = PartsPlace(job.scratch, identity)
     source = ", ".join(source.title for source in list_sources(data, "calibration"))

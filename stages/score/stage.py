@@ -107,15 +107,10 @@ MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
 
 def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
     """One row per layer: quantiles of the score, and neurons that are never active."""
-    spread_L3 = scores.chosen.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
-    silent_L = (statistics.active_count == 0).float().mean(1)
-    rows = [
-        [
-            layer,
-            *(f"{value:.3g}" for value in spread_L3[layer]),
-            f"{silent_L[layer]:.1%}",
-        ]
-        for layer in range(len(scores.chosen))
-    ]
+    rows = []
+    for layer, own_F in enumerate(statistics.own):
+        spread_3 = scores.chosen[layer][own_F].quantile(torch.tensor([0.05, 0.5, 0.95]))
+        silent = (statistics.active_count[layer][own_F] == 0).float().mean()
+        rows.append([layer, *(f"{value:.3g}" for value in spread_3), f"{silent:.1%}"])
     columns = ["layer", f"{scores.method} 5 %", "median", "95 %", "neurons never active"]
     return Table("score", columns, rows, [f"scored by {scores.description}"])

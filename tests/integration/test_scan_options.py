@@ -10,11 +10,13 @@ import pytest
 import torch
 from integration.forked import start
 from integration.redis_server import running
-from pico import write_pico
+from pico import TWO_WIDTHS, write_pico
 from safetensors.torch import load_file, save_file
 
 from instruments.parameter_scan.reader import read_mscan
+from pipeline.artifacts import Manifest
 from pipeline.cli import run_command
+from stages.artifacts.carve import NeuronStatistics
 from stages.scan.passes import Scanner
 
 
@@ -52,6 +54,21 @@ def command(source, text="text.txt"):
         *("data=text", f"data.path={source / text}", f"data.heldout_path={source / 'heldout.txt'}"),
         *("data.tokens=600", "data.heldout_tokens=100", "data.max_length=60", "scan.batch_tokens=120"),
     ]
+
+
+def test_neurons_that_narrow_layers_lack_count_nowhere(source, tmp_path):
+    """As in Gemma 4 E2B: 40, 40, 80 and 80 neurons."""
+    narrow = TWO_WIDTHS | {"vocab_size_per_layer_input": 4096}
+    write_pico(tmp_path / "pico", "gemma4_text", layers=narrow.pop("num_hidden_layers"), tokenizer=True, **narrow)
+    words = [*command(source), f"model.path={tmp_path / 'pico'}", "stage=layers", "scan=parameters"]
+    assert run_command([*words, f"output_dir={tmp_path}"]) == 0
+    statistics = NeuronStatistics.load(published(tmp_path))
+    assert (statistics.weight_norm_down > 0).sum(1).tolist() == [40, 40, 80, 80]
+    assert not statistics.sum_abs[:2, 40:].any()
+    scanned = read_mscan(published(tmp_path) / "parameters.mscan").header.table.entries
+    assert [one.out_features for one in scanned if one.name.endswith("gate_proj.weight")] == [40, 40, 80, 80]
+    (layers,) = tmp_path.glob("artifacts/pico/layers/[!.]*")
+    assert Manifest.read(layers, remedy="").table.notes[-1] == "layers of fewer neurons stay dense: 0, 1"
 
 
 def published(outputs):

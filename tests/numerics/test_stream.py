@@ -7,6 +7,7 @@ import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from zoo.checkpoints import write_checkpoint
 
 from models.checkpoint.shards import DenseReader
 from models.config import MoEShape
@@ -96,6 +97,12 @@ def test_the_dense_stream_is_the_model(case, tie, tmp_path: Path, monkeypatch):
     expected = measure_loss(model, batches, "dense")
     assert streamed.tokens == expected.tokens == (8 + 3 + 5) + (7 + 3 + 5)
     assert streamed.nats == pytest.approx(expected.nats, abs=1e-6)
+
+
+def test_an_activation_that_learns_serves_whoever_keeps_the_ffn(tmp_path: Path):
+    with LayerStream(write_checkpoint("apertus", tmp_path), device=torch.device("cpu")) as stream:
+        ffns = [layer.ffn for layer in stream.layers()]
+    assert all(ffn(torch.randn(3, ffn.down_DF.shape[0])).isfinite().all() for ffn in ffns)
 
 
 def test_only_one_layer_is_in_memory(tmp_path: Path):

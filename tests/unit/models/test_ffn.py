@@ -1,6 +1,6 @@
 import pytest
 import torch
-from pico import TWO_WIDTHS, write_pico
+from pico import write_pico
 
 from models.config import ModelConfig
 from models.ffn import DenseFFN, ffn_modules
@@ -29,16 +29,6 @@ def test_plain_weights_are_not_copied(folder, x_TD):
         assert ffn.width == F
         assert ffn.gate_FD.data_ptr() == mlp.gate_proj.weight.data_ptr()
         torch.testing.assert_close(ffn(x_TD), mlp(x_TD))
-
-
-def test_zero_neurons_fill_narrow_ffns(tmp_path):
-    narrow, model = {**TWO_WIDTHS}, ModelConfig(device="cpu")
-    folder = write_pico(tmp_path, "gemma4_text", layers=narrow.pop("num_hidden_layers"), **narrow)
-    dense, widened = load_dense(model, folder), load_dense(model, folder, widened=True)
-    widths = [[ffn.down_proj.in_features for ffn in ffn_modules(one)] for one in (dense, widened)]
-    assert widths == [[40, 40, 80, 80], [80, 80, 80, 80]]
-    ids = torch.arange(1, 12)[None]
-    torch.testing.assert_close(widened(ids).logits, dense(ids).logits)
 
 
 def test_weights_on_disk_are_fetched(folder, x_TD):
