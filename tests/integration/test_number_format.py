@@ -25,8 +25,8 @@ def loud(tmp_path_factory):
     save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
     outputs = folder.parent / "outputs"
     return [
-        "debug=tiny", "model=local", f"model.path={folder}", "model.label=loud", "cluster.map=none",
-        f"output_dir={outputs}", "project.gradient_projection=false", "project.descent_steps=0",
+        "debug=tiny", "model=local", f"model.path={folder}", "model.label=loud", "data=python_stdlib",
+        "cluster.map=none", f"output_dir={outputs}", "project.gradient_projection=false", "project.descent_steps=0",
     ]  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def _widths(folder: Path) -> tuple[str, ...]:
     return (
         ("n=32", "always_on=0", "assemble.pad_to=40")
         if own and not routed_only
-        else ("n=24", f"always_on={width - 96}")
+        else ("n=24", f"always_on={max(32, width - 96)}")
     )
 
 
