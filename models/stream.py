@@ -364,7 +364,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             # Only the caller holds the FFN, and may delete it from the layer.
             yield StreamLayer(self, index, module, made.pop())
             for name, parameter in [*module.named_parameters()]:
-                if not name.startswith(f"{decoder.ffn.path}."):  # its activation serves whoever has the FFN
+                # Whoever holds the FFN still needs its activation, which may learn.
+                if not name.startswith(f"{decoder.ffn.path}."):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 
     def _read_layer(self, index: int) -> tuple[dict[str, Tensor], list[Tensor]]:

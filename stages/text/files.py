@@ -129,8 +129,9 @@ def find_kind(file: Path) -> str:
 
 def describe_files(source: Source) -> str:
     """Numbers of the files by kind, and the names of those left out; empty for a single file."""
-    kinds = Counter(map(find_kind, list_files(source)))
-    left_out = [file.name for name in source.paths or [str(source.path)] for file in _sort_files(expand_user(name))[1]]
+    sorted_files = [_sort_files(expand_user(name)) for name in source.paths or [str(source.path)]]
+    once = {os.path.realpath(file): find_kind(file) for files, _left_out, _others in sorted_files for file in files}
+    kinds, left_out = Counter(once.values()), [file.name for _files, files, _others in sorted_files for file in files]
     numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     without = f", without {some(left_out, separator=', ')}" if left_out else ""
     return f" ({numbers}{without})" if kinds.total() > 1 or left_out else ""
