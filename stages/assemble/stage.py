@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
-from models.experts import ExpertLoop, ExpertWeights
+from models.experts import ExpertWeights
 from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
@@ -161,7 +161,8 @@ def fit_all(
         deviation = logit_std(assemble, checkpoint.gate)
         router = set_logit_std(router, layer.inputs[:text], deviation)
         loop = replace(task.routed(router), gate=checkpoint.gate if deviation else GateKind.CONSTANT)
-        scale_EN = scale_of(loop, layer.inputs, pooled=checkpoint.shape.pooled)
+        pooled = checkpoint.shape.pooled  # `column_scales` then has all layers' moments
+        scale_EN = torch.ones(loop.neurons_EN.shape) if pooled else column_scale(loop, layer.inputs)
         load_E, moments_2E = load_balance(router, task.inputs[:text], task.top_k), gate_moments(loop, task.inputs)
         silent = not any(bool(wanted_TD.any()) for wanted_TD in task.wanted[:text])
         return index, RouterReport(router.to("cpu"), scale_EN.cpu(), moments_2E.cpu(), load_E.cpu(), silent)
@@ -175,14 +176,6 @@ def fit_all(
                 save_layer_checkpoint(scratch, index, report)
             reports[index] = report
     return reports
-
-
-def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], *, pooled: bool) -> Tensor:
-    """(E, N) scale of the experts' down columns that matches the gates."""
-    if not pooled:
-        return column_scale(loop, inputs)
-    # Neurons of a pool are numbered by layer: equal numbers are no copies.
-    return least_squares(gate_moments(loop, inputs))[:, None].expand(loop.neurons_EN.shape)
 
 
 def column_scales(reports: Mapping[int, RouterReport], partition: Partition) -> Mapping[int, Tensor]:
