@@ -120,7 +120,8 @@ def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
     }
     for stage in due:
         if free is not None and (needed := peak_bytes(stage, checked)) > free:
-            tried = [less.get(stage, ""), "model.hidden_memory=0GB or fewer data.tokens=" * (stage in PASSES)]
+            spilled = "model.hidden_memory=0GB or " * is_on_host(settings.model)
+            tried = [less.get(stage, ""), f"{spilled}fewer data.tokens=" * (stage in PASSES)]
             do = ", or ".join([*filter(None, tried), f"a machine with {in_mib(needed)} of {memory}"])
             what = f"stage={stage} needs about {in_mib(needed)} of {memory}, {in_mib(free)} are free"
             yield f"{what}\n  do:    {do}, or a smaller model"

@@ -248,7 +248,7 @@ def test_the_scenario_of_two_checkpoints(run_scenario, changed, tmp_path):
 
 
 def test_every_name_of_the_documents_has_one_here():
-    table = (REPOSITORY / "instruments/README.md").read_text().partition("## Names in the documents")[2]
+    table = (REPOSITORY / "instruments/README.md").read_text().partition("## Names in the specification")[2]
     rows = [row.split("|")[1:3] for row in table.splitlines()[4:]]
     assert len(rows) >= 7
     in_redis = {field for places in FIELDS.values() for _projection, field in places}
