@@ -461,7 +461,7 @@ def contradictions(settings: Settings, unreadable_groups: Set[str] = frozenset()
     if settings.involves("train"):
         yield from settings.train.contradictions(workers)
         if settings.assemble.logit_std == 0:
-            what = "assemble.logit_std=0 makes all routers 0, and training could not scale their logits up"
+            what = "assemble.logit_std=0 makes all routers 0, whose learning rate is 0, too"
             yield ConfigError(what, where="setting assemble.logit_std", do="assemble.logit_std=null")
         own, room = settings.train.own_answers, settings.data.max_length - settings.data.prompt_tokens
         if own > max(0, room):

@@ -81,7 +81,7 @@ PROGRAMS = {
     "runs": ("pipeline.runs", "list the runs with their figures, or remove some of them"),
     "serve_check": ("pipeline.serve_check", "check a checkpoint's results in transformers, llama.cpp, vLLM"),
     "static_check": ("instruments.static_check.check", "find faults in training code without running it"),
-    "store": ("pipeline.store", "copy the sums of a scan between Redis and files"),
+    "store": ("pipeline.store", "averages beside the sums that a scan has in Redis"),
     "watch_log": ("instruments.training_watch.step_log", "show a watched training step by step"),
 }
 

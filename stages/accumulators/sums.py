@@ -3,7 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,6 @@ class LocalStore(SumStore):
         *,
         identity: Mapping[str, Any],
         every: float,
-        weights: Sequence[Mapping[str, str]] = (),
         worker: int = 0,
         workers: int = 1,
         fresh: bool = False,
@@ -121,12 +120,10 @@ class LocalStore(SumStore):
 
         If an earlier run had more workers, worker 0 takes over the sums of the extra ones, unless their batches have
         been read again since. `fresh` deletes this worker's file; the pipeline cleans only the leading machine.
-        `weights` are kept in the file for an import into Redis, whose keys have the weights' names.
         Raises ContractError: the folder holds sums of another identity.
         """
         self.path = folder / f"sums.{worker}.safetensors"
         self.identity, self.shapes = json.dumps(identity, sort_keys=True), shapes
-        self._weights = [*map(dict, weights)]
         if fresh:
             self.path.unlink(missing_ok=True)
         super().__init__(self._load(self.path) if self.path.exists() else empty_sums(shapes), every)
@@ -147,7 +144,7 @@ class LocalStore(SumStore):
     def flush(self) -> None:
         """Replace the file with the current sums."""
         facts = {"identity": self.identity, "counters": self.sums.counters, "done": sorted(self.sums.done)}
-        save_tensors(self.path, self.sums.tensors, **facts, weights=self._weights)
+        save_tensors(self.path, self.sums.tensors, **facts)
         self.last = time.monotonic()
 
     def collect(self) -> ScanSums:
@@ -161,19 +158,14 @@ class LocalStore(SumStore):
 
     def _load(self, path: Path) -> ScanSums:
         do = f"{START_OVER}; or the code that began this scan"
-        sums, facts = load_sums(path, do=do)
+        try:
+            tensors, facts = load_tensors(path)
+            identity, counters = str(facts["identity"]), {name: float(n) for name, n in facts["counters"].items()}
+            sums = ScanSums(tensors, counters, {*facts["done"]})
+        except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=do) from error
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
-        if facts["identity"] == self.identity and shapes == dict(self.shapes):
+        if identity == self.identity and shapes == dict(self.shapes):
             return sums
-        differences = list_differences(facts["identity"], self.identity) or "tensors"
+        differences = list_differences(identity, self.identity) or "tensors"
         raise ContractError(f"unfinished sums are of a scan with another {differences}", where=str(path), do=do)
-
-
-def load_sums(path: Path, *, do: str) -> tuple[ScanSums, dict[str, Any]]:
-    """The sums and facts of a file of `LocalStore`. Raises ContractError, with the remedy `do`: missing or damaged."""
-    try:
-        tensors, facts = load_tensors(path)
-        facts["identity"] = str(facts["identity"])
-        return ScanSums(tensors, {name: float(n) for name, n in facts["counters"].items()}, {*facts["done"]}), facts
-    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=do) from error

@@ -150,9 +150,7 @@ def open_store(
     if store.kind == "local":
         rank, world = workers.rank, workers.world
         place = {"worker": rank, "workers": world}
-        keeper = LocalStore(
-            job.scratch, shapes, identity=identity, every=every, weights=weights, fresh=job.fresh, **place
-        )
+        keeper = LocalStore(job.scratch, shapes, identity=identity, every=every, fresh=job.fresh, **place)
     else:
         from stages.accumulators.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from instruments.errors import ConfigError
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass
@@ -33,8 +33,6 @@ class TrainConfig:
     bias_rate: float = field(default=0.02, metadata={"needs": {"balance": ("auto", "selection_bias")}, "minimum": 0})
     z_weight: float = field(default=1e-4, metadata={"minimum": 0})
     sticky_weight: float = field(default=0.0, metadata={"minimum": 0})
-    logit_std: float = field(default=0.5, metadata={"minimum": 0})
-    logit_std_share: float = field(default=0.5, metadata={"needs": {"logit_std": True}, "above": 0, "maximum": 1})
     batch: int = field(default=16, metadata={"minimum": 1, "maximum": 65536})
     micro_batch: int = field(default=8, metadata={"minimum": 1, "maximum": 65536, "fingerprint": False})
     precision: str = field(default="float32", metadata={"choices": ("float32", "bfloat16")})

@@ -34,14 +34,12 @@ from stages.text.batches import TokenSequence, batch_sequences
 from stages.train.config import TrainConfig
 from stages.train.objective import (
     Balance,
-    LogitSchedule,
     Objective,
     Phase,
     add_up,
     autocast,
     move_biases,
     rate_factor,
-    stretch,
 )
 from stages.train.record import Record, drop_older, find_final, find_latest, mark_whole, saved_step
 from stages.train.text import TrainingText
@@ -79,7 +77,7 @@ class TrainContext:
 
     settings: TrainConfig
     text: TrainingText
-    schedule: LogitSchedule
+    logit_std: float  # of the routers of the carve
     total: int  # optimizer steps of all phases
     balance: Balance
     teacher: PreTrainedModel | None
@@ -190,13 +188,13 @@ class PhaseLoop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        self.balance_and_stretch()
+        self.balance_load()
         return norm
 
     def factor(self, step: int, *, router: bool) -> float:
-        """Share of the peak rate; the routers' rate is proportional to the scheduled logit_std."""
+        """Share of the peak rate; the routers' rate is proportional to the size of their logits."""
         factor = rate_factor(step, self.phase, self.settings)
-        return factor * self.context.schedule.at(self.phase.first + step) if router else factor
+        return factor * self.context.logit_std if router else factor
 
     def clip(self, step: int) -> Tensor:
         """Clip the gradients, and return their norm before. Raises NumericsError: it is not finite."""
@@ -211,13 +209,12 @@ class PhaseLoop:
             raise explain_not_finite(self.wrapped, found, step, self.folder)
         return norm
 
-    def balance_and_stretch(self) -> None:
-        """Move selection biases and stretch the routers after a step."""
-        step, schedule, balance = self.phase.first + self.step, self.context.schedule, self.context.balance
-        load_LE, routers = self.objective.take_load(), self.objective.watch.routers
+    def balance_load(self) -> None:
+        """Move selection biases after a step."""
+        load_LE, balance = self.objective.take_load(), self.context.balance
         if balance.kind == "selection_bias":
-            move_biases(routers, load_LE, balance.bias_step * schedule.at(step - 1), pooled=balance.pooled)
-        stretch(routers, schedule.factor(step))
+            step = balance.bias_step * self.context.logit_std
+            move_biases(self.objective.watch.routers, load_LE, step, pooled=balance.pooled)
 
     def evaluate(self) -> None:
         """Measure held-out text with all processes; the last time with the weights as they are written."""
@@ -248,7 +245,6 @@ class PhaseLoop:
             **metrics,
             "perplexity": math.exp(min(700.0, metrics["language_model"])),
             "tokens_per_second": metrics["tokens"] / (now - self.logged),
-            "logit_std": self.context.schedule.at(step),
         }
         self.logged = now
         if self.context.record is not None:

@@ -149,41 +149,6 @@ def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: flo
         bias_E.add_(direction_E - direction_E.mean(), alpha=step)
 
 
-@dataclass(frozen=True)
-class LogitSchedule:
-    """Scheduled standard deviation of a token's router logits; ignores changes by training."""
-
-    start: float
-    end: float
-    steps: int  # number of optimizer steps from start to end
-
-    def at(self, step: int) -> float:
-        """The standard deviation after `step` steps."""
-        return self.start + (self.end - self.start) * min(1.0, step / self.steps)
-
-    def factor(self, step: int) -> float:
-        """Factor on the routers after step `step`."""
-        return self.at(step) / self.at(step - 1)
-
-
-def make_schedule(start: float, end: float, steps: int) -> LogitSchedule:
-    """A schedule that never shrinks: if `end` is below `start`, it stays at `start`."""
-    return LogitSchedule(start, max(start, end), max(1, steps))
-
-
-@torch.no_grad()
-def stretch(routers: list[nn.Module], factor: float) -> None:
-    """Multiply all router rows and selection biases by `factor`, in place."""
-    if factor == 1.0:
-        return
-    for router in routers:
-        weight: torch.Tensor = router.weight  # type: ignore[assignment]
-        weight.mul_(factor)
-        bias_E = selection_bias(router)
-        if bias_E is not None:
-            bias_E.mul_(factor)
-
-
 def autocast(settings: TrainConfig, device: torch.device) -> torch.autocast:
     """The number format of matrix products; Trainer's own autocast would also copy the logits to float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")

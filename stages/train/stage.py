@@ -26,7 +26,7 @@ from stages.text.config import DataConfig
 from stages.train import record
 from stages.train.config import TrainConfig
 from stages.train.loop import PhaseLoop, TrainContext
-from stages.train.objective import Balance, Phase, make_phases, make_schedule
+from stages.train.objective import Balance, Phase, make_phases
 from stages.train.text import read_text
 
 
@@ -56,9 +56,8 @@ def run(
     job.workers.lead(lambda: lines.check_heldout(text.heldout) if lines else None)
     context = TrainContext(
         settings=train, text=text, total=total, balance=balance_of(train, form.target, shape),
-        schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total)),
-        teacher=dense if train.logits else None, record=lines, seed=seed, workers=job.workers,
-        device=loading.resolve_device(model), dtype=form.dtype,
+        logit_std=routers.logit_std, teacher=dense if train.logits else None, record=lines, seed=seed,
+        workers=job.workers, device=loading.resolve_device(model), dtype=form.dtype,
     )  # fmt: skip
     dense_loss = context.heldout_figures(dense)["heldout_loss"] if dense is not None and not done else None
     del dense
@@ -68,7 +67,7 @@ def run(
     if lines is not None:
         lines.close()
         table = record.summarise(lines.lines, phases, text.train.tokens)
-        keep_result(job, trained, form, context.schedule.at(total), lines, "; ".join(table.notes))
+        keep_result(job, trained, form, lines, "; ".join(table.notes))
     job.workers.broadcast(None)  # all wait until the result is written
     return table
 
@@ -136,20 +135,16 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
     loading.release_freed_memory()
 
 
-def keep_result(
-    job: Job, trained: Path, form: CheckpointFormat, logit_std: float, lines: record.Record, said: str
-) -> None:
-    """Publish the checkpoint `trained`, its routers with the scheduled `logit_std`, and the record.
-
-    `said` is for the model card.
-    """
+def keep_result(job: Job, trained: Path, form: CheckpointFormat, lines: record.Record, said: str) -> None:
+    """Publish the checkpoint `trained`, its routers, and the record; `said` is for the model card."""
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
     write_native(model, start, job.out / "checkpoint", form.dtype)
     copy_card(start, job.out / "checkpoint", said)
     found = [read_router(router, form.target.selection_bias_scale) for router in find_routers(model)]
-    layers = len(Routers.load(job.parents["project"]).rows)
+    routers = Routers.load(job.parents["project"])
+    layers = len(routers.rows)
     carved = (layer for layer in range(layers) if layer not in form.shape.dense_layers)
-    Routers.of(dict(zip(carved, found, strict=True)), layers, form.dtype, logit_std).save(job.out)
+    Routers.of(dict(zip(carved, found, strict=True)), layers, form.dtype, routers.logit_std).save(job.out)
     lines.save(job.out)
     if (job.scratch / record.EVENTS).exists():
         shutil.copytree(job.scratch / record.EVENTS, job.out / record.EVENTS)

@@ -15,7 +15,7 @@ from stages.text.sequences import LoadedText
 from stages.train import loop
 from stages.train.config import TrainConfig
 from stages.train.loop import TrainContext, TrainingText
-from stages.train.objective import Balance, LogitSchedule, Phase
+from stages.train.objective import Balance, Phase
 from stages.train.record import Record
 from stages.train.stage import run_phase
 
@@ -41,7 +41,7 @@ def train(start, folder, workers, *, fsdp=False, starts=(None, SAVED)):
         context = TrainContext(
             # One process computes at once what the two do together: the load of an expert is counted over both.
             settings=replace(SETTINGS, fsdp=fsdp, micro_batch=2 // workers.world),
-            schedule=LogitSchedule(1.0, 2.0, 4), total=4,
+            logit_std=2.0, total=4,
             text=TrainingText(LoadedText(SEQUENCES, {}), batch_sequences(SEQUENCES[:3], 8, 0), 0),
             balance=Balance("loss", 0.0), teacher=None, seed=0, workers=workers, device=torch.device("cpu"),
             record=Record.open(folder, saved, tensorboard=False) if workers.leads else None,
