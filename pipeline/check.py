@@ -235,7 +235,7 @@ def _carve_errors(settings: Settings, request: ShapeRequest) -> list[UserError]:
         with explained_config(f"config.json of {settings.model.source_name}"):
             target = request.target(shape)
             errors += square_errors(request, shape, target)
-            errors += [*check_target(request.source, target, shape), *balance_errors(settings, target)]
+            errors += check_target(request.source, target, shape)
             if settings.dense_layers is None:
                 errors += auto_errors(settings, request, target, shape)
     except UserError as error:
@@ -479,10 +479,3 @@ def contradictions(settings: Settings, unreadable_groups: Set[str] = frozenset()
             where="setting model.device_map",
             do="model.device_map=none, or python -m pipeline without torchrun",
         )
-
-
-def balance_errors(settings: Settings, target: MoETarget) -> Iterator[ConfigError]:
-    """Errors: a load balancing that the architecture does not have."""
-    if settings.involves("train") and settings.train.balance == "selection_bias" and target.selection_bias is None:
-        what = f"train.balance=selection_bias moves a bias of the router, and {target.model_type} has none"
-        yield ConfigError(what, where="setting train.balance", do="train.balance=auto")

@@ -87,7 +87,10 @@ def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
     if device == "auto" and place.type != "cpu":
         model.device_map = "sequential"
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
-    with TemporaryDirectory() as offloaded, explained_memory(f"loading {folder}", "--device cpu, or more memory"):
-        where = placement(model, place) | {"offload_folder": offloaded}
-        dtype = None if has_amx() else resolve_dtype(model, place)
-        yield Writer(load_whole(folder, dtype=dtype or "auto", **where), tokenizer)
+    with TemporaryDirectory() as offloaded:
+        with explained_memory(f"loading {folder}", "--device cpu, or more memory"):
+            where = placement(model, place) | {"offload_folder": offloaded}
+            dtype = None if has_amx() else resolve_dtype(model, place)
+            loaded = load_whole(folder, dtype=dtype or "auto", **where)
+        with explained_memory(f"running {folder}", "--device cpu, or more memory"):
+            yield Writer(loaded, tokenizer)

@@ -88,7 +88,9 @@ def peak_bytes(stage: str, checked: Checked) -> int:
     # Experts, their momentum, and on the host the experts from before.
     gradients = dense + (12 if on_host else 8) * carved
     gradients += saved(project.round_tokens, checkpointing=project.gradient_checkpointing)
-    training = 16 * max(weights, carved) + dense * (train.logits > 0)  # weights, gradients and two moments; a teacher
+    shares = find_workers().world if train.fsdp else 1
+    # Weights, gradients and two moments; a teacher.
+    training = 16 * max(weights, carved) // shares + dense * (train.logits > 0)
     training += saved(train.micro_batch * settings.data.max_length, checkpointing=train.gradient_checkpointing)
     needed = {
         "scan": loaded + saved(batch, checkpointing=scan.gradient_checkpointing),
@@ -116,7 +118,7 @@ def memory_warnings(checked: Checked, due: Sequence[str]) -> Iterator[str]:
     less = {
         "scan": f"scan.batch_tokens={settings.data.max_length} scan.gradient_checkpointing=true",
         "project": "project.gradient_checkpointing=true, or project.gradient_projection=false",
-        "train": "train.micro_batch=1 train.gradient_checkpointing=true",
+        "train": "train.micro_batch=1 train.gradient_checkpointing=true, or train.fsdp=true with torchrun",
     }
     for stage in due:
         if free is not None and (needed := peak_bytes(stage, checked)) > free:

@@ -133,7 +133,8 @@ class Workers:
         try:
             yield
         except RuntimeError as error:
-            if self.world == 1 or not re.search(sign, str(error)):
+            known = re.search("invalid usage|out of memory|Duplicate GPU", str(error))  # every worker says why
+            if self.world == 1 or known or not re.search(sign, str(error)):
                 raise
             raise LostWorkerError(
                 "another worker of this job is gone",

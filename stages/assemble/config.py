@@ -17,14 +17,12 @@ class AssembleConfig:
     router: str = field(default="error", metadata={"choices": ("error", "random")})
     ridge_penalty: float = field(default=0.1, metadata={"needs": {"router": "error"}, "above": 0})
     router_steps: int = field(default=0, metadata={"needs": {"router": "error"}, "minimum": 0})
-    router_rate: float = field(default=0.01, metadata={"needs": {"router": "error", "router_steps": True}, "above": 0})
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
     balance: float = field(default=0.0, metadata={"needs": {"router": "error"}, "minimum": 0})
     logit_std: float | None = field(default=None, metadata={"minimum": 0})
     pad_to: int | None = field(default=None, metadata={"minimum": 1, "maximum": 4096})
     text_only: bool = False
     tied_embeddings: bool = True
-    batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
 
     def balance_weight(self, *, pooled: bool) -> float:

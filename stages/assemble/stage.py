@@ -80,7 +80,7 @@ def run(
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers."""
-    context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed, job)
+    context = CalibrationContext.of(model, data, vocabulary, seed, job)
     checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     partition = Partition.load(job.parents["cluster"])
     pool = load_pool(job.parents["extract"], partition.layers, context.device) if shape.pooled else None
@@ -153,7 +153,7 @@ def fit_all(
         index = layer.index
         settings = RouterSettings(
             assemble.router, assemble.ridge_penalty, assemble.router_tokens, assemble.router_steps,
-            assemble.router_rate, checkpoint.balance_weight, layer_seed(context.seed, index), sources=sources,
+            checkpoint.balance_weight, layer_seed(context.seed, index), sources=sources,
         )  # fmt: skip
         neurons_EN = partition.routed(index).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]

@@ -109,7 +109,13 @@ class CalibrationContext:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int, seed: int, job: Job
+        cls,
+        model: ModelConfig,
+        data: DataConfig,
+        vocabulary: VocabularyConfig,
+        seed: int,
+        job: Job,
+        batch_tokens: int = 4096,
     ) -> "CalibrationContext":
         """Find the dense checkpoint and tokenise the calibration split. Raises UserError.
 

@@ -16,7 +16,6 @@ class ClusterConfig:
         metadata={"choices": ("router_aware", "balanced_kmeans", "rank", "random", "contiguous")},
     )
     sample_tokens: int = field(default=8192, metadata={"minimum": 1})
-    batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none"), "fingerprint": False})
     map_layers: list[int] = field(
         default_factory=list, metadata={"needs": {"map": ("umap", "tsne")}, "fingerprint": False}

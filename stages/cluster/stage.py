@@ -14,7 +14,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from instruments.device import free_device_memory
-from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
 from models.device import in_order
 from models.loading import release_freed_memory, resolve_device
@@ -63,7 +62,7 @@ def run(
     device = resolve_device(replace(model, device=workers.pick_device(model.device)))
     activities: Iterable[Activity | None] = repeat(None, turns)
     if cluster.method == "router_aware" and None in done.values():
-        context = CalibrationContext.of(model, data, vocabulary, cluster.batch_tokens, seed, job)
+        context = CalibrationContext.of(model, data, vocabulary, seed, job)
         activities = open_activities(context, cluster.sample_tokens)
 
     def group(layer: int, activity: Activity | None) -> GroupedLayer | None:
@@ -145,15 +144,11 @@ DRAWING = Lock()  # neither matplotlib nor numba's parallel code, which UMAP run
 
 
 def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = ()) -> list[int]:
-    """Layers to draw, ascending, without the `dense` ones. Raises ConfigError: no such layer."""
+    """Layers to draw, ascending, without the `dense` ones."""
     if cluster.map == "none":
         return []
     carved = [layer for layer in range(layers) if layer not in dense]
     wanted = cluster.map_layers or [carved[0], carved[len(carved) // 2], carved[-1]]
-    if unknown := [layer for layer in wanted if not -layers <= layer < layers]:
-        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
-        do = "cluster.map_layers=[] for the first, the middle and the last"
-        raise ConfigError(what, where="setting cluster.map_layers", do=do)
     return sorted({layer % layers for layer in wanted}.difference(dense))
 
 

@@ -51,7 +51,7 @@ def run(
     seed: int,
 ) -> Table:
     """Write `evaluation.json`."""
-    context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
+    context = CalibrationContext.of(model, data, vocabulary, seed, job, evaluate.batch_tokens)
     partition = Partition.load(job.parents["cluster"])
     tokenizer = load_tokenizer(context.folder, trust_remote_code=model.trust_remote_code)
     sequences, pad_id = load_text(data, tokenizer, "heldout").sequences, padding_id(tokenizer)

@@ -26,15 +26,8 @@ class ProjectConfig:
     rounds: int = field(default=1, metadata={"needs": {"alignment": "ridge"}, "minimum": 0})
     refit_tokens: int = field(default=16384, metadata={"needs": {"alignment": "ridge", "rounds": True}, "minimum": 1})
     router_steps: int = field(default=200, metadata={"needs": {"alignment": "ridge", "rounds": True}, "minimum": 0})
-    router_rate: float = field(
-        default=0.01, metadata={"needs": {"alignment": "ridge", "rounds": True, "router_steps": True}, "above": 0}
-    )
-    router_tokens: int = field(default=8192, metadata={"needs": {"alignment": "ridge", "rounds": True}, "minimum": 1})
     descent_steps: int = field(default=400, metadata={"minimum": 0})
-    descent_rate: float = field(default=0.01, metadata={"needs": {"descent_steps": True}, "above": 0})
     descent_tokens: int = field(default=1024, metadata={"needs": {"descent_steps": True}, "minimum": 1})
     pool_tokens: int = field(default=8192, metadata={"minimum": 1})
-    pool_sweeps: int = field(default=2, metadata={"needs": {"alignment": "ridge"}, "minimum": 1})
     validation_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     validate: bool = True
-    batch_tokens: int = field(default=4096, metadata={"minimum": 1})

@@ -36,6 +36,9 @@ from stages.routing.descent import RouterSettings
 from stages.routing.fit import fit_router
 from stages.routing.task import RouterTask, load_balance, set_logit_std
 
+# Of descent, at the first step, relative to the size of each matrix's weights; a third and three times of it lose more.
+DESCENT_RATE = 0.01
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -208,9 +211,7 @@ def descend_experts(
     weights = {name: weight.clone() for name, weight in vars(loop.experts).items()}
     trained = [weight.requires_grad_() for weight in weights.values() if weight.numel()]
     sizes = torch.stack([weight.detach().square().mean().sqrt() for weight in trained]).tolist()
-    groups = [
-        {"params": [weight], "lr": settings.descent_rate * size} for weight, size in zip(trained, sizes, strict=True)
-    ]
+    groups = [{"params": [weight], "lr": DESCENT_RATE * size} for weight, size in zip(trained, sizes, strict=True)]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98), fused=True)  # not fused, it takes four times as long
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.descent_steps)
     generator = torch.Generator().manual_seed(seed)
@@ -340,6 +341,6 @@ def refit_settings(
     """
     form = checkpoint.settings
     return RouterSettings(
-        form.router, form.ridge_penalty, project.router_tokens, project.router_steps, project.router_rate,
-        checkpoint.balance_weight, seed, project.validation_share, logit_std, sources,
+        form.router, form.ridge_penalty, form.router_tokens, project.router_steps, checkpoint.balance_weight, seed,
+        validation_share=project.validation_share, logit_std=logit_std, sources=sources,
     )  # fmt: skip

@@ -38,6 +38,8 @@ from stages.routing.descent import RouterSettings
 from stages.routing.fit import fit_pool_router
 from stages.routing.task import set_logit_std, watch_pool
 
+SWEEPS = 2  # of an alignment over all experts, one expert at a time
+
 Loops = Sequence[ExpertLoop]  # the layers over their shared experts
 
 
@@ -143,7 +145,7 @@ class PoolFit:
         routed = [RoutedTokens.of(loops[layer], sample, fitted) for layer, sample in self.mine]
 
         def fit(penalty: float) -> Loops:
-            return with_down(loops, sweep_experts(loops[0], routed, penalty, self.settings.pool_sweeps, self.workers))
+            return with_down(loops, sweep_experts(loops[0], routed, penalty, SWEEPS, self.workers))
 
         return search_penalty(loops, fit, lambda candidate: self.mean_error(candidate, validation), self.settings)
 

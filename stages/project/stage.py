@@ -39,7 +39,7 @@ def run(
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers; every step is evaluated on validation tokens."""
-    context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job)
+    context = CalibrationContext.of(model, data, vocabulary, seed, job)
     checkpoint = CheckpointFormat.of(context.model, context.folder, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
     run_topology = run_pool if shape.pooled else run_layers
@@ -217,7 +217,7 @@ def describe_pool(outcome: PoolOutcome, project: ProjectConfig, gradients: Proje
     """The projection in one sentence."""
     aligned = "off" if project.alignment == "none" else "dropped, since no penalty lowered the validation error"
     if outcome.penalty is not None:
-        aligned = f"ridge, {project.pool_sweeps} sweeps over the experts, penalty {outcome.penalty:g}"
+        aligned = f"ridge, penalty {outcome.penalty:g}"
     said = [f"alignment {aligned}"]
     said += [f"{outcome.rounds} rounds of routers and alignment kept"] if outcome.rounds else []
     return "; ".join([*said, describe_gradients(gradients)])

@@ -132,9 +132,9 @@ class RouterSettings:
     penalty: float  # of the ridge, relative to the mean diagonal of the input's second moment
     tokens: int  # to fit on, at most
     steps: int  # of descent
-    rate: float
     balance: float  # weight of the variance of the experts' load, against the objective
     seed: int
+    rate: float = 0.01  # of the first step
     validation_share: float = 0.125  # of the batches
     logit_std: float = 1.0  # of the checkpoint's logits
     sources: Sequence[str] | None = None  # of the text batches, which come first; None: all are of one source

@@ -58,9 +58,6 @@ def sum_tokens(
 def activity_limits(magnitude_LTF: Float[Tensor, "L T F"], scan: ScanConfig) -> Float[Tensor, "L T 1"]:
     """For every token, the smallest |h| that counts as active: ties included, zeros never."""
     smallest = torch.finfo(torch.float32).tiny
-    if scan.active_threshold is not None:
-        limit = torch.full((*magnitude_LTF.shape[:2], 1), scan.active_threshold, device=magnitude_LTF.device)
-        return limit.nextafter(torch.full_like(limit, torch.inf)).clamp_min(smallest)
     count = scan.active_count(magnitude_LTF.shape[-1])
     return magnitude_LTF.topk(count, sorted=False).values.amin(-1, keepdim=True).clamp_min(smallest)
 
@@ -107,12 +104,8 @@ def _sum_span(
     h_TF: NDArray[np.float32], grad_TF: NDArray[np.float32] | None, scan: ScanConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     magnitude_TF = np.abs(h_TF)
-    if scan.active_threshold is None:
-        lowest = h_TF.shape[1] - scan.active_count(h_TF.shape[1])
-        limits = np.partition(magnitude_TF, lowest, axis=1)[:, lowest]
-    else:
-        limits = np.full(len(h_TF), np.nextafter(np.float32(scan.active_threshold), np.float32(np.inf)))
-    limits = np.maximum(limits, np.finfo(np.float32).tiny)
+    lowest = h_TF.shape[1] - scan.active_count(h_TF.shape[1])
+    limits = np.maximum(np.partition(magnitude_TF, lowest, axis=1)[:, lowest], np.finfo(np.float32).tiny)
     sums_5F = np.zeros((5, h_TF.shape[1]))
     sums_5F[2] = magnitude_TF.max(0)
     sums_5F[3] = np.count_nonzero(magnitude_TF >= limits[:, None], axis=0)

@@ -14,8 +14,7 @@ class ScanConfig:
 
     batch_tokens: int | None = field(default=None, metadata={"minimum": 1})
     gradients: bool = True
-    active_share: float = field(default=0.1, metadata={"needs": {"active_threshold": None}, "above": 0, "maximum": 1})
-    active_threshold: float | None = field(default=None, metadata={"minimum": 0})
+    active_share: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
     reservoir_tokens: int = field(default=4096, metadata={"minimum": 1})
     gradient_checkpointing: bool = field(default=False, metadata={"needs": {"gradients": True}})
     parameters: bool = False

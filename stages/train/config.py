@@ -15,7 +15,6 @@ class TrainConfig:
     tokens: int = field(default=2_000_000, metadata={"minimum": 1})
     own_answers: int = field(default=0, metadata={"minimum": 0})
     router_share: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
-    experts_share: float = field(default=0.9, metadata={"minimum": 0, "maximum": 1})
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     router_rate: float = field(default=1e-3, metadata={"above": 0})
     expert_rate: float = field(default=3e-4, metadata={"minimum": 0})
@@ -28,9 +27,9 @@ class TrainConfig:
     language_model: float = field(default=1.0, metadata={"minimum": 0})
     logits: float = field(default=0.0, metadata={"minimum": 0})
     straight_through: bool = False
-    balance: str = field(default="auto", metadata={"choices": ("auto", "loss", "selection_bias", "none")})
+    balance: str = field(default="auto", metadata={"choices": ("auto", "loss", "none")})
     balance_weight: float = field(default=0.01, metadata={"needs": {"balance": ("auto", "loss")}, "minimum": 0})
-    bias_rate: float = field(default=0.02, metadata={"needs": {"balance": ("auto", "selection_bias")}, "minimum": 0})
+    bias_rate: float = field(default=0.02, metadata={"needs": {"balance": "auto"}, "minimum": 0})
     z_weight: float = field(default=1e-4, metadata={"minimum": 0})
     sticky_weight: float = field(default=0.0, metadata={"minimum": 0})
     batch: int = field(default=16, metadata={"minimum": 1, "maximum": 65536})
@@ -45,14 +44,17 @@ class TrainConfig:
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
 
+    @property
+    def experts_share(self) -> float:
+        """Share of the tokens for routers and experts, between the two other phases."""
+        return round(1 - self.router_share - self.all_share, 9)
+
     def contradictions(self, workers: int) -> Iterator[ConfigError]:
-        """Errors: shares that do not add up to 1, no loss, shards of one process, or an indivisible batch."""
-        shares = self.router_share + self.experts_share + self.all_share
-        if abs(shares - 1) > 1e-6:
-            what = f"the phases' shares add up to {shares:g}, not 1"
-            where = "settings train.router_share, train.experts_share and train.all_share"
-            do = f"train.experts_share={max(0.0, 1 - self.router_share - self.all_share):g}"
-            yield ConfigError(what, where=where, do=do)
+        """Errors: shares beyond 1, no loss, shards of one process, or an indivisible batch."""
+        if self.experts_share < 0:
+            what = f"the phases' shares add up to {self.router_share + self.all_share:g}, more than 1"
+            where = "settings train.router_share and train.all_share"
+            yield ConfigError(what, where=where, do=f"train.router_share={1 - self.all_share:g}")
         if not (self.language_model or self.logits):
             what = "nothing is minimised: the weights of both losses are 0"
             where = "settings train.language_model and train.logits"
@@ -65,6 +67,8 @@ class TrainConfig:
         if self.batch > 0 < at_once and self.batch % at_once:
             what = f"train.batch={self.batch} is no multiple of train.micro_batch x {workers} processes, {at_once}"
             do = f"train.batch={at_once * max(1, round(self.batch / at_once))}"
-            if self.batch % workers == 0 and self.batch < at_once:
-                do = f"train.micro_batch={self.batch // workers}, or {do}"
+            if self.batch < at_once:
+                each = max(1, round(self.batch / workers))
+                less = f" train.batch={each * workers}" * (each * workers != self.batch)
+                do = f"train.micro_batch={each}{less}, or {do}"
             yield ConfigError(what, where="settings train.batch and train.micro_batch", do=do)

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -117,7 +118,8 @@ class PhaseLoop:
         rates = {**rates_of(phase, settings), "weight_decay": settings.weight_decay}
         self.shown = show_scores(model) if settings.straight_through else []
         self.objective = Objective(settings, RouterWatch(model), context.teacher, context.balance)
-        model.to(context.device)
+        if not settings.fsdp or context.workers.world == 1:  # FSDP moves each layer's share, and nothing else
+            model.to(context.device)
         groups = text_groups(model, rates)  # before: DistributedDataParallel reads `requires_grad` only once
         self.wrapped = distribute(model, context)
         if settings.fsdp:
@@ -319,8 +321,12 @@ def distribute(model: nn.Module, context: TrainContext) -> nn.Module:
     if context.workers.world == 1:
         return model
     if context.settings.fsdp:
+        if context.device.type != "cpu":
+            torch.accelerator.set_device_index(context.device)  # on which FSDP puts the shares
+        mesh = init_device_mesh(context.device.type, (context.workers.world,))
         for module in (*decoder_layers(model)[1], model):
-            fully_shard(module, reshard_after_forward=True)  # after held-out text, too: names stay those of shards
+            # Resharded after held-out text, too: names stay those of shards.
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
         return model
     return DistributedDataParallel(model, None if context.device.type == "cpu" else [context.device])
 

@@ -29,7 +29,7 @@ SIZES = {
 }
 SHAPE = [f"experts={EXPERTS}", "n=64", f"top_k={EXPERTS // 3}", f"always_on={ALWAYS_ON}"]
 QUICK = ["cluster.map=none", "vocabulary=none", "data.max_length=64", "evaluate.speed_tokens=0"]
-PROJECT = ["stage=project", "project.gradient_projection=false", "project.descent_steps=4", "project.batch_tokens=128"]
+PROJECT = ["stage=project", "project.gradient_projection=false", "project.descent_steps=4"]
 # Stage → the most F × F, and what they are. The rest are activations, right-hand sides of solves and copies of columns.
 COUNTED = {
     "cluster": (0.8, "0.5: regression of routed on always-on neurons"),

@@ -28,7 +28,7 @@ from stages.train import loop
 QUICK = (
     "train.tokens=4000", "train.batch=4", "train.micro_batch=2", "train.log_steps=2", "train.heldout_steps=4",
     "train.save_steps=4", "train.heldout_sequences=3", "train.tensorboard=false", "train.router_share=0.3",
-    "train.experts_share=0.4", "train.all_share=0.3",
+    "train.all_share=0.3",
 )  # fmt: skip
 
 

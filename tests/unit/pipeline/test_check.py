@@ -54,11 +54,10 @@ CONTRADICTIONS = {
     "cluster.map_layers=[4,3,-4,-5]": ["cluster.map_layers"],
     "cluster.map_layers=[4] stage=score": [],
     "data.max_length=1025": ["data.max_length"],
-    "stage=train train.router_share=0.5 train.language_model=0 train.batch=9 train.micro_batch=4": [
-        "train.experts_share", "train.language_model", "train.batch"
+    "stage=train train.router_share=0.5 train.all_share=0.6 train.language_model=0 train.batch=9 train.micro_batch=4": [
+        "train.router_share", "train.language_model", "train.batch"
     ],
     "stage=evaluate evaluate.checkpoint=train train.language_model=0": ["train.language_model"],
-    f"stage=train {ONN} train.balance=selection_bias": [],
 }  # fmt: skip
 
 
@@ -156,8 +155,7 @@ def test_typed_settings_without_effect_are_errors(errors, words):
     [
         ("project=align project.alpha=0.5", "project.gradient_projection=true"),
         ("score=random score.gradient_weight=5", "score.method=s_p"),
-        ("project.descent_steps=0 project.descent_rate=0.5", "project.descent_steps=400"),
-        ("scan.active_threshold=0.5 scan.active_share=0.2", "scan.active_threshold=null"),
+        ("project.descent_steps=0 project.descent_tokens=64", "project.descent_steps=400"),
     ],
 )
 def test_the_error_of_a_setting_without_effect_names_what_switches_it_on(errors, words, do):
@@ -170,7 +168,7 @@ def test_the_error_of_a_setting_without_effect_names_what_switches_it_on(errors,
 
 def test_what_a_file_says_without_effect_is_a_warning(warnings):
     """train=heal sets the rate of all other parameters."""
-    words = "stage=train train=heal train.all_share=0 train.experts_share=1"
+    words = "stage=train train=heal train.all_share=0"
     assert warnings(words) == ["train.rest_rate=7.5e-06 is ignored: train.all_share=0.0"]
 
 

@@ -190,7 +190,6 @@ def test_fresh_means_the_asked_stage(steps):
     [
         *("store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"),
         *("data.path=elsewhere", "data.temperature=1", "scan.block_width=32"),
-        "assemble.router_rate=0.5",
     ],
 )
 def test_what_changes_no_result_changes_no_fingerprint(steps, word):
@@ -249,7 +248,7 @@ S_P_SETTINGS = ("score.activation_weight=3", "score.gradient_weight=5", "score.f
         (["score=contribution"], S_P_SETTINGS),
         (["assemble=random"], ["assemble.router_steps=9", "assemble.balance=1", "assemble.ridge_penalty=9"]),
         (["project.gradient_projection=false"], ["project.alpha=9", "project.beta=9"]),
-        (["project.rounds=0"], ["project.router_steps=9", "project.router_rate=9", "project.router_tokens=9"]),
+        (["project.rounds=0"], ["project.router_steps=9", "project.refit_tokens=9"]),
     ],
 )
 def test_what_a_method_does_not_read_recomputes_nothing(steps, given, unread):

@@ -16,7 +16,7 @@ def test_the_pass_reads_the_calibration_text(tmp_path):
     model, job = ModelConfig(kind="local", path=str(folder), device="cpu"), Job({}, tmp_path, tmp_path)
 
     def read(vocabulary, layers=None, tokens=200):
-        context = CalibrationContext.of(model, data, VocabularyConfig(vocabulary, layers), 64, 0, job)
+        context = CalibrationContext.of(model, data, VocabularyConfig(vocabulary, layers), 0, job, 64)
         return [(len(x_TD), ffn.width) for ffn, x_TD in open_activities(context, tokens)]
 
     assert read(0) == [(96, F)] * L

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import ALWAYS_ON, DROPPED
 from stages.cluster.picture import NeuronMap, place_neurons, plot_neuron_map, principal_points
@@ -27,10 +26,7 @@ def test_layers_that_stay_dense_are_not_drawn(wanted, drawn):
     assert layers_to_draw(ClusterConfig(map_layers=wanted), 9, (0, 4, 8)) == drawn
 
 
-def test_layers_that_do_not_exist_are_all_named():
-    with pytest.raises(ConfigError) as error:
-        layers_to_draw(ClusterConfig(map_layers=[4, 1, -5]), 4)
-    assert error.value.what == "no layer 4, -5: the model has 4"
+def test_without_maps_no_layer_is_drawn():
     assert layers_to_draw(ClusterConfig(map="none", map_layers=[77]), 4) == []
 
 

@@ -9,13 +9,14 @@ from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from stages.calibration.alignment import column_scale, relative_error, scale_columns
 from stages.calibration.share import Share, split_validation
+from stages.project import layer_pass
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import load_cost, project_layer, train_experts
 from stages.routing.descent import RouterSettings
 from stages.routing.task import load_balance, make_loop
 
 D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
-REFIT = RouterSettings("error", 1e-3, 1000, 0, 0.05, 0.0, 1, logit_std=0.001)
+REFIT = RouterSettings("error", 1e-3, 1000, 0, 0.0, 1, logit_std=0.001)
 DESCENT = ProjectConfig(descent_steps=60, descent_tokens=64, rounds=0)
 
 
@@ -85,10 +86,11 @@ def test_copies_of_a_neuron_go_their_own_ways():
 
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.01, True), (30.0, False)])
-def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
+def test_descent_that_makes_held_out_tokens_worse_is_not_kept(monkeypatch, rate, kept):
+    monkeypatch.setattr(layer_pass, "DESCENT_RATE", rate)
     layer = cut(torch.arange(S, F).view(E, N))
     plain, plainly = project_layer(layer, REFIT, INPUTS, WANTED, replace(DESCENT, descent_steps=0), seed=5)
-    trained, outcome = project_layer(layer, REFIT, INPUTS, WANTED, replace(DESCENT, descent_rate=rate), seed=5)
+    trained, outcome = project_layer(layer, REFIT, INPUTS, WANTED, DESCENT, seed=5)
     assert (outcome.error_end < plainly.error_end) == outcome.descended == kept
     assert not plainly.descended
     assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept

@@ -9,6 +9,7 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
 from stages.calibration.alignment import column_scale, scale_columns
+from stages.project import layer_pass
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import Outcome, ProjectedLayer, project_layer, reroute
 from stages.routing.descent import RouterSettings
@@ -27,8 +28,8 @@ def carve_layer(balance):
     shift_D = torch.tensor([0.8, 0, 0, 0, 0, 0])
     inputs = [shift_D + torch.randn(200 + index, D, generator=generator) for index in range(8)]
     neurons_EN = torch.arange(F).view(E, N)
-    start = RouterSettings("error", 1e-3, 1000, 200, 0.05, 0.0, 1)
-    refit = RouterSettings("error", 1e-3, 1000, 200, 0.05, balance, 1, logit_std=0.001)
+    start = RouterSettings("error", 1e-3, 1000, 200, 0.0, 1, rate=0.05)
+    refit = RouterSettings("error", 1e-3, 1000, 200, balance, 1, rate=0.05, logit_std=0.001)
     router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K), start)
     return make_loop(ffn, neurons_EN, NONE, router, K), refit, inputs, [ffn(x_TD) for x_TD in inputs]
 
@@ -45,9 +46,10 @@ def test_a_round_that_evens_the_load_is_kept_for_the_price_it_is_worth():
     assert (paid.rounds, paid.error_end > free.error_end) == (1, True)
 
 
-def test_descent_starts_from_the_columns_of_the_next_larger_penalty():
+def test_descent_starts_from_the_columns_of_the_next_larger_penalty(monkeypatch):
     layer = carve_layer(0.0)
-    still = ProjectConfig(rounds=0, descent_steps=1, descent_rate=1e-12, validate=False)
+    monkeypatch.setattr(layer_pass, "DESCENT_RATE", 1e-12)
+    still = ProjectConfig(rounds=0, descent_steps=1, validate=False)
     loop, outcome = project_layer(*layer, still, seed=3)
     sizes = sorted(still.penalties)
     larger = sizes[sizes.index(outcome.penalty) + 1]

@@ -25,7 +25,7 @@ from stages.text.batches import TokenSequence, batch_sequences
 
 D, N, K, S = 8, 3, 2, 4
 DESCENT = ProjectConfig(descent_tokens=64, descent_steps=10)
-REFIT = RouterSettings("error", 0.1, 1000, 10, 0.05, 0.0, 1, logit_std=0.3)
+REFIT = RouterSettings("error", 0.1, 1000, 10, 0.0, 1, rate=0.05, logit_std=0.3)
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,7 @@ def project(loops, samples, settings, method="random"):
 
 
 def pool_fit(samples, settings=None, method="error", **workers):
-    refit = RouterSettings(method, 0.1, 3000, 20, 0.02, 0.0, 3)
+    refit = RouterSettings(method, 0.1, 3000, 20, 0.0, 3, rate=0.02)
     return PoolFit(samples, [refit] * L, settings or ProjectConfig(), **workers)
 
 

@@ -58,7 +58,7 @@ def make_task(loop):
 
 
 def settings(method, steps=0):
-    return RouterSettings(method, 0.1, 3000, steps, 0.02, 0.0, 3)
+    return RouterSettings(method, 0.1, 3000, steps, 0.0, 3, rate=0.02)
 
 
 def test_fitted_routers_are_better_than_chance_and_no_worse_than_their_starts(loop):

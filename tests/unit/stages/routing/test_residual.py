@@ -24,7 +24,7 @@ from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4
 F = S + E * N
-SETTINGS = RouterSettings("error", 1e-6, 10_000, 0, 0.05, 0.0, 1)
+SETTINGS = RouterSettings("error", 1e-6, 10_000, 0, 0.0, 1)
 
 
 def draw(*shape, seed=0):

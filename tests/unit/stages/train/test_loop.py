@@ -252,6 +252,8 @@ def test_a_model_that_reads_text_alone_learns_whole(tmp_path):
 def test_a_batch_that_processes_can_share_stays_as_it_is():
     (error,) = TrainConfig(batch=4, micro_batch=4).contradictions(2)
     assert error.do == "train.micro_batch=2, or train.batch=8"
+    (error,) = TrainConfig(batch=4, micro_batch=4).contradictions(8)
+    assert error.do == "train.micro_batch=1 train.batch=8, or train.batch=32"
 
 
 def make(count):
@@ -285,15 +287,15 @@ def test_figures_are_saved_with_whole_log_lines():
     ],
 )
 def test_phases_follow_each_other_and_have_their_share(tokens, shares, phases):
-    router, experts, everything = shares
-    settings = TrainConfig(tokens=tokens, router_share=router, experts_share=experts, all_share=everything)
+    settings = TrainConfig(tokens=tokens, router_share=shares[0], all_share=shares[2])
+    assert settings.experts_share == shares[1]
     found = make_phases(settings, step_tokens=10)
     assert [(phase.name, phase.first, phase.steps) for phase in found] == phases
     assert found[-1].last == sum(phases[-1][1:])
 
 
 def test_rates_rise_and_fall_within_a_phase():
-    settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, final_rate=0.2)
+    settings = TrainConfig(tokens=1000, router_share=1.0, warmup_share=0.1, final_rate=0.2)
     (phase,) = make_phases(settings, 10.0)
     factors = [rate_factor(step, phase, settings) for step in range(phase.steps)]
     assert factors[0] == pytest.approx(1 / 11)
