@@ -57,7 +57,7 @@ def test_more_text_is_read_where_it_is_used(checked):
             "project.gradient_checkpointing=true, or project.gradient_projection=false, or model.hidden_memory=0GB",
         ),
         ("cluster", "model.hidden_memory=0GB"),
-        ("train", "train.micro_batch=1 train.gradient_checkpointing=true, or train.fsdp=true with torchrun"),
+        ("train", "train.micro_batch=1 train.gradient_checkpointing=true"),
     ],
 )
 def test_too_little_memory_warns_with_settings_that_need_less(checked, free, stage, remedy):
