@@ -85,8 +85,8 @@ def peak_bytes(stage: str, checked: Checked) -> int:
 
     scan, train, project = settings.scan, settings.train, settings.project
     batch = scan.batch_size("cpu" if on_host else "cuda")
-    # Experts, their momentum, and on the host the experts from before.
-    gradients = dense + (12 if on_host else 8) * carved
+    # This process's experts, their momentum, and on the host the experts from before.
+    gradients = dense + (12 if on_host else 8) * carved // find_workers().world
     gradients += saved(project.round_tokens, checkpointing=project.gradient_checkpointing)
     shares = find_workers().world if train.fsdp else 1
     # Weights, gradients and two moments; a teacher.
@@ -151,10 +151,13 @@ def room_errors(checked: Checked, due: Sequence[str]) -> Iterator[ConfigError]:
 def temporary_bytes(stage: str, checked: Checked) -> int:
     """Bytes on disk while a stage runs, in addition to its result: hidden states, and files to resume from, at most.
 
-    Training keeps two checkpoints of fp32 weights with two moments while a third is written.
+    Projection keeps aligned and projected layers. Training keeps two checkpoints of fp32 weights with two moments while
+    a third is written.
     """
-    whole = expected_bytes(stage, checked.source, checked.shape, replace(checked.settings.assemble, dtype="float32"))
-    return whole * {"project": 1, "train": 9}.get(stage, 0) + hidden_bytes(stage, checked)[1]
+    form = checked.settings.assemble
+    form = replace(form, dtype="float32") if stage == "train" else form
+    times = {"project": 2, "train": 9}.get(stage, 0)
+    return times * expected_bytes(stage, checked.source, checked.shape, form) + hidden_bytes(stage, checked)[1]
 
 
 def estimate_seconds(stage: str, checked: Checked) -> float:

@@ -68,7 +68,7 @@ class _CarvedFFN(nn.Module):
         self.loop, self.workers = loop, workers
 
     def forward(self, x_BTD: Tensor, *_args: object, **_arguments: object) -> Tensor:
-        x_TD = x_BTD.flatten(0, -2).float()
+        x_TD = x_BTD.flatten(0, -2).to(self.loop.router.rows_ED)  # a pool is on one device, the layers on several
         shared = self.workers.world > 1
         if torch.is_grad_enabled():
             x_TD = _SumOfGradients.apply(x_TD, self.workers) if shared else x_TD  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class _CarvedFFN(nn.Module):
         output_TD = _SumOfParts.apply(output_TD, self.workers) if shared else output_TD  # type: ignore[no-untyped-call]
         if output_TD.requires_grad:
             output_TD.register_hook(clip_tokens)
-        return output_TD.view(x_BTD.shape).to(x_BTD.dtype)
+        return output_TD.view(x_BTD.shape).to(x_BTD)
 
 
 def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
@@ -242,7 +242,10 @@ class CarvedModel:
 
 
 def gather_parts(loops: Sequence[ExpertLoop], workers: Workers) -> list[ExpertLoop]:
-    """Join the workers' parts at the leading worker, one layer at a time; layers of a pool still share its weights."""
+    """Join the workers' parts in the leading worker's host memory; layers of a pool still share its weights.
+
+    One tensor at a time is whole on the device, which has no room for all layers. The other workers keep their parts.
+    """
     if workers.world == 1:
         return list(loops)
     joined: dict[int, Tensor] = {}
@@ -262,10 +265,10 @@ def _gather_part(loop: ExpertLoop, workers: Workers, joined: dict[int, Tensor]) 
         dim = 1 if name == "shared_down_DS" else 0
         size = list(part.shape)
         size[dim] = always if name.startswith(("shared", "always")) else experts
-        whole[name] = part.new_zeros(size)
-        whole[name][(slice(None),) * dim + (loop.held,)] = part
-        workers.reduce_(whole[name])
-        joined[id(part)] = whole[name]
+        gathered = part.new_zeros(size)
+        gathered[(slice(None),) * dim + (loop.held,)] = part
+        workers.reduce_(gathered)
+        whole[name] = joined[id(part)] = gathered.cpu() if workers.leads else part
     neurons_EN, always_S = whole.pop("neurons"), whole.pop("always")
     return replace(loop, experts=ExpertWeights(**whole), neurons_EN=neurons_EN, always_S=always_S, held=slice(None))
 

@@ -196,9 +196,12 @@ def train_experts(
         x, wanted_outputs = ([part[index] for index in fitted] for part in gathered)
         return descend_experts(loop, x, wanted_outputs, settings, seed)
 
-    place = share.like.device if share.workers.world == 1 else "cpu"
-    experts = share.workers.lead(lambda: train().to(place, torch.float32))
-    return replace(loop, experts=experts.to(share.like.device, torch.float32))
+    trained = vars(train()) if share.workers.leads else {}
+    weights: dict[str, Tensor] = {}
+    for name, weight in vars(loop.experts).items():
+        weights[name] = trained[name].contiguous() if trained else weight.new_empty(weight.shape)
+        share.workers.copy_(weights[name])
+    return replace(loop, experts=ExpertWeights(**weights).to(share.like.device, torch.float32))
 
 
 def descend_experts(

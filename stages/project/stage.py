@@ -23,7 +23,7 @@ from stages.calibration.number_format import check_number_format
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import Outcome, ProjectedLayer, find_done, project_all, refit_settings
-from stages.project.pool import PoolFit, PoolOutcome
+from stages.project.pool import PoolFit, PoolOutcome, with_down
 from stages.text.config import DataConfig
 
 
@@ -150,10 +150,10 @@ def run_pool(
     partition, workers = Partition.load(job.parents["cluster"]), job.workers
     with LayerStream(context.folder, device=context.device) as stream:
         samples, act = sample_layers(stream, context.batches, project.pool_tokens, workers, context.memory)
-    loops = [
-        checkpoint.loop(partition, layer, experts, routers.layer(layer), act, context.device)
-        for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))
-    ]
+    loops: list[ExpertLoop] = []
+    for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device)):
+        loop = checkpoint.loop(partition, layer, experts, routers.layer(layer), act, context.device)
+        loops += with_down([loop], (loops or [loop])[0].experts.down_EDN)  # on a GPU each has a copy of its own
     sources = text_sources(context.batches)
     refits = [
         refit_settings(checkpoint, project, routers.logit_std, layer_seed(context.seed, layer), sources)
@@ -161,6 +161,7 @@ def run_pool(
     ]
     fit = PoolFit(samples, refits, project, workers)
     projected, outcome = fit.project(fit.weigh(loops))
+    del fit, samples, loops, loop  # gradient projection needs their memory
     gradients = None
     if project.gradient_projection:
         parts = part_pool(projected, workers)
