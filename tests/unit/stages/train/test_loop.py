@@ -283,7 +283,7 @@ def test_figures_are_saved_with_whole_log_lines():
     ("tokens", "shares", "phases"),
     [
         (1000, (0.2, 0.5, 0.3), [("router", 0, 20), ("experts", 20, 50), ("all", 70, 30)]),
-        (100, (0.001, 0.0, 0.9), [("router", 0, 1), ("all", 1, 9)]),  # a small share has a step, one of 0 has none
+        (100, (0.001, 0.0, 0.999), [("router", 0, 1), ("all", 1, 10)]),  # a small share has a step, one of 0 has none
     ],
 )
 def test_phases_follow_each_other_and_have_their_share(tokens, shares, phases):
