@@ -133,6 +133,6 @@ def group_lines() -> Iterator[str]:
 
 
 def summary(path: Path) -> str:
-    """The first comment of a file, without `@package`; for an experiment, its question."""
+    """The first comment of a file, without `@package`."""
     lines = (line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
-    return next(line for line in lines if not line.startswith("@")).removeprefix("Question: ")
+    return next(line for line in lines if not line.startswith("@"))

@@ -35,7 +35,7 @@ def project_neurons(
     """Move every neuron of these matrices, (…, P, Q) each, in place along its own normalised gradient.
 
     The norm is per neuron, so that neurons with few tokens move as far as others; with one norm per expert the loss
-    fell less (conf/experiment/gradient_projection.yaml). `lengths` are sign·β·α·λ, the L2 norm of each step, negative
+    fell less (conf/experiment/LOG.md). `lengths` are sign·β·α·λ, the L2 norm of each step, negative
     down the gradient. `epsilon` prevents large steps from vanishing gradients. `dims` are -1 if a neuron is a row
     (gate, up), -2 if it is a column (down).
     """

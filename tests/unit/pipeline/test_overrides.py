@@ -22,7 +22,7 @@ def test_good_words_pass():
         "project.penalties=[0.1,1]",
     ]
     words += ["model.path='/my path/qwen'", "hydra.run.dir=/somewhere"]
-    assert texts(*words, "experiment=[hundred_experts,active_width]") == []
+    assert texts(*words, "experiment=[small,closed_form]") == []
 
 
 @pytest.mark.parametrize(
