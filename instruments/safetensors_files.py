@@ -1,4 +1,4 @@
-"""Safetensors files: header, tensors and JSON facts, read after checks; also the tensors of foreign .pt files.
+"""Safetensors files: header, tensors and JSON facts, read after checks.
 
 Format: 8 bytes little-endian length, that many bytes of JSON ``{name: {dtype, shape, data_offsets}}``, then the
 data, without holes. Source: https://github.com/huggingface/safetensors#format. Headers are read without torch.
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from pickle import UnpicklingError  # noqa: TID251 - only the error
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
@@ -17,7 +16,7 @@ from zlib import crc32
 from safetensors import SafetensorError, safe_open
 
 from instruments.dtypes import SAFETENSORS, torch_dtype
-from instruments.errors import CheckpointError, DataError
+from instruments.errors import CheckpointError
 from instruments.files import whole_file
 
 if TYPE_CHECKING:
@@ -157,24 +156,3 @@ def checksum_of(tensor: "Tensor") -> int:
     import torch  # noqa: PLC0415
 
     return crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def read_tensors(path: Path) -> Any:  # noqa: ANN401 - a tensor, or plain containers of them
-    """Read a .pt or .safetensors file of tensors, numbers and text, in lists and dicts.
-
-    Raises:
-        CheckpointError, DataError: the file cannot be read, or holds anything else.
-    """
-    if path.suffix == ".safetensors":
-        return _read_all(path)
-    import torch  # noqa: PLC0415
-
-    try:
-        # weights_only: no code from the file runs.
-        return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:  # torch.load raises many kinds of errors
-        reason = type(error).__name__
-        if isinstance(error, UnpicklingError):  # torch's message advises weights_only=False, which would run code
-            reason = "it holds more than tensors, and opening that can run any code"
-        do = "give a .safetensors file, or a .pt file of tensors alone"
-        raise DataError(f"no tensors can be read: {reason}", where=str(path), do=do) from error

@@ -71,9 +71,8 @@ Other programs: python -m pipeline PROGRAM --help
 """
 # Program → its module, which has a `main`, and what it does.
 PROGRAMS = {
-    "auto_diff": ("instruments.precision.command", "compare FP32 and low precision, module by module"),
     "cache_check": ("pipeline.cache_check", "count the bytes of experts that a carve reads from slow memory"),
-    "dump": ("instruments.tensor_dump.command", "show, plot or compare tensor dumps"),
+    "dump": ("instruments.tensor_dump.command", "show, compare or export tensor dumps"),
     "generate": ("pipeline.generate", "print what a checkpoint writes after a prompt"),
     "gguf": ("pipeline.gguf", "convert a checkpoint for llama.cpp"),
     "mbpp": ("pipeline.mbpp", "count the programming tasks that checkpoints solve"),

@@ -31,7 +31,6 @@ class OutputDiff:
     own: Distance | None = None  # only this module in low precision, on the FP32 inputs
     own_floor: float | None = None
     own_failure: str = ""
-    swamped: str = ""
     overflow: str = ""  # in the module's own forward, between its submodules
     limits: DiffLimits = field(default_factory=DiffLimits, repr=False)
 
@@ -50,8 +49,7 @@ class OutputDiff:
             return Verdict.SEVERE
         if self.own is None:
             return Verdict.WARNING if self.own_failure else Verdict.OK
-        found = self.limits.judge(self.own, self.own_floor)
-        return worst(found, Verdict.WARNING) if self.swamped else found
+        return self.limits.judge(self.own, self.own_floor)
 
     @property
     def propagated_verdict(self) -> Verdict:
@@ -79,7 +77,6 @@ class ChoiceDiff:
 
     call: Call
     path: str
-    rows: int
     propagated: float | None  # None: the shapes differ
 
 
@@ -214,7 +211,7 @@ def reason(output: OutputDiff) -> str:
     """Explain why an output is not ok."""
     own = output.own_verdict is not Verdict.OK
     distance, floor = (output.own, output.own_floor) if own else (output.propagated, output.propagated_floor)
-    if said := output.overflow or output.swamped:
+    if said := output.overflow:
         return said
     if output.own_failure:
         return f"it does not run on the FP32 inputs: {output.own_failure}"

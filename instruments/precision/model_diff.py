@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from instruments.dtypes import dtype_name
 from instruments.errors import ConfigError, NumericsError
 from instruments.hooks import Call, ModuleTracer, hookable_modules, trace_modules
-from instruments.precision.comparison import Distance, find_swamping, sums_up
+from instruments.precision.comparison import Distance
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.perturbation import (
     AUTOCAST,
@@ -50,9 +50,8 @@ class _Trial(NamedTuple):
 
 
 class _Trials(NamedTuple):
-    """Both trials of a call; the arguments are kept for further ones."""
+    """Both trials of a call."""
 
-    arguments: Arguments
     low: _Trial
     perturbed: _Trial
 
@@ -143,7 +142,7 @@ class Comparison:
             self.perturbation.restart()
             with self.perturbation.on_outputs(module):
                 perturbed = self._try(call, module, self.perturbation.of(arguments))
-            self._trials[call] = _Trials(arguments, low, perturbed)
+            self._trials[call] = _Trials(low, perturbed)
 
     def _lost(self, call: Call, arguments: Arguments) -> str:
         """Describe the input values that are finite in FP32 only, leaving out a mask's −3e38."""
@@ -172,21 +171,13 @@ class Comparison:
                 self.reference_choices[call, path] = tensor.clone()
                 if (call, path) in self.low_choices:
                     share = self._alike.update(tensor, self.low_choices[call, path])
-                    rows = tensor.numel() // tensor.shape[-1]
-                    self.choices[call, path] = ChoiceDiff(call, path, rows, share)
+                    self.choices[call, path] = ChoiceDiff(call, path, share)
         if trials is None:
             return
-        swamped = ""
-        if sums_up(module, trials.arguments, output):
-            swamped = find_swamping(
-                trials.arguments, self.low.dtype,
-                exact=lambda given: self._try(call, module, copy_arguments(given)).outputs,
-                rounded=lambda given: self._in_low_precision(call, given).outputs,
-            )  # fmt: skip
         for path, tensor in tensors.items():
             if (call, path) in self.kept:
                 found = self._compare(call, path, module, tensor, trials)
-                found.swamped, found.overflow = swamped, overflow
+                found.overflow = overflow
                 self.outputs[call, path] = found
                 self.kept[call, path] = tensor.to("cpu", copy=True)
 
@@ -339,7 +330,6 @@ def auto_diff(
     *,
     precision: str | torch.dtype = "bfloat16",
     mode: str = AUTOCAST,
-    target_dtype: str | torch.dtype | None = None,
     low: nn.Module | None = None,
     modules: Sequence[str] = ("*",),
     limits: DiffLimits | None = None,
@@ -351,7 +341,6 @@ def auto_diff(
         model: runs in evaluation mode; its mode and buffers are restored. If it is not in FP32, an FP32 copy runs.
         sample: keyword arguments, or positional ones; copied.
         precision: bfloat16 or float16; "bf16" and "fp16" are the same.
-        target_dtype: the same, as `analyze_tensor` calls it.
         mode: autocast, or cast: `model.to(precision)`.
         low: for mode=cast, a low-precision model made in another way (`from_pretrained(dtype=...)`).
         modules: globs on names of modules to compare; the model's own output always is. Their outputs stay in host
@@ -366,7 +355,7 @@ def auto_diff(
     with reference_of(model) as reference, nullcontext() if low is None else _evaluated(low):
         tensors = chain(reference.parameters(), reference.buffers(), find_tensors(sample).values())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        lowered = LowPrecision(reference, target_dtype or precision, mode, low)
+        lowered = LowPrecision(reference, precision, mode, low)
         diff = Diff(dtype_name(lowered.dtype), mode, limits or DiffLimits())
         passes = Comparison(reference, lowered, Perturbation(lowered.dtype, seed), device, wanted, diff)
         arguments = arguments_of(reference, sample, device)

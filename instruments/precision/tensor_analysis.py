@@ -30,7 +30,6 @@ class ReductionLoss:
     format: str
     axis: int  # from the end: -1 is the last
     length: int  # addends of a sum
-    size: int  # of the axis
     one_by_one: float  # in sequence, every addition rounded
     fp32: float  # in FP32, from the unrounded values
     torch_sum: float | None  # torch.sum in the format, which adds in FP32; None if torch has none
@@ -52,15 +51,14 @@ class ReductionLoss:
 
 def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
     """Measure sums of finite values along an axis; addends and every partial sum are rounded to `target`."""
-    size = values.shape[axis]
-    length = min(size, LONGEST)
+    length = min(values.shape[axis], LONGEST)
     addends_NS = values.movedim(axis, 0)[:length].reshape(length, -1)
     addends_NS = addends_NS[:, :: -(-addends_NS.numel() // _MOST)].float()
     exact_S = addends_NS.double().sum(0)
     rounded_NS = round_to(addends_NS, target)
     sums_S, stagnant = _add_one_by_one(rounded_NS, target)
     return ReductionLoss(
-        dtype_name(target), axis, length, size,
+        dtype_name(target), axis, length,
         one_by_one=_error(exact_S, sums_S),
         fp32=_error(exact_S, addends_NS.sum(0)),
         torch_sum=_error(exact_S, rounded_NS.to(target).sum(0)) if target.itemsize > 1 else None,
@@ -98,7 +96,6 @@ class FormatLoss:
     flushed: float  # below the smallest normal value: digits are lost, or all if subnormals are flushed to 0
     overflow: int  # values of at least the format's largest plus half a unit in its last place
     normalised_l2: float  # ‖x − x̂‖ / ‖x‖ of the values that do not overflow
-    max_relative: float  # max|x − x̂| / max|x| of the same
     sqnr_db: float
     scale: float = 1.0  # factor applied before rounding
 
@@ -125,8 +122,7 @@ def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale:
         dtype_name(target),
         underflow=int(((sizes > 0) & (sizes <= limits.smallest_normal * limits.eps / 2)).sum()) / known,
         flushed=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
-        overflow=int(over.sum()), normalised_l2=distance.normalised_l2, max_relative=distance.max_relative,
-        sqnr_db=distance.sqnr_db, scale=factor,
+        overflow=int(over.sum()), normalised_l2=distance.normalised_l2, sqnr_db=distance.sqnr_db, scale=factor,
     )  # fmt: skip
 
 
@@ -138,7 +134,6 @@ class TensorAnalysis:
     shape: tuple[int, ...]
     dtype: str
     nonfinite: int  # values, left out of all other figures
-    zeros: int
     losses: Sequence[FormatLoss]
     reductions: Sequence[ReductionLoss]
     ranges: Sequence[AxisRange]
@@ -154,15 +149,7 @@ class TensorAnalysis:
     @property
     def advice(self) -> list[str]:
         """What to compute in another way, and why."""
-        sums = [loss.advice for loss in self.reductions if loss.advice]
-        return sums + [
-            f"dim {axis.axis} holds up to {axis.largest:.3g} at {axis.largest_at} and {axis.smallest:.3g} at "
-            f"{axis.smallest_at}: added up in {loss.format}, the large ones swallow the small ones; scale them "
-            "apart or add in fp32"
-            for loss in self.losses
-            for axis in self.ranges
-            if axis.ratio > 2 / torch.finfo(FORMATS[loss.format]).eps
-        ]
+        return [loss.advice for loss in self.reductions if loss.advice]
 
 
 @torch.no_grad()
@@ -201,7 +188,7 @@ def analyze_tensor(
     notes += ["the tensor is empty"] * (not values.numel())
     axes = comparison.long_axes(clean) if clean.numel() else []
     return TensorAnalysis(
-        name, tuple(tensor.shape), dtype_name(tensor.dtype), nonfinite, int((values == 0).sum()),
+        name, tuple(tensor.shape), dtype_name(tensor.dtype), nonfinite,
         [_measure_rounding(clean.flatten(), target, scale) for target in targets],
         [_measure_sums(clean, axis, target) for target in targets for axis in axes],
         comparison.axis_ranges(clean), notes,

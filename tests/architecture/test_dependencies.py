@@ -14,7 +14,6 @@ LIGHT = [
     "pipeline.cli",
     "instruments.parameter_scan.command",
     "instruments.static_check.check",
-    "instruments.precision.command",
     "models.source",
     "instruments.parameter_scan.reader",
     "instruments.safetensors_files",

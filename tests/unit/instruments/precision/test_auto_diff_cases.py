@@ -211,7 +211,7 @@ def test_values_that_are_not_finite_come_before_warnings():
         torch.manual_seed(0)
         model = nn.Sequential(Add(), nn.Linear(D, D))
         nn.init.constant_(model[1].bias, bias)
-        diff = auto_diff(model, sample(), target_dtype=torch.float16, mode="cast")
+        diff = auto_diff(model, sample(), precision=torch.float16, mode="cast")
         assert diff.first.name == first
         assert diff.outputs[0].own_verdict is Verdict.WARNING
         assert ("values are not finite" in str(diff)) == (bias == 7e4)

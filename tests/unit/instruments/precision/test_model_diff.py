@@ -210,7 +210,7 @@ def test_other_choices_are_counted_and_not_taken_for_errors():
     x = torch.randn(3, 401, D, generator=torch.Generator().manual_seed(1))
     diff = auto_diff(model, {"x": x})
     (choice,) = diff.choices
-    assert (str(choice.call), choice.rows) == ("router", 1203)
+    assert str(choice.call) == "router"
     assert 0 < choice.propagated < 0.05
     assert diff.verdict is Verdict.OK, notes_of(diff)
 

@@ -25,7 +25,7 @@ def test_a_healthy_tensor():
     assert [found.verdict(name) for name in FORMATS[:2]] == [Verdict.OK, Verdict.OK]
     assert loss(found, "bfloat16").normalised_l2 == pytest.approx(2**-8 / 3**0.5 * 0.72, rel=0.1)
     assert loss(found, "float16").sqnr_db == pytest.approx(loss(found, "bfloat16").sqnr_db + 18.06, abs=0.5)
-    assert found.nonfinite == found.zeros == 0
+    assert found.nonfinite == 0
     # fp8 without scaling loses digits below 2^-6, P(|x| < 2^-6) = 1.2 %, and all of them below 2^-9.
     assert 0.005 < loss(found, "float8_e4m3fn").flushed < 0.02
     assert loss(found, "float8_e4m3fn").underflow < 0.005
@@ -96,7 +96,6 @@ def test_odd_tensors():
     assert broken.notes == ["2 of 3 values are not finite and left out"]
     assert broken.verdict("float16") is Verdict.OK
     zeros = analyze_tensor(torch.zeros(3, 4))
-    assert zeros.zeros == 12
     found = [empty, scalar, broken, zeros]
     json.dumps(to_json(found), allow_nan=False)
     assert len(rows_of(found)) == 3 * 4 + 1
