@@ -229,7 +229,7 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: PLR0
     if word.endswith("GradScaler"):
         given = [one.value for one in node.keywords if one.arg == "enabled"]
         off = any(isinstance(one, ast.Constant) and not one.value for one in given)
-        return OTHER if off else Value(kind="scaler", tag="" if given or len(node.args) > 1 else "always on")
+        return OTHER if off else Value(kind="scaler")
     if word.endswith("Scaler") and word[:1].isupper():
         return OTHER
     if word in {"Accelerator", "Fabric"}:

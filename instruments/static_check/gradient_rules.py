@@ -50,7 +50,7 @@ def check_gradients(call: Call, state: State, frame: Frame) -> Value | None:
         _backward(call, owner, state, frame)
         return UNKNOWN
     if base.kind == "scaler" or (not base.kind and frame.definitions.is_scaler_name(text_of(owner))):
-        return _scaler(call, owner, state, frame)
+        return _scaler(call, state, frame)
     if word == "step" and is_optimizer(owner, base):
         _step(node, ast.unparse(owner), base, state, frame)
         return UNKNOWN
@@ -78,7 +78,7 @@ def _clip(node: ast.Call, owner: ast.expr | None, base: Value, state: State, fra
     if state.gradients_scaled:
         frame.report("LP201", node, f"{ast.unparse(node.func)}() of scaled gradients")
     elif of_torch and not state.unscaled:
-        _check_manager(node, "clipping", state, frame)
+        _check_manager(node, state, frame)
 
 
 def _backward(call: Call, loss: ast.expr, state: State, frame: Frame) -> None:
@@ -101,22 +101,18 @@ def _backward(call: Call, loss: ast.expr, state: State, frame: Frame) -> None:
         managed = frame.definitions.scales or frame.definitions.policies or frame.definitions.has_masters
         if FLOAT16 in state.forward and not managed:
             frame.report("LP302", node, "backward of a loss from float16 autocast, without loss scaling")
-        _check_manager(node, "backward", state, frame)
 
 
-def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> None:
-    """LP401, LP402: manual calls where accelerate or Lightning has its own."""
-    if what == "backward" and _knows_manager(frame):
-        return
+def _check_manager(node: ast.Call, state: State, frame: Frame) -> None:
+    """LP401, LP402: clipping by hand where accelerate or Lightning has its own."""
     if frame.is_lightning:
         policy = frame.definitions.policy("lightning")
         here = frame.stack[0].name if frame.stack else ""
         unscaled = here in {"configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step"}
         asked = policy.precision if policy else None
-        if asked in {FLOAT32, BFLOAT16} or (what == "clipping" and unscaled):
-            return
-        severity = SEVERE if asked == FLOAT16 else WARNING if what == "backward" else NOTE
-        frame.report("LP402", node, f"{ast.unparse(node.func)}() in a LightningModule", severity)
+        if asked not in {FLOAT32, BFLOAT16} and not unscaled:
+            severity = SEVERE if asked == FLOAT16 else NOTE
+            frame.report("LP402", node, f"{ast.unparse(node.func)}() in a LightningModule", severity)
         return
     names = [last_word(text) for text, value in state.values.items() if value.kind == "accelerator"]
     managed = any(_MANAGING & frame.definitions.called.get(name, set()) for name in names)
@@ -126,45 +122,29 @@ def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> Non
         return
     asked = policy.precision
     given = any(word.arg in {"mixed_precision", "precision"} for word in policy.node.keywords)
-    if what == "clipping" and (asked == BFLOAT16 or (asked == FLOAT32 and given)):
+    if asked == BFLOAT16 or (asked == FLOAT32 and given):
         return
-    severity = SEVERE if asked == FLOAT16 else WARNING if what == "backward" or asked is None else NOTE
+    severity = SEVERE if asked == FLOAT16 else WARNING if asked is None else NOTE
     frame.report("LP401", node, f"{ast.unparse(node.func)}() in the loop of an Accelerator or Fabric", severity)
 
 
-def _knows_manager(frame: Frame) -> bool:
-    """Whether the function also calls the library's own backward, on another branch."""
-    around = frame.definitions.within(frame.stack[-1]) if frame.stack else ()
-    owners = [node.value for node in around if isinstance(node, ast.Attribute) and node.attr.endswith("backward")]
-    return any(last_word(text_of(owner)) in {"accelerator", "fabric", "self"} for owner in owners)
-
-
-def _scaler(call: Call, scaler: ast.expr, state: State, frame: Frame) -> Value | None:
-    node, text, update = call.node, ast.unparse(call.node), f"{ast.unparse(scaler)}.update()"
-    given = call.every[0] if call.every else UNKNOWN
+def _scaler(call: Call, state: State, frame: Frame) -> Value | None:
+    node, given = call.node, call.every[0] if call.every else UNKNOWN
     optimizer = {ast.unparse(node.args[0]) if node.args else ""}
     if call.word == "scale":
-        if call.base.tag == "always on" and state.forward == {BFLOAT16}:
-            frame.report("LP303", node, f"{text} of a loss from bfloat16 autocast")
         return replace(given, scaled=True, tag="")
     if call.word == "unscale_":
-        if optimizer <= state.surely_unscaled:
-            frame.report("LP203", node, f"{text} a second time before {update}")
         state.unscaled |= optimizer
         state.surely_unscaled |= optimizer
     elif call.word == "step":
-        updates = "update" in frame.definitions.called.get(last_word(text_of(scaler)), ())
-        if not updates or optimizer <= state.stepped:
-            frame.report("LP202", node, f"{text} {'a second time before' if updates else 'without'} {update}")
         if state.plain and not state.scaled and node.args:
-            frame.report("LP206", node, f"{text} after the backward pass of a loss that was not scaled")
+            frame.report("LP206", node, f"{ast.unparse(node)} after the backward pass of a loss that was not scaled")
         state.surely_unscaled -= optimizer
-        state.stepped |= optimizer
         state.done |= optimizer
         check_trained(given, state, frame)
     elif call.word == "update":
         state.forget_scale()
-        state.stepped, state.plain = frozenset(), False
+        state.plain = False
     else:
         return None
     return UNKNOWN

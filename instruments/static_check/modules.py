@@ -147,9 +147,6 @@ def check_unused(state: State, frame: Frame) -> list[tuple[str, str]]:
     for module in state.modules.values():
         if module.cast is None or module.precision is None or module.idle:
             continue
-        text = ast.unparse(module.cast)
-        if text.endswith(".half()") and not frame.definitions.trains:
-            frame.report("LP101", module.cast, f"{text}: to run a model, not to train it", NOTE)
         if module.name not in frame.definitions.bases:
             continue
         found.append((module.name, module.precision))

@@ -8,7 +8,6 @@ from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOSSES
 from instruments.static_check.source import NOTE, WARNING
 from instruments.static_check.state import LOWS, OFF, UNKNOWN, Call, Frame, Value, mix
 
-_BINARY = "binary_cross_entropy"
 LARGEST, SMALLEST = 65520.0, 2.0**-25  # float16: at least the first is inf, at most the second is zero
 _SAFE = {"shifted", "negative"}  # tags of values whose exp does not overflow
 # Operations that keep the tag: they return the same values or some of them.
@@ -23,14 +22,12 @@ CRITERION = re.compile(r"crit(?:erion)?(?:_\w+)?|loss_(?:fn|func|function)")
 def check_operation(
     node: ast.Call, operation: str, inputs: list[Value], words: dict[str, Value], frame: Frame
 ) -> Value:
-    """Apply LP102 to LP106 and LP108 to an operation; returns its result."""
+    """Apply LP102, LP103, LP105, LP106 and LP108 to an operation; returns its result."""
     tag = _tag(operation, inputs, node)
     asked = words.get("dtype")
     if asked is not None and asked.precision is not None:
         return Value(asked.precision, origin="cast", tag=tag)
     _check_formula(node, operation, inputs, frame)
-    if operation == _BINARY:
-        _check_binary(node, inputs, frame)
     if operation in PRODUCTS and operation != "linear":
         _check_angles(node, node.args, frame)
     result = _result(operation, inputs, frame)
@@ -51,24 +48,6 @@ def check_operation(
     elif operation in NORMS and result.is_low and result.origin == "cast" and not frame.region.enabled:
         frame.report("LP106", node, f"{operation} in {_words(result.precision)}", NOTE)
     return Value(result.precision, result.origin, tag)
-
-
-def _check_binary(node: ast.Call, inputs: list[Value], frame: Frame) -> None:
-    full = any(value.precision == FLOAT32 for value in inputs)
-    if frame.region.enabled and frame.fate(_BINARY) == "refused":
-        if frame.region.certain:
-            also = ", in float32 too" if full else ""
-            frame.report("LP104", node, f"{_BINARY} under autocast raises on {frame.device}{also}")
-    elif any(value.is_low for value in inputs):
-        under = " under autocast" if frame.region.enabled else ""
-        frame.report("LP104", node, f"{_BINARY}{under}, of probabilities in 16 bits", WARNING)
-    elif not (
-        full
-        or frame.definitions.trains
-        or frame.definitions.policies
-        or any(finding.code == "LP104" for finding in frame.file.findings)
-    ):
-        frame.report("LP104", node, f"{_BINARY}: under float16 autocast it raises", NOTE)
 
 
 def _result(operation: str, inputs: list[Value], frame: Frame) -> Value:

@@ -101,7 +101,6 @@ class State:
     plain: bool = False  # backward was called on an unscaled loss
     unscaled: frozenset[str] = frozenset()  # optimizers whose gradients may have been unscaled since backward
     surely_unscaled: frozenset[str] = frozenset()
-    stepped: frozenset[str] = frozenset()  # optimizers with a certain scaler.step() since scaler.update()
     done: frozenset[str] = frozenset()  # optimizers with a certain scaler.step() since the last backward
     forward: frozenset[str] = frozenset()  # formats of the autocast regions so far
     backed: bool = False  # a backward pass since the last step
@@ -129,7 +128,7 @@ class State:
         self.scaled, self.unscaled, self.surely_unscaled = False, frozenset(), frozenset()
 
     def note_region(self, region: Region) -> None:
-        """Record the format of a forward pass: float16 needs loss scaling (LP302), bfloat16 does not (LP303)."""
+        """Record the format of a forward pass: float16 needs loss scaling (LP302)."""
         self.forward |= {region.dtype} if region.enabled and region.certain else frozenset()
 
     def adopt(self, other: "State") -> None:
@@ -158,7 +157,7 @@ def join(states: Sequence[State]) -> State:
         for way in ("scaled", "plain", "ended", "clipped"):
             setattr(first, way, getattr(first, way) and getattr(other, way))
         first.unscaled |= other.unscaled
-        for sure in ("surely_unscaled", "stepped", "done"):
+        for sure in ("surely_unscaled", "done"):
             setattr(first, sure, getattr(first, sure) & getattr(other, sure))
         first.forward |= other.forward
         first.backed |= other.backed

@@ -228,7 +228,7 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
     for turn in range(2 if touches_scaling(statement, frame) and frame.in_loop < _MOST_LOOPS else 1):
         for one in ways if turn else ():
             one.facts = {fact: met for fact, met in one.facts.items() if not depends_on(fact, changing)}
-            for sure in ("surely_unscaled", "stepped", "done"):  # a rebound name may be another optimizer
+            for sure in ("surely_unscaled", "done"):  # a rebound name may be another optimizer
                 setattr(one, sure, frozenset(name for name in getattr(one, sure) if not depends_on(name, changing)))
         if not isinstance(statement, ast.While):
             for one in ways:

@@ -38,10 +38,6 @@ def test_a_rule_finds_its_example_and_nothing_in_the_healthy_twin(name, tmp_path
 LOOP = "for x in b:\n    loss = model(x).loss\n{}    loss.backward()\n    o.step()\n    o.zero_grad()\n"
 CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 TRAINED = "o = torch.optim.AdamW(model.parameters())\n" + LOOP.format("")
-SCALED = (
-    "for x in b:\n    with autocast('cuda', dtype=torch.bfloat16):\n        loss = model(x).loss\n"
-    "    s.scale(loss).backward()\n    s.step(o)\n    s.update()\n"
-)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +55,10 @@ SCALED = (
          (", torch_dtype=t", "")),
         ("LP101", "model = Net()\nif a == 1:\n    pass\nelif a == 2:\n    model = model.half()\n" + TRAINED,
          ("model = model.half()", "vae = vae.half()")),
-        # Clipping before there are gradients; a scaler that nothing needs.
+        # Clipping before there are gradients.
         ("LP207", LOOP.format(CLIP), (CLIP + "    loss.backward()\n", "    loss.backward()\n" + CLIP)),
         ("LP207", LOOP.format("    acc.clip_grad_norm_(ps, 1.0)\n"),
          ("    loss.backward()", "    o.step()\n    loss.backward()")),
-        ("LP303", "s = GradScaler()\n" + SCALED, ("torch.bfloat16", "torch.float16")),
-        ("LP303", "s = GradScaler()\n" + SCALED, ("GradScaler()", "GradScaler(enabled=t == torch.float16)")),
         # Positions and angles.
         ("LP110", "t = torch.arange(n).to(torch.bfloat16)", ("n", "256")),
         ("LP110", "t = torch.arange(n).float()\nf = torch.outer(t, w).half()", (".half()", ".cos().half()")),
@@ -83,7 +77,6 @@ SCALED = (
         ("LP110", "p = position_ids.half()[:, None] * w", (".half()", ".float()")),
         ("LP110", "t = torch.arange(n) * 1.0\nf = torch.cat((torch.outer(t, w),) * 2)\nf = torch.stack([t]).half()",
          (".half()", ".cos().half()")),
-        ("LP303", "s = GradScaler('cuda')\n" + SCALED, ("torch.bfloat16", "torch.bfloat16 if a else torch.float16")),
         ("LP101", "t = 'float16' if a else 'bfloat16'\nmodel = Auto.from_pretrained(n, torch_dtype=t)\n" + TRAINED,
          ("'float16'", "'float32'")),
         # Formulas, and calls that another object makes.
@@ -91,12 +84,10 @@ SCALED = (
         ("LP108", "y = torch.exp(x.half().square() / 2)", ("exp(", "exp(-0.5 * ")),
         ("LP108", "d = x.half()\ny = torch.exp(gamma * d**2)", ("gamma", "-gamma")),
         ("LP108", "y = torch.exp(x.half().square())", ("square()", "square().neg()")),
-        ("LP104", "def loss(x, y):\n    return F.binary_cross_entropy(torch.sigmoid(x), y)",
-         ("binary_cross_entropy(torch.sigmoid(x)", "binary_cross_entropy_with_logits(x")),
         ("LP401", "from accelerate import Accelerator\na = Accelerator(mixed_precision='fp16')\na.backward(loss)\n"
          "if a.sync_gradients:\n    nn.utils.clip_grad_norm_(ps, 1.0)", ("nn.utils", "a")),
         ("LP401", "from accelerate import Accelerator\na = Accelerator(mixed_precision='fp16')\nmodel = a.prepare(m)\n"
-         "if accelerate.__version__ > '1':\n    loss.backward()", ("a.prepare(m)", "m.to(a.device)")),
+         "if accelerate.__version__ > '1':\n    nn.utils.clip_grad_norm_(ps, 1.0)", ("a.prepare(m)", "m.to(a.device)")),
         ("LP103", "q = q.half()\nF.softmax(q @ q.mT / q.shape[-1] ** 0.5, -1)", ("/ q", "/ w[: q.shape[-1]] / q")),
         # Names that only sound like float32 copies of weights, and methods that only sound like making an optimizer.
         *(("LP101", f"model = Net().half()\nprint({name})\n" + TRAINED, (name, "master_weights"))
