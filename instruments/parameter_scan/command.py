@@ -16,7 +16,7 @@ from instruments.parameter_scan.file_format import VERSION
 from instruments.parameter_scan.reader import Mscan, read_mscan
 from instruments.shapes import Float, Float32
 
-COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
+COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured")
 
 
 def locate(name: str) -> tuple[int | None, str]:
@@ -52,7 +52,6 @@ def _module_rows(scan: Mscan) -> Iterator[tuple[str, ...]]:
     for column, entry in enumerate(entries):
         modules.setdefault(locate(entry.name)[1], []).append(column)
     activation, gradient = scan.activation(), scan.gradient()
-    bound = np.maximum(scan.error_bound("activation"), scan.error_bound("gradient"))
     for module, columns in modules.items():
         values = activation[:, columns], gradient[:, columns]
         inputs = sum(entries[column].in_blocks for column in columns)
@@ -60,7 +59,7 @@ def _module_rows(scan: Mscan) -> Iterator[tuple[str, ...]]:
         share = float(np.isnan(values).sum() / max(1, 2 * values[0].size))
         yield (
             module, f"{len(columns)}", f"{inputs:,}", f"{outputs:,}", _range(values[0]), _range(values[1]),
-            f"{share:.0%}" if share in {0, 1} else f"{share:.2%}", f"{bound[columns].max():.1e}",
+            f"{share:.0%}" if share in {0, 1} else f"{share:.2%}",
         )  # fmt: skip
 
 

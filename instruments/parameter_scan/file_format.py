@@ -275,12 +275,6 @@ def decode_log16(
     return values_RC
 
 
-def error_bound(scale_2C: Float64[np.ndarray, "2 C"]) -> Float64[np.ndarray, "C"]:
-    """``(C,)`` largest relative error of each column."""
-    with np.errstate(over="ignore", invalid="ignore"):  # scales of a damaged file
-        return np.asarray(np.expm1(scale_2C[1] / 2))
-
-
 def _scale(values_RC: Float32[np.ndarray, "R C"]) -> Float64[np.ndarray, "2 C"]:
     """Offset and step. The logarithm is monotone, so only the extremes need it."""
     columns = values_RC.shape[1]

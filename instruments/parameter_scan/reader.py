@@ -24,7 +24,6 @@ from instruments.parameter_scan.file_format import (
     SegmentHeader,
     damaged,
     decode_log16,
-    error_bound,
     read_segment_header,
     refused,
     unpack_header,
@@ -156,13 +155,6 @@ class Mscan:
     def output_blocks(self, name: str) -> NDArray[np.float32]:
         """(S, blocks) gradient of one weight's output blocks. Raises ContractError: no such weight."""
         return self._stacked("out_gradient", self.parameters.output_columns[self.parameters.index(name)])
-
-    def error_bound(self, name: str) -> NDArray[np.float64]:
-        """(columns,) largest relative error of an array's stored values; 0 for f32."""
-        bound = np.zeros(self.header.widths[name])
-        for segment in self.segments if self.header.encoding == "log16" else ():
-            np.maximum(bound, error_bound(segment.scale(name)), out=bound)
-        return bound
 
     def _stacked(self, name: str, columns: slice = ALL) -> NDArray[np.float32]:
         none = np.empty((0, self.header.widths[name]), np.float32)[:, columns]

@@ -31,6 +31,7 @@ class ScanRecord:
     """
 
     sequences: Sequence[ScannedSequence]
+    # In the order of the file's ARRAYS.
     activation_BP: Tensor  # ‖X‖ of the module's input over the sample's tokens; embedding: of the rows looked up
     gradient_BP: Tensor  # ‖∂loss/∂W‖
     in_activation_BI: Tensor  # ‖X[:, block]‖

@@ -32,13 +32,15 @@ from instruments.parameter_scan.targets import ScanRecord
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 << 20  # as float32
+# Limits of a segment; the bytes are those as float32.
+SEGMENT_SEQUENCES = 1024
+SEGMENT_BYTES = 64 << 20
 
 
 class MscanWriter:
     """An .mscan file of a scanner's records, closed by `with`. Records are safe once their segment is sealed.
 
-    Segments depend on the sequences alone, not on how many are added at a time.
+    A segment is sealed at 1,024 sequences or 64 MiB. Segments depend on the sequences alone, not on how many are added at a time.
     """
 
     def __init__(
@@ -49,7 +51,6 @@ class MscanWriter:
         model: str,
         block_width: int,
         encoding: str = "log16",
-        segment_sequences: int = 1024,
         metadata: Mapping[str, Any] | None = None,
         created: str | None = None,
         append: bool = False,
@@ -62,7 +63,6 @@ class MscanWriter:
             model: name of the scanned model.
             block_width: columns or rows of a block.
             encoding: log16 (2 bytes per value, error given in SPECIFICATION.md) or f32 (lossless).
-            segment_sequences: sequences per segment; a segment is also sealed at 64 MiB.
             metadata: any JSON values.
             created: ISO 8601; default now.
             append: continue an existing file; a torn tail is cut off, with a warning.
@@ -71,7 +71,6 @@ class MscanWriter:
             ContractError: an unknown encoding; the file exists; or, with `append`, it is damaged, its header differs in
                 more than date and metadata, or another process is writing it.
         """
-        assert segment_sequences > 0
         self.path = Path(path)
         if encoding not in ENCODINGS:
             raise refused(self.path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
@@ -79,7 +78,6 @@ class MscanWriter:
         created = created or datetime.now(UTC).isoformat(timespec="seconds")
         self.header = Header(plain_text(model), created, table, encoding, dict(metadata or {}))
         self.next_number = 0
-        self._most = segment_sequences
         # `_closing` would close the file after the sealed segments; its offset is their end.
         self._file, self._closing = self._reopen() if append and self.path.exists() else self._create()
         self._waiting: list[Row] = []
@@ -143,10 +141,7 @@ class MscanWriter:
             replace(one, name=plain_text(one.name), source=plain_text(one.source), number=int(number))
             for one, number in pairs
         ]
-        norms = (
-            record.activation_BP, record.gradient_BP, record.in_activation_BI, record.in_gradient_BI,
-            record.out_gradient_BO,
-        )  # fmt: skip
+        _sequences, *norms = vars(record).values()
         arrays = {
             name: np.array(values.detach().numpy(), np.float32) for name, values in zip(ARRAYS, norms, strict=True)
         }
@@ -169,7 +164,7 @@ class MscanWriter:
         """Take over a sequence's norms, which must not change afterwards; full segments are sealed."""
         self._waiting.append(row)
         self._nbytes += sum(values.nbytes for values in row[1].values())
-        if len(self._waiting) == self._most or self._nbytes >= SEGMENT_BYTES:
+        if len(self._waiting) == SEGMENT_SEQUENCES or self._nbytes >= SEGMENT_BYTES:
             self.seal()
 
     def seal(self) -> None:
@@ -243,15 +238,13 @@ def merge_mscan(
     *,
     created: str,
     numbers: Collection[int] | None = None,
-    encoding: str = "log16",
-    segment_sequences: int = 1024,
 ) -> None:
     """Write all sequences of `parts`, or those in `numbers`, to `out`, each once, ordered by number.
 
     The file depends only on the sequences, not on their distribution over parts and segments: with f32 parts it is
-    always identical to the byte. A number in several parts is taken from the first. Torn tails are skipped. Other
-    arguments as in `MscanWriter`. Raises ContractError: no parts, parts of different scans, a damaged part, a number
-    that no part has, or `out` exists.
+    always identical to the byte. A number in several parts is taken from the first. Torn tails are skipped. `created`
+    as in `MscanWriter`. Raises ContractError: no parts, parts of different scans, a damaged part, a number that no part
+    has, or `out` exists.
     """
     files = _open_parts(parts)
     found: dict[int, tuple[Segment, int]] = {}
@@ -271,7 +264,7 @@ def merge_mscan(
         unfinished.unlink(missing_ok=True)  # left by a killed merge
         with MscanWriter(
             unfinished, header.table.entries, model=header.model, block_width=header.table.block_width,
-            encoding=encoding, segment_sequences=segment_sequences, metadata=header.metadata, created=created,
+            metadata=header.metadata, created=created,
         ) as merged:  # fmt: skip
             for segment, row in map(found.__getitem__, wanted):
                 merged.append(segment.row(row))

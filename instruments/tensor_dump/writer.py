@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import BufferedWriter
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -148,17 +147,6 @@ def read_moments(moments: Tensor, size: int) -> Statistics:
 Capture = tuple[TensorRecord, Held]
 
 
-def create_index(folder: Path, rank: int) -> BufferedWriter:
-    """The empty index of `rank`. Raises ContractError: the folder has a dump of this rank, finished or not."""
-    path = folder / f"index-{rank:05}.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return path.open("xb")
-    except FileExistsError:
-        do = "another folder for every dump; processes of one job need torch.distributed to tell ranks"
-        raise ContractError("the folder holds a dump already", where=str(path), do=do) from None
-
-
 # A file is closed when it holds this many bytes, or this many rows wait for it: rows without bytes would never be
 # written. A closed file survives a kill.
 SHARD_BYTES = 64 * 2**20
@@ -173,11 +161,18 @@ class DumpWriter:
     ) -> None:
         """Create the index and start the thread, which frees `memory` and counts captures in the `manifest`.
 
-        Raises ContractError: the folder is in use.
+        Raises ContractError: the folder has a dump of this rank, finished or not.
         """
         self.failure: BaseException | None = None  # of the thread; later captures count as lost
         self.memory = HostMemory(config.memory_mib * 2**20)
-        self._folder, self._rank, self._index = folder, rank, create_index(folder, rank)
+        self._folder, self._rank = folder, rank
+        path = folder / f"index-{rank:05}.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._index = path.open("xb")
+        except FileExistsError:
+            do = "another folder for every dump; processes of one job need torch.distributed to tell ranks"
+            raise ContractError("the folder holds a dump already", where=str(path), do=do) from None
         self._append([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
         sync(folder)
         self._config, self.manifest = config, manifest

@@ -1,6 +1,5 @@
 """Measurements of a step: L2 norms of gradients, also sparse and sharded ones, and ranges of module outputs."""
 
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,9 +16,6 @@ from instruments.tensors import as_real, find_tensors, is_sharded
 from instruments.training_watch import verdict
 from instruments.training_watch.step_log import SEVERE, WARNING, Anomaly, StepReport, WatchConfig
 from instruments.training_watch.verdict import History, Output
-
-logger = logging.getLogger(__name__)
-
 
 MISSING = -1.0  # in place of the norm of a missing gradient
 
@@ -129,7 +125,7 @@ class Measurement:
         # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
         self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.calls: Counter[str] = Counter()  # in this forward pass
-        self._modules = _find_hooked(model) if config.activations else []
+        self._modules = _find_hooked(model)
         self._hooked = frozenset(name for name, _module in self._modules)
         self.scales: list[float] = []
         self._histories: dict[int | None, History] = defaultdict(History)  # by id of the optimizer
@@ -152,7 +148,7 @@ class Measurement:
         self._unseen = 0  # steps in which trained modules had no recorded output; -1 once reported
 
     def add_hooks(self) -> Iterator[RemovableHandle]:
-        """Hook the modules one by one; without `config.activations` there are none."""
+        """Hook the modules one by one."""
         for name, module in self._modules:
             look = self._hook(name, owns=next(module.parameters(), None) is not None)
             yield module.register_forward_hook(OwnHook(look))

@@ -6,6 +6,7 @@ the next forward pass, if the gradients have changed until then: by a step of an
 or because a scaler skipped the step. While a model is watched, torch.autograd.backward notes the loss it starts from.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,8 +22,10 @@ from torch.optim import Optimizer
 from instruments.errors import ConfigError, NumericsError
 from instruments.hooks import OwnHook, in_backward, in_training_pass
 from instruments.tensors import is_sharded
-from instruments.training_watch.measurement import Measurement, gradient_norms, logger
+from instruments.training_watch.measurement import Measurement, gradient_norms
 from instruments.training_watch.step_log import SEVERE, Sink, StepLog, StepReport, WatchConfig
+
+logger = logging.getLogger(__name__)
 
 LOG, RAISE = "log", "raise"
 

@@ -78,7 +78,6 @@ class WatchConfig:
     vanishing: float = 1e-6  # a gradient, of a layer or of all together, vanishes below this L2 norm
     # It explodes above this one (both after unscaling), if it is also much larger than usual.
     exploding: float = 100.0
-    activations: bool = True  # also watch outputs: the first NaN or inf, and values close to their format's limit
     repeat_steps: int = 100  # steps after which a finding that persists is logged again
     every_steps: int = 1  # outputs are watched at the first step, and at those that this number divides
 

@@ -9,23 +9,21 @@ from benchmarks.timing import Task, compute_clock, divide, subtract, take_turns,
 from benchmarks.workbench import Workbench
 
 from instruments.training_watch.model_watch import ModelWatch, watch_model
-from instruments.training_watch.step_log import WatchConfig
 
 
 def measure_watch(bench: Workbench, repetitions: int) -> list[Row]:
-    """Training step with the monitor ÷ without and their difference: gradients alone, and with all modules' outputs."""
-    tasks = {"plain": Task(lambda: _step(bench, None), bench.thaw, bench.freeze)}
-    for name, activations in (("gradients alone", False), ("gradients and outputs", True)):
-        watch = partial(watch_model, bench.model, config=WatchConfig(activations=activations))
-        tasks[name] = task_within(watch, partial(_step, bench), bench.thaw, bench.freeze)
+    """Training step with the monitor ÷ without, and their difference."""
+    tasks = {
+        "plain": Task(lambda: _step(bench, None), bench.thaw, bench.freeze),
+        "watched": task_within(partial(watch_model, bench.model), partial(_step, bench), bench.thaw, bench.freeze),
+    }
     found = take_turns(tasks, repetitions, bench.device, compute_clock(bench.device))
-    plain, rows = found.pop("plain"), []
-    for name, seconds in found.items():
-        cost = [1000 * one for one in subtract(seconds, plain)]
-        step = f"of a step of {1000 * median(plain):.0f} ms"
-        rows.append(Row(f"training step with the monitor, {name} ÷ without", divide(seconds, plain), at_most=1.05))
-        rows.append(Row(f"the monitor, {name}", cost, unit="ms", note=step))
-    return rows
+    plain, watched = found["plain"], found["watched"]
+    cost = [1000 * one for one in subtract(watched, plain)]
+    return [
+        Row("training step with the monitor ÷ without", divide(watched, plain), at_most=1.05),
+        Row("the monitor", cost, unit="ms", note=f"of a step of {1000 * median(plain):.0f} ms"),
+    ]
 
 
 def _step(bench: Workbench, watch: ModelWatch | None) -> None:

@@ -20,10 +20,10 @@ COUNTS = [pytest.param(150, id="quick"), pytest.param(3_000, id="long", marks=py
 
 
 def write(path, encoding):
-    with MscanWriter(
-        path, PARAMETERS, model="pico", block_width=WIDTH, encoding=encoding, segment_sequences=2
-    ) as writer:
-        writer.add(record(range(5)))
+    with MscanWriter(path, PARAMETERS, model="pico", block_width=WIDTH, encoding=encoding) as writer:
+        for numbers in ([0, 1], [2, 3], [4]):
+            writer.add(record(numbers))
+            writer.seal()
     return path.read_bytes()
 
 

@@ -39,7 +39,7 @@ OTHERS = {
     "distil": ("stage=train", "train=distil", "train.precision=bfloat16", *FEW, *TRAIN),
     "heal": ("stage=train", "train=heal", *FEW, *TRAIN),
     "dump": ("stage=dump",),
-    "statistics": ("stage=dump", "dump=statistics"),
+    "statistics": ("stage=dump", "dump.keep=statistics"),
     "auto_diff": (DIAGNOSE, "check=auto_diff"),
     "cast": (DIAGNOSE, "check=auto_diff", "diagnose.auto_diff.mode=cast"),
     "tensor": (DIAGNOSE, "check=analyze_tensor"),

@@ -7,7 +7,6 @@ from instruments.parameter_scan.file_format import (
     NOT_MEASURED,
     decode_log16,
     encode_log16,
-    error_bound,
 )
 
 FP32_ROUNDING = 2.0**-24
@@ -16,6 +15,11 @@ FP32_ROUNDING = 2.0**-24
 def there_and_back(values):
     scale, codes = encode_log16(values)
     return decode_log16(scale, codes), scale, codes
+
+
+def error_bound(scale):
+    """Largest relative error of each column, from the specification."""
+    return np.expm1(scale[1] / 2)
 
 
 def check(values):
