@@ -40,7 +40,8 @@ SEGMENT_BYTES = 64 << 20
 class MscanWriter:
     """An .mscan file of a scanner's records, closed by `with`. Records are safe once their segment is sealed.
 
-    A segment is sealed at 1,024 sequences or 64 MiB. Segments depend on the sequences alone, not on how many are added at a time.
+    A segment is sealed at 1,024 sequences or 64 MiB: segments depend on the sequences alone, not on how many are added
+    at a time.
     """
 
     def __init__(
