@@ -68,6 +68,7 @@ class FormatSettings(Protocol):
     target: str
     router: str
     ridge_penalty: float
+    router_tokens: int
     pad_to: int | None
     dtype: str
     text_only: bool

@@ -151,8 +151,8 @@ def run_pool(
     with LayerStream(context.folder, device=context.device) as stream:
         samples, act = sample_layers(stream, context.batches, project.pool_tokens, workers, context.memory)
     loops: list[ExpertLoop] = []
-    for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device)):
-        loop = checkpoint.loop(partition, layer, experts, routers.layer(layer), act, context.device)
+    for layer, cut in enumerate(load_pool(job.parents["extract"], partition.layers, context.device)):
+        loop = checkpoint.loop(partition, layer, cut, routers.layer(layer), act, context.device)
         loops += with_down([loop], (loops or [loop])[0].experts.down_EDN)  # on a GPU each has a copy of its own
     sources = text_sources(context.batches)
     refits = [
