@@ -62,8 +62,8 @@ def run_workers(count, command, folder, *, work=run_command):
     return [(child.exitcode, (folder / f"said{rank}").read_text()) for rank, child in enumerate(children)]
 
 
-def kill_at(command, place, calls):
-    """Run the command in a child that gets SIGKILL at the `calls`-th call of `module:function`, given as `place`."""
+def kill_at(command, place, calls, *, work=run_command):
+    """Run `work(command)` in a child that gets SIGKILL at the `calls`-th call of `module:function`, the `place`."""
     module, _, names = place.partition(":")
     *outer, name = names.split(".")
     owner = reduce(getattr, outer, import_module(module))
@@ -75,7 +75,7 @@ def kill_at(command, place, calls):
         return original(*args, **kwargs)
 
     with patch.object(owner, name, counted):
-        child = start(command)
+        child = start(command, work=work)
     child.join(240)
     assert child.exitcode == -signal.SIGKILL, f"{place} was not called {calls} times"
 

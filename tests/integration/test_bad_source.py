@@ -9,19 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.cli import run_command
 
-SHARD = "model-0000{}-of-00003.safetensors"
-
-
-def test_damaged_shards_are_all_named(refused, source):
-    corrupt, cut, lost = (source / SHARD.format(number) for number in (1, 2, 3))
-    corrupt.write_bytes(b"\x40" + bytes(7) + bytes(200))
-    cut.write_bytes(cut.read_bytes()[:-10])
-    lost.unlink()
-    errors = refused(*words_for(source)).split("\n\n")
-    for error, path, what in zip(errors, (corrupt, cut, lost), ("is damaged", "is damaged", "is missing"), strict=True):
-        assert what in error.splitlines()[0]
-        assert f"  where: {path}" in error
-
 
 @pytest.mark.usefixtures("without_weights")
 def test_a_tokenizer_that_knows_no_token(failed, source):
@@ -30,36 +17,20 @@ def test_a_tokenizer_that_knows_no_token(failed, source):
     assert failed(*words_for(source)).startswith("no usable tokenizer: it finds no token in plain text\n")
 
 
-@pytest.mark.parametrize("option", ["default", "forward_only"])
-def test_weights_that_are_not_finite(failed, source, text, option):
+def test_weights_that_are_not_finite(failed, source, text):
     change_ffn(source, "up", lambda weight: weight.index_fill_(0, torch.tensor([3]), torch.nan))
-    said = failed(*words_for(source, text), f"scan={option}")
+    said = failed(*words_for(source, text))
     assert said.startswith("1 tensors hold weights that are not finite\n  where: model.layers.1.mlp.up_proj.weight\n")
 
 
-def zero_ffns(source):
-    for layer in (0, 1):
-        change_ffn(source, "down", torch.Tensor.zero_, layer)
-        change_ffn(source, "up", torch.Tensor.zero_, layer)
-
-
-def scale_ffns(source):
-    """The same function, with gradients beyond float32."""
+def test_gradients_beyond_float32(failed, source, text):
+    """The FFNs compute the same function."""
     change_ffn(source, "up", methodcaller("mul_", 1e-25))
     change_ffn(source, "down", methodcaller("mul_", 1e25))
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (zero_ffns, "all gradients are zero in 2 of 2 samples"),
-        (scale_ffns, "the gradients are not finite in 2 of 2 samples"),
-    ],
-)
-def test_gradients_that_say_nothing(failed, source, text, change, what):
-    change(source)
     said = failed(*words_for(source, text))
-    assert said.startswith(f"{what}\n  where: 0: {text}:1, 1: {text}:1\n  do:    ")
+    assert said.startswith(
+        f"the gradients are not finite in 2 of 2 samples\n  where: 0: {text}:1, 1: {text}:1\n  do:    "
+    )
 
 
 def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_path):

@@ -12,6 +12,7 @@ ROWS = 27
 GROUPS = ["scan", "forward", "scanner", "memory", "mscan", "dump", "watch"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_every_row_is_measured(tmp_path, capsys):
     folder, found = write_pico(tmp_path / "pico", "qwen3", hidden=40, intermediate=72), tmp_path / "found.json"

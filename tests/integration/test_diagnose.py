@@ -67,24 +67,19 @@ def test_what_is_not_there(tmp_path, capsys):
     assert "no module that ran is called h.*" in capsys.readouterr().err
 
 
-UNREADABLE = "transformers cannot load this checkpoint"
-FOREIGN = {
-    "larger": ({"hidden_size": 48}, "config.json says a model of "),
-    "more layers": ({"num_hidden_layers": 99}, "config.json says num_hidden_layers=99"),
-    "narrower": ({"intermediate_size": 20}, UNREADABLE),
-    "another architecture": ({"model_type": "qwen3"}, "config.json says a model of "),
-    "no language model": ({"model_type": "vit"}, "architectures and model_type in config.json"),
-    "unknown": ({"model_type": "frog"}, UNREADABLE),
-}
-
-
-@pytest.mark.parametrize(("kind", "check"), [*((kind, "auto_diff") for kind in FOREIGN), ("larger", "analyze_tensor")])
-def test_a_checkpoint_whose_config_belongs_to_another_model(tmp_path, capsys, kind, check):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 48}, "config.json says a model of "),
+        ({"model_type": "vit"}, "architectures and model_type in config.json"),
+    ],
+    ids=["larger", "no language model"],
+)
+def test_a_checkpoint_whose_config_belongs_to_another_model(tmp_path, capsys, changes, said):
     folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
-    changes, said = FOREIGN[kind]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
-    code, folders = diagnose(tmp_path / "outputs", f"check={check}", f"diagnose.checkpoint={folder}")
+    code, folders = diagnose(tmp_path / "outputs", "check=auto_diff", f"diagnose.checkpoint={folder}")
     error = capsys.readouterr().err
     assert (code, folders) == (FAILED, [])
     assert said in error

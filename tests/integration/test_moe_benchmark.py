@@ -3,6 +3,7 @@
 import json
 import math
 
+import pytest
 from benchmarks.__main__ import main
 from benchmarks.moe_speed import shape_of
 from pico import write_pico
@@ -22,6 +23,7 @@ COMPARED = [
 ]
 
 
+@pytest.mark.slow
 def test_every_row_is_measured(tmp_path):
     folder, found = write_pico(tmp_path / "pico", "qwen3", hidden=40, intermediate=80), tmp_path / "found.json"
     sizes = ["--tokens", "24", "--length", "8", "--repetitions", "1", "--device", "cpu"]

@@ -265,22 +265,6 @@ def test_a_stage_that_reruns_since_its_parents_have_changed_resumes(outputs, wor
     assert hidden(outputs, "project") == []
 
 
-def test_a_finished_layer_that_was_damaged_is_computed_again(outputs, words, capsys):
-    before = hashes(outputs, "project")
-    forget(outputs, "project")
-    run_killed(outputs, words, "stage=project", at=GRADIENTS, calls=2)
-    damaged = sorted(stage_folder(outputs, "project").glob(".*/scratch/layer-*.safetensors"))
-    assert len(damaged) == LAYERS
-    for path, position in zip(damaged, (-1, 3), strict=True):
-        content = bytearray(path.read_bytes())
-        content[position] ^= 1
-        path.write_bytes(content)
-    assert in_process(outputs, words, "stage=project") == 0
-    said = capsys.readouterr().out
-    assert all(f"layer {index} of an unfinished run is damaged" in said for index in range(LAYERS))
-    assert hashes(outputs, "project") == before
-
-
 @pytest.mark.parametrize(
     ("moment", "calls"),
     [

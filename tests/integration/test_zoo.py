@@ -67,8 +67,3 @@ def test_problems_of_a_carve_are_found():
         "without_experts": 0.0, "image": 0.1, "image_generated": float("inf"),
     }.items():  # fmt: skip
         assert len(problems(sound | {key: value})) == 1, key
-
-
-def test_the_family_of_next_month_is_no_type_of_the_tables():
-    assert MODEL_TYPE in TYPES
-    assert MODEL_TYPE not in KEYS

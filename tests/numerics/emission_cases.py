@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,6 @@ class Case:
     always_on: int = 0
     experts: int = 5
     n: int = 7
-    copies: bool = False  # E·N > F: the last expert holds neurons of the others
     dtype: torch.dtype = torch.float32
     pad_to: int = 8
     dense_layers: tuple[int, ...] = ()
@@ -124,8 +123,8 @@ class Case:
 
     @property
     def width(self) -> int:
-        """F; with copies, the last expert has no neurons of its own."""
-        return (self.experts - self.copies) * self.n + self.always_on
+        """F."""
+        return self.experts * self.n + self.always_on
 
     @property
     def architecture(self) -> str:
@@ -168,10 +167,8 @@ CASES = {
     ),
     "cohere2": Case("cohere2", "cohere2_moe", always_on=5, pico=COHERE2 | {"tie": True}),
     "cohere2-dense-last": Case("cohere2", "cohere2_moe", dense_layers=(1,), pico=COHERE2 | {"attention_bias": True}),
-    "qwen3-copies": Case("qwen3", "qwen3_moe", copies=True),
     "qwen3-bfloat16": Case("qwen3", "qwen3_moe", experts=4, n=8, dtype=torch.bfloat16),
     "qwen2-bfloat16": Case("qwen2", "qwen2_moe", always_on=5, experts=4, n=8, dtype=torch.bfloat16),
-    "qwen3-shards": Case("qwen3", "qwen3_moe", pico={"max_shard_size": "8KB"}),
     "phi3": Case("phi3", "mixtral", pico={"sliding_window": 4}),
     "phi3-longrope": Case("phi3", "mixtral", pico=LONGROPE),
     "olmo2": Case("olmo2", "flex_olmo", pico={"tie": True}),
@@ -261,10 +258,7 @@ def write_case(folder: Path, case: Case) -> None:
     with DenseReader(dense) as reader:
 
         def experts(layer: int):
-            neurons_EN, always_on_S = neurons_of(case, layer)
-            slices = slice_experts(reader.projections(layer), neurons_EN, always_on_S)
-            copies = neurons_EN.flatten().bincount(minlength=case.width)[neurons_EN]
-            return replace(slices, down_EDN=slices.down_EDN / copies[:, None, :])
+            return slice_experts(reader.projections(layer), *neurons_of(case, layer))
 
         emit_checkpoint(
             dense,
@@ -293,8 +287,6 @@ def neurons_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(E, N) neurons and (S,) always-on neurons of a layer, in another random order for each layer."""
     order = torch.randperm(case.width, generator=torch.Generator().manual_seed(layer)).int()
     always_on, routed = order[: case.always_on], order[case.always_on :]
-    if case.copies:
-        routed = torch.cat([routed, routed[:: case.experts - 1][: case.n]])
     return routed.view(case.experts, case.n), always_on
 
 

@@ -18,7 +18,7 @@ from models.targets.base import gate_kind
 from models.targets.config import MOE_TARGETS
 from stages.evaluate.baselines import CarvedFFN
 
-T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2
+T, D, F, E, N, K = 7, 6, 17, 3, 4, 2
 SILU = torch.nn.functional.silu
 
 
@@ -153,20 +153,15 @@ def native_output(mlp, x_TD):
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
 def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k, logit_std, tmp_path):
-    """K < E; gates are nearly constant or differ between experts."""
+    """K < E; gates are nearly constant or differ between experts, and then train their router where they can.
+
+    A renormalised top-1 gate is always 1 and trains no router; emission turns renormalisation off where it can.
+    """
     loop, mlp = emit_routed(source, target, always_on, top_k, logit_std, tmp_path)
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
-    with torch.no_grad():
-        native_TD = native_output(mlp, x_TD)
-    torch.testing.assert_close(native_TD, loop(x_TD), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
-def test_a_router_learns_from_the_loss_where_its_architecture_lets_it(source, target, always_on, top_k, tmp_path):
-    """A renormalised top-1 gate is always 1 and trains no router; emission turns renormalisation off where it can."""
-    _, mlp = emit_routed(source, target, always_on, top_k, 0.1, tmp_path)
-    x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
-    native_output(mlp, x_TD).square().sum().backward()
-    learns = float(mlp.gate.weight.grad.abs().max()) > 1e-4 * float(x_TD.norm())
-    assert learns is (top_k == 2 or target in {"qwen2_moe", "glm4_moe", "tiny_onn"})
+    native_TD = native_output(mlp, x_TD)
+    torch.testing.assert_close(native_TD.detach(), loop(x_TD), rtol=1e-4, atol=1e-5)
+    if logit_std == 0.1:
+        native_TD.square().sum().backward()
+        learns = float(mlp.gate.weight.grad.abs().max()) > 1e-4 * float(x_TD.norm())
+        assert learns is (top_k == 2 or target in {"qwen2_moe", "glm4_moe", "tiny_onn"})

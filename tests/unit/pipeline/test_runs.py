@@ -2,13 +2,10 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
+from integration.forked import kill_at
 
 from instruments.errors import ConfigError, ContractError
 from pipeline.artifacts import LockedError, Manifest, artifact_folder, hold_lock, open_staging, output_in_use, publish
@@ -249,28 +246,10 @@ def test_latest_does_not_point_to_nothing(out, three):
     assert not (out / "latest").is_symlink()
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from pipeline import runs
-left, delete = int(sys.argv[2]), runs._delete
-def counted(path):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    delete(path)
-runs._delete = counted
-runs.remove_runs(Path(sys.argv[1]), ["runs/old", "runs/new"])
-"""
-
-
 @pytest.mark.parametrize("deletions", [0, 1, 2, 5, 8, 13])
 def test_a_killed_removal_goes_on(out, three, deletions):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-c", KILLED, str(out), str(deletions)]
-    killed = subprocess.run(command, env=environment, check=False, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    both = ["runs/old", "runs/new"]
+    kill_at(both, "pipeline.runs:_delete", deletions + 1, work=lambda names: remove_runs(out, names))
     for folder in three.values():  # whole, or no result any more
         assert not folder.exists() or (folder / "tensor.safetensors").exists()
     remove_runs(out, [run.name for run in find_runs(out)])

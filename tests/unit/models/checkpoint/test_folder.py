@@ -1,6 +1,8 @@
 """Headers of a folder: weights stored in 4 or 8 bits are one tensor each; no file is larger than any model's."""
 
+import functools
 import json
+import shutil
 
 import pytest
 import torch
@@ -24,6 +26,18 @@ def plain(tmp_path_factory):
 def stored(request, plain, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, store_quantised(plain, folder, request.param, max_shard_size="3KB")
+
+
+@pytest.fixture(scope="module")
+def once(plain, tmp_path_factory):
+    """Kind → its checkpoint in one file, written once."""
+    return functools.cache(lambda kind: store_quantised(plain, tmp_path_factory.mktemp(kind), kind))
+
+
+@pytest.fixture
+def store(once, tmp_path):
+    """Write a checkpoint of a kind that a test may change."""
+    return lambda kind: shutil.copytree(once(kind), tmp_path / kind)
 
 
 def test_names_shapes_and_formats_are_those_of_the_plain_checkpoint(plain, stored):
@@ -54,8 +68,8 @@ def test_weights_are_those_that_transformers_decodes(stored):
     ("named", "dtype"),
     [({"dtype": "float16"}, torch.float16), ({"torch_dtype": "torch.float32"}, torch.float32), ({}, torch.bfloat16)],
 )
-def test_int8_becomes_what_the_config_names(plain, tmp_path, named, dtype):
-    folder = store_quantised(plain, tmp_path, "int8")
+def test_int8_becomes_what_the_config_names(store, named, dtype):
+    folder = store("int8")
     config = json.loads((folder / "config.json").read_text())
     config.pop("dtype")
     (folder / "config.json").write_text(json.dumps(config | named))
@@ -63,9 +77,9 @@ def test_int8_becomes_what_the_config_names(plain, tmp_path, named, dtype):
         assert reader.dtype(UP) == reader.tensor(UP).dtype == dtype
 
 
-def test_bytes_under_the_name_of_another_format(plain, tmp_path):
+def test_bytes_under_the_name_of_another_format(store):
     """Packed bytes stored as bfloat16, as in checkpoints for sharded training."""
-    folder = store_quantised(plain, tmp_path, "nf4")
+    folder = store("nf4")
     with ShardReader(folder) as reader:
         expected = reader.tensor(UP)
     edit(folder, lambda tensors: tensors.update({UP: tensors[UP].flatten().view(torch.bfloat16)[:, None]}))
@@ -99,13 +113,13 @@ SCALES, LAYOUT = UP.replace("weight", "SCB"), UP.replace("weight", "weight_forma
         ("int8", LAYOUT, lambda _old: torch.tensor(2, dtype=torch.uint8), "int8 weights are not stored row by row"),
     ],
 )
-def test_packed_weights_that_cannot_be_decoded(plain, tmp_path, kind, name, change, what):
+def test_packed_weights_that_cannot_be_decoded(store, kind, name, change, what):
     def edited(tensors):
         old = tensors.pop(name, None)
         if change is not None:
             tensors[name] = change(old)
 
-    folder = store_quantised(plain, tmp_path, kind)
+    folder = store(kind)
     edit(folder, edited)
     with pytest.raises(CheckpointError) as caught:
         ShardReader(folder)
