@@ -265,7 +265,7 @@ def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
     if workers.world > 1:
         part = ScanSums({name: value.clone() for name, value in part.tensors.items()}, part.counters, part.done)
     for name in sorted(part.tensors):  # every worker in the same order; a file may have another
-        # Workers that hold the bits of the same token, maybe from an export of Redis, hold the same bits.
+        # One worker holds the bits of a token, the others zeros.
         workers.reduce_(part.tensors[name], maximum=name in {"max_abs", "bits_LRf"})
     others = workers.gather((part.counters, part.done))
     if not workers.leads:

@@ -83,11 +83,11 @@ def test_the_help_of_every_program_is_light():
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
-        (["stage=scam"], ["stage=scam is none of all, scan"]),
-        (["expert=3", "cluster=foo"], ["there is no setting expert", "cluster=foo is none of"]),
+        (["stage=scam", "expert=3", "cluster=foo"],
+         ["stage=scam is none of all, scan", "there is no setting expert", "cluster=foo is none of"]),
         (["n=2048", "data=text", "data.path=nowhere"], ["n=2048 needs at least 2048 neurons", "nowhere"]),
     ],
-)
+)  # fmt: skip
 def test_errors_in_the_settings_are_light(tmp_path, words, messages):
     done, seconds = run(*words, f"output_dir={tmp_path}")
     assert done.returncode == 2

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,24 +52,20 @@ def test_layers_come_back_bit_for_bit(tmp_path: Path, always_on: int) -> None:
     assert torch.equal(stored["always_on"], layer.always_on)
 
 
-def test_no_such_layer(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="layer-00008") as caught:
-        load_layer(tmp_path, 8)
-    assert caught.value.where == str(layer_file(tmp_path, 8))
-
-
 @pytest.mark.parametrize(
     ("missing", "facts", "what"),
     [
         ("experts.up_END", {}, r"ExtractedLayer has fields \['experts.up_END'\] too many or too few"),
         ("", {"version": 9}, "expected ExtractedLayer version 3, found ExtractedLayer version 9"),
+        ("", {"contract": "Partition"}, "expected ExtractedLayer version 3, found Partition version 3"),
     ],
 )
-def test_a_layer_of_other_fields_or_of_another_version(
-    path: Path, missing: str, facts: dict[str, int], what: str
+def test_a_layer_of_other_fields_another_version_or_another_contract(
+    path: Path, missing: str, facts: dict[str, Any], what: str
 ) -> None:
     tensors, old = load_tensors(path)
     tensors.pop(missing, None)
     save_tensors(path, tensors, **old | facts)
-    with pytest.raises(ContractError, match=what):
+    with pytest.raises(ContractError, match=what) as caught:
         load_layer(path.parent, 7)
+    assert caught.value.where == str(path)

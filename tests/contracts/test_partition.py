@@ -3,7 +3,7 @@ import torch
 
 from instruments.errors import ContractError
 from models.routing import LinearRouter
-from stages.artifacts.carve import NeuronStatistics, Partition, Routers
+from stages.artifacts.carve import Partition, Routers
 
 L, E, N, F, S = 3, 5, 4, 20, 2
 NEURONS = torch.stack([torch.arange(N) + start for start in (0, 4, 0, 3, 8)]).int()
@@ -75,14 +75,6 @@ def test_what_is_no_partition_is_refused(neurons, home, always_on, what, where):
     with pytest.raises(ContractError) as error:
         Partition(F, neurons, home, always_on)
     assert (error.value.what, error.value.where) == (what, where)
-
-
-def test_another_contract_is_refused(tmp_path):
-    Partition(F, NEURONS, HOME, ALWAYS_ON).save(tmp_path)
-    (tmp_path / Partition.FILE).rename(tmp_path / NeuronStatistics.FILE)
-    with pytest.raises(ContractError) as error:
-        NeuronStatistics.load(tmp_path)
-    assert str(error.value).startswith("expected NeuronStatistics version 2, found Partition version 3")
 
 
 @pytest.mark.parametrize(

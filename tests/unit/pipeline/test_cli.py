@@ -218,12 +218,11 @@ def test_a_run_goes_on_when_the_readers_of_its_words_have_ended(tmp_path):
     assert len([*tmp_path.glob("artifacts/embedded/*/*/manifest.json")]) == 2
 
 
-def test_names_do_not_steer_the_terminal(tmp_path):
-    named = f"model.path={tmp_path}/\x1b[2Jname"
-    done = run_under(["model=local", named, "data=python_stdlib", f"output_dir={tmp_path}"])
-    assert done.returncode == 2
-    assert b"\x1b" not in done.stderr
-    assert rb"\x1b[2Jname" in done.stderr
+def test_names_do_not_steer_the_terminal(command, tmp_path):
+    code, said = command("model=local", f"model.path={tmp_path}/\x1b[2Jname", "data=python_stdlib")
+    assert code == 2
+    assert "\x1b" not in said
+    assert r"\x1b[2Jname" in said
 
 
 @pytest.mark.parametrize(("installed", "said"), [("1.2.3", "tiny-onn 1.2.3"), (None, "tiny-onn (not installed")])

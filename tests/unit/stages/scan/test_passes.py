@@ -1,5 +1,3 @@
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -8,12 +6,9 @@ from pico import write_pico
 from instruments.errors import CheckpointError
 from models.config import ModelConfig
 from models.loading import load_dense
-from stages.accumulators.sums import LocalStore, ScanSums
-from stages.artifacts.job import Workers
 from stages.scan.passes import (
     check_causal,
     check_mean_loss,
-    collect_sums,
     draw_reservoir,
     slots_of_batch,
     token_to_neuron_major,
@@ -58,29 +53,3 @@ def test_bits_turn_from_tokens_to_neurons():
     packed = torch.from_numpy(np.packbits(active_LRF, axis=2))
     turned = token_to_neuron_major(packed, width=12)
     assert np.array_equal(np.unpackbits(turned.numpy(), axis=2, count=5), active_LRF.transpose(0, 2, 1))
-
-
-@dataclass(frozen=True)
-class WithOther(Workers):
-    """The leading one of two workers; the other one holds `part`."""
-
-    part: ScanSums | None = None
-
-    def reduce_(self, tensor, *, maximum=False, at=0):
-        other = next(value for value in self.part.tensors.values() if value.shape == tensor.shape)
-        torch.maximum(tensor, other, out=tensor) if maximum else tensor.add_(other)
-
-    def gather(self, value):
-        return [value, (self.part.counters, self.part.done)]
-
-
-def test_bits_of_a_token_that_two_workers_hold_count_once(tmp_path):
-    # An export of Redis may hold the bits of a batch whose sums were not committed.
-    shapes = {"sum_abs": ((2, 7), torch.float64), "bits_LRf": ((2, 3, 1), torch.uint8)}
-    store = LocalStore(tmp_path, shapes, identity={}, every=1)
-    store.sums.add(ScanSums({"sum_abs": torch.ones(2, 7), "bits_LRf": torch.tensor([[[5], [0], [6]]] * 2)}, {}, {0}))
-    other = ScanSums({"sum_abs": torch.ones(2, 7), "bits_LRf": torch.tensor([[[0], [3], [6]]] * 2)}, {}, {1})
-    sums = collect_sums(store, WithOther(0, 2, part=other))
-    assert sums.tensors["bits_LRf"].tolist() == [[[5], [3], [6]]] * 2
-    assert sums.tensors["sum_abs"].unique().tolist() == [2]
-    assert sums.done == {0, 1}
