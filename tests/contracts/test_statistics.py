@@ -2,36 +2,15 @@ from dataclasses import fields
 
 import pytest
 import torch
+from neuron_statistics import make_statistics
 
 from stages.artifacts.carve import NeuronStatistics
-
-L, F, R = 2, 7, 19
 
 
 @pytest.fixture
 def statistics():
-    generator = torch.Generator().manual_seed(0)
-
-    def sums(dtype=torch.float64):
-        return torch.rand(L, F, generator=generator, dtype=dtype)
-
-    return NeuronStatistics(
-        tokens=40,
-        samples=6,
-        samples_with_gradient=5,
-        mean_loss=2.25,
-        sum_abs=sums(),
-        sum_sq=sums(),
-        max_abs=sums(),
-        active_count=torch.randint(40, (L, F), generator=generator),
-        sum_taylor=sums(),
-        grad_norm_gate=sums(),
-        grad_norm_up=sums(),
-        grad_norm_down=sums(),
-        weight_norm_down=sums(torch.float32),
-        active_bits=torch.randint(256, (L, F, (R + 7) // 8), generator=generator, dtype=torch.uint8),
-        reservoir_tokens=R,
-    )
+    bits_LFr = torch.arange(2 * 7 * 3, dtype=torch.uint8).view(2, 7, 3)
+    return make_statistics(2, 7, samples_with_gradient=5, active_bits=bits_LFr, reservoir_tokens=19)
 
 
 def test_round_trip_keeps_values_and_number_formats(tmp_path, statistics):

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 README = Path(__file__).parents[2] / "README.md"
 # Learning rate of AdamW → steps after which to look; the slow tests look later.
 QUICK, LONG = {1e-5: (1,), 1e-4: (5,)}, {1e-5: (1, 100), 1e-4: (10, 100)}
+LOOKS = [pytest.param(QUICK, id="quick"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
 ALLOWED, KEPT = 0.005, 0.97
 
 
@@ -23,35 +24,25 @@ def assert_survives(moe, dense, batches, heldout, looks):
             assert both[0][1].kept >= KEPT
 
 
+@pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_few_steps_of_a_plain_loop(carves, text, name):
+def test_steps_of_a_plain_loop(carves, text, name, looks):
     carve = carves[name]
     batches = read_text_batches(carve.dense, text, 14)
-    assert_survives(carve.checkpoints["project"], carve.dense, batches[:10], batches[10:], QUICK)
+    assert_survives(carve.checkpoints["project"], carve.dense, batches[:10], batches[10:], looks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_hundred_steps_of_a_plain_loop(carves, text, name):
+@pytest.mark.parametrize(
+    ("name", "looks", "counts"),
+    [
+        ("embedded", QUICK, (5, 3)),
+        *(pytest.param(name, LONG, (30, 30), marks=pytest.mark.slow) for name in ("embedded", "embedded-softmax")),
+    ],
+)
+def test_steps_on_the_model_of_the_repository(carves, name, looks, counts):
     carve = carves[name]
-    batches = read_text_batches(carve.dense, text, 14)
-    assert_survives(carve.checkpoints["project"], carve.dense, batches[:10], batches[10:], LONG)
-
-
-def test_a_few_steps_on_the_model_of_the_repository(carves):
-    carve = carves["embedded"]
-    batches, heldout = (
-        read_batches(carve.dense, split, count) for split, count in (("calibration", 5), ("heldout", 3))
-    )
-    assert_survives(carve.checkpoints["project"], carve.dense, batches, heldout, QUICK)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["embedded", "embedded-softmax"])
-def test_a_hundred_steps_on_the_model_of_the_repository(carves, name):
-    carve = carves[name]
-    batches, heldout = (read_batches(carve.dense, split, 30) for split in ("calibration", "heldout"))
-    assert_survives(carve.checkpoints["project"], carve.dense, batches, heldout, LONG)
+    batches, heldout = map(read_batches, [carve.dense] * 2, ("calibration", "heldout"), counts)
+    assert_survives(carve.checkpoints["project"], carve.dense, batches, heldout, looks)
 
 
 @pytest.mark.parametrize(

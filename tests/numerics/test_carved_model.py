@@ -50,6 +50,21 @@ def cut_loops(dense, shape, gate):
     return loops
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_pico(tmp_path_factory.mktemp("dense"), "qwen3", layers=L, hidden=D, intermediate=F)
+
+
+@pytest.fixture
+def dense(folder):
+    return load(folder)
+
+
+@pytest.fixture
+def carved(dense):
+    return CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+
+
 def find_gradients(carved, batch):
     weights = [weight for _, weight in carved.weights()]
     found = [None] * len(weights)
@@ -119,10 +134,8 @@ def gradients_of(layer, moe, shape):
         yield down[:, : shape.always_on]
 
 
-def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
-    folder = write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F)
-    dense, shape = load(folder), MoEShape(E, N, K, 4)
-    loops = cut_loops(dense, shape, GateKind.SIGMOID_OF_CHOSEN)
+def test_nothing_of_the_model_has_changed_afterwards(dense):
+    loops = cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SIGMOID_OF_CHOSEN)
     ids = torch.arange(1, 8)[None]
     before, ffns = dense(input_ids=ids).logits, [layer.mlp for layer in dense.model.layers]
     carved = CarvedModel(dense, loops)
@@ -136,9 +149,7 @@ def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
         )
 
 
-def test_experts_that_layers_share_have_one_gradient(tmp_path):
-    folder = write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F)
-    dense = load(folder)
+def test_experts_that_layers_share_have_one_gradient(dense):
     loops = cut_loops(dense, MoEShape(E, N, K, 0), GateKind.SOFTMAX_OF_CHOSEN)
     own = CarvedModel(dense, [loops[0], loops[1], loops[2]])
     pool = [type(loop)(loops[0].experts, *[getattr(loop, spec.name) for spec in fields(loop)[1:]]) for loop in loops]
@@ -164,9 +175,7 @@ def test_no_token_weighs_more_than_the_median_one():
     assert torch.allclose(clipped_TD, torch.tensor([[3.0, 4.0], [0.0, 0.0], [3.0, 4.0], [0.0, 2.0], [-5.0, 0.0]]))
 
 
-def test_padding_does_not_change_clipped_gradients(tmp_path):
-    dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
-    carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+def test_padding_does_not_change_clipped_gradients(carved):
     (batch,) = batch_sequences([TokenSequence("one", ids := [*range(1, 8)], ids)], 18, 0)
     padded = replace(
         batch, input_ids=pad(batch.input_ids, (0, 11)), attention_mask=pad(batch.attention_mask, (0, 11)),
@@ -177,9 +186,7 @@ def test_padding_does_not_change_clipped_gradients(tmp_path):
         torch.testing.assert_close(found, expected)
 
 
-def test_gradients_are_clipped_and_repeatable(tmp_path, monkeypatch):
-    dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
-    carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+def test_gradients_are_clipped_and_repeatable(carved, monkeypatch):
     (batch, *_) = carved.teach(read_batches())
     clipped, again = (find_gradients(carved, batch) for _ in range(2))
     monkeypatch.setattr(carved_model, "clip_tokens", lambda gradient_TD: gradient_TD)
@@ -188,9 +195,7 @@ def test_gradients_are_clipped_and_repeatable(tmp_path, monkeypatch):
     assert all(0 < b.norm() < a.norm() for a, b in zip(plain, clipped, strict=True))
 
 
-def test_weights_may_move_while_backward_runs(tmp_path):
-    dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
-    carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+def test_weights_may_move_while_backward_runs(carved):
     (batch, *_) = carved.teach(read_batches())
     expected, weights = find_gradients(carved, batch), [weight for _, weight in carved.weights()]
     found = [None] * len(weights)
@@ -204,8 +209,7 @@ def test_weights_may_move_while_backward_runs(tmp_path):
     assert not any(weight.requires_grad or weight.grad is not None for weight in weights)
 
 
-def test_gradients_do_not_vanish_in_float16(tmp_path):
-    dense = load(write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F))
+def test_gradients_do_not_vanish_in_float16(dense):
     with torch.no_grad():  # the same function of a residual stream 8,192 times as large
         for name, weight in dense.named_parameters():
             if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):

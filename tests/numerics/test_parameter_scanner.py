@@ -5,16 +5,17 @@ import torch
 from pico import write_pico
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
+from unit.instruments.parameter_scan.recordings import ARRAYS
 
 from instruments import device
 from instruments.parameter_scan.passes import Passes
 from instruments.parameter_scan.scanner import ParameterTensorScanner
+from stages.losses import enable_gradient_checkpointing
 
 # With norms of queries and keys, with biases, and with fused matrices; tied embeddings or not.
 MODELS = [("qwen3", True), ("qwen2", False), ("phi3", True)]
 LENGTHS = (9, 5, 7)
 WIDTH = 7  # block width; divides neither 24 nor 40
-NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -103,18 +104,10 @@ def truth(folder):
     return expected_norms(parameters, true_gradients(load(folder), draw_batch(), [p.name for p in parameters]))
 
 
-def enable_checkpointing(model, *, reentrant):
-    # transformers 5.23 renamed the method.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
-
-
 def prepare(folder, *, training, checkpointing):
     model = load(folder).requires_grad_(training)
     if checkpointing != "none":
-        # transformers recomputes in training mode only; the pico models have no dropout.
-        model.train()
-        enable_checkpointing(model, reentrant=checkpointing == "reentrant")
+        enable_gradient_checkpointing(model, reentrant=checkpointing == "reentrant")
     return model
 
 
@@ -152,7 +145,7 @@ def test_left_padding_and_single_samples_give_the_same(folder):
         for row in range(len(LENGTHS)):
             backward(model, one_sample(draw_batch(), row))
             (alone,) = scanner.collect()
-            for side, name in ((side, name) for side in records for name in NORMS):
+            for side, name in ((side, name) for side in records for name in ARRAYS.values()):
                 together = getattr(records[side], name)[row]
                 torch.testing.assert_close(together, getattr(alone, name)[0], rtol=2e-5, atol=1e-7, msg=name)
 

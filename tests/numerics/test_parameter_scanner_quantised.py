@@ -5,12 +5,12 @@ import torch
 from pico import write_pico
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from unit.instruments.parameter_scan.recordings import ARRAYS
 
 from instruments.parameter_scan.passes import Passes
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_four_bits_equal_an_fp32_twin_with_dequantised_weights(folder, kind, pro
     _, expected = scan(twin)
     assert len(linears) == len(parameters) - 1 == 14
     assert [(p.in_features, p.out_features) for p in parameters if "up_proj" in p.name] == [(64, 128)] * 2
-    for name in NORMS:
+    for name in ARRAYS.values():
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=0, msg=name)
 
 

@@ -10,11 +10,11 @@ from accelerate import disk_offload
 from pico import write_pico
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from unit.instruments.parameter_scan.recordings import ARRAYS
 
 from instruments.errors import ConfigError, NumericsError
 from instruments.parameter_scan.scanner import ParameterTensorScanner
-
-NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")
+from stages.losses import enable_gradient_checkpointing
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def scan(model, batch, **settings):
 
 
 def assert_same(found, expected, **tolerance):
-    for name in NORMS:
+    for name in ARRAYS.values():
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), msg=name, equal_nan=True, **tolerance)
 
 
@@ -153,9 +153,7 @@ def test_names_and_the_source_of_the_next_pass(model):
 def test_forward_passes_before_the_backward_passes_keep_apart(model, together, checkpointing):
     expected = [scan(model, draw(step)) for step in range(3)]
     if checkpointing is not None:
-        model.train()
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": checkpointing})
+        enable_gradient_checkpointing(model, reentrant=checkpointing)
     with ParameterTensorScanner(model) as scanner:
         losses = [model(**draw(step)).loss for step in range(3)]
         if together:

@@ -9,6 +9,7 @@ from instruments.ffn_probe import neuron_norms, probe_gradients
 from models.config import ModelConfig
 from models.ffn import ffn_modules
 from models.loading import load_dense
+from stages.losses import enable_gradient_checkpointing
 
 IDS = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(5))
 # Bound of the relative error of a layer's norms.
@@ -106,10 +107,7 @@ def test_int8_norms_are_those_of_the_gradients_that_flow(folder):
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_recomputed_activations_change_nothing(folder, quantization, reentrant):
     plain, recomputing = load(folder, quantization), load(folder, quantization)
-    enable = getattr(recomputing, "activation_checkpointing_enable", None) or recomputing.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
-    for layer in recomputing.get_decoder().layers:
-        layer.training = True
+    enable_gradient_checkpointing(recomputing, reentrant=reentrant)
     torch.testing.assert_close(scanned_norms(recomputing), scanned_norms(plain), rtol=1e-6, atol=0)
 
 

@@ -67,10 +67,6 @@ def test_a_flag_is_answered_with_the_word_to_type(words, do):
         start(words)
 
 
-def test_flags_of_hydra_are_no_mistake():
-    assert flag_errors(["--cfg", "job", "-m", "--resolve", "seed=-1"]) == []
-
-
 def test_every_remedy_can_be_typed():
     """A sentence and another program are no words of ours."""
     values = {"data.max_length": "64", "train.batch": "4", "assemble.target": "mixtral", "model.dtype": "float32"}

@@ -134,7 +134,7 @@ def test_a_path_and_a_name_choose_their_option(word, expanded):
 
 
 def test_only_whole_flags_of_hydra_that_show_settings_or_sweep_are_taken():
-    assert flag_errors(["--cfg", "-m", "--resolve", "--info"]) == []
+    assert flag_errors(["--cfg", "job", "-m", "--resolve", "--info", "seed=-1"]) == []
     refused = ["--experimental-rerun", "--exp", "--config-dir", "-cn", "--shell-completion", "-sc", "--mult", "--x=1"]
     assert len(flag_errors(refused)) == len(refused)
 

@@ -69,8 +69,6 @@ def test_an_answer_that_ends_before_its_asserts_is_not_solved(attack):
 LIMITED = {
     "memory": ("x = bytearray(2**30)", "raised MemoryError"),
     "forks": ("import os\nwhile True: os.fork()", "raised BlockingIOError"),
-    "threads": ("import threading\nthreading.Thread(target=print).start()", "raised RuntimeError"),
-    "programs": ("import subprocess; subprocess.run(['ls'])", "raised BlockingIOError"),
     "output": ("while True: print('x' * 10000)", "raised OSError"),
     "one file": ("open('/tmp/x', 'wb').write(b'1' * 2**22)", "raised OSError"),
     "all files": ("for i in range(99): open(f'/tmp/{i}', 'wb').write(b'1' * 2**19)", "raised OSError"),

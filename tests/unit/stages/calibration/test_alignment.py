@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,15 +9,12 @@ from models.routing import GateKind, LinearRouter, active_copies, membership, re
 from stages.calibration.alignment import align_down, at_usual_gates, column_scale, relative_error, scale_columns
 from stages.calibration.share import split_validation
 from stages.evaluate.baselines import CarvedFFN
+from stages.project.config import ProjectConfig
 
 T, D, F, E, N, K = 50, 6, 12, 4, 3, 2
 
 
-@dataclass
-class Settings:
-    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-1])
-    validation_share: float = 0.25
-    validate: bool = True
+SETTINGS = ProjectConfig(penalties=[1e-3, 1e-1], validation_share=0.25)
 
 
 @pytest.fixture
@@ -36,7 +33,7 @@ def inputs():
 def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
     carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF)
     wanted = [ffn(x_TD) for x_TD in inputs]
-    aligned = align_down(carved, inputs, wanted, Settings())
+    aligned = align_down(carved, inputs, wanted, SETTINGS)
     assert aligned.penalty in {1e-3, 1e-1}
     _, validation = split_validation(len(inputs), 0.25)
     before, after = (relative_error(one, inputs, wanted, validation) for one in (carved, aligned.carved))
@@ -46,16 +43,16 @@ def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
 def test_the_columns_of_the_next_larger_penalty_are_kept_for_descent(ffn, inputs):
     carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF)
     wanted = [ffn(x_TD) for x_TD in inputs]
-    aligned = align_down(carved, inputs, wanted, Settings(penalties=[1e-3, 1e-1, 10.0]))
+    aligned = align_down(carved, inputs, wanted, replace(SETTINGS, penalties=[1e-3, 1e-1, 10.0]))
     larger = {1e-3: 1e-1, 1e-1: 10.0}[aligned.penalty]
-    alone = align_down(carved, inputs, wanted, Settings(penalties=[larger], validate=False))
+    alone = align_down(carved, inputs, wanted, replace(SETTINGS, penalties=[larger], validate=False))
     assert torch.equal(aligned.less_fitted.down_DF, alone.carved.down_DF)
     assert alone.less_fitted is None  # there is no larger one
 
 
 def test_nothing_to_gain_changes_nothing(ffn, inputs):
     carved = CarvedFFN(ffn.hidden, ffn.down_DF)
-    aligned = align_down(carved, inputs, [ffn(x_TD) for x_TD in inputs], Settings())
+    aligned = align_down(carved, inputs, [ffn(x_TD) for x_TD in inputs], SETTINGS)
     assert aligned.penalty is None
     assert aligned.carved is carved
 
@@ -70,8 +67,8 @@ def test_without_validation_the_best_penalty_is_applied_even_where_it_hurts(ffn,
         for index, x_TD in enumerate(inputs)
     ]
     carved = CarvedFFN(ffn.hidden, ffn.down_DF)
-    assert align_down(carved, inputs, wanted, Settings()).penalty is None
-    assert align_down(carved, inputs, wanted, Settings(validate=False)).penalty is not None
+    assert align_down(carved, inputs, wanted, SETTINGS).penalty is None
+    assert align_down(carved, inputs, wanted, replace(SETTINGS, validate=False)).penalty is not None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from neuron_statistics import make_statistics
 from torch import Tensor
 
 from stages.artifacts.carve import NeuronStatistics
@@ -28,23 +29,12 @@ def plant() -> Callable[..., Planted]:
         bits_LFR = rng.random(chance_LFR.shape) < chance_LFR
         bits_LFR[:, :dead] = False
 
-        def sums() -> Tensor:
-            return torch.from_numpy(rng.random((layers, width)) + 0.1)
-
-        statistics = NeuronStatistics(
+        statistics = make_statistics(
+            layers,
+            width,
+            seed=5,
             tokens=tokens,
-            samples=6,
-            samples_with_gradient=6,
-            mean_loss=2.0,
-            sum_abs=sums(),
-            sum_sq=sums(),
-            max_abs=sums(),
             active_count=torch.from_numpy(bits_LFR.sum(2)),
-            sum_taylor=sums(),
-            grad_norm_gate=sums(),
-            grad_norm_up=sums(),
-            grad_norm_down=sums(),
-            weight_norm_down=sums().float(),
             active_bits=torch.from_numpy(np.packbits(bits_LFR, axis=2)),
             reservoir_tokens=tokens,
         )

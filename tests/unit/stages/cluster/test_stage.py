@@ -129,8 +129,7 @@ def test_the_seed_decides(job, planted):
 @pytest.mark.parametrize(("experts", "always_on"), [(1, 0), (3, 5), (5, 0)])
 def test_a_pool_takes_the_neurons_of_highest_score_from_every_layer(job, planted, scores, experts, always_on):
     shape = MoEShape(experts, 6, 2, always_on, "global_pool")
-    table = run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
-    partition = Partition.load(job.out)
+    table, partition = cluster(job, shape=shape)
     assert partition.sizes == (L, experts, 6, always_on, F)
     assert (min(partition.given) == 0) == (experts < L)
     assert partition.multiplicity.max() == 1
@@ -143,9 +142,7 @@ def test_a_pool_takes_the_neurons_of_highest_score_from_every_layer(job, planted
 
 
 def test_a_pool_of_more_places_than_neurons_holds_all_of_them(job, planted):
-    shape = MoEShape(11, 6, 2, 0, "global_pool")
-    run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
-    partition = Partition.load(job.out)
+    _table, partition = cluster(job, shape=MoEShape(11, 6, 2, 0, "global_pool"))
     assert sorted(partition.given) == [5, 6]
     assert (partition.multiplicity >= 1).all()
 

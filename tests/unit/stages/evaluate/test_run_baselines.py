@@ -1,5 +1,4 @@
 import copy
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,16 +11,13 @@ from models.stream import LayerStream
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import Text, run_baselines, watch_states
 from stages.losses import measure_loss, measure_losses
+from stages.project.config import ProjectConfig
 from stages.text.batches import TokenSequence, batch_sequences
 
 L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
 
 
-@dataclass
-class Settings:
-    penalties: list[float] = field(default_factory=lambda: [1e-2, 1e-1])
-    validation_share: float = 0.25
-    validate: bool = True
+SETTINGS = ProjectConfig(penalties=[1e-2, 1e-1], validation_share=0.25)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def run(folder, text, *names, top_k=K, always_on=S, states=()):
         return LayerFacts(ffn, order[S:].view(E, N), order[:S], router, contribution_F, shape, seed=index)
 
     with LayerStream(folder, device=torch.device("cpu")) as stream:
-        return run_baselines(names, stream, text, facts_of, Settings(), replicated=False, dense=states)
+        return run_baselines(names, stream, text, facts_of, SETTINGS, replicated=False, dense=states)
 
 
 @pytest.mark.parametrize("name", ["unaligned", "static_mask", "random_router", "oracle"])
