@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve
+from integration.redis_parts import close_stores
+from integration.redis_server import running
 from pico import write_pico
 
 from instruments.errors import FAILED, INVALID
@@ -113,3 +115,18 @@ def failed(tmp_path, monkeypatch, capsys):
 def without_weights(monkeypatch):
     """Fail if the dense model is loaded."""
     monkeypatch.setattr("stages.scan.stage.load_dense", lambda *_: pytest.fail("the dense model was loaded"))
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory):
+    """A Redis server whose settings no test changes."""
+    with running(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server):
+    """An empty Redis server; the stores that a test opens are closed."""
+    shared_server.client().flushall()
+    yield shared_server
+    close_stores()

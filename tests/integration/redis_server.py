@@ -1,7 +1,6 @@
 """A real redis-server on a free port, in its own folder."""
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import redis
+from integration.forked import free_port
 
 
 class RedisServer:
     """A server that can be stopped or killed, and started again on the same port with the same files."""
 
     def __init__(self, folder: Path, *options: str, append_only: bool = True):
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port = folder, choose_port()
         kept = ("--appendonly", "yes", "--appendfsync", "always") if append_only else ()
         self.command = [find_server(), "--port", str(self.port), "--dir", str(folder), "--save", "", *kept, *options]
         self.password = options[options.index("--requirepass") + 1] if "--requirepass" in options else None
@@ -61,13 +61,11 @@ def find_server() -> str:
     ).REDIS_SERVER_PATH
 
 
-def free_port():
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port < 2**16 - 10001:  # a cluster also needs the port 10,000 above
-            return port
+def choose_port() -> int:
+    """A free port; a cluster also needs the port 10,000 above."""
+    while (port := int(free_port())) >= 2**16 - 10001:
+        pass
+    return port
 
 
 @contextmanager

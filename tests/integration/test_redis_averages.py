@@ -1,25 +1,16 @@
 """Averages of a scan's sums in Redis, through the command."""
 
 import pytest
-from integration.redis_parts import assert_equal, close_stores, flush, make_part, open_store
-from integration.redis_server import running
+from integration.redis_parts import assert_equal, flush, make_part, open_store
 
 from pipeline.store import main
 from stages.accumulators.redis_store import PROJECTIONS
 
 
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture
-def server(shared_server, monkeypatch):
-    shared_server.client().flushall()
-    monkeypatch.setenv("TINY_ONN_REDIS_URL", shared_server.url)
-    yield shared_server
-    close_stores()
+def server(server, monkeypatch):
+    monkeypatch.setenv("TINY_ONN_REDIS_URL", server.url)
+    return server
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from stages.accumulators.redis_connection import _warn_of_loss, check_store, con
 
 
 @pytest.fixture
-def server(tmp_path):
+def own_server(tmp_path):
+    """A server that a test may stop, or whose settings it may change."""
     with running(tmp_path) as server:
         yield server
         close_stores()
@@ -93,15 +94,15 @@ def test_an_answer_that_is_nested_without_end():
     assert error.do == "store.url of a Redis server"
 
 
-def test_the_server_goes_away_for_good(server, monkeypatch):
+def test_the_server_goes_away_for_good(own_server, monkeypatch):
     monkeypatch.setattr("stages.accumulators.redis_connection.RUNNING_TRIES", 2)
-    store = open_store(server.url)
-    server.stop()
+    store = open_store(own_server.url)
+    own_server.stop()
     store.sums.add(make_part(0))
     with pytest.raises(UserError) as caught:
         store.flush()
     assert caught.value.what.startswith("the Redis server cannot be reached: Error 111 connecting to 127.0.0.1:")
-    server.start()
+    own_server.start()
     store.flush()
     assert_equal(store.collect(), make_part(0))
 
@@ -135,43 +136,43 @@ def follow(client, remedy):
     client.execute_command(*remedy.partition("redis-cli ")[2].partition(")")[0].split())
 
 
-def test_memory_is_full(server):
-    store = flush(open_store(server.url), 0)
+def test_memory_is_full(own_server):
+    store = flush(open_store(own_server.url), 0)
     store.collect()
-    client = server.client()
+    client = own_server.client()
     client.config_set("maxmemory", "1kb")
     store.sums.add(make_part(1))
     with pytest.raises(UserError) as caught:
         store.flush()
     assert caught.value.what.startswith("the Redis server's memory is full: ")
-    assert caught.value.where == f"Redis at 127.0.0.1:{server.port}, database 0, namespace t:"
+    assert caught.value.where == f"Redis at 127.0.0.1:{own_server.port}, database 0, namespace t:"
     follow(client, caught.value.do)
     store.flush()
     assert_equal(store.collect(), make_part(0, 1))
 
 
-def test_memory_that_fills_up_between_commit_and_sums_loses_nothing(server):
-    store = open_store(server.url)
+def test_memory_that_fills_up_between_commit_and_sums_loses_nothing(own_server):
+    store = open_store(own_server.url)
     store.commit(make_part(0))
-    server.client().config_set("maxmemory", "1kb")
+    own_server.client().config_set("maxmemory", "1kb")
     with pytest.raises(UserError, match="memory is full"):
         store.collect()
-    server.client().config_set("maxmemory", "0")
+    own_server.client().config_set("maxmemory", "0")
     assert_equal(store.collect(), make_part(0))
 
 
-def test_a_server_that_drops_keys(server):
-    client = server.client()
+def test_a_server_that_drops_keys(own_server):
+    client = own_server.client()
     client.config_set("maxmemory", "100mb")
     for policy in ("noeviction", "volatile-lru"):
         client.config_set("maxmemory-policy", policy)
-        check_store(StoreConfig("redis", url=server.url))
+        check_store(StoreConfig("redis", url=own_server.url))
     client.config_set("maxmemory-policy", "allkeys-lfu")
-    caught = refusal(server.url)
+    caught = refusal(own_server.url)
     assert caught.type is ConfigError
     assert "maxmemory-policy allkeys-lfu" in caught.value.what
     follow(client, caught.value.do)
-    check_store(StoreConfig("redis", url=server.url))
+    check_store(StoreConfig("redis", url=own_server.url))
 
 
 def test_a_server_that_keeps_nothing_is_used_with_one_warning_and_a_cluster_is_not(tmp_path, caplog):
@@ -187,13 +188,13 @@ def test_a_server_that_keeps_nothing_is_used_with_one_warning_and_a_cluster_is_n
     assert "is a cluster" in caught.value.what
 
 
-def test_a_user_with_just_the_rights_that_the_message_names_or_fewer(server, monkeypatch):
+def test_a_user_with_just_the_rights_that_the_message_names_or_fewer(own_server, monkeypatch):
     monkeypatch.setenv("TINY_ONN_REDIS_PASSWORD", "pw")
     reading, keys = {"categories": ["+@read"], "commands": ["+info", "+ping"], "passwords": ["+pw"]}, ["t:*"]
-    server.client().acl_setuser("guest", enabled=True, **reading)
+    own_server.client().acl_setuser("guest", enabled=True, **reading)
     with pytest.raises(UserError, match=r"the Redis server refuses: .*permission"):
-        open_store(server.url.replace("//", "//guest@"))
+        open_store(own_server.url.replace("//", "//guest@"))
     reading["categories"] += ["+@write", "+@scripting"]
-    server.client().acl_setuser("scan", enabled=True, keys=keys, **reading)
-    store = flush(open_store(server.url.replace("//", "//scan@")), 0)
+    own_server.client().acl_setuser("scan", enabled=True, keys=keys, **reading)
+    store = flush(open_store(own_server.url.replace("//", "//scan@")), 0)
     assert_equal(store.collect(), make_part(0))

@@ -12,7 +12,6 @@ from integration.redis_parts import (
     SHAPES,
     WIDTH,
     assert_equal,
-    close_stores,
     flush,
     make_part,
     open_store,
@@ -26,19 +25,6 @@ from stages.accumulators.sums import empty_sums
 
 ROW = "t:param:model.layers.1.ffn.gate_proj.weight:row:7"
 UP, DOWN = (ROW.replace("gate", name) for name in ("up", "down"))
-
-
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server):
-    shared_server.client().flushall()
-    yield shared_server
-    close_stores()
 
 
 def test_every_row_is_a_hash_of_running_sums(server):

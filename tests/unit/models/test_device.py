@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from draws import draw
 
 from instruments import device
 from instruments.device import allow_rounded_products, rounded_products
@@ -18,10 +19,6 @@ T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Neurons 3 and 8 are in two experts.
 PLAIN, COPIED = torch.arange(12).view(E, N), torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]])
-
-
-def draw(*sizes, seed):
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
 def make_loop(neurons_EN=PLAIN, always=S, gate=GateKind.SOFTMAX_OF_CHOSEN):

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import draw
 
 from models.experts import ExpertLoop, slice_experts
 from models.ffn import DenseFFN
@@ -91,10 +92,6 @@ def test_every_source_of_a_mixture_has_validation_batches(sources, held):
 KINDS = [kind for kind in GateKind if kind is not GateKind.CONSTANT]
 APART = torch.arange(F).view(E, N)
 COPIED = torch.tensor([[0, 1, 2], [2, 3, 4], [2, 4, 5], [6, 7, 8]])
-
-
-def draw(*size, seed):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
 FFN = DenseFFN(draw(F, D, seed=0), draw(F, D, seed=1), draw(D, F, seed=2), torch.nn.functional.silu)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from draws import draw
 from integration.forked import as_workers
 from pico import write_pico
 
@@ -21,10 +22,6 @@ from stages.text.batches import TokenSequence, batch_sequences
 D, F, E, N, S, K = 6, 13, 3, 4, 2, 2
 SIZES = [7, 5, 9, 4, 8]
 SETTINGS = SimpleNamespace(penalties=[0.1, 0.01], validation_share=0.4, validate=True)
-
-
-def draw(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 BATCHES = [draw(size, D, seed=size) for size in SIZES]

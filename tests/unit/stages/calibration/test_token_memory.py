@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draws import draw
 from pico import write_pico
 
 from models.config import ModelConfig
@@ -25,10 +26,6 @@ from stages.calibration.token_memory import (
 )
 from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.config import DataConfig
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def mapped_files():

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from draws import draw
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
@@ -18,10 +19,6 @@ from stages.routing.task import load_balance, make_loop
 D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
 REFIT = RouterSettings("error", 1e-3, 1000, 0, 0.0, 1, logit_std=0.001)
 DESCENT = ProjectConfig(descent_steps=60, descent_tokens=64, rounds=0)
-
-
-def draw(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 FFN = DenseFFN(draw(F, D, seed=1), draw(F, D, seed=2), draw(D, F, seed=3), torch.nn.functional.silu)

@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from draws import draw
 
 from models.experts import slice_experts
 from models.ffn import DenseFFN
@@ -10,10 +11,6 @@ from stages.project.gradient_projection import neuron_dim, project_neurons, read
 
 D, F, E, N = 6, 12, 3, 2
 NEURONS_EN, ALWAYS_S = torch.tensor([[0, 5], [5, 7], [2, 3]]), torch.tensor([11])
-
-
-def draw(*sizes, seed):
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
 def cut_experts(seed=1):

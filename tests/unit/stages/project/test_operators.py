@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import draw
 from operator_counts import Operators, count_operators
 from pico import write_pico
 from transformers import AutoModelForCausalLM
@@ -31,10 +32,6 @@ REFIT = RouterSettings("error", 0.1, 1000, 10, 0.0, 1, rate=0.05, logit_std=0.3)
 @pytest.fixture(autouse=True)
 def _no_host(monkeypatch):
     monkeypatch.setattr(device, "HOSTS", set())
-
-
-def draw(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cut_loop(ffn, experts, seed=4):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import draw
 from integration.forked import as_workers
 
 from models.experts import ExpertLoop, ExpertWeights
@@ -26,10 +27,6 @@ PARTITION = Partition(
     torch.tensor([[18, 19]] * L, dtype=torch.int32),
     pooled=True,
 )
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def part(layer):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import draw
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
@@ -15,10 +16,6 @@ from stages.routing.task import error_drops, watch_pool
 
 T, D, E, N, K, S = 29, 6, 4, 3, 1, 2
 SILU = torch.nn.functional.silu
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import draw
 
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
@@ -25,10 +26,6 @@ from stages.routing.task import watch_experts
 D, S, E, N = 6, 2, 3, 4
 F = S + E * N
 SETTINGS = RouterSettings("error", 1e-6, 10_000, 0, 0.0, 1)
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_task(*, echo, neurons_EN=None):
