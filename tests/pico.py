@@ -112,6 +112,12 @@ def bare_decoder(config: Mapping[str, Any]) -> Decoder:
     return _described(json.dumps(config))
 
 
+def change_config(folder: Path, name: str = "config.json", /, **changes: Any) -> None:
+    """Change or add values of a JSON file of a checkpoint."""
+    stored = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(stored | changes))
+
+
 @cache
 def _described(content: str) -> Decoder:
     with TemporaryDirectory() as folder:

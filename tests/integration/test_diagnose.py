@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from pico import write_pico
+from pico import change_config, write_pico
 
 from instruments.errors import FAILED, INVALID
 from pipeline.cli import run_command
@@ -77,8 +77,7 @@ def test_what_is_not_there(tmp_path, capsys):
 )
 def test_a_checkpoint_whose_config_belongs_to_another_model(tmp_path, capsys, changes, said):
     folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    change_config(folder, **changes)
     code, folders = diagnose(tmp_path / "outputs", "check=auto_diff", f"diagnose.checkpoint={folder}")
     error = capsys.readouterr().err
     assert (code, folders) == (FAILED, [])

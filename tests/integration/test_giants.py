@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from integration.forked import start
-from pico import write_pico
+from pico import change_config, write_pico
 
 from pipeline.cli import run_command
 
@@ -64,8 +64,7 @@ def lengthen(path, size):
 
 def set_vocabulary(source, tokens):
     """Change the size of the vocabulary, in config.json and in the weights."""
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"vocab_size": tokens}))
+    change_config(source, vocab_size=tokens)
     stretch(source / "model.safetensors", lambda name, shape: [tokens, shape[1]] if name in EMBEDDINGS else shape)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from integration.carving import words_of_pico
 from numerics.quantised_models import decoded_weights, plain_twin, store_quantised, write_plain
+from pico import change_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -88,14 +89,9 @@ def test_stored_checkpoints_have_no_faults(stored):
     assert check_source(local(stored)) == []
 
 
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def test_a_config_that_says_nothing_of_quantisation(plain, tmp_path):
     folder = store_quantised(plain, tmp_path, "fp4")
-    edit_config(folder, quantization_config=None)
+    change_config(folder, quantization_config=None)
     (error,) = check_source(local(folder))
     assert error.what == "14 weights are stored in 4 or 8 bits, and config.json says nothing of it"
     assert error.where.startswith("model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight, ")
@@ -104,7 +100,7 @@ def test_a_config_that_says_nothing_of_quantisation(plain, tmp_path):
 
 def test_shapes_are_checked_as_the_model_sees_them(plain, tmp_path):
     folder = store_quantised(plain, tmp_path, "nf4")
-    edit_config(folder, intermediate_size=73)
+    change_config(folder, intermediate_size=73)
     (error,) = check_source(local(folder))
     assert error.what == "6 tensors do not have the shape that config.json says"
     assert error.where.startswith("model.layers.0.mlp.down_proj.weight is (40, 72), not (40, 73), ")

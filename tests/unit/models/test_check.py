@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico import write_pico
+from pico import change_config, write_pico
 from safetensors.torch import load_file, save_file
 from zoo.checkpoints import write_checkpoint
 
@@ -36,11 +36,6 @@ def folder(whole, tmp_path):
 
 def faults(folder, **settings):
     return check_source(ModelConfig(kind="local", path=str(folder), **settings))
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_tensors(folder, change):
@@ -166,7 +161,7 @@ def test_pipes_and_devices_are_not_read(folder, file):
 
 
 def test_a_config_that_no_decoder_has_and_damage_are_reported_together(folder):
-    edit_config(folder, is_causal=False)
+    change_config(folder, is_causal=False)
     next(folder.glob("*.safetensors")).unlink()
     config, _damage = faults(folder)
     assert config.what == "with attention to later tokens this is no model of the next token"
@@ -185,7 +180,7 @@ def test_a_config_that_no_decoder_has_and_damage_are_reported_together(folder):
     ],
 )
 def test_configurations_that_cannot_be_carved(folder, changes, what, where):
-    edit_config(folder, **changes)
+    change_config(folder, **changes)
     (error,) = faults(folder)
     assert (error.what[: len(what)], error.where) == (what, where)
 
@@ -200,7 +195,7 @@ def test_configurations_that_cannot_be_carved(folder, changes, what, where):
     ],
 )
 def test_values_that_no_model_has_are_one_error(folder, key, value):
-    edit_config(folder, **{key: value})
+    change_config(folder, **{key: value})
     assert [type(error) for error in faults(folder)] == [CheckpointError]
 
 
@@ -210,7 +205,7 @@ def test_a_key_of_a_wrapper_about_its_images_refuses_nothing():
 
 
 def test_settings_and_source_are_checked_together(folder):
-    edit_config(folder, is_causal=False, quantization_config={"quant_method": "awq"})
+    change_config(folder, is_causal=False, quantization_config={"quant_method": "awq"})
     assert [error.what for error in faults(folder)] == [
         "weights quantised by awq cannot be sliced",
         "with attention to later tokens this is no model of the next token",

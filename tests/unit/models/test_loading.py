@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico import write_pico
+from pico import change_config, write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -85,11 +85,6 @@ def test_the_tokenizer_of_another_model(tmp_path, parts):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="no usable tokenizer: it has 4096 tokens, the model 61"):
         load_tokenizer(folder, trust_remote_code=False)
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Carves of dense pico models for the tests of clients, and a folder with Python that nobody may run."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from pico import write_pico
+from pico import change_config, write_pico
 from zoo.checkpoints import write_checkpoint
 
 from models.checkpoint.shards import DenseReader
@@ -72,13 +71,7 @@ def make_hostile(checkpoint: Path, folder: Path, marker: Path) -> Path:
     for name in ("evil.py", "tokenization_evil.py", "sub/__init__.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n")
-    change_settings(folder, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    change_config(folder, auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
     tokenizer = {"AutoTokenizer": ["tokenization_evil.Evil", "tokenization_evil.Evil"]}
-    change_settings(folder, "tokenizer_config.json", auto_map=tokenizer, nested={"auto_map": tokenizer})
+    change_config(folder, "tokenizer_config.json", auto_map=tokenizer, nested={"auto_map": tokenizer})
     return folder
-
-
-def change_settings(folder: Path, name: str, **values) -> None:
-    """Change values of a JSON file in a folder."""
-    stored = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-    (folder / name).write_text(json.dumps(stored | values))

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from pico import change_config
 from unit.pipeline.served_carves import (
-    change_settings,
     make_hostile,
     write_carve,
     write_gguf_package,
@@ -110,7 +110,7 @@ def wrapped(request, tmp_path_factory):
 def test_a_carve_that_sees_images_is_converted_as_its_own_class(tmp_path, wrapped, llama_cpp, marker, capsys):
     hostile = make_hostile(wrapped, tmp_path / "moe", marker)
     config = read_config(hostile)
-    change_settings(hostile, "config.json", text_config=config["text_config"] | {"architectures": ["EvilForCausalLM"]})
+    change_config(hostile, text_config=config["text_config"] | {"architectures": ["EvilForCausalLM"]})
     assert gguf.main([str(hostile), str(tmp_path / "x.gguf"), "--type", "f16", *llama_cpp]) == 0
     assert not marker.exists()
     seen = json.loads((tmp_path / "x.gguf").read_text())["config.json"]
@@ -133,16 +133,16 @@ def test_serve_check_runs_no_python_of_the_carve(tmp_path, carve, llama_cpp, mar
 @pytest.mark.parametrize("program", [gguf, serve_check])
 def test_architectures_of_another_class_are_refused(program, tmp_path, carve, capsys):
     hostile = shutil.copytree(carve, tmp_path / "moe")
-    change_settings(hostile, "config.json", architectures=["XverseForCausalLM"])
+    change_config(hostile, architectures=["XverseForCausalLM"])
     assert program.main([str(hostile), *([str(tmp_path / "x.gguf")] if program is gguf else [])]) == 1
     assert "XverseForCausalLM" in capsys.readouterr().err
 
 
 def test_clients_see_what_a_carve_holds_and_no_other_file(tmp_path, carve):
     moe = shutil.copytree(carve, tmp_path / "moe")
-    change_settings(moe, "generation_config.json", do_sample=False)
+    change_config(moe, "generation_config.json", do_sample=False)
     (moe / "README.md").write_text("# a card")
-    change_settings(moe, "config.json", attn_implementation="someone/kernel", nested={"auto_map": {}, "kept": 1})
+    change_config(moe, attn_implementation="someone/kernel", nested={"auto_map": {}, "kept": 1})
     for name in ("adapter.bin", "custom.jinja", "requirements.txt", "notes.json"):
         (moe / name).write_text("{}")
     with clients.readable_copy(moe) as seen:
@@ -156,7 +156,7 @@ def test_clients_see_what_a_carve_holds_and_no_other_file(tmp_path, carve):
 def test_tiny_onn_is_seen_with_the_projects_own_code(tmp_path):
     moe = write_carve(tmp_path, "tiny_onn", "qwen3", 64)
     (moe / CODE_FILES[0]).write_text("raise SystemExit('changed')")
-    change_settings(moe, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoTokenizer": "evil.Evil"})
+    change_config(moe, auto_map={"AutoConfig": "evil.Evil", "AutoTokenizer": "evil.Evil"})
     with clients.readable_copy(moe) as seen:
         code = Path(clients.__file__).parents[1] / "models" / "tiny_onn"
         assert all((seen / name).read_text() == (code / name).read_text() for name in CODE_FILES)

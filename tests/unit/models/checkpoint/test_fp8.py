@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from pico import write_pico
+from pico import change_config, write_pico
 from safetensors.torch import load_file, save_file
 
 from instruments.errors import CheckpointError
@@ -70,12 +70,10 @@ def store_fp8(plain, folder, form, block=(16, 8)):
         decoded[name] = (tensors[name].float() * every).to(torch.bfloat16)
         tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     sizes = {"weight_block_size": list(block) if block else None}
     methods = {"fbgemm": {"quant_method": "fbgemm_fp8"}, "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"}}
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", **sizes}
-    config["quantization_config"] = methods.get(form, fp8)
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, quantization_config=methods.get(form, fp8))
     return decoded
 
 
@@ -125,8 +123,7 @@ def test_weights_of_compressed_tensors_are_decoded_as_by_it(plain, tmp_path, gro
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     named = "mxfp8-quantized" if powers else "float-quantized"
     stored = quantization.QuantizationConfig(config_groups={"group_0": scheme}, format=named).model_dump_json()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": json.loads(stored)}))
+    change_config(folder, quantization_config=json.loads(stored))
     assert check_source(ModelConfig(kind="local", path=str(folder))) == []
     model = load_dense(ModelConfig(device="cpu"), folder).state_dict()
     with DenseReader(folder) as reader:
@@ -197,10 +194,8 @@ def test_other_formats_are_refused_by_name(tmp_path, plain, method, place):
     tensors = load_file(folder / "model.safetensors")
     tensors[GATE.replace("weight", "qweight")] = tensors.pop(GATE).view(torch.int32)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
     stored = {"quantization_config": {"quant_method": method, "bits": 4}}
-    config |= stored if place == "top" else {"text_config": stored}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, **(stored if place == "top" else {"text_config": stored}))
     (error,) = check_source(ModelConfig(kind="local", path=str(folder)))
     assert error.what == f"weights quantised by {method} cannot be sliced"
     assert error.do == "give the unquantised model, or one in FP8 or of bitsandbytes"
