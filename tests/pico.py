@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,6 +117,11 @@ def change_config(folder: Path, name: str = "config.json", /, **changes: Any) ->
     """Change or add values of a JSON file of a checkpoint."""
     stored = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
     (folder / name).write_text(json.dumps(stored | changes))
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read with safetensors alone."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @cache

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from pico import write_pico
 from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
@@ -143,6 +144,28 @@ def words_of_pico(source: Path, text: Path) -> list[str]:
         *("data=text", f"data.path={text}", "data.tokens=900", "data.heldout_tokens=300"),
         *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100"),
         *("vocabulary.tokens=100", "project.descent_steps=4", "project.rounds=1", "project.router_steps=20"),
+    ]
+
+
+def published(outputs: Path, stage: str, label: str = "pico") -> Path:
+    """The one published folder of a stage."""
+    (folder,) = (outputs / "artifacts" / label / stage).glob("[!.]*")
+    return folder
+
+
+def similar_lines(count: int) -> list[str]:
+    """Similar but different sentences."""
+    return [f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(count)]
+
+
+def write_source(folder: Path, lines: int) -> list[str]:
+    """Write a model, a text and a short held-out text; returns the words that name them."""
+    write_pico(folder / "pico", "qwen3", tokenizer=True)
+    (folder / "text.txt").write_text("\n\n".join(similar_lines(lines)))
+    (folder / "heldout.txt").write_text("No bird was met.")
+    return [
+        *("model=local", f"model.path={folder / 'pico'}", "model.label=pico"),
+        *("data=text", f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}"),
     ]
 
 

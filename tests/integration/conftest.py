@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve
+from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve, similar_lines
 from integration.redis_parts import close_stores
 from integration.redis_server import running
 from pico import write_pico
@@ -32,10 +32,9 @@ def shared(tmp_path_factory) -> Path:
 def text(shared) -> Path:
     """Similar but different paragraphs."""
     path = shared / "text.txt"
-    lines = (f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(400))
     with FileLock(shared / "text.lock"):
         if not path.exists():
-            path.write_text("\n\n".join(lines))
+            path.write_text("\n\n".join(similar_lines(400)))
     return path
 
 

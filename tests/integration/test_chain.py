@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from integration.carving import CARVES, EXACT, reopen
-from safetensors import safe_open
+from pico import tensors_in
 from safetensors.torch import load_file
 
 TOLERANCE = 1e-5
@@ -160,12 +160,3 @@ def test_dropped_neurons_are_those_of_lowest_score(carves):
 
 def read_config(checkpoint):
     return json.loads((checkpoint / "config.json").read_text())
-
-
-def tensors_in(folder):
-    """All tensors of a checkpoint, read by safetensors itself."""
-    tensors = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-    return tensors

@@ -1,7 +1,7 @@
 """A chain with a layer that stays dense: no stage cuts, fits or counts it; and the layers that auto keeps."""
 
 import torch
-from integration.carving import words_of_pico
+from integration.carving import published, words_of_pico
 from omegaconf import OmegaConf
 from pico import write_pico
 from safetensors.torch import load_file, save_file
@@ -52,8 +52,7 @@ def test_auto_keeps_the_layers_that_cost_most(text, tmp_path, capsys):
     assert run_command(words) == 0
     latest = tmp_path / "outputs" / "latest"
     assert list(OmegaConf.load(latest / "config.yaml").dense_layers) == [2]
-    (cluster,) = (tmp_path / "outputs" / "artifacts" / "llama" / "cluster").glob("*/manifest.json")
-    assert Partition.load(cluster.parent).carved_layers == [0, 1, 3]
+    assert Partition.load(published(tmp_path / "outputs", "cluster", "llama")).carved_layers == [0, 1, 3]
     runs = [*latest.resolve().parent.iterdir()]
     assert run_command([*words, "fresh=true"]) == 0  # measures nothing again
     assert len([*latest.resolve().parent.iterdir()]) == len(runs) + 1

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 import torch
+from integration.carving import published, write_source
 from integration.forked import kill_at, start
-from pico import write_pico
 from safetensors.torch import load_file
 
 from instruments.parameter_scan.file_format import unpack_header
@@ -21,14 +21,8 @@ KILLS = 20
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A scan of 1,000 batches, with the parameter-level record, flushed several times a second."""
-    folder = tmp_path_factory.mktemp("source")
-    write_pico(folder / "pico", "qwen3", tokenizer=True)
-    lines = (f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(4000))
-    (folder / "text.txt").write_text("\n\n".join(lines))
-    (folder / "heldout.txt").write_text("No bird was met.")
     return [
-        *("stage=scan", "model=local", f"model.path={folder / 'pico'}", "model.label=pico", "scan=parameters"),
-        *("data=text", f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}"),
+        *("stage=scan", "scan=parameters", *write_source(tmp_path_factory.mktemp("source"), 4000)),
         *("data.tokens=40000", "data.sample_tokens=null", "data.heldout_tokens=100", "data.max_length=20"),
         *("scan.batch_tokens=40", "scan.reservoir_tokens=500", "store.checkpoint_every=0.1"),
     ]
@@ -39,12 +33,7 @@ def whole(words, tmp_path_factory):
     """The published folder of an undisturbed scan."""
     outputs = tmp_path_factory.mktemp("whole")
     assert run_command([*words, f"output_dir={outputs}"]) == 0
-    return published(outputs)
-
-
-def published(outputs):
-    (folder,) = (outputs / "artifacts" / "pico" / "scan").glob("[!.]*")
-    return folder
+    return published(outputs, "scan")
 
 
 def kill_at_random(command, count_done):
@@ -93,8 +82,8 @@ def test_local_sums_survive_twenty_kills(words, whole, tmp_path):
         return sum(len(read_facts(file)["done"]) for file in files)
 
     kill_at_random([*words, f"output_dir={tmp_path}"], count_done)
-    assert_same(published(tmp_path), whole)
-    assert len(read_mscan(published(tmp_path) / "parameters.mscan").sequences) == 2000
+    assert_same(published(tmp_path, "scan"), whole)
+    assert len(read_mscan(published(tmp_path, "scan") / "parameters.mscan").sequences) == 2000
 
 
 # Kills in the stages of a pool, in the order of the chain: stage, function, and number of its call.
@@ -141,5 +130,4 @@ def test_a_pool_survives_kills_in_its_own_work(words, tmp_path):
 
 def checkpoints(outputs):
     """Sizes and hashes of all that assemble and project published."""
-    folders = {stage: list((outputs / "artifacts" / "pico" / stage).iterdir()) for stage in ("assemble", "project")}
-    return {stage: [Manifest.read(folder, remedy="").files for folder in found] for stage, found in folders.items()}
+    return [Manifest.read(published(outputs, stage), remedy="").files for stage in ("assemble", "project")]

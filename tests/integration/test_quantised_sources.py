@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from integration.carving import words_of_pico
+from integration.carving import published, words_of_pico
 from numerics.quantised_models import decoded_weights, plain_twin, store_quantised, write_plain
 from pico import change_config
 from safetensors.torch import load_file
@@ -42,23 +42,18 @@ def twin(plain, stored):
 
 @pytest.fixture(scope="module")
 def carve(stored, text, tmp_path_factory):
-    """The folder of artifacts of a carve with all experts on, equal parts of the FFN."""
+    """Stage → its folder, of a carve with all experts on, equal parts of the FFN."""
     outputs = tmp_path_factory.mktemp("outputs")
     words = ["stage=assemble", "experts=8", "n=9", "top_k=8", "always_on=0"]
     words += ["assemble.logit_std=0"]
     quick = ["cluster.map=none", f"output_dir={outputs}"]
     assert run_command([*words_of_pico(stored, text), *words, *quick]) == 0
-    return outputs / "artifacts" / stored.name
-
-
-def only(folder):
-    (found,) = folder.iterdir()
-    return found
+    return lambda stage: published(outputs, stage, stored.name)
 
 
 def test_experts_are_slices_of_the_decoded_weights_bit_for_bit(carve, twin):
-    neurons = load_file(only(carve / "cluster") / "partition.safetensors")["neurons"].unflatten(0, (2, -1))
-    written = load_file(only(carve / "assemble") / "checkpoint" / "model.safetensors")
+    neurons = load_file(carve("cluster") / "partition.safetensors")["neurons"].unflatten(0, (2, -1))
+    written = load_file(carve("assemble") / "checkpoint" / "model.safetensors")
     for layer, neurons_EN in enumerate(neurons):
         mlp = twin.model.layers[layer].mlp
         for expert, neurons_N in enumerate(neurons_EN):
@@ -70,7 +65,7 @@ def test_experts_are_slices_of_the_decoded_weights_bit_for_bit(carve, twin):
 
 
 def test_the_carved_checkpoint_is_plain_and_gives_the_same_logits(carve, twin):
-    checkpoint = only(carve / "assemble") / "checkpoint"
+    checkpoint = carve("assemble") / "checkpoint"
     config = json.loads((checkpoint / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
@@ -115,7 +110,7 @@ SPARSE = [
 def evaluate(source, text, outputs, *words):
     """The evaluation record of the whole chain."""
     assert run_command([*words_of_pico(source, text), *SPARSE, f"output_dir={outputs}", *words]) == 0
-    return json.loads((only(outputs / "artifacts" / source.name / "evaluate") / "evaluation.json").read_text())
+    return json.loads((published(outputs, "evaluate", source.name) / "evaluation.json").read_text())
 
 
 def test_a_stored_checkpoint_goes_through_the_whole_chain(stored, plain, text, tmp_path):

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from integration.carving import words_of_pico
+from integration.carving import published, words_of_pico
 from integration.forked import kill_at
 from pico import write_pico
 
@@ -64,15 +64,9 @@ def stage_folder(outputs, stage):
     return outputs / "artifacts" / "pico" / stage
 
 
-def result(outputs, stage):
-    """The one published folder of a stage."""
-    (folder,) = (path for path in stage_folder(outputs, stage).iterdir() if not path.name.startswith("."))
-    return folder
-
-
 def hashes(outputs, stage):
     """Name, size and hash of every published file of a stage."""
-    return json.loads((result(outputs, stage) / "manifest.json").read_text())["files"]
+    return json.loads((published(outputs, stage) / "manifest.json").read_text())["files"]
 
 
 def in_process(outputs, words, *more):
@@ -90,7 +84,7 @@ def hidden(outputs, stage):
 def test_the_chain_leaves_a_checkpoint_and_a_report(finished):
     latest = finished / "latest"
     assert (latest / "checkpoint" / "config.json").is_file()
-    assert (latest / "checkpoint").resolve() == result(finished, "project") / "checkpoint"
+    assert (latest / "checkpoint").resolve() == published(finished, "project") / "checkpoint"
     assert [stage["stage"] for stage in json.loads((latest / "stages.json").read_text())["stages"]] == WHOLE
     assert "<h2>Quality</h2>" in (latest / "report.html").read_text()
     assert (latest / "config.yaml").is_file()
@@ -103,7 +97,7 @@ def test_a_rerun_does_nothing_and_says_so(outputs, words, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines() if "kept from an earlier run" in line] == WHOLE
     assert "dense model" in said
-    assert f"checkpoint {result(outputs, 'project') / 'checkpoint'}" in said
+    assert f"checkpoint {published(outputs, 'project') / 'checkpoint'}" in said
 
 
 def test_only_what_is_missing_or_asked_for_again_is_run(outputs, words, capsys):
@@ -112,12 +106,12 @@ def test_only_what_is_missing_or_asked_for_again_is_run(outputs, words, capsys):
         said = capsys.readouterr().out.splitlines()
         return [line.split()[0] for line in said if line.split()[1:2] == [word]]
 
-    before, folder = hashes(outputs, "scan"), result(outputs, "score").stat().st_ino
+    before, folder = hashes(outputs, "scan"), published(outputs, "score").stat().st_ino
     assert in_process(outputs, words, "stage=cluster", "experts=2") == 0
     assert stages_of("kept") == ["scan", "score"]
     assert in_process(outputs, words, "stage=score", "fresh=true") == 0
     assert stages_of("running") == ["score"]
-    assert result(outputs, "score").stat().st_ino != folder
+    assert published(outputs, "score").stat().st_ino != folder
     forget(outputs, "scan", "score")
     assert in_process(outputs, words, "stage=score") == 0
     assert stages_of("running") == ["scan", "score"]
@@ -126,7 +120,7 @@ def test_only_what_is_missing_or_asked_for_again_is_run(outputs, words, capsys):
 
 def test_a_tampered_parent_is_named_and_the_remedy_works(outputs, words, capsys):
     forget(outputs, "score")
-    damaged = result(outputs, "scan") / "statistics.safetensors"
+    damaged = published(outputs, "scan") / "statistics.safetensors"
     content = damaged.read_bytes()
     damaged.unlink()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -141,7 +135,7 @@ def test_a_tampered_parent_is_named_and_the_remedy_works(outputs, words, capsys)
 @pytest.mark.parametrize(("stage", "damaged"), [("project", "file"), ("project", "manifest"), ("evaluate", "file")])
 def test_a_damaged_checkpoint_is_not_handed_over(outputs, words, capsys, stage, damaged):
     """Nor by an evaluation that is kept, which has read it; size and time of the file are as they were."""
-    folder = result(outputs, "project")
+    folder = published(outputs, "project")
     path = folder / ("manifest.json" if damaged == "manifest" else "checkpoint/model.safetensors")
     content, status = bytearray(path.read_bytes()), path.stat()
     content[-9] ^= 1
@@ -190,7 +184,7 @@ def test_what_depends_on_a_lost_result_is_computed_again_if_its_tensors_differ_n
 
 
 def test_two_runs_of_one_result_at_once(outputs, words, capsys):
-    final = result(outputs, "score")
+    final = published(outputs, "score")
     with hold_lock(final.with_name(f".{final.name}.lock")):
         assert in_process(outputs, words, "stage=score", "fresh=true") == 1
     error = capsys.readouterr().err

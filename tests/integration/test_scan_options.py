@@ -8,6 +8,7 @@ from datetime import datetime
 import numpy as np
 import pytest
 import torch
+from integration.carving import published, write_source
 from integration.forked import start
 from integration.redis_server import running
 from pico import TWO_WIDTHS, write_pico
@@ -24,10 +25,7 @@ from stages.scan.passes import Scanner
 def source(tmp_path_factory):
     """A model, plain text, and conversations, one without an answer."""
     folder = tmp_path_factory.mktemp("source")
-    write_pico(folder / "pico", "qwen3", tokenizer=True)
-    lines = (f"{number} rooks met {number * 7 % 31} gulls near house {number % 9}." for number in range(900))
-    (folder / "text.txt").write_text("\n\n".join(lines))
-    (folder / "heldout.txt").write_text("No bird was met.")
+    write_source(folder, 900)
     chats = [
         [{"role": "user", "content": f"Who met {number} gulls?"}, {"role": "assistant", "content": f"Rook {number}."}]
         for number in range(30)
@@ -43,7 +41,7 @@ def scan(source, tmp_path):
 
     def run(*words, text="text.txt", outputs=tmp_path):
         assert run_command([*command(source, text), *words, f"output_dir={outputs}"]) == 0
-        return published(outputs)
+        return published(outputs, "scan")
 
     return run
 
@@ -62,18 +60,15 @@ def test_neurons_that_narrow_layers_lack_count_nowhere(source, tmp_path):
     write_pico(tmp_path / "pico", "gemma4_text", layers=narrow.pop("num_hidden_layers"), tokenizer=True, **narrow)
     words = [*command(source), f"model.path={tmp_path / 'pico'}", "stage=layers", "scan=parameters"]
     assert run_command([*words, f"output_dir={tmp_path}"]) == 0
-    statistics = NeuronStatistics.load(published(tmp_path))
+    statistics = NeuronStatistics.load(published(tmp_path, "scan"))
     assert (statistics.weight_norm_down > 0).sum(1).tolist() == [40, 40, 80, 80]
     assert not statistics.sum_abs[:2, 40:].any()
-    scanned = read_mscan(published(tmp_path) / "parameters.mscan").header.table.entries
+    scanned = read_mscan(published(tmp_path, "scan") / "parameters.mscan").header.table.entries
     assert [one.out_features for one in scanned if one.name.endswith("gate_proj.weight")] == [40, 40, 80, 80]
-    (layers,) = tmp_path.glob("artifacts/pico/layers/[!.]*")
-    assert Manifest.read(layers, remedy="").table.notes[-1] == "layers of fewer neurons stay dense: 0, 1"
-
-
-def published(outputs):
-    (folder,) = (outputs / "artifacts" / "pico" / "scan").glob("[!.]*")
-    return folder
+    assert (
+        Manifest.read(published(tmp_path, "layers"), remedy="").table.notes[-1]
+        == "layers of fewer neurons stay dense: 0, 1"
+    )
 
 
 def test_two_jobs_that_share_a_server_share_the_work(source, tmp_path, scan):
@@ -90,7 +85,7 @@ def test_two_jobs_that_share_a_server_share_the_work(source, tmp_path, scan):
             job.join(120)
             assert job.exitcode == 0, (tmp_path / f"{place.name}.log").read_text()
     for place in outputs:
-        found = load_file(published(place) / "statistics.safetensors")
+        found = load_file(published(place, "scan") / "statistics.safetensors")
         for name, tensor in alone.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-15, msg=name)
 
@@ -121,7 +116,7 @@ def test_float16_overflow_lowers_the_loss_scale_of_both_records(source, tmp_path
     for dtype in ("float32", "float16"):
         words = [*command(source), f"model.path={model}", f"model.dtype={dtype}", "scan=parameters"]
         assert run_command([*words, f"output_dir={tmp_path / dtype}"]) == 0
-        found[dtype] = read_mscan(published(tmp_path / dtype) / "parameters.mscan").gradient()
+        found[dtype] = read_mscan(published(tmp_path / dtype, "scan") / "parameters.mscan").gradient()
     error = abs(found["float16"] - found["float32"]) / found["float32"]
     assert np.median(error) < 0.02
     assert len(scales - {1.0}) > 1, "nothing overflowed"

@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from integration.carving import words_of_pico
+from integration.carving import similar_lines, words_of_pico
 from pico import write_pico
 
 from instruments.errors import UserError
@@ -14,8 +14,7 @@ from pipeline.cli import run_command
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     write_pico(folder / "pico", "qwen3", layers=2, hidden=24, intermediate=40, tokenizer=True)
-    birds = "".join(f"{number} rooks met {number * 7 % 31} gulls near house {number % 9}. " for number in range(310))
-    (folder / "one.jsonl").write_text(f'{{"text": "{birds}"}}\n')
+    (folder / "one.jsonl").write_text(f'{{"text": "{" ".join(similar_lines(310))}"}}\n')
     return folder
 
 

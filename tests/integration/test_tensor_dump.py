@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from integration.carving import published
 from integration.forked import run_ranks, start
 from safetensors.torch import load_file
 from unit.instruments.tensor_dump.small_model import Small, inputs, run
@@ -233,35 +234,32 @@ def words(sound, text, tmp_path):
     return ["stage=dump", *source, "data.tokens=900", "dump.batch_tokens=256", f"output_dir={tmp_path / 'outputs'}"]
 
 
-def published(tmp_path):
-    (folder,) = (tmp_path / "outputs" / "artifacts" / "pico" / "dump").iterdir()
-    return folder
-
-
 def test_the_stage_dumps_the_configured_model(words, tmp_path, capsys):
     assert run_command([*words, "dump.steps=2", "dump.quant_type=mxfp8"]) == 0
     said = capsys.readouterr()
     assert "Tensors dumped" in said.out + said.err
-    with DumpReader(published(tmp_path)) as reader:
+    with DumpReader(published(tmp_path / "outputs", "dump")) as reader:
         assert {record.source.step for record in reader.records} == {0, 1}
         assert {record.source.tensor for record in reader.records} == set(DumpConfig().tensors) - {"expert"}
         assert {record.metadata["model"] for record in reader.records} == {"pico"}
         assert {record.label for record in reader.records} == {"mxfp8"}
-        assert load_file(published(tmp_path) / reader.records[0].file)
-    assert json.loads((published(tmp_path) / "manifest-00000.json").read_text())["missing"] == {}
+        assert load_file(published(tmp_path / "outputs", "dump") / reader.records[0].file)
+    assert json.loads((published(tmp_path / "outputs", "dump") / "manifest-00000.json").read_text())["missing"] == {}
     assert run_command([*words, "dump.steps=2", "dump.quant_type=mxfp8"]) == 0
 
 
 def test_the_stage_without_gradients(words, tmp_path):
     assert run_command([*words, "dump.gradients=false", 'dump.modules=["*layers.1.*"]']) == 0
-    assert {record.source.direction for record in DumpReader(published(tmp_path)).records} == {"forward"}
+    assert {record.source.direction for record in DumpReader(published(tmp_path / "outputs", "dump")).records} == {
+        "forward"
+    }
 
 
 def test_the_stage_with_recomputed_layers_dumps_the_same(words, tmp_path):
     assert run_command(words) == 0
-    plain = published(tmp_path)
+    plain = published(tmp_path / "outputs", "dump")
     assert run_command([*words, "dump.gradient_checkpointing=true"]) == 0
-    (other,) = set((tmp_path / "outputs" / "artifacts" / "pico" / "dump").iterdir()) - {plain}
+    (other,) = {*plain.parent.iterdir()} - {plain}
     assert main(["compare", str(plain), str(other)]) == 0
 
 
@@ -281,7 +279,7 @@ def test_the_stage_reads_the_same_environment(words, monkeypatch, tmp_path, caps
     monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp8")
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(link))
     assert run_command([*words, "dump.keep=statistics"]) == 0
-    assert link.resolve() == published(tmp_path).resolve()
+    assert link.resolve() == published(tmp_path / "outputs", "dump").resolve()
     assert {record.label for record in DumpReader(link).records} == {"mxfp8"}
     link.unlink()
     assert run_command([*words, "dump.keep=statistics"]) == 0  # kept from before, and linked again

@@ -14,8 +14,7 @@ import pytest
 import torch
 from integration.carving import words_of_pico
 from integration.forked import run_workers, start
-from pico import write_pico
-from safetensors.torch import load_file
+from pico import tensors_in, write_pico
 from transformers import AutoModelForCausalLM
 
 from instruments import device
@@ -93,8 +92,7 @@ def test_training_lowers_the_loss_and_counts_every_token_once(trained):
 def test_the_result_is_a_native_checkpoint_of_the_same_names(trained):
     manifest = json.loads((trained / "manifest.json").read_text())
     before = trained.parents[1] / "project" / manifest["recipe"]["parents"]["project"][:16] / "checkpoint"
-    tensors, earlier = ({k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
-                        for folder in (trained / "checkpoint", before))  # fmt: skip
+    tensors, earlier = map(tensors_in, (trained / "checkpoint", before))
     assert tensors.keys() == earlier.keys()
     assert {k: (v.shape, v.dtype) for k, v in tensors.items()} == {k: (v.shape, v.dtype) for k, v in earlier.items()}
     changed = {name for name in tensors if not torch.equal(tensors[name], earlier[name])}

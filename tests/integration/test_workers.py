@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from integration.carving import words_of_pico
+from integration.carving import published, words_of_pico, write_source
 from integration.forked import run_workers
 from pico import write_pico
 from safetensors.torch import load_file
@@ -30,15 +30,9 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A scan of 7 batches, the last a small one."""
-    folder = tmp_path_factory.mktemp("source")
-    write_pico(folder / "pico", "qwen3", tokenizer=True)
-    lines = (f"{number} wrens met {number * 7 % 31} robins near house {number % 9}." for number in range(300))
-    (folder / "text.txt").write_text("\n\n".join(lines))
-    (folder / "heldout.txt").write_text("No bird was met.")
     return [
-        *("stage=scan", "model=local", f"model.path={folder / 'pico'}", "model.label=pico"),
-        *("data=text", f"data.path={folder / 'text.txt'}", "data.tokens=630", "data.heldout_tokens=100"),
-        f"data.heldout_path={folder / 'heldout.txt'}",
+        *("stage=scan", *write_source(tmp_path_factory.mktemp("source"), 300)),
+        *("data.tokens=630", "data.heldout_tokens=100"),
         *("data.max_length=50", "scan.batch_tokens=100", "scan.reservoir_tokens=40", "store.checkpoint_every=0"),
     ]
 
@@ -53,8 +47,7 @@ def torchrun(workers, outputs, words, program=("-m", "pipeline"), limit=300, pla
 
 
 def statistics(outputs):
-    (path,) = (outputs / "artifacts" / "pico" / "scan").glob("[!.]*/statistics.safetensors")
-    return load_file(path)
+    return load_file(published(outputs, "scan") / "statistics.safetensors")
 
 
 def assert_equal(found, expected):
@@ -195,15 +188,10 @@ def chain(text, tmp_path_factory):
     return words, folder / "alone"
 
 
-def result_of(outputs, stage):
-    (folder,) = (outputs / "artifacts" / "pico" / stage).glob("[!.]*")
-    return folder
-
-
 def assert_same_carve(outputs, alone, stages=CARVED):
     """Compare weights and evaluation to 1e-6, indices of neurons and pictures exactly."""
     for stage in stages:
-        found, expected = result_of(outputs, stage), result_of(alone, stage)
+        found, expected = published(outputs, stage), published(alone, stage)
         assert found.name == expected.name
         files = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.suffix != ".json")
         assert files == sorted(path.relative_to(found) for path in found.rglob("*") if path.suffix != ".json")
@@ -215,7 +203,7 @@ def assert_same_carve(outputs, alone, stages=CARVED):
         for path in (path for path in files if path.suffix == ".png"):
             assert (found / path).read_bytes() == (expected / path).read_bytes()
     ours, theirs = (
-        json.loads((result_of(each, "evaluate") / "evaluation.json").read_text()) for each in (outputs, alone)
+        json.loads((published(each, "evaluate") / "evaluation.json").read_text()) for each in (outputs, alone)
     )
     assert ours["models"].keys() == theirs["models"].keys()
     for name, model in theirs["models"].items():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from numerics.emission_cases import CASES, LAYERS, neurons_of, reload_all, write_case
-from safetensors import safe_open
+from pico import tensors_in
 
 from models.targets.config import MOE_TARGETS
 
@@ -94,12 +94,3 @@ def test_tied_embeddings_written_twice_on_request_give_the_same_logits(
 def has_head(folder: Path) -> bool:
     """Whether a checkpoint has an output embedding of its own."""
     return any(name.endswith("lm_head.weight") for name in tensors_in(folder))
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, read with safetensors alone."""
-    tensors = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors

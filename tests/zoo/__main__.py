@@ -19,6 +19,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from integration.carving import similar_lines
 from zoo.carves import OUTCOMES, Finding, Zoo
 from zoo.checkpoints import names_of_types
 
@@ -39,8 +40,7 @@ COLUMNS = (
 
 def write_text(path: Path) -> Path:
     """Similar but different paragraphs."""
-    lines = (f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(400))
-    path.write_text("\n\n".join(lines))
+    path.write_text("\n\n".join(similar_lines(400)))
     return path
 
 
