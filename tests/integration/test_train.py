@@ -102,7 +102,7 @@ def test_the_result_is_a_native_checkpoint_of_the_same_names(trained):
     model, routers = AutoModelForCausalLM.from_pretrained(trained / "checkpoint"), Routers.load(trained)
     for layer, rows in zip(model.model.layers, routers.rows, strict=True):
         assert torch.equal(layer.mlp.gate.weight, rows)
-    assert routers.logit_std == 0.3
+    assert routers.logit_std == 0.001
     card = (trained / "checkpoint/README.md").read_text()
     assert "dense model: held-out loss " in card
 

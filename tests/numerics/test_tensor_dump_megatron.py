@@ -12,7 +12,9 @@ import torch
 from integration.forked import run_ranks
 from megatron_sizes import GROUPS, HEADS, B, D, F, L, T, V
 
+from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_dump import TensorDump
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [
@@ -23,6 +25,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.distributed.* is deprecated:FutureWarning"),
 ]
 ATTENTION = ("query", "key", "value")
+CASES = {
+    "plain": {},
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def run_plainly():
@@ -94,21 +100,38 @@ def plain(tmp_path_factory):
     return torch.load(folder / "run.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
 
 
+def dump(folder, rank, world, case):
+    """Run one process of a case, with a dump."""
+    from megatron_on_cpu import make_batches, make_gpt, megatron_group
+
+    with megatron_group(rank, world, folder / "store"):
+        model, losses = make_gpt(world, **CASES[case]), []
+        with TensorDump(model, folder / "dump", DumpConfig()) as dumped:
+            for batch in make_batches():
+                loss = model(**batch).mean()
+                loss.backward()
+                losses.append(loss.detach())
+                dumped.step(loss)
+        complaints = list(dumped.manifest.complaints())
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert complaints == [], complaints
+    torch.save({"losses": torch.stack(losses), "gradients": gradients}, folder / f"run-{rank}.pt")
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Run a case once in `world` new processes; return its folder."""
-    from numerics import megatron_dump
 
     @cache
-    def start(world, case="plain"):
+    def start(world, case):
         folder = tmp_path_factory.mktemp(f"{case}{world}")
-        run_ranks(world, lambda rank: megatron_dump.run(folder, rank, world, case))
+        run_ranks(world, lambda rank: dump(folder, rank, world, case))
         return folder
 
     return start
 
 
-@pytest.mark.parametrize("case", ["plain", "recompute"])
+@pytest.mark.parametrize("case", CASES)
 def test_one_process_gives_what_plain_hooks_give(plain, job, case):
     expected, losses, gradients = plain
     folder = job(1, case)
@@ -122,16 +145,11 @@ def test_one_process_gives_what_plain_hooks_give(plain, job, case):
     assert [name for name in gradients if not torch.equal(run["gradients"][name], gradients[name])] == []
 
 
-@pytest.fixture(scope="module")
-def halves(job):
-    return job(2, "plain")
-
-
-@pytest.mark.parametrize(("world", "case"), [(2, "plain"), (2, "recompute")])
-def test_weight_gradients_follow_from_inputs_and_output_gradients(job, world, case):
-    folder = job(world, case)
+@pytest.mark.parametrize("case", CASES)
+def test_weight_gradients_follow_from_inputs_and_output_gradients(job, case):
+    folder = job(2, case)
     with DumpReader(folder / "dump") as reader:
-        for rank in range(world):
+        for rank in range(2):
             run = torch.load(folder / f"run-{rank}.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
             names = {record.source.module for record in reader.select(layer_type="linear", rank=rank)}
             assert len(names) == 4 * L + 1
@@ -143,8 +161,8 @@ def test_weight_gradients_follow_from_inputs_and_output_gradients(job, world, ca
                 assert torch.equal(rebuilt, gradient), (rank, name)
 
 
-def test_each_process_holds_its_own_part(halves):
-    with DumpReader(halves / "dump") as reader:
+def test_each_process_holds_its_own_part(job):
+    with DumpReader(job(2, "plain") / "dump") as reader:
         for rank in range(2):
             mine = {(r.source.module, r.source.tensor): r for r in reader.select(rank=rank, step=1)}
             qkv = mine["decoder.layers.1.self_attention.linear_qkv", "weight"]
@@ -161,8 +179,8 @@ def test_each_process_holds_its_own_part(halves):
         assert len(set(names)) == len(names)
 
 
-def test_records_name_the_mask_and_how_a_layer_is_parallel(halves):
-    with DumpReader(halves / "dump") as reader:
+def test_records_name_the_mask_and_how_a_layer_is_parallel(job):
+    with DumpReader(job(2, "plain") / "dump") as reader:
         (query,) = reader.select(module="*.1.self_attention.core_attention", tensor="query", step=1, rank=1)
         assert query.metadata == {"attention_mask_shape": [1, 1, T, T], "attn_mask_type": "causal"}
         (weight,) = reader.select(module="*.1.mlp.linear_fc1", tensor="weight", step=1, rank=1)
@@ -172,12 +190,12 @@ def test_records_name_the_mask_and_how_a_layer_is_parallel(halves):
         assert given.is_leaf is False
 
 
-def test_parts_are_those_of_one_process(plain, halves):
+def test_parts_are_those_of_one_process(plain, job):
     expected, losses, _ = plain
-    run = torch.load(halves / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+    run = torch.load(job(2, "plain") / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
     torch.testing.assert_close(run["losses"], losses, rtol=1e-6, atol=0)
     axes = {"linear_proj": 1, "linear_fc2": 1, "word_embeddings": 0, "output_layer": 0}
-    with DumpReader(halves / "dump") as reader:
+    with DumpReader(job(2, "plain") / "dump") as reader:
         for name, axis in axes.items():
             parts = [reader.select(module=f"*{name}", tensor="weight", step=1, rank=rank)[0] for rank in (0, 1)]
             whole, module = torch.cat([reader.load(part) for part in parts], axis), parts[0].source.module

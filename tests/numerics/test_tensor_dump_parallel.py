@@ -1,14 +1,36 @@
 """A dump of a transformers model with its own tensor-parallel plan, in two processes over gloo."""
 
+import os
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from integration.forked import run_ranks
 from numerics.plain_hooks import run_plainly
-from numerics.transformers_parallel_dump import IDS, run
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_dump import TensorDump
+
+IDS = torch.arange(14).view(2, 7)
+
+
+def run(folder, rank):
+    """Run the model with its own `tp_plan`, in one of two processes."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on how to pass the plan from transformers 5.18 on
+        model = AutoModelForCausalLM.from_pretrained(folder / "pico", dtype=torch.float32, tp_plan="auto").train()
+    with TensorDump(model, folder / "dump", environment={}) as dumped:
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        dumped.step(loss)
+    torch.save(loss.detach(), folder / f"loss-{rank}.pt")
+    assert list(dumped.manifest.complaints()) == []
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +44,8 @@ def folder(tmp_path_factory):
 def test_weights_are_the_parts_of_one_process(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "pico", dtype=torch.float32).train()
     expected, losses = run_plainly(model, [{"input_ids": IDS, "labels": IDS}])
-    found = torch.load(folder / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
-    torch.testing.assert_close(found["loss"], losses[0], rtol=1e-6, atol=0)
+    loss = torch.load(folder / "loss-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+    torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
     with DumpReader(folder / "dump") as reader:
         weights = reader.select(rank=0, tensor="weight")
         assert {record.source.module for record in weights} == {name for _, name, kind in expected if kind == "weight"}
