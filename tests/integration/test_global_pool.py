@@ -91,7 +91,7 @@ def test_checkpoints_load_speak_and_learn(carve, reopened):
         assert found["losses"][1] < found["losses"][0]
     card = (carve.checkpoints["project"] / "README.md").read_text()
     assert f"{E} of {N} neurons in all, one pool shared by {L} layers" in card
-    assert "alignment ridge, 2 sweeps" in card
+    assert "alignment ridge, penalty " in card
     assert "; gradient projection in " in card
 
 
