@@ -15,7 +15,7 @@ from pipeline.api import evaluate
 
 # Row → dials, tokens, descent steps, and shares of instructions, general text and code.
 ROWS = {
-    "three_quarters": ({"experts": 116, "n": 32, "top_k": 74, "always_on": 1152}, 81_920, 128, (0.45, 0.35, 0.2)),
+    "three_quarters": ({"experts": 80, "n": 32, "top_k": 38, "always_on": 2304}, 81_920, 128, (0.45, 0.35, 0.2)),
     "half": ({"experts": 116, "n": 32, "top_k": 32, "always_on": 1152}, 81_920, 128, (0.45, 0.35, 0.2)),
     "half_without_code": ({"experts": 116, "n": 32, "top_k": 32, "always_on": 1152}, 65_536, 128, (0.6, 0.4, 0.0)),
     "mask": ({"experts": 2, "n": 32, "top_k": 2, "always_on": 2112}, 81_920, 128, (0.45, 0.35, 0.2)),
