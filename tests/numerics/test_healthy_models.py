@@ -4,6 +4,7 @@ import healthy_models
 import pytest
 import torch
 
+from instruments.errors import NumericsError
 from instruments.precision.verdict import Verdict
 from tiny_onn import auto_diff, watch_model
 
@@ -14,7 +15,12 @@ NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_diff_is_content(name):
     for precision, mode in (("bf16", "autocast"), ("fp16", "cast")):
-        diff = auto_diff(healthy_models.make(name), healthy_models.batch_of(name), precision=precision, mode=mode)
+        try:
+            diff = auto_diff(healthy_models.make(name), healthy_models.batch_of(name), precision=precision, mode=mode)
+        except NumericsError as error:
+            if "primitive descriptor" in str(error):
+                pytest.skip("oneDNN has no such layer in 16 bits for this CPU")
+            raise
         assert diff.verdict is Verdict.OK, str(diff)
 
 

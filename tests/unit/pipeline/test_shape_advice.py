@@ -69,7 +69,7 @@ def test_what_the_default_comes_to(said):
     ("words", "shape"),
     [
         ([], "58 experts of 64, 20 per token, and 1152 always on"),
-        (["active=0.05"], "148 experts of 32, 3 per token, and 128 always on"),
+        (["active=0.05"], "150 experts of 32, 5 per token, and 64 always on"),
         (["experts=16"], "16 experts of 232, 5 per token, and 1152 always on"),
         ([POOL, "experts=8"], "8 experts of 256 in all, shared by every layer, 8 per token, and 0 always on"),
     ],
