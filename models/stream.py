@@ -364,7 +364,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             # Only the caller holds the FFN, and may delete it from the layer.
             yield StreamLayer(self, index, module, made.pop())
             for name, parameter in [*module.named_parameters()]:
-                # Whoever holds the FFN still needs its activation, which may learn.
+                # The FFN outlives this layer, and its activation may have weights.
                 if not name.startswith(f"{decoder.ffn.path}."):
                     _put(module, name, torch.empty_like(parameter, device="meta"))
 

@@ -133,7 +133,7 @@ class Workers:
         try:
             yield
         except RuntimeError as error:
-            known = re.search("invalid usage|out of memory|Duplicate GPU", str(error))  # every worker says why
+            known = re.search("invalid usage|out of memory", str(error))  # every worker says why
             if self.world == 1 or known or not re.search(sign, str(error)):
                 raise
             raise LostWorkerError(

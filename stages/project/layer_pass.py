@@ -192,11 +192,10 @@ def train_experts(
     fitted, _ = share.split(settings.validation_share)
     gathered = [share.gather(), share.holding(wanted).gather()]
 
-    def train() -> ExpertWeights:
+    trained: dict[str, Tensor] = {}
+    if share.workers.leads:
         x, wanted_outputs = ([part[index] for index in fitted] for part in gathered)
-        return descend_experts(loop, x, wanted_outputs, settings, seed)
-
-    trained = vars(train()) if share.workers.leads else {}
+        trained = vars(descend_experts(loop, x, wanted_outputs, settings, seed))
     weights: dict[str, Tensor] = {}
     for name, weight in vars(loop.experts).items():
         weights[name] = trained[name].contiguous() if trained else weight.new_empty(weight.shape)
