@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
+from threading import RLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,11 +19,13 @@ from hydra._internal import config_loader_impl as hydra_loader
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import Overrides
+from tqdm import tqdm
 
 from instruments import cpu, device
 
 shape_checking.install(["models", "stages"])
 cpu.FACTS = Path(os.devnull)  # a test's own products are fp32, on any CPU
+tqdm.set_lock(RLock())  # its own is shared with forked children, and one that is killed may hold it
 
 # A file under conf/ is read once, and options of the same groups are put together once, not in each of the two thousand
 # compositions of the tests; what is set by name comes on top of them, as in Hydra.

@@ -271,6 +271,7 @@ def test_a_killed_writer_loses_the_unsealed_segment_at_most(path):
     said.touch()
     process = start(path, said, work=write_until_killed)
     while "\n40\n" not in said.read_text():
+        assert process.is_alive()
         time.sleep(0.01)
     process.kill()
     process.join()

@@ -19,6 +19,8 @@ import torch
 from pipeline.cli import run_command
 from stages.artifacts.job import Workers
 
+LIMIT = 300  # seconds for the children of one test
+
 
 def start(command, said: Path | None = None, *, work=run_command, **environment):
     """Run the command, or `work(command)`, in a child; its output goes to the file `said`, or nowhere."""
@@ -37,7 +39,12 @@ def start(command, said: Path | None = None, *, work=run_command, **environment)
         finally:
             os._exit(code)
 
-    child = multiprocessing.get_context("fork").Process(target=run)
+    return fork(run)
+
+
+def fork(run, *args):
+    """Start `run` in a child, which ends with this process at the latest."""
+    child = multiprocessing.get_context("fork").Process(target=run, args=args, daemon=True)
     child.start()
     return child
 
@@ -53,7 +60,9 @@ def run_workers(count, command, folder, *, work=run_command):
         start(command, folder / f"said{rank}", work=work, **place, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(count)
     ]
+    latest = time.monotonic() + LIMIT
     while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):
+        assert time.monotonic() < latest, [path.read_text() for path in folder.glob("said*")]
         time.sleep(0.05)
     for end in (lambda _: None, Process.terminate, Process.kill):
         for child in children:
@@ -76,7 +85,7 @@ def kill_at(command, place, calls, *, work=run_command):
 
     with patch.object(owner, name, counted):
         child = start(command, work=work)
-    child.join(240)
+    child.join(LIMIT)
     assert child.exitcode == -signal.SIGKILL, f"{place} was not called {calls} times"
 
 
@@ -94,11 +103,9 @@ def run_ranks(world, work):
                 traceback.print_exc()
             os._exit(code)
 
-    children = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(world)]
+    children, latest = [fork(run, rank) for rank in range(world)], time.monotonic() + LIMIT
     for child in children:
-        child.start()
-    for child in children:
-        child.join(300)
+        child.join(max(0, latest - time.monotonic()))
     assert [child.exitcode for child in children] == [0] * world
 
 

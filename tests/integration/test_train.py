@@ -150,7 +150,8 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
                 kills += 1
                 break
             time.sleep(0.01)
-        child.join()
+        child.join(60)
+        assert child.exitcode is not None
     assert kills >= max(1, len(phases) - 1)
     assert run_command(words) == 0
     again = published(words)

@@ -3,15 +3,15 @@
 import errno
 import json
 import os
+import signal
 import subprocess
+import sys
 import threading
-import time
 import warnings
 from contextlib import suppress
 
 import pytest
 from filelock import SoftFileLock
-from integration.forked import start
 
 from instruments.errors import ContractError
 from instruments.files import hash_file
@@ -255,20 +255,22 @@ def test_the_unfinished_work_of_a_living_run_is_left_alone(final):
         assert other.out.is_dir()
 
 
-def hold(lock):
-    with hold_lock(lock):
-        time.sleep(60)
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pipeline.artifacts import hold_lock
+with hold_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 @pytest.fixture
 def holder(tmp_path):
-    child, lock = start(tmp_path / "l", work=hold), tmp_path / "l"
-    while not (lock.exists() and lock.read_text() == str(child.pid)):
-        assert child.is_alive()
-        time.sleep(0.01)
-    yield child
-    child.kill()
-    child.join()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "l"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
 
 
 def test_a_held_lock_names_its_holder(tmp_path, holder):
@@ -281,14 +283,14 @@ def test_a_job_of_a_sweep_waits_for_the_holder(tmp_path, holder, caplog):
     ending = threading.Timer(1, holder.kill)
     ending.start()
     with hold_lock(tmp_path / "l", wait=True):
-        assert not holder.is_alive()
+        assert holder.wait(10) == -signal.SIGKILL
         assert (tmp_path / "l").read_text() == str(os.getpid())
     assert f"waiting for process {holder.pid}, which is computing the same result" in caplog.text
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path, holder):
     holder.kill()
-    holder.join()
+    holder.wait(10)
     assert (tmp_path / "l").exists()
     with hold_lock(tmp_path / "l"):
         assert (tmp_path / "l").read_text() == str(os.getpid())
