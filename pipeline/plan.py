@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # A reason to run a stage.
 STALE = "a result that it reads has changed"
 # Nodes that name files or datasets, whose content enters the recipe as well.
-NODES_WITH_CONTENT = ("model", "data")
+NODES_WITH_CONTENT = {"model": "the dense model", "data": "the text"}
 
 
 def plain_settings(node: object) -> object:
@@ -90,7 +90,7 @@ def make_plan(checked: Checked) -> list[Step]:
         elif is_stale(step) or any(reasons.get(parent) == STALE for parent in step.parents):
             reasons[name] = STALE
         elif not is_complete(step.folder):
-            reasons[name] = "changed settings or inputs" if name in published else "no result yet"
+            reasons[name] = describe_change(step) if name in published else "no result yet"
     used, due = select_stages(wanted, steps.keys() - reasons.keys(), chain)
     if due != surely_due:
         require_means(checked, due)
@@ -99,6 +99,29 @@ def make_plan(checked: Checked) -> list[Step]:
         for name in steps
         if name in used
     ]
+
+
+def describe_change(step: Step) -> str:
+    """The settings and inputs in which the step differs from the newest result of its stage."""
+    with suppress(ContractError, OSError, ValueError, KeyError):  # removed meanwhile, or damaged
+        manifests = step.folder.parent.glob(f"[!.]*/{MANIFEST}")
+        newest = max(manifests, key=lambda path: path.stat().st_mtime).parent
+        then, now = Manifest.read(newest, remedy="").recipe, json.loads(json.dumps(step.recipe))
+        changed = [*_find_differences(then["settings"], now["settings"])]
+        files, read = then["identity"], now["identity"]
+        changed += [words for node, words in NODES_WITH_CONTENT.items() if files.get(node) != read.get(node)]
+        changed += ["the program"] if then["version"] != now["version"] else []
+        return f"changed: {some(changed, 3, ', ')}" if changed else "a stage before it runs"
+    return "no readable result"
+
+
+def _find_differences(then: Any, now: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401 - JSON values
+    """Names of the settings that differ."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            yield from _find_differences(then.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    elif then != now:
+        yield name
 
 
 def describe_plan(checked: Checked, steps: Sequence[Step]) -> Table:

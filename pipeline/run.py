@@ -144,7 +144,7 @@ class Runner:
                 self.verify(name, folder)
             check_sources(step, self.hash_of, done=False)
             whole = not any(staging.scratch.iterdir())
-            log.info("%-9s running", step.stage.name)
+            log.info("%-9s running (%s)", step.stage.name, step.reason or "a stage before it ran")
             start = time.perf_counter()
             start_measuring()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)

@@ -21,7 +21,7 @@ def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
 
     An empty held-out split is a fault only with `heldout`.
     """
-    if data.kind not in KINDS or data.max_length < 2 or not 0 < data.heldout_share < 1:
+    if data.kind not in KINDS or data.max_length < 2 or not 0 <= data.heldout_share < 1:
         return []  # the fields' own checks report these
     return [*_check_settings(data)] or [*_check_first_documents(data, heldout=heldout)]
 

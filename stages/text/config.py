@@ -9,8 +9,7 @@ PLAIN_TEMPLATE = "plain"
 # Settings that the sources of a mixture do not take from `data`.
 NOT_SHARED = ("path", "name", "subset", "revision", "heldout_split")
 
-# A split must not be empty.
-HELDOUT_LIMITS = {"above": 0, "maximum": 0.99}
+HELDOUT_LIMITS = {"minimum": 0, "maximum": 0.99}
 
 Split = Literal["calibration", "heldout"]
 
@@ -56,7 +55,7 @@ class DataConfig:
     subset: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     revision: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     split: str = field(default="train", metadata={"needs": {"kind": ("hub", "mixture")}})
-    heldout_split: str | None = field(default=None, metadata={"needs": {"kind": "hub", "heldout_path": None}})
+    heldout_split: str | None = field(default=None, metadata={"needs": {"kind": "hub"}})
     sources: list[SourceConfig] = field(default_factory=list, metadata={"needs": {"kind": "mixture"}})
     text_column: str = field(default="text", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
     messages_column: str = field(default="messages", metadata={"needs": {"kind": ("text", "hub", "mixture")}})
@@ -72,9 +71,7 @@ class DataConfig:
     tokens: int = 65536
     sample_tokens: int | None = 16384
     heldout_tokens: int = 32768
-    heldout_share: float = field(
-        default=0.1, metadata={"needs": {"heldout_path": None, "heldout_split": None}, **HELDOUT_LIMITS}
-    )
+    heldout_share: float = field(default=0.1, metadata={"needs": {"heldout_split": None}, **HELDOUT_LIMITS})
 
     @property
     def mixed(self) -> dict[str, SourceConfig]:
@@ -87,8 +84,8 @@ class DataConfig:
 class Source(DataConfig):
     """One source of one split, with all its settings.
 
-    `tokens` is the number of tokens of this split. `heldout_share` is 0 or 1 where a setting names the held-out text:
-    then all documents of the source are in this split.
+    `tokens` is the number of tokens of this split. `heldout_share` is 0 or 1 where `heldout_split` names a split of the
+    dataset, or `heldout_path` the held-out text: then all documents of the source are in this split.
     """
 
     role: Split = "calibration"
@@ -126,9 +123,7 @@ def list_sources(data: DataConfig, role: Split) -> list[Source]:
         del own["python_stdlib"]
         sources.append(Source(**shared | dict.fromkeys(NOT_SHARED) | {"paths": []} | own))
     for source in sources:
-        if data.heldout_path is not None:
-            source.heldout_share, source.heldout_split = 0.0, None
-        elif source.kind == "hub" and source.heldout_split is not None:
+        if source.kind == "hub" and source.heldout_split is not None:
             source.heldout_share = float(role == "heldout")
             source.split = source.heldout_split if role == "heldout" else source.split
     if role == "calibration":  # a document that one source holds out by its content is read from none
@@ -149,7 +144,6 @@ def calibration_only(data: DataConfig) -> DataConfig:
 
     Of held-out text only the documents that it excludes affect it, which `calibration_cache_key` covers.
     """
-    named = data.heldout_path or (data.heldout_split if data.kind == "hub" else None)
-    share = data.heldout_share if named is None else 0.0
+    share = 0.0 if data.kind == "hub" and data.heldout_split is not None else data.heldout_share
     unread: dict[str, Any] = dict.fromkeys(("sample_tokens", "heldout_path", "heldout_split"))
     return replace(data, heldout_tokens=0, heldout_share=share, **unread)

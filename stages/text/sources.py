@@ -18,10 +18,7 @@ from stages.text.python_stdlib import list_modules, read_stdlib
 
 
 def read_sources(data: DataConfig, role: Split) -> Iterator[tuple[Source, Iterator[Document]]]:
-    """The sources of one split and their documents; calibration excludes held-out documents.
-
-    Those are the documents of `data.heldout_path`, or what the source holds out.
-    """
+    """The sources of one split and their documents; calibration excludes those held out, and of `data.heldout_path`."""
     sources = list_sources(data, role)
     excluded: set[bytes] = set()
     if role == "calibration" and data.heldout_path is not None:
@@ -133,7 +130,8 @@ def calibration_cache_key(
         excluded = recall(hashlib.sha256(question.encode()).hexdigest(), lambda: _hash_copies(data, sources))
     except DataError:  # maybe of a record that no stage reads
         return key
-    return {**key, "heldout": excluded}
+    alone = {name: value for name, value in key.items() if name != "heldout"}
+    return {**alone, "heldout": excluded} if excluded else alone
 
 
 def _hash_copies(data: DataConfig, sources: list[Source]) -> str:

@@ -50,7 +50,8 @@ def command(source, text="text.txt"):
     return [
         *("stage=scan", "model=local", f"model.path={source / 'pico'}", "model.label=pico"),
         *("data=text", f"data.path={source / text}", f"data.heldout_path={source / 'heldout.txt'}"),
-        *("data.tokens=600", "data.heldout_tokens=100", "data.max_length=60", "scan.batch_tokens=120"),
+        *("data.tokens=600", "data.heldout_tokens=100", "data.heldout_share=0", "data.max_length=60"),
+        "scan.batch_tokens=120",
     ]
 
 

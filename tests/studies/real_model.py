@@ -38,6 +38,7 @@ def row_settings(row, instructions, general, *, gradients=False):
         "data.sample_tokens": 12_288,
         "data.max_length": 512,
         "data.heldout_tokens": 4096,
+        "data.heldout_share": 0.0,
         "cluster.map": "none",
         "project.descent_steps": steps,
         "project.rounds": 0,

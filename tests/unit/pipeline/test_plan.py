@@ -16,7 +16,7 @@ from models.source import EMBEDDED
 from pipeline.artifacts import open_staging, publish
 from pipeline.check import validate
 from pipeline.help import REPOSITORY
-from pipeline.plan import STALE, make_plan, plain_settings, published_recipe, select_stages
+from pipeline.plan import STALE, describe_change, make_plan, plain_settings, published_recipe, select_stages
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents, run_pipeline
 from pipeline.settings import CHAIN, STAGES, asked_stages, compose, with_ancestors
 from stages.artifacts.job import Table, Workers
@@ -157,8 +157,25 @@ def test_another_shape_keeps_scan_and_score(steps):
         pretend_published(step)
     other = steps("experts=8", "n=32")
     assert due(other) == ALL - {"scan", "score"}
-    kept = {"scan": "", "score": "", "cluster": "changed settings or inputs"}
+    kept = {"scan": "", "score": "", "cluster": "changed: shape.always_on, shape.experts, shape.n"}
     assert reasons(other) == dict.fromkeys(ALL, "no result yet") | kept
+
+
+def test_what_changed_is_named(steps, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one\n\ntwo")
+    words = "stage=score", "data=text", f"data.path={text}"
+    for step in steps(*words).values():
+        pretend_published(step)
+    after = "a stage before it runs"
+    assert reasons(steps(*words, "data.max_length=99")) == {"scan": "changed: data.max_length", "score": after}
+    text.write_text("one\n\nthree")
+    assert reasons(steps(*words, "seed=1"))["scan"] == "changed: seed, the text"
+    other = replace(steps(*words)["scan"], recipe=steps(*words)["scan"].recipe | {"version": 99})
+    assert describe_change(other) == "changed: the text, the program"
+    (manifest,) = tmp_path.glob("artifacts/*/scan/*/manifest.json")
+    manifest.write_text("[]")
+    assert describe_change(other) == "no readable result"
 
 
 def test_what_was_computed_from_other_tensors_is_computed_again(steps):
@@ -226,9 +243,12 @@ def test_other_heldout_text_carves_again_only_if_it_excludes_documents(steps, tm
         words = ("stage=evaluate", "evaluate.checkpoint=train", "data=text", f"data.path={tmp_path / 'text.jsonl'}")
         return addresses(steps, *words, f"data.heldout_path={tmp_path / 'heldout.jsonl'}")
 
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("one", "two", "three")))
+    texts = ["one", "two", "three", *map(str, range(20))]  # some are held out
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     before, after, excluding = addressed("four"), addressed("five", "six"), addressed("two", "six")
-    words = ("stage=evaluate", "evaluate.checkpoint=train")
+    words = ("stage=evaluate", "evaluate.checkpoint=train", "data=text", f"data.path={tmp_path / 'text.jsonl'}")
+    own = addresses(steps, *words, "data.heldout_share=0.1")
+    assert {name for name in before if before[name] != own[name]} == {"evaluate"}
     more = addresses(steps, *words, "data.heldout_tokens=1000")
     assert {name for name, address in addresses(steps, *words).items() if more[name] != address} == {"evaluate"}
     assert {name for name in before if before[name] != after[name]} == {"evaluate"}

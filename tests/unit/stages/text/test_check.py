@@ -54,7 +54,6 @@ def test_sources_that_contradict_each_other(path):
     assert shares == ["data.sources.0.share=0.5 data.sources.1.share=0.5"]
     same = {"name": "a/b", "heldout_split": "train"}
     assert mixture(same) == ["data.sources.0.heldout_split=null"]
-    assert mixture(same, heldout_path=path) == []
 
 
 def test_paths_and_first_documents_of_all_sources_are_checked_at_once(tmp_path, path, write_jsonl):

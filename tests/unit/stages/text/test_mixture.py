@@ -97,4 +97,4 @@ def test_the_standard_library_is_a_source(files, tokenizer):
         own = [sequence for sequence in text.sequences if sequence.source == "the Python standard library"]
         assert sum(len(found.ids) for found in own) == pytest.approx(0.2 * text.tokens, abs=2 * settings.max_length)
     settings.heldout_path = settings.sources[1].path
-    assert list_sources(settings, "calibration")[2].heldout_share == 0
+    assert list_sources(settings, "calibration")[2].heldout_share == settings.heldout_share
