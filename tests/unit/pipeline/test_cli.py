@@ -88,7 +88,8 @@ def test_results_that_were_copied_with_their_links_followed(command, tmp_path):
 @pytest.mark.parametrize("words", [["dump", "show"], ["mscan"], ["serve_check"], ["static_check"], ["watch_log"]])
 def test_a_path_that_the_system_does_not_take_is_refused_in_words(words, capsys):
     assert import_module(PROGRAMS[words[0]][0]).main([*words[1:], "x" * 300]) == 1
-    assert "File name too long" in capsys.readouterr().err
+    # From Python 3.13 on, a search below such a folder only finds nothing.
+    assert re.search("File name too long|no tensor dump here", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
