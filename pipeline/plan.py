@@ -111,7 +111,7 @@ def describe_change(step: Step) -> str:
         files, read = then["identity"], now["identity"]
         changed += [words for node, words in NODES_WITH_CONTENT.items() if files.get(node) != read.get(node)]
         changed += ["the program"] if then["version"] != now["version"] else []
-        return f"changed: {some(changed, 3, ', ')}" if changed else "a stage before it runs"
+        return f"changed {some(changed, 3, ', ')}" if changed else "a stage before it runs"
     return "no readable result"
 
 

@@ -157,7 +157,7 @@ def test_another_shape_keeps_scan_and_score(steps):
         pretend_published(step)
     other = steps("experts=8", "n=32")
     assert due(other) == ALL - {"scan", "score"}
-    kept = {"scan": "", "score": "", "cluster": "changed: shape.always_on, shape.experts, shape.n"}
+    kept = {"scan": "", "score": "", "cluster": "changed shape.always_on, shape.experts, shape.n"}
     assert reasons(other) == dict.fromkeys(ALL, "no result yet") | kept
 
 
@@ -168,11 +168,11 @@ def test_what_changed_is_named(steps, tmp_path):
     for step in steps(*words).values():
         pretend_published(step)
     after = "a stage before it runs"
-    assert reasons(steps(*words, "data.max_length=99")) == {"scan": "changed: data.max_length", "score": after}
+    assert reasons(steps(*words, "data.max_length=99")) == {"scan": "changed data.max_length", "score": after}
     text.write_text("one\n\nthree")
-    assert reasons(steps(*words, "seed=1"))["scan"] == "changed: seed, the text"
+    assert reasons(steps(*words, "seed=1"))["scan"] == "changed seed, the text"
     other = replace(steps(*words)["scan"], recipe=steps(*words)["scan"].recipe | {"version": 99})
-    assert describe_change(other) == "changed: the text, the program"
+    assert describe_change(other) == "changed the text, the program"
     (manifest,) = tmp_path.glob("artifacts/*/scan/*/manifest.json")
     manifest.write_text("[]")
     assert describe_change(other) == "no readable result"
