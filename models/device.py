@@ -26,7 +26,10 @@ def send(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tens
 
 def pinned(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor, for a GPU in pinned memory, from which copies do not wait."""
-    return tensor.pin_memory() if torch.device(device).type == "cuda" and not tensor.is_pinned() else tensor
+    if torch.device(device).type != "cuda" or tensor.is_pinned():
+        return tensor
+    with torch.cuda.device(device):  # the first call opens a context on the current one
+        return tensor.pin_memory()
 
 
 def in_order(calls: Iterable[Callable[[], Fetched]], threads: int, ahead: int) -> Iterator[Fetched]:

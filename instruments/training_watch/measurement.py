@@ -28,7 +28,8 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     processes must call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19; fp64 for fp64.
     """
     device = next((one.device for one in parameters if one.grad is not None), torch.device("cpu"))
-    norms_P = torch.full((len(parameters),), MISSING, device=device)
+    missing = torch.full((), MISSING, device=device)
+    norms = [missing] * len(parameters)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
     for place, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -37,8 +38,10 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
     for (_device, dtype), group in groups.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=wide)
-        norms_P[[place for place, _grad in group]] = torch.stack(found).to(norms_P)
-    return _add_shards(parameters, norms_P)
+        for (place, _grad), norm in zip(group, found, strict=True):
+            norms[place] = norm.to(missing)
+    _add_shards(parameters, norms)
+    return torch.stack(norms) if norms else torch.empty(0)
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -47,7 +50,7 @@ def _local(grad: Tensor) -> Tensor:
     return as_real(values.coalesce().values() if values.is_sparse else values)
 
 
-def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
+def _add_shards(parameters: Sequence[nn.Parameter], norms: list[Tensor]) -> None:
     meshes: Any = defaultdict(list)
     for place, parameter in enumerate(parameters):
         if is_sharded(parameter):
@@ -55,11 +58,12 @@ def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
                 if part.is_shard():
                     meshes[parameter.device_mesh, number].append(place)
     for (mesh, number), places in meshes.items():
-        mine = norms_P[places]
+        mine = torch.stack([norms[place] for place in places])
         squares = torch.stack([mine.clamp_min(0).square(), (mine != MISSING).float()])
         torch.distributed.all_reduce(squares, group=mesh.get_group(number))
-        norms_P[places] = torch.where(squares[1] > 0, squares[0].sqrt(), MISSING)
-    return norms_P
+        whole = torch.where(squares[1] > 0, squares[0].sqrt(), MISSING)
+        for place, norm in zip(places, whole.unbind(), strict=True):
+            norms[place] = norm
 
 
 def _is_finite(parameter: nn.Parameter) -> bool:

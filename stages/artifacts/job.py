@@ -62,10 +62,9 @@ class Workers:
             what = f"the workers of this job cannot connect: {first_line(error)}"
             do = "torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK"
             raise UserError(what, where=f"environment {', '.join(places)}", do=do) from error
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+        yield
+        # Not after an error: NCCL would wait here for the others, who wait for this one. Its end tells them.
+        dist.destroy_process_group()
 
     def pick_device(self, asked: str) -> str:
         """The requested device; of several workers on GPUs, each takes the one of its local rank.
@@ -101,6 +100,16 @@ class Workers:
     def lead(self, compute: Callable[[], Result]) -> Result:
         """Compute in the leading process only; all get the result, without GPU tensors. Raises LostWorkerError."""
         return cast(Result, self.broadcast(compute() if self.leads else None))
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Do something in one process of each machine after the other. Raises LostWorkerError."""
+        turns = max(self.gather(self.local_world))
+        for _ in range(self.local_rank):
+            self.broadcast(None)
+        yield
+        for _ in range(self.local_rank, turns):
+            self.broadcast(None)
 
     def reduce_(self, tensor: "Tensor", *, maximum: bool = False, at: int = 0) -> None:
         """Sum or maximum of all processes' tensors, in place in process `at`; undefined in the others.

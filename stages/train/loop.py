@@ -328,7 +328,9 @@ def distribute(model: nn.Module, context: TrainContext) -> nn.Module:
             # Resharded after held-out text, too: names stay those of shards.
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
         return model
-    return DistributedDataParallel(model, None if context.device.type == "cpu" else [context.device])
+    devices = None if context.device.type == "cpu" else [context.device]
+    # Without the views, it keeps a copy of each gradient.
+    return DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
 
 
 def whole_tensor(tensor: Tensor, *, kept: bool = True) -> Tensor:

@@ -151,7 +151,9 @@ def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: flo
 
 def autocast(settings: TrainConfig, device: torch.device) -> torch.autocast:
     """The number format of matrix products; Trainer's own autocast would also copy the logits to float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
+    rounded = settings.precision == "bfloat16"
+    # FSDP frees the weights behind each layer, and a cache would keep their copies.
+    return torch.autocast(device.type, torch.bfloat16, enabled=rounded, cache_enabled=not settings.fsdp)
 
 
 @dataclass

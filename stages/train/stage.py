@@ -1,6 +1,7 @@
 """train: continued pretraining of the projected checkpoint; the result is a native checkpoint again."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,12 +119,15 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
 
     With a `dense_loss`, first write the record's first line: held-out losses of the dense model and of `start`.
     """
-    found = record.find_latest(folder)
-    model = load_trainable(found or start, all_experts=context.settings.straight_through)
-    if context.settings.gradient_checkpointing:
-        # Not reentrant: that would cut the routers' losses off from their gradients.
-        enable_gradient_checkpointing(model)
-    loop = PhaseLoop(model, phase, context, folder)
+    found, settings, workers = record.find_latest(folder), context.settings, context.workers
+    # With FSDP, one process of a machine at a time has a whole model in its memory.
+    with workers.in_turn() if settings.fsdp else nullcontext():
+        model = load_trainable(found or start, all_experts=settings.straight_through)
+        # In bfloat16 the graph would keep the weights of all of FSDP's layers, whole.
+        if settings.gradient_checkpointing or (settings.fsdp and settings.precision == "bfloat16"):
+            # Not reentrant: that would cut the routers' losses off from their gradients.
+            enable_gradient_checkpointing(model)
+        loop = PhaseLoop(model, phase, context, folder)
     if dense_loss is not None:
         losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(loop.model)
         if context.record is not None:

@@ -60,9 +60,9 @@ def main(rank, port, folder):
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(minutes=2))
     for name, fsdp in (("copies", False), ("shards", True)):
-        train(folder / "start", folder / name, Workers(rank, 2), fsdp=fsdp)
+        train(folder / "start", folder / name, Workers(rank, 2, rank, 2), fsdp=fsdp)
     if rank == 0:
         shutil.copytree(folder / "copies" / SAVED, folder / "shards of copies" / SAVED)
     dist.barrier()
-    train(folder / "start", folder / "shards of copies", Workers(rank, 2), fsdp=True, starts=[SAVED])
+    train(folder / "start", folder / "shards of copies", Workers(rank, 2, rank, 2), fsdp=True, starts=[SAVED])
     dist.destroy_process_group()

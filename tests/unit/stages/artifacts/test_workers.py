@@ -2,6 +2,7 @@ import re
 
 import pytest
 import torch
+from integration.forked import as_workers
 
 from instruments.errors import ConfigError
 from stages.artifacts.job import ALONE, LostWorkerError, Table, Workers, find_workers
@@ -24,6 +25,25 @@ def test_without_torchrun_a_process_is_alone():
     with ALONE.connected():
         ALONE.reduce_(total)
     assert (ALONE.gather("word"), ALONE.broadcast("word"), total.item()) == (["word"], "word", 3.0)
+
+
+def test_processes_of_a_machine_take_turns(tmp_path):
+    def work(workers):
+        with workers.in_turn():
+            assert len([*tmp_path.iterdir()]) == workers.rank
+            (tmp_path / str(workers.rank)).touch()
+
+    as_workers(3, work)
+
+
+def test_after_an_error_no_process_waits_for_the_others(monkeypatch):
+    """NCCL would wait for their part in the end of the group, and they wait in another collective."""
+    said = []
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *_, name=name, **__: said.append(name))
+    with pytest.raises(ZeroDivisionError), Workers(0, 2).connected():
+        raise ZeroDivisionError
+    assert said == ["init_process_group"]
 
 
 def test_every_worker_has_a_gpu_of_its_own(monkeypatch):
