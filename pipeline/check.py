@@ -60,9 +60,9 @@ def find_fields(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[A
             yield name, value, spec
 
 
-def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
+def field_errors(node: Any) -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
     """Every setting, at any depth, that breaks the rule in its field's metadata."""
-    for name, value, spec in find_fields(node, prefix):
+    for name, value, spec in find_fields(node):
         if value == [] and spec.metadata.get("nonempty"):
             yield ConfigError(f"{name} is an empty list", where=f"setting {name}", do=f"{name}={default_text(spec)}")
         elif value is not None:

@@ -28,7 +28,6 @@ from stages.artifacts.rendering import in_mib, in_time, show
 from stages.evaluate.config import BASELINES
 
 REMEDY = "run the stage again, with fresh=true"
-MAX_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
 MAX_FIGURE = 1e30  # larger ones cannot be drawn
 WIDTH, HEIGHT = 520, 240  # CSS pixels, which are matplotlib's points (72 per inch)
 INK, GRID, LINES = "#7b8590", "#7b859055", ["#2f86e0", "#d96a1f"]
@@ -207,12 +206,12 @@ def neurons(chain: Mapping[str, Manifest], last: Path) -> list[Section]:
 
 
 def pictures(folder: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Title and content of a stage's PNG files that exist and are not too large."""
+    """Title and content of a stage's PNG files that exist."""
     paths = [folder / name for name in sorted(manifest.files) if name.endswith(".png")]
     return [
         (path.stem.replace("_", " ").capitalize(), b64encode(path.read_bytes()).decode())
         for path in paths
-        if path.is_file() and path.stat().st_size <= MAX_PICTURE
+        if path.is_file()
     ]
 
 
