@@ -25,7 +25,7 @@ SAVED = "all/checkpoint-2"
 SEQUENCES = [TokenSequence(str(n), list(range(n, n + 8)), list(range(n, n + 8))) for n in range(9)]
 
 
-def train(start, folder, workers, *, fsdp=False, starts=(None, SAVED)):
+def train(start, folder, workers, *, fsdp=False, precision="float32", starts=(None, SAVED)):
     """Train four steps; then again from the checkpoint of the second step, with the same result."""
     folder.mkdir(exist_ok=True)
     loop.drop_older = lambda _folder: None  # keep the checkpoint of the second step
@@ -40,7 +40,7 @@ def train(start, folder, workers, *, fsdp=False, starts=(None, SAVED)):
     for saved in (place and folder / place for place in starts):
         context = TrainContext(
             # One process computes at once what the two do together: the load of an expert is counted over both.
-            settings=replace(SETTINGS, fsdp=fsdp, micro_batch=2 // workers.world),
+            settings=replace(SETTINGS, fsdp=fsdp, precision=precision, micro_batch=2 // workers.world),
             logit_std=2.0, total=4,
             text=TrainingText(LoadedText(SEQUENCES, {}), batch_sequences(SEQUENCES[:3], 8, 0), 0),
             balance=Balance("loss", 0.0), teacher=None, seed=0, workers=workers, device=torch.device("cpu"),
@@ -60,7 +60,9 @@ def main(rank, port, folder):
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(minutes=2))
     for name, fsdp in (("copies", False), ("shards", True)):
-        train(folder / "start", folder / name, Workers(rank, 2, rank, 2), fsdp=fsdp)
+        for kind, precision in (("", "float32"), ("rounded ", "bfloat16")):
+            place = folder / f"{kind}{name}"
+            train(folder / "start", place, Workers(rank, 2, rank, 2), fsdp=fsdp, precision=precision)
     if rank == 0:
         shutil.copytree(folder / "copies" / SAVED, folder / "shards of copies" / SAVED)
     dist.barrier()

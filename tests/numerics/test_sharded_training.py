@@ -39,6 +39,8 @@ def test_two_processes_train_and_resume_like_one(tmp_path):
         for key, tensor in alone.items():
             moved = (tensor - start[key]).norm()
             assert (found[key] - tensor).norm() <= 1e-2 * moved, (name, key)
+    copies, shards = (figures(tmp_path / f"rounded {name}") for name in ("copies", "shards"))
+    assert shards == pytest.approx(copies, rel=1e-4) != figures(tmp_path / "copies")
 
 
 def report_of(model):
