@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
@@ -14,7 +14,16 @@ from instruments.errors import CheckpointError, ContractError, DataError, some
 from models.config import ModelConfig, is_on_host
 from models.source import EMBEDDED, source_cache_key
 from models.targets.config_json import source_dtype
-from pipeline.artifacts import MANIFEST, READ, FileHashes, Manifest, artifact_folder, is_complete, tensors_hash
+from pipeline.artifacts import (
+    MANIFEST,
+    READ,
+    UNREADABLE,
+    FileHashes,
+    Manifest,
+    artifact_folder,
+    is_complete,
+    tensors_hash,
+)
 from pipeline.check import Checked
 from pipeline.disk import expected_bytes
 from pipeline.resources import estimate_seconds, peak_bytes, room_errors, temporary_bytes
@@ -33,6 +42,7 @@ log = logging.getLogger(__name__)
 STALE = "a result that it reads has changed"
 # Nodes that name files or datasets, whose content enters the recipe as well.
 NODES_WITH_CONTENT = {"model": "the dense model", "data": "the text"}
+NEWEST = 100  # results of a stage, the newest, with which a plan is compared
 
 
 def plain_settings(node: object) -> object:
@@ -102,26 +112,36 @@ def make_plan(checked: Checked) -> list[Step]:
 
 
 def describe_change(step: Step) -> str:
-    """The settings and inputs in which the step differs from the newest result of its stage."""
-    with suppress(ContractError, OSError, ValueError, KeyError):  # removed meanwhile, or damaged
-        manifests = step.folder.parent.glob(f"[!.]*/{MANIFEST}")
-        newest = max(manifests, key=lambda path: path.stat().st_mtime).parent
-        then, now = Manifest.read(newest, remedy="").recipe, json.loads(json.dumps(step.recipe))
-        changed = [*_find_differences(then["settings"], now["settings"])]
-        files, read = then["identity"], now["identity"]
-        changed += [words for node, words in NODES_WITH_CONTENT.items() if files.get(node) != read.get(node)]
-        changed += ["the program"] if then["version"] != now["version"] else []
-        return f"changed {some(changed, 3, ', ')}" if changed else "a stage before it runs"
-    return "no readable result"
+    """In which settings and inputs the step differs from the published result of its stage that is nearest to it."""
+    manifests = sorted(step.folder.parent.glob(f"[!.]*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
+    found, now = [], json.loads(json.dumps(step.recipe))
+    for path in manifests[:-NEWEST:-1]:
+        with suppress(ContractError, *UNREADABLE):  # damaged, or removed meanwhile
+            found.append(_find_changes(Manifest.read(path.parent, remedy="").recipe, now))
+    changed = min(found, key=len, default=["its results, which cannot be read"])
+    return f"changed {some(changed, 3, ', ')}" if changed else "another result of a stage before it"
 
 
-def _find_differences(then: Any, now: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401 - JSON values
-    """Names of the settings that differ."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in {**then, **now}:
-            yield from _find_differences(then.get(key), now.get(key), f"{name}.{key}".lstrip("."))
-    elif then != now:
-        yield name
+def _find_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    changed = []
+    for node, words in NODES_WITH_CONTENT.items():
+        files, read = then["identity"].get(node, {}), now["identity"].get(node, {})
+        if files != read:
+            alike = {**files, "heldout": read.get("heldout")} == {**read, "heldout": read.get("heldout")}
+            changed.append("the held-out text" if alike else words)
+    changed += _find_differences(then["settings"], now["settings"])
+    return changed + (["the program"] if then["version"] != now["version"] else [])
+
+
+def _find_differences(then: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[str]:
+    """Names of the settings that differ; of those that only one has, if there are no others."""
+    names = []
+    for name in then.keys() & now.keys():
+        if isinstance(then[name], dict) and isinstance(now[name], dict):
+            names += _find_differences(then[name], now[name], "" if name == "shape" else f"{place}{name}.")
+        elif then[name] != now[name]:
+            names.append(f"{place}{name}")
+    return sorted(names or [f"{place}{name}" for name in then.keys() ^ now.keys()])
 
 
 def describe_plan(checked: Checked, steps: Sequence[Step]) -> Table:

@@ -91,6 +91,8 @@ class Source(DataConfig):
     role: Split = "calibration"
     place: str = "data"  # node of its settings, for errors
     share: float = 1.0  # of the tokens
+    # Records, as far as they have been read, whose text is not in the columns that are read, with their columns.
+    without_text: list[str] = field(default_factory=list, compare=False)
 
     @property
     def title(self) -> str:

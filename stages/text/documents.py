@@ -54,6 +54,8 @@ def digest_of(text: str) -> bytes:
 def read_record(record: object, where: str, source: Source) -> Document | None:
     """Read the conversation or the text of one record; None if it is empty or null. `where` is the record's place.
 
+    An empty record with text in other columns is added to `source.without_text`.
+
     A record without the source's columns, or with empty ones, may have those of Alpaca (instruction, input, output), of
     Dolly (instruction, context, response), of ShareGPT (conversations) or a prompt and its completion. Columns system
     and history are read, too.
@@ -88,7 +90,11 @@ def read_record(record: object, where: str, source: Source) -> Document | None:
     if not isinstance(text, str | None):
         what = f"column {columns[1]!r} holds {type(text).__name__}, not text"
         raise DataError(what, where=where, do=f"name a column of text: {source.place}.text_column=")
-    return Document(where, _replace_surrogates(text)) if text and text.strip() else None
+    if text and text.strip():
+        return Document(where, _replace_surrogates(text))
+    if others := [str(name) for name, value in fields.items() if isinstance(value, str) and value.strip()]:
+        source.without_text.append(f"{where} with {', '.join(others)}")
+    return None
 
 
 def _known_conversation(record: Mapping[str, Any], where: str, source: Source) -> object:

@@ -223,6 +223,10 @@ def _read_csv(file: Path, stream: io.BufferedIOBase) -> Iterator[tuple[str, Any]
     lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(read, start=1))
     rows = csv.DictReader(lines, strict=True)
     try:
+        names = [name for name in rows.fieldnames or () if name]
+        if twice := [name for name in names if names.count(name) > 1]:
+            what, do = f"two columns have the name {twice[0]!r}", "rename or remove one of them"
+            raise DataError(what, where=f"{file}, its first line", do=do)
         for number, row in enumerate(rows, start=1):
             where = f"{file}, row {number}"
             if None in row or None in row.values():

@@ -65,6 +65,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, separator: str) -
 Skipped = Mapping[str, Sequence[str]]
 
 TOO_SHORT = "fewer than 2 tokens"
+NO_TEXT = "their text is in other columns than those that are read"
 ALL_MASKED = "no token counts in the loss"
 # Faults of prompts and of what the model writes after them.
 NO_PROMPT = "no text before the answer"
@@ -73,6 +74,7 @@ NOTHING_WRITTEN = "the model ended the text at once"
 # Fault → remedy if no sequence is left.
 REMEDIES = {
     TOO_SHORT: "name text that holds more",
+    NO_TEXT: "data.text_column= or data.messages_column= with one of their columns",
     ALL_MASKED: "data.labels=full_sequence, or larger data.max_length and data.tokens if answers begin after the cut",
     NO_PROMPT: "conversations that begin with a question",
     NO_ROOM: "a larger data.max_length",
@@ -193,6 +195,8 @@ def _load_source(source: Source, documents: Iterable[Document], tokenizer: PreTr
     encoded = _encode_documents(iter(documents), tokenizer, source)
     build = pack_documents if source.packing == "packed" else truncate_documents
     text = select_usable(build(encoded, source.max_length, find_begin(tokenizer)), source.tokens)
+    if source.without_text:
+        text = replace(text, skipped={**text.skipped, NO_TEXT: source.without_text})
     require_sequences(text, source)
     require_embeddings(text.sequences, tokenizer)
     for note in describe_skipped(text.skipped):

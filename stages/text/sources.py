@@ -4,10 +4,11 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from instruments.errors import DataError
+from instruments.errors import DataError, some
 from instruments.files import hash_file
 from models.checkpoint.folder import expand_user
 from stages.text.config import PLAIN_TEMPLATE, DataConfig, Source, Split, calibration_only, list_sources
@@ -52,6 +53,10 @@ def read_documents(source: Source) -> Iterator[Document]:
 def describe_emptiness(source: Source) -> DataError:
     """The error for a source without a document in its split."""
     what, where = f"no document is left for the {source.role} text", f"{source.role} text of {source.title}"
+    if source.without_text:
+        what += f", and {len(source.without_text)} records have their text in other columns"
+        do = f"name one of them: {source.place}.text_column= or {source.place}.messages_column="
+        return DataError(what, where=f"{where}: {some(source.without_text, 3)}", do=do)
     share = f"{source.place}.heldout_share{'' if source.place == 'data' else ' (the largest of the mixture counts)'}"
     do = f"text with more documents, another {share}, or other held-out text"
     return DataError(what, where=f"{where}, {source.place}.heldout_share={source.heldout_share}", do=do)
@@ -120,16 +125,13 @@ def calibration_cache_key(
     """What the calibration text depends on: `key` of `data_cache_key`, but of held-out files only what they exclude.
 
     So another held-out text changes no result of a stage that does not read it. `recall(question, find)` returns an
-    earlier answer, or finds and keeps it: all documents have to be read.
+    earlier answer, or finds and keeps it: all documents have to be read. Raises DataError: no readable held-out text.
     """
     sources = list_sources(data, "calibration")
     if data.heldout_path is None or any(source.kind == "hub" for source in sources):
         return key
     question = json.dumps([key, asdict(replace(calibration_only(data), tokens=0))], sort_keys=True)
-    try:
-        excluded = recall(hashlib.sha256(question.encode()).hexdigest(), lambda: _hash_copies(data, sources))
-    except DataError:  # maybe of a record that no stage reads
-        return key
+    excluded = recall(hashlib.sha256(question.encode()).hexdigest(), lambda: _hash_copies(data, sources))
     alone = {name: value for name, value in key.items() if name != "heldout"}
     return {**alone, "heldout": excluded} if excluded else alone
 
@@ -137,5 +139,8 @@ def calibration_cache_key(
 def _hash_copies(data: DataConfig, sources: list[Source]) -> str:
     """Hash of the documents of the sources that are also in the held-out text; empty if there are none."""
     heldout = {document.digest for source in list_sources(data, "heldout") for document in read_documents(source)}
-    copies = heldout.intersection(document.digest for source in sources for document in read_documents(source))
+    copies: set[bytes] = set()
+    for source in sources:
+        with suppress(DataError):  # no stage reads behind a record that cannot be read
+            copies.update(document.digest for document in read_documents(source) if document.digest in heldout)
     return hashlib.sha256(b"".join(sorted(copies))).hexdigest() if copies else ""

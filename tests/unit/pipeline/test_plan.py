@@ -157,7 +157,7 @@ def test_another_shape_keeps_scan_and_score(steps):
         pretend_published(step)
     other = steps("experts=8", "n=32")
     assert due(other) == ALL - {"scan", "score"}
-    kept = {"scan": "", "score": "", "cluster": "changed shape.always_on, shape.experts, shape.n"}
+    kept = {"scan": "", "score": "", "cluster": "changed always_on, experts, n"}
     assert reasons(other) == dict.fromkeys(ALL, "no result yet") | kept
 
 
@@ -167,15 +167,17 @@ def test_what_changed_is_named(steps, tmp_path):
     words = "stage=score", "data=text", f"data.path={text}"
     for step in steps(*words).values():
         pretend_published(step)
-    after = "a stage before it runs"
+    after = "another result of a stage before it"
     assert reasons(steps(*words, "data.max_length=99")) == {"scan": "changed data.max_length", "score": after}
     text.write_text("one\n\nthree")
-    assert reasons(steps(*words, "seed=1"))["scan"] == "changed seed, the text"
+    assert reasons(steps(*words, "seed=1"))["scan"] == "changed the text, seed"
     other = replace(steps(*words)["scan"], recipe=steps(*words)["scan"].recipe | {"version": 99})
     assert describe_change(other) == "changed the text, the program"
-    (manifest,) = tmp_path.glob("artifacts/*/scan/*/manifest.json")
-    manifest.write_text("[]")
-    assert describe_change(other) == "no readable result"
+    pretend_published(replace(other, folder=other.folder.with_name("other")))
+    assert describe_change(replace(other, recipe=other.recipe | {"version": 98})) == "changed the program"
+    for manifest in tmp_path.glob("artifacts/*/scan/*/manifest.json"):
+        manifest.write_text("[]")
+    assert describe_change(other) == "changed its results, which cannot be read"
 
 
 def test_what_was_computed_from_other_tensors_is_computed_again(steps):

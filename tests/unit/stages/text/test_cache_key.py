@@ -1,6 +1,9 @@
 import json
 from dataclasses import replace
 
+import pytest
+
+from instruments.errors import DataError
 from stages.text.config import DataConfig, Source, SourceConfig, calibration_only
 from stages.text.hub import find_commit
 from stages.text.sources import calibration_cache_key, data_cache_key
@@ -69,14 +72,24 @@ def test_documents_are_compared_once_for_the_same_files(write_jsonl):
     assert len({first, third, fourth}) == 3
 
 
-def test_text_that_cannot_be_compared_depends_on_the_whole_heldout_text(write_jsonl):
-    """A dataset of the hub, which is not here yet, and a record that maybe no stage reads."""
+def test_text_of_the_hub_depends_on_the_whole_heldout_text(write_jsonl):
+    """It is not here yet, so it cannot be compared."""
     heldout = write_jsonl("b.jsonl", [{"text": "two"}])
-    broken = write_jsonl("a.jsonl", [{"text": "one"}, {"text": 3}])
-    local = DataConfig(kind="text", path=str(broken), heldout_path=str(heldout))
     hub = DataConfig(kind="mixture", sources=[SourceConfig(name="a/b")], heldout_path=str(heldout))
-    for data in (local, hub):
-        assert calibration_cache_key(data, data_cache_key(data), ask) == data_cache_key(data)
+    assert calibration_cache_key(hub, data_cache_key(hub), ask) == data_cache_key(hub)
+
+
+def test_a_record_that_cannot_be_read_ends_the_comparison_of_its_source(write_jsonl):
+    text = write_jsonl("a.jsonl", [{"text": "one"}, {"text": 3}, {"text": "two"}])
+    alone = DataConfig(kind="text", path=str(text))
+
+    def key_beside(*records):
+        data = replace(alone, heldout_path=str(write_jsonl("b.jsonl", [{"text": text} for text in records])))
+        return calibration_cache_key(data, data_cache_key(data), ask)
+
+    assert key_beside("two") == calibration_cache_key(alone, data_cache_key(alone), ask) != key_beside("one")
+    with pytest.raises(DataError, match="column 'text' holds int"):
+        key_beside("two", 3)
 
 
 def test_the_standard_library_counts_by_version(monkeypatch):

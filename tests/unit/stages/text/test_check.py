@@ -76,6 +76,14 @@ def test_a_split_without_a_document(tmp_path, write_jsonl):
     assert check_data(DataConfig(kind="text", path=str(wrong)), heldout=False) == []
 
 
+def test_records_whose_text_is_in_another_column(write_jsonl):
+    path = write_jsonl("a.jsonl", [{"title": " ", "text": None, "body": f"text {n}"} for n in range(20)])
+    (first, *_) = check_data(DataConfig(kind="text", path=str(path)))
+    assert first.what.endswith("and 20 records have their text in other columns")
+    assert f": {path}:1 with body; {path}:2 with body; " in first.where
+    assert first.do == "name one of them: data.text_column= or data.messages_column="
+
+
 def test_labels_of_answers_need_conversations(path, write_jsonl, conversation):
     assert "data.labels=full_sequence" in remedies(labels="completion")[0]
     assert "data.labels=full_sequence" in remedies(kind="text", path=path, labels="completion")[0]

@@ -249,3 +249,10 @@ def test_a_fault_behind_the_text_is_a_warning(tmp_path, tokenizer, caplog):
     assert load_text(config, tokenizer, "calibration").tokens == 30
     assert load_further(config, tokenizer, 9**6) == []
     assert "no text behind the first 30 tokens" in caplog.text
+
+
+def test_records_whose_text_is_in_another_column_are_counted_and_named(write_jsonl, tokenizer):
+    records = [{"text": "some words"}, {"text": "", "content": "lost"}, {"text": " "}, {"messages": [], "text": None}]
+    path = write_jsonl("a.jsonl", records)
+    text = load_text(DataConfig(kind="text", path=str(path), heldout_share=0.0), tokenizer, "calibration")
+    assert text.skipped == {"their text is in other columns than those that are read": [f"{path}:2 with content"]}

@@ -130,6 +130,8 @@ def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path):
 def test_a_row_of_another_length_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n1,a,b\n")
     assert refusal(tmp_path / "a.csv").where == f"{tmp_path / 'a.csv'}, row 1"
+    (tmp_path / "a.csv").write_text("text,text,,\na,b,c,d\n")
+    assert refusal(tmp_path / "a.csv").what == "two columns have the name 'text'"
 
 
 def test_a_record_that_is_too_long_is_named(tmp_path, monkeypatch, request):
