@@ -152,7 +152,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         if mistaken := explain_place(folder):
             raise mistaken from error
         what = f"no checkpoint: cannot read config.json ({error.strerror})"
-        raise CheckpointError(what, where=str(folder), do=checkpoint.GIVE_FOLDER) from error
+        inside = folder / "checkpoint"  # of a run or of a stage
+        do = f"give {inside}" if (inside / "config.json").is_file() else checkpoint.GIVE_FOLDER
+        raise CheckpointError(what, where=str(folder), do=do) from error
     except ValueError as error:
         raise CheckpointError(f"config.json is no JSON: {error}", where=str(path), do="download it again") from error
     if not isinstance(config, dict):

@@ -19,7 +19,7 @@ from instruments.errors import ConfigError, DataError, exit_code, say
 from instruments.safetensors_files import TensorEntry, read_header
 from models.checkpoint.folder import list_shards
 from models.source import read_config
-from models.targets.config import target_of
+from models.targets.config import target_of, text_of
 from pipeline.generate import add_limits
 from pipeline.gguf import check_carve
 from stages.artifacts.rendering import in_mib
@@ -122,7 +122,7 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
     """Bytes of all experts in a carve's files, of its other FFN weights, of the dense model's FFNs, and the format.
 
     The dense model's (0: not named) are counted in the experts' number format; a carve may hold copies of neurons.
-    Raises CheckpointError: the dense model cannot be read.
+    Raises CheckpointError: the dense model cannot be read; ConfigError: it has another size.
     """
     target = target_of(read_config(checkpoint))[0]
 
@@ -140,7 +140,11 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
     if dense:
         from models.checkpoint.shards import DenseReader  # noqa: PLC0415 - imports torch
 
-        read_config(dense)
+        own, given = (text_of(read_config(folder)) for folder in (checkpoint, dense))
+        for name in {"hidden_size", "num_hidden_layers", "vocab_size"} & own.keys() & given.keys():
+            if own[name] != given[name]:
+                what = f"this is not the dense model of the carve: its {name} is {given[name]}, not {own[name]}"
+                raise ConfigError(what, where=f"--dense {dense}", do="name the model that was carved")
         with DenseReader(dense) as reader:
             decoder = reader.decoder
             numbers = round(3 * (decoder.depth - decoder.lacking) * decoder.hidden * decoder.width)

@@ -191,7 +191,7 @@ def compare(output_dir: Path, runs: Sequence[Run]) -> Table:
         settings = shorten(" ".join(word for word in run.words if word not in common), 100, placeholder=" …")
         figures = _figures(output_dir / "artifacts", run)
         rows.append([run.name, "damaged record" if run.fault else state, *figures, settings])
-    return Table(f"{len(runs)} runs", ["run", "last stage", *FIGURES, "settings"], rows)
+    return Table(f"{len(runs)} runs in {output_dir}", ["run", "last stage", *FIGURES, "settings"], rows)
 
 
 def _figures(artifacts: Path, run: Run) -> list[object]:

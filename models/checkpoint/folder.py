@@ -17,7 +17,7 @@ from models.checkpoint.mistaken import ADAPTER, explain_place, explain_shard
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
+GIVE_FOLDER = "give a folder with config.json and model.safetensors"
 RESTORE = "download or copy the checkpoint again"
 
 _BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0\ud800-\udfff]+")  # a file name without a folder, valid UTF-8

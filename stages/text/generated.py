@@ -28,6 +28,7 @@ from stages.text.documents import Document
 from stages.text.sequences import (
     NO_PROMPT,
     NO_ROOM,
+    NO_TEXT,
     NOTHING_WRITTEN,
     LoadedText,
     describe_skipped,
@@ -80,6 +81,8 @@ def _read_prompts(source: Source, documents: Iterator[Document], tokenizer: PreT
             room -= len(ids)
         if room <= 0:
             break
+    if source.without_text:
+        skipped[NO_TEXT] = source.without_text
     text = LoadedText(prompts, dict(skipped))
     require_sequences(text, source)
     for note in describe_skipped(skipped):

@@ -107,6 +107,7 @@ def test_a_carve_has_a_row_for_every_size(carve, tmp_path, capsys):
         ({"--text": "empty.txt"}, 1, "--text"),
         ({"CHECKPOINT": EMBEDDED}, 1, str(EMBEDDED)),
         ({"--dense": "none"}, 1, "none"),
+        ({"--dense": EMBEDDED}, 2, f"--dense {EMBEDDED}"),
     ],
 )
 def test_wrong_inputs(carve, changes, code, where, tmp_path, capsys, monkeypatch):
