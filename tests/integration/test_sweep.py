@@ -28,7 +28,7 @@ def test_two_jobs_share_scan_and_score(text, tmp_path):
         assert sum(line.startswith(f"{stage} done in") for line in said) == 1
         assert sum(line.startswith(f"{stage} kept from an earlier run") for line in said) == 1
     assert sum(line.startswith("cluster done in") for line in said) == 2
-    table = said[said.index("2 runs") :]
+    table = said[next(place for place, line in enumerate(said) if line.startswith("2 runs in ")) :]
     assert [line for line in table if "experts=" in line] == [
         f"{job} cluster – – – – experts={3 + job}" for job in (0, 1)
     ]
