@@ -297,7 +297,7 @@ def test_sums_that_somebody_changed_are_refused(server, attack):
 
 @pytest.mark.parametrize("key", ["t:scan:identity", "t:scan:done", "t:scan:totals", ROW])
 def test_fresh_starts_over_from_any_content(server, key):
-    flush(open_store(server.url), 0)
+    flush(open_store(server.url), 0).collect()  # waits for the thread that adds
     server.client().delete(key)
     server.client().xadd(key, {"a": 1})
     flush(store := open_store(server.url, fresh=True), 1)
