@@ -141,7 +141,7 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
         from models.checkpoint.shards import DenseReader  # noqa: PLC0415 - imports torch
 
         own, given = (text_of(read_config(folder)) for folder in (checkpoint, dense))
-        for name in {"hidden_size", "num_hidden_layers", "vocab_size"} & own.keys() & given.keys():
+        for name in sorted({"hidden_size", "num_hidden_layers"} & own.keys() & given.keys()):
             if own[name] != given[name]:
                 what = f"this is not the dense model of the carve: its {name} is {given[name]}, not {own[name]}"
                 raise ConfigError(what, where=f"--dense {dense}", do="name the model that was carved")

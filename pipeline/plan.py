@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 # A reason to run a stage.
 STALE = "a result that it reads has changed"
+CHANGED = "changed settings or inputs"  # `describe_change` says which
 # Nodes that name files or datasets, whose content enters the recipe as well.
 NODES_WITH_CONTENT = {"model": "the dense model", "data": "the text"}
-NEWEST = 100  # results of a stage, the newest, with which a plan is compared
 
 
 def plain_settings(node: object) -> object:
@@ -100,10 +100,11 @@ def make_plan(checked: Checked) -> list[Step]:
         elif is_stale(step) or any(reasons.get(parent) == STALE for parent in step.parents):
             reasons[name] = STALE
         elif not is_complete(step.folder):
-            reasons[name] = describe_change(step) if name in published else "no result yet"
+            reasons[name] = CHANGED if name in published else "no result yet"
     used, due = select_stages(wanted, steps.keys() - reasons.keys(), chain)
     if due != surely_due:
         require_means(checked, due)
+    reasons |= {name: describe_change(steps[name]) for name in due if reasons.get(name) == CHANGED}
     return [
         replace(steps[name], due=name in due, fresh=name in fresh, reason=reasons.get(name, ""))
         for name in steps
@@ -113,9 +114,8 @@ def make_plan(checked: Checked) -> list[Step]:
 
 def describe_change(step: Step) -> str:
     """In which settings and inputs the step differs from the published result of its stage that is nearest to it."""
-    manifests = sorted(step.folder.parent.glob(f"[!.]*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
     found, now = [], json.loads(json.dumps(step.recipe))
-    for path in manifests[:-NEWEST:-1]:
+    for path in step.folder.parent.glob(f"[!.]*/{MANIFEST}"):
         with suppress(ContractError, *UNREADABLE):  # damaged, or removed meanwhile
             found.append(_find_changes(Manifest.read(path.parent, remedy="").recipe, now))
     changed = min(found, key=len, default=["its results, which cannot be read"])
