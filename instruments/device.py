@@ -73,20 +73,17 @@ _before: dict[str, object] = {}  # formats outside
 def _change(kind: str, wish: bool, by: int) -> None:
     """Count one more, or one less, who wishes a device's products rounded, or exact, and set their format."""
     with _lock:
-        for owner, name, exact, rounded in _formats(kind):
+        for owner, exact, rounded in _formats(kind):
             if not any(_wishes[kind].values()):
-                _before[kind] = getattr(owner, name)
+                _before[kind] = owner.fp32_precision
             _wishes[kind][wish] += by
             found = exact if _wishes[kind][False] else rounded if _wishes[kind][True] else _before[kind]
-            setattr(owner, name, found)
+            owner.fp32_precision = found
 
 
 @cache
-def _formats(kind: str) -> list[tuple[Any, str, object, object]]:
-    """Where torch holds the format of a device's products: object, attribute, values for fp32 and for fewer bits."""
-    newer = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.9 and later warn of the older name
+def _formats(kind: str) -> list[tuple[Any, str, str]]:
+    """Where torch holds the format of a device's products, and its values for fp32 and for fewer bits."""
     if kind == "cuda":
-        name, values = ("fp32_precision", ("ieee", "tf32")) if newer else ("allow_tf32", (False, True))
-        return [(torch.backends.cuda.matmul, name, *values)]
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9 and later
-    return [(matmul, "fp32_precision", "ieee", "bf16")] if matmul and has_amx() else []
+        return [(torch.backends.cuda.matmul, "ieee", "tf32")]
+    return [(torch.backends.mkldnn.matmul, "ieee", "bf16")] if has_amx() else []

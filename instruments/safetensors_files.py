@@ -89,15 +89,12 @@ def load_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
 
     Raises CheckpointError: the file is missing, damaged, or of another program.
     """
-    tensors, facts = _read_all(path), read_facts(path)
+    with EntryReader() as reader:
+        tensors = {name: reader.read(entry, name) for name, entry in read_header(path).items()}
+    facts = read_facts(path)
     if facts.pop(_CHECKSUM, None) != _checksum(tensors, facts):
         raise _damaged(path, "its content does not match its checksum")
     return tensors, facts
-
-
-def _read_all(path: Path) -> dict[str, "Tensor"]:
-    with EntryReader() as reader:
-        return {name: reader.read(entry, name) for name, entry in read_header(path).items()}
 
 
 def _checksum(tensors: Mapping[str, "Tensor"], facts: Mapping[str, Any]) -> int:

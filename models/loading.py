@@ -179,7 +179,8 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
         kind = _class_of(config, remote=remote)
         if kernels := arguments.get("experts_implementation"):
-            arguments["experts_implementation"] = experts_argument(config, kernels)
+            inner = "text_config" in config.sub_configs  # a wrapper's class may refuse what its text part takes
+            arguments["experts_implementation"] = {"text_config": kernels} if inner else kernels
         if stored_quantization(read_config(folder)) == "fp8":
             loaded, found = _load_decoded(kind, folder, config, arguments)
         else:
@@ -202,11 +203,6 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
     """
     placed = placement(model, resolve_device(model)) | {"offload_folder": offload_folder}
     return load_whole(folder, dtype=dtype, experts_implementation="grouped_mm", **placed)
-
-
-def experts_argument(config: PreTrainedConfig, kernels: str) -> str | dict[str, str]:
-    """`experts_implementation` for transformers 5; a wrapper's class may refuse what its text part takes."""
-    return {"text_config": kernels} if "text_config" in config.sub_configs else kernels
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
 from pipeline.interrupts import answered_interrupts
-from pipeline.overrides import (
-    expand_words,
-    first_word,
-    flag_errors,
-    override_errors,
-    parse_overrides,
-    quote,
-)
+from pipeline.overrides import expand_words, first_word, flag_errors, override_errors, parse_overrides, quote
 from pipeline.plan import Step
 from pipeline.run import run_pipeline
 from pipeline.runs import compare, find_runs

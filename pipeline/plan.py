@@ -31,7 +31,7 @@ from pipeline.settings import CHAIN, Stage, asked_stages, unneeded
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
-from stages.calibration.config import without_random_tokens
+from stages.calibration.config import VocabularyConfig
 from stages.text.config import DataConfig, calibration_only, list_sources, sampled
 from stages.text.hub import require_hub
 from stages.text.sources import calibration_cache_key, data_cache_key
@@ -167,7 +167,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     settings, shape = checked.settings, checked.shape
     nodes = {**vars(settings), "shape": shape}
     if shape is not None and shape.pooled:
-        nodes["vocabulary"] = without_random_tokens()
+        # Its experts serve all layers, and random tokens would favour the first at the others' cost.
+        nodes["vocabulary"] = VocabularyConfig(tokens=0)
     output_dir = Path(settings.output_dir).absolute()
     hash_of = FileHashes(output_dir)
     source_key = source_cache_key(settings.model, hash_of)

@@ -20,15 +20,7 @@ from pipeline.check import Checked, check_settings, validate
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.overrides import command_line
-from pipeline.plan import (
-    Step,
-    check_sources,
-    describe_plan,
-    find_checkpoint,
-    is_stale,
-    make_plan,
-    published_recipe,
-)
+from pipeline.plan import Step, check_sources, describe_plan, find_checkpoint, is_stale, make_plan, published_recipe
 from pipeline.resources import measured_peak, memory_warnings, record_seconds, room_errors, start_measuring
 from pipeline.run_folder import RunFolder, logging_to, replace_link
 from pipeline.settings import ALL, AUTO_LAYERS, LAYERS, STAGES, Settings

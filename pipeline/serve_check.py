@@ -18,15 +18,7 @@ from models.source import read_config
 from models.targets.base import MoETarget
 from models.targets.config import target_of
 from pipeline.clients import Clients, readable_copy, run_client
-from pipeline.gguf import (
-    CONVERTED,
-    INSTALL,
-    QUANTISED,
-    check_carve,
-    check_tokenizer,
-    llama_cpp_fault,
-    write_gguf,
-)
+from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, check_carve, check_tokenizer, llama_cpp_fault, write_gguf
 from stages.artifacts.rendering import show
 
 # How to install a missing runtime.

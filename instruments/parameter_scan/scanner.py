@@ -20,14 +20,7 @@ from instruments.errors import ConfigError, NumericsError, some
 from instruments.hooks import EagerHook, in_transform
 from instruments.parameter_scan.file_format import ScannedSequence, WatchedParameter
 from instruments.parameter_scan.module_hooks import TargetHooks, WeightUses
-from instruments.parameter_scan.passes import (
-    CallFacts,
-    Passes,
-    ScanPass,
-    Squares,
-    bind_arguments,
-    read_call,
-)
+from instruments.parameter_scan.passes import CallFacts, Passes, ScanPass, Squares, bind_arguments, read_call
 from instruments.parameter_scan.targets import ScanRecord, Selection, Target, refusal, warn_left_out
 from instruments.shapes import Float
 from instruments.tensors import to_host

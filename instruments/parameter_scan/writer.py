@@ -233,13 +233,7 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def merge_mscan(
-    parts: Sequence[Path],
-    out: Path,
-    *,
-    created: str,
-    numbers: Collection[int] | None = None,
-) -> None:
+def merge_mscan(parts: Sequence[Path], out: Path, *, created: str, numbers: Collection[int] | None = None) -> None:
     """Write all sequences of `parts`, or those in `numbers`, to `out`, each once, ordered by number.
 
     The file depends only on the sequences, not on their distribution over parts and segments: with f32 parts it is

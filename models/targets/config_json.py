@@ -41,7 +41,14 @@ def emit_config(
     given = ConfigInput(decoder, {**dense, **rope}, tied, shape, width, shared, gate_scale, dtype)
     if target.is_tiny_onn:
         return target.config_keys(given)
-    config = _common_keys(target, shape, dtype, tied=tied)
+    config: dict[str, Any] = {
+        "architectures": [target.architecture],
+        "model_type": target.model_type,
+        "num_experts_per_tok": shape.top_k,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
     config |= (_carried_keys(decoder) | config if target.carries else _shared_keys(dense)) | rope
     if not target.selection_bias:
         # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
@@ -87,17 +94,6 @@ def _wrapped(decoder: Decoder, target: MoETarget, text: Mapping[str, Any]) -> di
             rest[key] = {**part, "model_type": model_type + part["model_type"].removeprefix(dense_type)}
     same = {key: text[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype")}
     return {"architectures": [architecture], "model_type": model_type, **rest, **same, "text_config": of_text}
-
-
-def _common_keys(target: MoETarget, shape: MoEShape, dtype: str, *, tied: bool) -> dict[str, Any]:
-    return {
-        "architectures": [target.architecture],
-        "model_type": target.model_type,
-        "num_experts_per_tok": shape.top_k,
-        "tie_word_embeddings": tied,
-        "torch_dtype": dtype,
-        "dtype": dtype,
-    }
 
 
 def _shared_keys(dense: Mapping[str, Any]) -> dict[str, Any]:

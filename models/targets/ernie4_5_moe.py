@@ -45,7 +45,7 @@ TARGETS = (
         lacks=_lacking,
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         more=lambda _dense, shape: {
-            LAYER + "mlp.moe_statics.e_score_correction_bias": Constant((1, shape.experts), 0.0),
+            LAYER + "mlp.moe_statics.e_score_correction_bias": Constant((1, shape.experts), 0.0)
         },
         expert_modules=("experts", "shared_experts"),
         # It changes the choice of experts alone, and gets no gradient.

@@ -27,10 +27,7 @@ TARGETS = (
         sources={"qwen2": 1, "llama": 3, "exaone": 3, "mistral": 3, "phi3": 3},
         config_keys=lambda given: (
             _expert_keys(given)
-            | {
-                "qkv_bias": given.dense["model_type"] == "qwen2",
-                "shared_expert_intermediate_size": given.shared,
-            }
+            | {"qkv_bias": given.dense["model_type"] == "qwen2", "shared_expert_intermediate_size": given.shared}
         ),
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         needs_head=("SGLang", "llama.cpp"),

@@ -26,14 +26,7 @@ from stages.calibration.number_format import check_number_format
 from stages.calibration.share import take_tokens
 from stages.routing.descent import RouterSettings
 from stages.routing.fit import fit_pool_router, fit_router
-from stages.routing.task import (
-    RouterTask,
-    load_balance,
-    make_loop,
-    set_logit_std,
-    watch_experts,
-    watch_pool,
-)
+from stages.routing.task import RouterTask, load_balance, make_loop, set_logit_std, watch_experts, watch_pool
 from stages.text.config import DataConfig
 
 
@@ -57,7 +50,7 @@ def summarise(
     share = shape.active_width / partition.width
     notes = [
         f"{checkpoint.target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, "
-        f"{shape.always_on} always on ({share:.0%} of the dense FFN's {partition.width} neurons)",
+        f"{shape.always_on} always on ({share:.0%} of the dense FFN's {partition.width} neurons)"
     ]
     if silent := ",".join(str(layer) for layer, report in reports.items() if report.silent):
         notes.append(f"the dense FFN of layer {silent} writes nothing on the text; 'dense_layers=[{silent}]' keeps it")

@@ -12,8 +12,3 @@ class VocabularyConfig:
 
     tokens: int = field(default=16384, metadata={"minimum": 0})
     layers: int | None = field(default=12, metadata={"needs": {"tokens": True}, "minimum": 1})
-
-
-def without_random_tokens() -> VocabularyConfig:
-    """For pools: their experts serve all layers, and random tokens would favour the first at the others' cost."""
-    return VocabularyConfig(tokens=0)

@@ -121,10 +121,7 @@ def analyze_tensors(request: Request) -> Table:
 
 
 # Value of `check` → function.
-_CHECKS = {
-    "auto_diff": diff_model,
-    "analyze_tensor": analyze_tensors,
-}
+_CHECKS = {"auto_diff": diff_model, "analyze_tensor": analyze_tensors}
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, check: str, diagnose: DiagnoseConfig, seed: int) -> Table:

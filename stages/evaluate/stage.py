@@ -22,14 +22,7 @@ from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, count_positions, layer_seed
 from stages.calibration.config import VocabularyConfig
 from stages.evaluate.baselines import FIRST_SEED, FactsOf, LayerFacts
-from stages.evaluate.comparison import (
-    Text,
-    count_parameters,
-    follow_ffns,
-    measure_speed,
-    run_baselines,
-    watch_states,
-)
+from stages.evaluate.comparison import Text, count_parameters, follow_ffns, measure_speed, run_baselines, watch_states
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.evaluate.samples import Sample, write_samples

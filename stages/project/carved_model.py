@@ -167,11 +167,10 @@ class CarvedModel:
         rank, world = self._workers.rank, self._workers.world
         if world == 1:
             return [TaughtBatch(batch, self._last_hidden(batch)) for batch in batches]
-        sizes, width = [batch.input_ids.numel() for batch in batches], self.model.get_input_embeddings().weight.shape[1]
-        like = self.model.get_input_embeddings().weight
-        rows_PD = torch.zeros(sum(sizes), width, dtype=like.dtype, device=like.device)
+        sizes, like_VD = [batch.input_ids.numel() for batch in batches], self.model.get_input_embeddings().weight
+        rows_PD = like_VD.new_zeros(sum(sizes), like_VD.shape[1])
         hidden = [
-            rows_TD.view(*batch.input_ids.shape, width)
+            rows_TD.view(*batch.input_ids.shape, like_VD.shape[1])
             for rows_TD, batch in zip(torch.split(rows_PD, sizes), batches, strict=True)
         ]
         for batch, hidden_BTD in list(zip(batches, hidden, strict=True))[rank::world]:

@@ -157,10 +157,8 @@ class GradientRounds:
             weights, mean = [self._weights[index] for index in places], [velocity[index] for index in places]
             torch._foreach_mul_(mean, MOMENTUM)
             torch._foreach_add_(mean, gradients)
-            lengths, dims = (
-                [strength * self._scales[index] for index in places],
-                [self._dims[index] for index in places],
-            )
+            lengths = [strength * self._scales[index] for index in places]
+            dims = [self._dims[index] for index in places]
             project_neurons(weights, mean, lengths, dims, epsilon=self._settings.epsilon)
             known.clear()
 

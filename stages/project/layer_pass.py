@@ -83,11 +83,7 @@ def project_layer(
 
 
 def align_layer(
-    base: ExpertLoop,
-    refit: RouterSettings,
-    inputs: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    settings: ProjectConfig,
+    base: ExpertLoop, refit: RouterSettings, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig
 ) -> tuple[Alignment[ExpertLoop], float, int]:
     """Alternate alignment and router refits on `refit_tokens` tokens, then align on all tokens.
 

@@ -80,10 +80,7 @@ def record_parameters(
         path.unlink(missing_ok=True)
     try:
         scanner = ParameterTensorScanner(
-            model,
-            scan.parameter_patterns,
-            block_width=scan.block_width,
-            gradients=scan.gradients,
+            model, scan.parameter_patterns, block_width=scan.block_width, gradients=scan.gradients
         )
     except ConfigError as error:  # its message names the scanner's arguments, not the settings
         what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))

@@ -196,17 +196,12 @@ def generate_text(
             seed=seed, batch_tokens=size, workers=workers, file=scratch / WRITTEN,
         )  # fmt: skip
         if workers.leads:
-            save_generated(text, scratch)
+            write_json(scratch / GENERATED, asdict(text))  # atomically: a resumed run reads the same tokens
     return text
 
 
-def save_generated(text: LoadedText, scratch: Path) -> None:
-    """Write the generated text atomically, so that a resumed run reads the same tokens."""
-    write_json(scratch / GENERATED, asdict(text))
-
-
 def load_generated(scratch: Path) -> LoadedText | None:
-    """Read what `save_generated` wrote; None if there is no file."""
+    """Read what `generate_text` kept; None if there is no file."""
     if not (scratch / GENERATED).exists():
         return None
     found = json.loads((scratch / GENERATED).read_text(encoding="utf-8"))

@@ -29,22 +29,18 @@ def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, sour
     Raises DataError: a conversation cannot be rendered or labelled, or the tokenizer fails.
     """
     try:
-        return _encode_document(document, tokenizer, source)
+        if document.messages:
+            ids, supervised = encode_conversation(document, tokenizer, source)
+            labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
+            return TokenSequence(document.name, ids, labels)
+        ids = encode_text(document.text, tokenizer, source.separator)
+        return TokenSequence(document.name, ids, ids)
     except BaseException as error:
         if not is_panic(error):
             raise
         what, do = f"the tokenizer fails: {str(error)[:200]}", "the model's own tokenizer files, or other text"
         where = f"{document.name}, tokenizer {tokenizer.name_or_path}"
         raise DataError(what, where=where, do=do) from error
-
-
-def _encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, source: Source) -> TokenSequence:
-    if document.messages:
-        ids, supervised = encode_conversation(document, tokenizer, source)
-        labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
-        return TokenSequence(document.name, ids, labels)
-    ids = encode_text(document.text, tokenizer, source.separator)
-    return TokenSequence(document.name, ids, ids)
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:

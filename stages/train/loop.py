@@ -33,15 +33,7 @@ from stages.artifacts.job import Workers
 from stages.losses import measure_losses, supervised_tokens
 from stages.text.batches import TokenSequence, batch_sequences
 from stages.train.config import TrainConfig
-from stages.train.objective import (
-    Balance,
-    Objective,
-    Phase,
-    add_up,
-    autocast,
-    move_biases,
-    rate_factor,
-)
+from stages.train.objective import Balance, Objective, Phase, add_up, autocast, move_biases, rate_factor
 from stages.train.record import Record, drop_older, find_final, find_latest, mark_whole, saved_step
 from stages.train.text import TrainingText
 
@@ -115,7 +107,8 @@ class PhaseLoop:
         """Freezes parameters that do not learn here, attaches hooks, and distributes the model over the processes."""
         self.model, self.phase, self.context, self.folder = model, phase, context, folder
         settings = self.settings = context.settings
-        rates = {**rates_of(phase, settings), "weight_decay": settings.weight_decay}
+        rates = {name: getattr(settings, name) if part in phase.learns else 0.0 for name, part in _RATES.items()}
+        rates["weight_decay"] = settings.weight_decay
         self.shown = show_scores(model) if settings.straight_through else []
         self.objective = Objective(settings, RouterWatch(model), context.teacher, context.balance)
         if not settings.fsdp or context.workers.world == 1:  # FSDP moves each layer's share, and nothing else
@@ -289,11 +282,6 @@ class PhaseLoop:
 
 
 _RATES = {"router_rate": Part.ROUTER, "expert_rate": Part.EXPERTS, "rest_rate": Part.REST}
-
-
-def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
-    """Peak rates as arguments of `parameter_groups`; 0 for parts that do not learn."""
-    return {name: getattr(settings, name) if part in phase.learns else 0.0 for name, part in _RATES.items()}
 
 
 def text_groups(model: PreTrainedModel, rates: Mapping[str, float]) -> list[dict[str, Any]]:

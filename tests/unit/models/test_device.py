@@ -87,13 +87,12 @@ def test_a_wide_layer_keeps_the_loop(monkeypatch):
 
 def formats():
     """Formats of a GPU's products, as torch is told, and of this CPU's, as they come out."""
-    matmul = torch.backends.cuda.matmul
-    told = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    told = torch.backends.cuda.matmul.fp32_precision
     left, right = draw(64, 96, seed=1), draw(96, 80, seed=2)
     found = left @ right
     with rounded_products(use=False, on=["cpu"]):
         exact = left @ right
-    return told in {"tf32", True}, not torch.allclose(found, exact, rtol=1e-5, atol=1e-4)
+    return told == "tf32", not torch.allclose(found, exact, rtol=1e-5, atol=1e-4)
 
 
 def test_products_are_rounded_inside_of_the_block_where_the_setting_and_the_device_allow_it(amx):

@@ -14,7 +14,7 @@ from models.stream import LayerStream
 from pipeline.disk import explain_os_error
 from stages.artifacts.job import Job, Workers
 from stages.calibration.batches import CalibrationContext, TokenStream, passed_losses
-from stages.calibration.config import without_random_tokens
+from stages.calibration.config import VocabularyConfig
 from stages.calibration.share import take_rows
 from stages.calibration.token_memory import (
     TokenMemory,
@@ -113,7 +113,7 @@ def test_the_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("stages.calibration.token_memory.free_memory", lambda: 4000)
     job = Job({}, tmp_path, tmp_path, workers=Workers(rank=0, world=8, local_rank=0, local_world=2))
     data = DataConfig(tokens=96, max_length=32)
-    context = CalibrationContext.of(ModelConfig(), data, without_random_tokens(), 0, job, 64)
+    context = CalibrationContext.of(ModelConfig(), data, VocabularyConfig(tokens=0), 0, job, 64)
     assert context.memory.reserve(1000) is as_it_is
     assert context.memory.reserve(1) is not as_it_is
 
@@ -122,7 +122,7 @@ def test_the_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch):
 def test_a_batch_has_activations_that_the_process_keeps(tmp_path, monkeypatch, block, tokens):
     monkeypatch.setattr("stages.calibration.batches.KEPT_BLOCK", block)  # the FFNs have 1,024 neurons
     data = DataConfig(tokens=1024, max_length=32)
-    context = CalibrationContext.of(ModelConfig(), data, without_random_tokens(), 0, Job({}, tmp_path, tmp_path), 64)
+    context = CalibrationContext.of(ModelConfig(), data, VocabularyConfig(tokens=0), 0, Job({}, tmp_path, tmp_path), 64)
     assert {batch.input_ids.numel() for batch in context.batches} == {tokens}
 
 
