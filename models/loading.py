@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from instruments.errors import CheckpointError, ConfigError, UserError, first_line, some
+from instruments.errors import CheckpointError, ConfigError, UserError, first_line, printable, some
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig
@@ -37,6 +37,15 @@ from models.targets.config import text_of
 from models.targets.config_json import source_dtype
 
 logger = logging.getLogger(__name__)
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
+for _handler in logging.getLogger("transformers").handlers:
+    _handler.addFilter(_escape)  # its report of what was loaded shows names of tensors as they are
 
 _BELONGS = "check that config.json belongs to these weights, or download the checkpoint again"
 

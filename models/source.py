@@ -159,7 +159,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"config.json is no JSON: {error}", where=str(path), do="download it again") from error
     if not isinstance(config, dict):
         raise CheckpointError("config.json holds no object", where=str(path), do="download it again")
+    for key in _find_hub_code(config):
+        what = f"config.json names code of the hub, which is not run: {key}"
+        raise CheckpointError(what, where=str(path), do=f"remove {key} from it")
     return config
+
+
+# Settings with which transformers chooses kernels; a value with a slash is a repository of code that it would run.
+_KERNELS = {f"{start}{part}_implementation" for start in ("", "_") for part in ("attn", "experts")}
+
+
+def _find_hub_code(values: object) -> Iterator[str]:
+    if isinstance(values, dict):
+        yield from (key for key in _KERNELS & values.keys() if "/" in str(values[key]))
+        values = list(values.values())
+    for value in values if isinstance(values, list) else ():
+        yield from _find_hub_code(value)
 
 
 # What values of another kind than expected raise where a checkpoint's settings are used.

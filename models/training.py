@@ -189,7 +189,8 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     A checkpoint in bfloat16 lacks changes of less than 1/512 of a weight, which small learning rates make.
     """
     rounded = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
-    own = [parameter.detach().clone() for parameter in rounded]
+    # In the host's memory: that of a GPU is full of gradients, moments and buckets. A process's own shards stay there.
+    own = [one.detach().clone() if isinstance(one, DTensor) else one.detach().to("cpu", copy=True) for one in rounded]
     with torch.no_grad():
         for parameter in rounded:
             parameter.copy_(parameter.to(dtype))

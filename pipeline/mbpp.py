@@ -10,7 +10,7 @@ Source: arXiv:2108.07732.
 import argparse
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +23,7 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from instruments.errors import ConfigError, DataError, check_output, exit_code, say
+from instruments.errors import ConfigError, DataError, check_output, exit_code, printable, say
 from instruments.files import Kind, check_fields, kinds_of, write_text
 from models.config import ModelConfig
 from models.source import read_config, source_cache_key
@@ -122,6 +122,10 @@ def read_tasks(file: Path) -> list[Task]:
     tasks = [Task(**record) for record in _read_lines(file, kinds_of(Task)) if record["task_id"] in TEST_PART]
     if not tasks:
         raise DataError("no task from 11 to 510", where=str(file), do="mbpp.jsonl of google-research/mbpp")
+    counts = Counter(task.task_id for task in tasks)
+    if wrong := [task.task_id for task in tasks if not task.test_list or counts[task.task_id] > 1]:
+        what = f"task {wrong[0]} has no asserts, or is there twice"
+        raise DataError(what, where=str(file), do="mbpp.jsonl of google-research/mbpp, or remove the task")
     return tasks
 
 
@@ -159,7 +163,7 @@ def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespac
 
     with (
         open_writer(folder, wanted.device) as writer,
-        tqdm(total=len(asked), desc=folder.name, unit="task") as progress,
+        tqdm(total=len(asked), desc=printable(folder.name), unit="task") as progress,
     ):
         prompts = {key: writer.encode(task.prompt, chat=True, opened=OPENED) for key, task in asked.items()}
         ordered = sorted(prompts, key=lambda key: len(prompts[key]))  # so that batches need little padding

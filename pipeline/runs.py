@@ -125,7 +125,7 @@ def remove_runs(output_dir: Path, names: Sequence[str]) -> str:
 
     Raises:
         ConfigError: there is no such run; LockedError: a run is active; ContractError: the record of another run or a
-            manifest is damaged, so that what it uses is unknown, or a link leads out of artifacts/.
+            manifest is damaged, so that what it uses is unknown, or a link leads out of artifacts/ or of the runs.
     """
     artifacts = output_dir / "artifacts"
     command = f"python -m pipeline runs --output-dir {shlex.quote(str(output_dir))}"
@@ -143,6 +143,10 @@ def remove_runs(output_dir: Path, names: Sequence[str]) -> str:
             what = f"below it are runs that would be deleted, too: {some(inside)}"
             do = f"{command} remove {shlex.join([*names, *inside])}, or move them"
             raise ConfigError(what, where=some(str(run.folder) for run in gone), do=do)
+        homes = [(output_dir / home).resolve() for home in ("", "runs", "sweeps")]  # each may be a link itself
+        away = [one for one in gone if not any(one.folder.parent.resolve().is_relative_to(home) for home in homes)]
+        if links := some(str(run.folder) for run in away):
+            raise ContractError("runs are behind a link that leads out of it", where=links, do="remove that link")
         used = {(artifacts / result).resolve() for result in find_results(artifacts, kept, strict=True)}
         own = [one for one in find_results(artifacts, gone, strict=False) if (artifacts / one).resolve() not in used]
         # Ancestors first: after a kill, the manifests that name them are still there.

@@ -22,7 +22,7 @@ COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradie
 def locate(name: str) -> tuple[int | None, str]:
     """Layer and module of a weight: model.layers.3.mlp.up_proj.weight is (3, model.layers.*.mlp.up_proj)."""
     module = name.removesuffix(".weight")
-    if (numbered := re.search(r"\.(\d+)\.", module)) is None:
+    if (numbered := re.search(r"\.(\d{1,9})\.", module)) is None:
         return None, module
     return int(numbered[1]), f"{module[: numbered.start()]}.*.{module[numbered.end() :]}"
 

@@ -37,6 +37,7 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     stored = [record for record in reader.records if record.status == STORED]
     if len({record.name for record in stored}) < len(stored):
         raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
+    written: set[Path] = set()
     for record in progress(stored, "export"):
         source = record.source
         named = (source.layer_type, source.layer, source.direction, record.label or record.quant_type, source.tensor)
@@ -46,7 +47,11 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
             **record.metadata,
         }  # fmt: skip
         time, tensor = read_time(record.timestamp), reader.load(record)
-        _write(folder, time, record.counter, named, tensor, record.statistics, info, more)
+        file = _write(folder, time, record.counter, named, tensor, record.statistics, info, more)
+        if file in written:
+            what, where = f"two tensors would be one file, {file.name}", f"{reader.folder}, {record.name}"
+            raise ContractError(what, where=where, do="copy the whole dump again")
+        written.add(file)
     return len(stored)
 
 

@@ -166,7 +166,7 @@ def _run(file: Path, picture: Path | None) -> None:
         if not any({"loss", "gradient_norm"} & line.keys() for line in lines):
             raise ValueError("it holds neither losses nor gradient norms")
         summary = describe(lines)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise ContractError(f"no log of steps: {error}", where=str(file), do="name a log of watch_model") from error
     say(summary)
     if picture:

@@ -1,6 +1,7 @@
 """Datasets of the Hugging Face hub, streamed."""
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from zlib import error as zlib_error
@@ -9,7 +10,7 @@ from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 
-from instruments.errors import DataError
+from instruments.errors import DataError, some
 from models.source import CONNECT, hub_answers, offline_by_choice
 from stages.text.config import Source
 from stages.text.documents import Document, read_record
@@ -17,7 +18,7 @@ from stages.text.documents import Document, read_record
 # Remedy when the hub does not answer.
 WITHOUT_HUB = "text of local files, or of Python's standard library: data=python_stdlib"
 # What `datasets` raises for damaged and hostile files, and for a folder that requires its own code.
-UNREADABLE = (OSError, ValueError, TypeError, EOFError, RuntimeError, zlib_error)
+UNREADABLE = (OSError, ValueError, TypeError, EOFError, RuntimeError, ImportError, zlib_error)
 
 
 def read_hub(source: Source) -> Iterator[Document]:
@@ -26,12 +27,14 @@ def read_hub(source: Source) -> Iterator[Document]:
     Raises DataError: the dataset cannot be reached or read, or a record has no text.
     """
     # Imported here: both packages are slow to import, and datasets is an optional extra.
-    from datasets import load_dataset  # noqa: PLC0415
+    from datasets import load_dataset_builder  # noqa: PLC0415
     from datasets.exceptions import DatasetsError  # noqa: PLC0415
     from pyarrow import ArrowException  # noqa: PLC0415
 
     try:
-        splits = load_dataset(str(source.name), source.subset, revision=source.revision, streaming=True)
+        builder = load_dataset_builder(str(source.name), source.subset, revision=source.revision)
+        _refuse_local_files(builder.config.data_files or {}, source)
+        splits = builder.as_streaming_dataset()
         # Both splits are checked when the first is read: evaluation is too late to report a wrong held-out split.
         if missing := {source.split, source.heldout_split or source.split} - splits.keys():
             what, place = f"the dataset has no split {' and no split '.join(sorted(missing))}", source.place
@@ -43,6 +46,16 @@ def read_hub(source: Source) -> Iterator[Document]:
     except (DatasetsError, ArrowException, *UNREADABLE) as error:
         do = f"check these names and the network; without one: {WITHOUT_HUB}"
         raise DataError(f"cannot read the dataset: {error}", where=_describe(source), do=do) from error
+
+
+def _refuse_local_files(files: Mapping[str, Iterable[str]], source: Source) -> None:
+    """Raise DataError: the dataset's README names files of this machine outside of its folder."""
+    named = [file.rpartition("::")[2] for split in files.values() for file in split]  # behind ::, of an archive
+    local = [file for file in named if not file.startswith(("hf://", "http://", "https://"))]
+    folder = os.path.abspath(str(source.name))  # noqa: PTH100 - without following links, of which the hub's cache consists
+    if outside := [file for file in local if not os.path.abspath(file).startswith(f"{folder}{os.sep}")]:  # noqa: PTH100
+        what = f"the dataset names files outside of its folder: {some(outside, 3)}"
+        raise DataError(what, where=_describe(source), do="correct data_files in its README.md, or name these files")
 
 
 def require_hub(sources: Iterable[Source]) -> None:

@@ -207,9 +207,12 @@ def _encode_documents(
     documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, source: Source
 ) -> Iterator[TokenSequence]:
     """Tokenize documents; the error for a conversation that is not written whole counts further ones."""
+    shared: dict[int, int] = {}  # one number a token id; a tokenizer returns new ones, of 32 bytes for each token
     for document in documents:
         try:
-            yield encode_document(document, tokenizer, source)
+            found = encode_document(document, tokenizer, source)
+            ids, labels = ([shared.setdefault(id_, id_) for id_ in part] for part in (found.ids, found.labels))
+            yield replace(found, ids=ids, labels=labels)
         except RenderingError as error:
             read = refused = 0
             with suppress(DataError):  # a record that cannot be read

@@ -199,9 +199,12 @@ class PhaseLoop:
             found = [anomaly.message for anomaly in self.monitor.step().anomalies if anomaly.severity != NOTE]
             if found and self.context.record is not None:
                 self.context.record.write(step, self.phase.name, {"warnings": found})
-        norm = whole_tensor(nn.utils.clip_grad_norm_(self.wrapped.parameters(), self.settings.gradient_norm))
-        if not norm.isfinite():
+        learning = [parameter for parameter in self.wrapped.parameters() if parameter.grad is not None]
+        total = nn.utils.get_total_norm([parameter.grad for parameter in learning])
+        norm = whole_tensor(total)
+        if not norm.isfinite():  # before clipping, which would spread it to all gradients
             raise explain_not_finite(self.wrapped, found, step, self.folder)
+        nn.utils.clip_grads_with_norm_(learning, self.settings.gradient_norm, total)
         return norm
 
     def balance_load(self) -> None:

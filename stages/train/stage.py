@@ -1,5 +1,6 @@
 """train: continued pretraining of the projected checkpoint; the result is a native checkpoint again."""
 
+import logging
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.dtypes import dtype_name
 from models import loading
 from models.card import copy_card
 from models.checkpoint.folder import read_checkpoint
@@ -29,6 +31,8 @@ from stages.train.config import TrainConfig
 from stages.train.loop import PhaseLoop, TrainContext
 from stages.train.objective import Balance, Phase, make_phases
 from stages.train.text import read_text
+
+logger = logging.getLogger(__name__)
 
 
 def run(
@@ -51,6 +55,9 @@ def run(
     total, (done, saved) = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.
     dense = loading.load_dense(model, source) if train.logits or not done else None
+    if dense is not None and dense.dtype != torch.float32 and train.precision == "float32":
+        what = "the dense model is computed in %s, the MoE in float32; with model.dtype=float32 both are"
+        logger.warning(what, dtype_name(dense.dtype))
     lines = None
     if job.workers.leads:
         lines = record.Record.open(job.scratch, saved, tensorboard=train.tensorboard)
@@ -132,7 +139,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path, de
         losses = {"dense_heldout_loss": dense_loss} | context.heldout_figures(loop.model)
         if context.record is not None:
             context.record.write(0, "start", losses | {"heldout_text": record.hash_text(context.text.heldout)})
-    remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
+    remedy = "lower train.micro_batch=, or set train.gradient_checkpointing=true"
     with loading.explained_memory(f"stage=train, phase {phase.name}", remedy), context.workers.explained():
         loop.run(found)
     del model, loop

@@ -22,6 +22,7 @@ from pipeline.help import CONF, PROGRAMS, groups, help_page
 from pipeline.overrides import override_errors, quote
 from pipeline.settings import Settings, compose
 from pipeline.shape import resolve_shape
+from stages.train.loop import is_due
 
 HALF_BILLION = ("qwen2_5_0_5b", "qwen2_5_coder_0_5b")
 
@@ -134,6 +135,12 @@ def test_the_help_page_lists_every_program_and_explains_every_setting_of_a_group
 
 def is_setting(line):
     return ": " in line and not line.lstrip().startswith(("#", "-"))
+
+
+def test_a_short_healing_saves_checkpoints_to_resume_from():
+    train = composed("train=heal").train
+    steps = 200_000 // (512 * train.batch)
+    assert sum(is_due(step, train.save_steps, train) for step in range(1, steps)) >= 4
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -63,7 +63,15 @@ def test_only_the_test_part_is_read(tasks):
 
 @pytest.mark.parametrize(
     ("content", "place"),
-    [("", ""), ("[]\n", ":1"), ('{"task_id": 11}\n', ":1"), (json.dumps(TASKS[1]) + "\n{\n", ":2"), ("\0\n", ":1")],
+    [
+        (2 * f"{json.dumps(TASKS[1])}\n", ""),
+        (json.dumps(TASKS[1] | {"test_list": []}), ""),
+        ("", ""),
+        ("[]\n", ":1"),
+        ('{"task_id": 11}\n', ":1"),
+        (json.dumps(TASKS[1]) + "\n{\n", ":2"),
+        ("\0\n", ":1"),
+    ],
 )
 def test_files_that_are_not_mbpp(tmp_path, content, place):
     path = tmp_path / "mbpp.jsonl"

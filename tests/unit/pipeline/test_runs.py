@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from hashlib import sha256
 
 import pytest
@@ -206,6 +207,16 @@ def test_a_folder_of_results_that_is_a_link_out_is_refused(out, three, tmp_path)
     with pytest.raises(ContractError):
         remove_runs(out, ["runs/old"])
     assert three["score"].exists()
+
+
+def test_runs_behind_a_link_out_are_not_removed(out, three, tmp_path):
+    shared = tmp_path / "shared"
+    shutil.copytree(out / "runs/old", shared / "old")
+    (out / "runs/shared").symlink_to(shared)
+    with pytest.raises(ContractError) as caught:
+        remove_runs(out, ["runs/shared/old"])
+    assert caught.value.where == str(out / "runs/shared/old")
+    assert (shared / "old" / RECORD).exists()
 
 
 @pytest.mark.parametrize(

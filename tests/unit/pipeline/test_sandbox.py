@@ -47,7 +47,10 @@ ENDING = {
     "exit at exit": ("import atexit, os; atexit.register(os._exit, 0); double = print", "raised AssertionError"),
     "own process": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", LATE),
     "all processes": ("import os, signal; os.kill(-1, signal.SIGKILL)", "raised ProcessLookupError"),
-    "first process": ("import os, time; os.kill(1, 15); time.sleep(9)", ENDED),
+    "first process": (
+        "import os, time\ntry:\n    os.kill(1, 15); time.sleep(9)\nexcept PermissionError:\n    os._exit(0)  # of root",
+        ENDED,
+    ),
     "a crash": ("import ctypes; ctypes.string_at(0)", ENDED),
     "other asserts": (
         "import builtins, os\nbuiltins.exec = builtins.compile = lambda *_: None\nbuiltins.AssertionError = KeyError\n"
@@ -56,6 +59,10 @@ ENDING = {
     ),
     "a guessed token": ("import os; os.write(3, b'0' * 32); os._exit(0)", ENDED),
     "an error of the name of the verdict": ("raise type('solved', (Exception,), {})", "raised solved"),
+    "a jump": (
+        "import sys\ndef jump(frame, *_):\n    frame.f_lineno = 3\n    return jump\nsys.settrace(lambda *_: jump)",
+        "raised NameError",
+    ),
     "an error of any name": ("raise type(chr(27) + '[2J', (Exception,), {})", ENDED),
 }
 
@@ -74,6 +81,9 @@ LIMITED = {
     "all files": ("for i in range(99): open(f'/tmp/{i}', 'wb').write(b'1' * 2**19)", "raised OSError"),
     "number of files": ("for i in range(9999): open(f'/tmp/{i}', 'w').close()", "raised OSError"),
     "shared memory": ("import ctypes; assert ctypes.CDLL(None).shmget(0, 2**28, 0o1600) >= 0", "raised AssertionError"),
+    "semaphores": ("import ctypes; assert ctypes.CDLL(None).semget(0, 999, 0o1600) >= 0", "raised AssertionError"),
+    "messages": ("import ctypes; assert ctypes.CDLL(None).msgget(0, 0o1600) >= 0", "raised AssertionError"),
+    "its guard": ("import ctypes; assert ctypes.CDLL(None).ptrace(0x4206, 1, 0, 0) == 0", "raised AssertionError"),
     "higher limits": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "raised ValueError"),
     "network": ("import socket; socket.create_connection(('1.1.1.1', 53))", "raised OSError"),
     "new namespaces": ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", "raised AssertionError"),

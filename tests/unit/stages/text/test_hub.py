@@ -45,6 +45,18 @@ def test_compressed_conversations_and_a_damaged_file(tmp_path, conversation):
         read(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["{}/private.jsonl", "../other/private.jsonl", "file://{}/private.jsonl"])
+def test_a_dataset_that_names_files_elsewhere_is_refused(tmp_path, place):
+    elsewhere, folder = tmp_path / "other", tmp_path / "dataset"
+    for each in (elsewhere, folder):
+        each.mkdir()
+    (elsewhere / "private.jsonl").write_text('{"text": "secret"}\n')
+    header = {"configs": [{"config_name": "default", "data_files": place.format(elsewhere)}]}
+    (folder / "README.md").write_text(f"---\n{json.dumps(header)}\n---\n")
+    with pytest.raises(DataError):
+        read(folder)
+
+
 @pytest.mark.parametrize(
     ("settings", "where"),
     [

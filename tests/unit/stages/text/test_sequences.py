@@ -34,6 +34,16 @@ def config_of(path, **settings):
     return DataConfig(kind="text", path=str(path), **{"heldout_share": 1e-9} | settings)
 
 
+def test_a_token_id_is_one_number_in_memory(tokenizer, write_jsonl):
+    text = "carve a model into experts, and route its tokens. "
+    path = write_jsonl("text.jsonl", [{"text": f"{number} {text * 9}"} for number in range(4)])
+    tokens = [
+        id_ for sequence in load_text(config_of(path), tokenizer, "calibration").sequences for id_ in sequence.ids
+    ]
+    assert max(tokens) > 256  # smaller numbers are shared by Python
+    assert len({*map(id, tokens)}) == len({*tokens})
+
+
 def test_packing_joins_and_cuts():
     documents = [encoded("a", 1, 2), encoded("b", 3, 4, 5, 6, 7, 8, 9, masked=2), encoded("c", 10)]
     assert list(pack_documents(documents, max_length=3)) == [

@@ -185,6 +185,20 @@ def test_the_place_of_a_gradient_that_is_not_finite_is_named_as_well_as_is_known
     assert error.where == f"{place}; last checkpoint: that before training"
 
 
+def test_without_a_watch_the_first_layer_whose_gradient_is_not_finite_is_named(tmp_path, monkeypatch):
+    name, load = "model.layers.0.self_attn.q_proj.weight", stage.load_trainable
+
+    def load_faulty(*arguments, **named):
+        model = load(*arguments, **named)
+        model.get_parameter(name).register_hook(lambda gradient: gradient * math.nan)
+        return model
+
+    monkeypatch.setattr(stage, "load_trainable", load_faulty)
+    with pytest.raises(NumericsError) as caught:
+        step_once(tmp_path, watch=False)
+    assert caught.value.where.startswith(f"first seen in the gradient of {name}; ")
+
+
 def test_a_phase_frees_its_model_and_its_optimizer(tmp_path, monkeypatch):
     alive = []
 
