@@ -86,4 +86,4 @@ def _formats(kind: str) -> list[tuple[Any, str, str]]:
     """Where torch holds the format of a device's products, and its values for fp32 and for fewer bits."""
     if kind == "cuda":
         return [(torch.backends.cuda.matmul, "ieee", "tf32")]
-    return [(torch.backends.mkldnn.matmul, "ieee", "bf16")] if has_amx() else []
+    return [(torch.backends.mkldnn.matmul, "ieee", "bf16")] if has_amx() else []  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from instruments.errors import CheckpointError, ConfigError
+from instruments.tensors import is_sharded
 from models.targets.config import MOE_TARGETS
 
 
@@ -190,7 +191,7 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     rounded = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
     # In the host's memory: that of a GPU is full of gradients, moments and buckets. A process's own shards stay there.
-    own = [one.detach().clone() if isinstance(one, DTensor) else one.detach().to("cpu", copy=True) for one in rounded]
+    own = [one.detach().clone() if is_sharded(one) else one.detach().to("cpu", copy=True) for one in rounded]
     with torch.no_grad():
         for parameter in rounded:
             parameter.copy_(parameter.to(dtype))

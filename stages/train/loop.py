@@ -199,8 +199,8 @@ class PhaseLoop:
             found = [anomaly.message for anomaly in self.monitor.step().anomalies if anomaly.severity != NOTE]
             if found and self.context.record is not None:
                 self.context.record.write(step, self.phase.name, {"warnings": found})
-        learning = [parameter for parameter in self.wrapped.parameters() if parameter.grad is not None]
-        total = nn.utils.get_total_norm([parameter.grad for parameter in learning])
+        learning = [*self.wrapped.parameters()]
+        total = nn.utils.get_total_norm([parameter.grad for parameter in learning if parameter.grad is not None])
         norm = whole_tensor(total)
         if not norm.isfinite():  # before clipping, which would spread it to all gradients
             raise explain_not_finite(self.wrapped, found, step, self.folder)
