@@ -142,7 +142,7 @@ def test_clients_see_what_a_carve_holds_and_no_other_file(tmp_path, carve):
     moe = shutil.copytree(carve, tmp_path / "moe")
     change_config(moe, "generation_config.json", do_sample=False)
     (moe / "README.md").write_text("# a card")
-    change_config(moe, attn_implementation="someone/kernel", nested={"auto_map": {}, "kept": 1})
+    change_config(moe, attn_implementation="flash_attention_2", nested={"auto_map": {}, "kept": 1})
     for name in ("adapter.bin", "custom.jinja", "requirements.txt", "notes.json"):
         (moe / name).write_text("{}")
     with clients.readable_copy(moe) as seen:

@@ -190,7 +190,7 @@ def test_without_a_watch_the_first_layer_whose_gradient_is_not_finite_is_named(t
 
     def load_faulty(*arguments, **named):
         model = load(*arguments, **named)
-        model.get_parameter(name).register_hook(lambda gradient: gradient * math.nan)
+        model.get_parameter(name).requires_grad_().register_hook(lambda gradient: gradient * math.nan)
         return model
 
     monkeypatch.setattr(stage, "load_trainable", load_faulty)
