@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StopStringCriteria
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from instruments.cpu import multiplies_bfloat16
+from instruments.cpu import has_amx
 from instruments.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
 from models.loading import (
@@ -79,8 +79,8 @@ class Writer:
 def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
     """Load a checkpoint with transformers. Raises UserError.
 
-    auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU to which bfloat16
-    is slow, else as stored.
+    auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU without AMX, else as
+    stored.
     """
     model = ModelConfig(kind="local", path=str(folder), device=device)
     place = resolve_device(model)
@@ -90,7 +90,7 @@ def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
     with TemporaryDirectory() as offloaded:
         with explained_memory(f"loading {folder}", "--device cpu, or more memory"):
             where = placement(model, place) | {"offload_folder": offloaded}
-            dtype = None if multiplies_bfloat16() else resolve_dtype(model, place)
+            dtype = None if has_amx() else resolve_dtype(model, place)
             loaded = load_whole(folder, dtype=dtype or "auto", **where)
         with explained_memory(f"running {folder}", "--device cpu, or more memory"):
             yield Writer(loaded, tokenizer)
