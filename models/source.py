@@ -166,15 +166,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 # Settings with which transformers chooses kernels; a value with a slash is a repository of code that it would run.
-_KERNELS = {f"{start}{part}_implementation" for start in ("", "_") for part in ("attn", "experts")}
+KERNEL_KEYS = {f"{start}{part}_implementation" for start in ("", "_") for part in ("attn", "experts")}
 
 
-def _find_hub_code(values: object) -> Iterator[str]:
-    if isinstance(values, dict):
-        yield from (key for key in _KERNELS & values.keys() if "/" in str(values[key]))
-        values = list(values.values())
-    for value in values if isinstance(values, list) else ():
-        yield from _find_hub_code(value)
+def _find_hub_code(config: dict[str, Any]) -> Iterator[str]:
+    waiting: list[Any] = [config]  # no recursion: JSON may be nested as deeply as Python calls
+    while waiting:
+        values = waiting.pop()
+        if isinstance(values, dict):
+            yield from (key for key in KERNEL_KEYS & values.keys() if "/" in str(values[key]))
+            waiting += values.values()
+        elif isinstance(values, list):
+            waiting += values
 
 
 # What values of another kind than expected raise where a checkpoint's settings are used.

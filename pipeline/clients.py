@@ -16,7 +16,7 @@ from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import INDEX, PROCESSORS, SINGLE, list_shards, read_json
-from models.source import explained_config, read_config
+from models.source import KERNEL_KEYS, explained_config, read_config
 from models.targets.config import target_of
 from models.targets.tiny_onn import AUTO_CLASSES, copy_code
 
@@ -29,7 +29,7 @@ OTHERS = (
     "README.md",
 )  # fmt: skip
 # Keys with which transformers finds code: in the folder, in other repositories, or in kernels of the hub.
-CODE_KEYS = {"auto_map", "attn_implementation", "_attn_implementation"}
+CODE_KEYS = {"auto_map", *KERNEL_KEYS}
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def _refuse_local_files(files: Mapping[str, Iterable[str]], source: Source) -> N
     """Raise DataError: the dataset's README names files of this machine outside of its folder."""
     named = [file.rpartition("::")[2] for split in files.values() for file in split]  # behind ::, of an archive
     local = [file for file in named if not file.startswith(("hf://", "http://", "https://"))]
-    folder = os.path.abspath(str(source.name))  # noqa: PTH100 - without following links, of which the hub's cache consists
+    folder = os.path.abspath(str(source.name))  # noqa: PTH100 - a downloaded data set consists of links to a cache
     if outside := [file for file in local if not os.path.abspath(file).startswith(f"{folder}{os.sep}")]:  # noqa: PTH100
         what = f"the dataset names files outside of its folder: {some(outside, 3)}"
         raise DataError(what, where=_describe(source), do="correct data_files in its README.md, or name these files")

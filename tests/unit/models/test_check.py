@@ -80,6 +80,7 @@ def test_places_that_are_no_checkpoint(folder, tmp_path):
         ("{", "config.json is no JSON"),
         ("[]", "config.json holds no object"),
         ('{"text_config": [{"attn_implementation": "org/kernel"}]}', "config.json names code of the hub"),
+        ('{"a":' * 900 + '{"_attn_implementation": "org/kernel"}' + "}" * 900, "config.json names code of the hub"),
         ("[" * 200_000, "config.json is no JSON: it is nested too deeply"),
     ],
 )
