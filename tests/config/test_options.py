@@ -90,7 +90,7 @@ def test_a_preset_of_half_a_billion_has_the_settings_of_the_measured_half(preset
     chats, web, encyclopedia, code = (source.share for source in settings.data.sources)
     assert (chats, web + encyclopedia, code) == pytest.approx(shares)
     project = settings.project
-    assert (project.descent_steps, project.rounds, project.penalties) == (steps, 0, row["project.penalties"])
+    assert (project.descent_steps, project.rounds, project.penalties) == (steps, 0, [1.0])
     assert project.gradient_projection  # of the default chain: validation undoes what does not help
     assert settings.score.method == "s_p"
     assert compose([f"model={preset}", "project=align"])[0].project.descent_steps == 0

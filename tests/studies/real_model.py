@@ -40,11 +40,8 @@ def row_settings(row, instructions, general, *, gradients=False):
         "data.heldout_tokens": 4096,
         "data.heldout_share": 0.0,
         "cluster.map": "none",
-        "project.descent_steps": steps,
-        "project.rounds": 0,
+        "project.descent_steps": steps,  # the others are those of project=real_model, a folder's default
         "project.gradient_projection": gradients,
-        **({"project.gradient_tokens": 32_768} if gradients else {}),
-        "project.penalties": [1.0],
         "evaluate.baselines": [],
         "evaluate.speed_tokens": 0,
     }
