@@ -13,10 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from instruments.cpu import lacks_bfloat16
 from instruments.errors import ConfigError, UserError
 from models.check import check_source
 from models.checkpoint.folder import expand_user
-from models.config import GLOBAL_POOL, PER_LAYER, MoEShape, setting_word
+from models.config import GLOBAL_POOL, PER_LAYER, MoEShape, is_on_host, setting_word
 from models.decoder import Decoder
 from models.finding import source_decoder
 from models.source import explained_config
@@ -426,8 +427,19 @@ def warnings(settings: Settings, words: Sequence[str], shape: MoEShape | None, r
     others = tuple(f"diagnose.{check}." for check in CHECKS if check != settings.check)
     if settings.stage == "diagnose" and (typed := [word for word in words if word.startswith(others)]):
         yield f"{' '.join(typed)} is ignored: check={settings.check}"
+    yield from _slow_formats(settings)
     if shape is not None:
         yield from _carve_warnings(settings, shape, request.target(shape), request.source)
+
+
+def _slow_formats(settings: Settings) -> Iterator[str]:
+    formats = {"model.dtype": settings.model.dtype}
+    if settings.involves("train"):
+        formats["train.precision"] = settings.train.precision
+    rounded = [name for name, chosen in formats.items() if chosen == "bfloat16"]
+    if rounded and lacks_bfloat16() and is_on_host(settings.model):
+        slow = "this CPU multiplies bfloat16 ten times as slowly as float32, large matrices worse"
+        yield f"{' '.join(f'{name}=bfloat16' for name in rounded)}: {slow}"
 
 
 def _carve_warnings(settings: Settings, shape: MoEShape, target: MoETarget, source: Decoder) -> Iterator[str]:

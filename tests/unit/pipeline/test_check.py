@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from pico import write_pico
 
+from instruments import cpu
 from models.config import ModelConfig
 from pipeline.check import field_errors, find_errors, validate
 from pipeline.settings import compose
@@ -200,6 +201,24 @@ def test_surprises_cause_a_warning(warnings, words):
     else:
         (message,) = warnings(words)
         assert message.startswith(WARNINGS[words])
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        ("avx avx2 fma", True),
+        ("avx2 avx512bw avx512_bf16", False),
+        ("avx2 avx_ne_convert", False),
+        ("asimd bf16", False),
+    ],
+)
+def test_a_cpu_without_bfloat16_causes_a_warning(flags, warned, warnings, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "FACTS", tmp_path / "cpuinfo")
+    cpu.FACTS.write_text(f"flags : fpu {flags} rdpid\n")
+    for setting in ("train.precision", "model.dtype"):
+        words = f"stage=train {setting}=bfloat16 model.device=cpu"
+        assert [message.partition(":")[0] for message in warnings(words)] == warned * [f"{setting}=bfloat16"]
+    assert warnings("stage=train") == warnings("train.precision=float32 stage=train model.dtype=float16") == []
 
 
 @pytest.mark.parametrize(
