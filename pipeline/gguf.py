@@ -47,6 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for note in check_convertible(read_config(wanted.checkpoint)):
                 say(f"{note}\n")
         check_tokenizer(wanted.checkpoint)
+        check_range(wanted.checkpoint, wanted.type)
         check_output(wanted.out)
         if wanted.out.exists():
             raise ConfigError(f"{wanted.out} exists already", where="command line", do="name another output file")
@@ -84,6 +85,20 @@ def check_tokenizer(folder: Path) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         do = "copy the tokenizer from the carve that was trained (stages/train/RECIPES.md has the command)"
         raise CheckpointError("no tokenizer, which llama.cpp and serve_check need", where=str(folder), do=do)
+
+
+def check_range(folder: Path, outtype: str) -> None:
+    """Raises ConfigError: this type makes the always-on neurons 0, as Gemma 4 holds them, scaled by 2⁻³⁰."""
+    target, architecture = target_of(read_config(folder))
+    if target.output_scale >= 1 or outtype in {"f32", "bf16"}:  # the others hold numbers, or their scales, in float16
+        return
+    from models.checkpoint.shards import ShardReader  # noqa: PLC0415 - imports torch
+
+    with ShardReader(folder) as reader:
+        downs = (reader.tensor(name) for name in reader.names if name.endswith(".mlp.down_proj.weight"))
+        if any(0 < float(down_DS.abs().max()) < 2**-24 for down_DS in downs):
+            what = f"{outtype} makes the always-on neurons 0: their down projections are below the range of float16"
+            raise ConfigError(what, where=f"architecture {architecture}", do="--type bf16, or a carve with always_on=0")
 
 
 def check_convertible(config: Mapping[str, Any]) -> list[str]:

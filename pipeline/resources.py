@@ -83,7 +83,15 @@ def peak_bytes(stage: str, checked: Checked) -> int:
         """Bytes that layers and logits keep for the backward pass."""
         return 4 * tokens * ((16 * hidden + 8 * width) * (1 if checkpointing else layers) + 3 * vocabulary)
 
+    def overlaps(steps: int) -> int:
+        """Bytes of the products of all pairs of experts' outputs, twice: router descent joins their batches."""
+        experts = checked.shape.experts if checked.shape and steps and settings.assemble.router == "error" else 0
+        return 8 * settings.assemble.router_tokens * experts**2
+
     scan, train, project = settings.scan, settings.train, settings.project
+    refits = project.router_steps * project.rounds * (project.alignment == "ridge")
+    # Layer-wise descent on a GPU copies a layer's inputs and target outputs into one tensor each.
+    copies = 0 if on_host or not project.descent_steps else 8 * count_tokens("project", checked) * hidden
     batch = scan.batch_size("cpu" if on_host else "cuda")
     # This process's experts, their momentum, and on the host the experts from before.
     gradients = dense + (12 if on_host else 8) * carved // find_workers().world
@@ -95,8 +103,9 @@ def peak_bytes(stage: str, checked: Checked) -> int:
     needed = {
         "scan": loaded + saved(batch, checkpointing=scan.gradient_checkpointing),
         "cluster": layer_pass + 20 * settings.cluster.sample_tokens * width,
-        "assemble": layer_pass + 12 * settings.assemble.router_tokens * width + solve,
-        "project": max(layer_pass + solve, gradients * project.gradient_projection),
+        "assemble": layer_pass + 12 * settings.assemble.router_tokens * width
+        + max(solve, overlaps(settings.assemble.router_steps)),
+        "project": max(layer_pass + max(solve, copies, overlaps(refits)), gradients * project.gradient_projection),
         "train": training,
         "evaluate": max(layer_pass, 2 * dense + 8 * settings.evaluate.batch_tokens * vocabulary),
         "layers": loaded + 16 * LENGTH * vocabulary,

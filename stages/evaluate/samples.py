@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from instruments.errors import DataError
 from models.loading import is_offloaded, padding_id
 from stages.text.config import DataConfig, Source
 from stages.text.documents import Document
@@ -14,6 +16,7 @@ from stages.text.generated import decode_behind, encode_start, find_ends, write_
 from stages.text.sources import read_sources
 
 TOKENS = 32  # of the beginning of plain text, and of its continuation
+TRIED = 1000  # documents of a source: where all prompts are too long, it would be read to its end
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def _starts(
 ) -> Iterator[Sequence[int]]:
     """Prompts that leave room for `tokens` more, and whose ids all have an embedding."""
     short = replace(source, prompt_tokens=tokens)
-    for document in documents:
-        ids = encode_start(document, tokenizer, short)
-        if 0 < len(ids) <= source.max_length - tokens and max(ids) < known:
-            yield ids
+    with suppress(DataError):  # of a record behind the measured text: the evaluation is worth more than its samples
+        for document in islice(documents, TRIED):
+            ids = encode_start(document, tokenizer, short)
+            if 0 < len(ids) <= source.max_length - tokens and max(ids) < known:
+                yield ids

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.device import rounded_products
+from instruments.device import is_launch_bound, rounded_products
 from models.device import fetch_ahead
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter, rounded
@@ -237,13 +237,19 @@ def _step(loop: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) 
 
 
 def _gathered_step(loop: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Step:
-    """As `_step`, with the gates of all tokens, which are fixed, computed once; the batches are copied into one."""
-    gates_TE = torch.cat([loop.gates(x_TD) for x_TD in inputs])
-    x_TD, wanted_TD = torch.cat([*inputs]), torch.cat([*wanted])
-    return lambda experts, tokens_t: (
-        replace(loop, experts=experts).masked_output(x_TD[tokens_t], gates_TE[tokens_t]),
-        wanted_TD[tokens_t],
-    )
+    """As `_step`, with the gates of all tokens, which are fixed, computed once.
+
+    A GPU copies the batches into one; those of a CPU may be on the disk, because they do not fit into its memory.
+    """
+    parts = inputs, [loop.gates(x_TD) for x_TD in inputs], wanted
+    wholes = [torch.cat([*part]) for part in parts] if is_launch_bound(inputs[0].device) else []
+
+    def step(experts: ExpertWeights, tokens_t: Tensor) -> tuple[Tensor, Tensor]:
+        taken = [whole[tokens_t] for whole in wholes] or [take_rows(part, tokens_t) for part in parts]
+        x_tD, gates_tE, wanted_tD = taken
+        return replace(loop, experts=experts).masked_output(x_tD, gates_tE), wanted_tD
+
+    return step
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ if "--client" not in sys.argv:  # which runs in llama.cpp's interpreter, without
     from stages.text.sequences import load_text
 
 DENSE_TYPES, OTHER_TYPES = ("f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"), ("f16", "q8_0", "q4_k_m")
-LENGTH, ROUNDS, GENERATED, CONTEXT = 256, 3, 32, 128
+LENGTH, GENERATED, CONTEXT = 256, 32, 128
 # Layers, hidden size, FFN width, heads, key heads, head size, vocabulary; bits per weight where all rows fit the types.
 SHAPES = {"Qwen2.5-7B": (28, 3584, 18944, 28, 4, 128, 152064), "Gemma-3-27B": (62, 5376, 21504, 32, 16, 128, 262208)}
 BITS = {"f16": 16, "q8_0": 8.5, "q6_k": 6.56, "q5_k_m": 5.7, "q4_k_m": 4.85, "q3_k_m": 3.91, "q2_k": 3.0}
@@ -129,11 +129,11 @@ def measure(llama_cpp, file, texts, first, count):
     return sums, {each.name: (int(each.n_elements), int(each.n_bytes)) for each in GGUFReader(file).tensors}
 
 
-def time_files(files, ids, prompt):
+def time_files(files, ids, prompt, rounds):
     """In llama.cpp's interpreter: CPU seconds of prompt and per generated token by file and round, files in turn."""
     ids = np.resize(np.load(ids), prompt).tolist()
     models, found = {file: Llama(file, prompt + GENERATED) for file in files}, {file: [] for file in files}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for file, model in models.items():
             began = time.process_time()
             model.feed(ids)
@@ -338,7 +338,7 @@ def report(out, picture):
 
 
 def read_speeds(out):
-    """Dense F16's CPU seconds over those of each file, median over rounds: prompt and generation."""
+    """CPU seconds of the first type's dense file over those of each file, median over rounds: prompt and generation."""
     found = {}
     for line in (out / "speeds.jsonl").read_text().splitlines() if (out / "speeds.jsonl").exists() else ():
         measured = json.loads(line)["seconds"]
@@ -360,6 +360,8 @@ def main():
     parser.add_argument("--text", nargs="*", default=["library="], metavar="NAME=FILE", help="to measure losses on")
     parser.add_argument("--sequences", type=int, default=16, help=f"of {LENGTH} tokens, from each text")
     parser.add_argument("--speed", type=int, metavar="TOKENS", help="only time prompts of this length, and generation")
+    parser.add_argument("--types", nargs="*", default=OTHER_TYPES, help="of the files to time")
+    parser.add_argument("--rounds", type=int, default=3, help="of the files in turn, to time")
     parser.add_argument("--memory", type=int, nargs="*", metavar="MIB", help="only generate within these memory limits")
     parser.add_argument("--files", default="*.gguf", help="of OUTPUT, for --memory")
     parser.add_argument("--report", type=Path, metavar="PICTURE", help="only a table and a picture of what is measured")
@@ -373,12 +375,14 @@ def main():
         print(tabulate(shape_rows(), ["GB/token (as bits of all)", "active", *BITS], tablefmt="github"))  # noqa: T201
     elif wanted.speed:
         (python,), out, ids = wanted.python, wanted.output, wanted.output / f"{next(iter(wanted.texts))}.npy"
-        for kind in OTHER_TYPES:
+        for kind in wanted.types:
             names = ["dense", *(f"mask{share:g}" for share in wanted.mask), *wanted.carves]
             files = [out / f"{name}-{kind}.gguf" for name in names]
             for name, file in zip(names, files, strict=True):
                 convert(wanted.carves.get(name), file, name, kind, Clients.of(wanted), python)
-            request = {"files": list(dict.fromkeys([out / "dense-f16.gguf", *files])), "prompt": wanted.speed}
+            first = out / f"dense-{wanted.types[0]}.gguf"
+            request = {"files": list(dict.fromkeys([first, *files])), "prompt": wanted.speed}
+            request["rounds"] = wanted.rounds
             load, seconds = os.getloadavg()[0], in_client(python, "time_files", ids=ids, **request)
             append(out / "speeds.jsonl", {"prompt": wanted.speed, "load": load, "seconds": seconds})
     elif wanted.memory:

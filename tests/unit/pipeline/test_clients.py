@@ -111,12 +111,19 @@ def test_a_carve_that_sees_images_is_converted_as_its_own_class(tmp_path, wrappe
     hostile = make_hostile(wrapped, tmp_path / "moe", marker)
     config = read_config(hostile)
     change_config(hostile, text_config=config["text_config"] | {"architectures": ["EvilForCausalLM"]})
-    assert gguf.main([str(hostile), str(tmp_path / "x.gguf"), "--type", "f16", *llama_cpp]) == 0
+    assert gguf.main([str(hostile), str(tmp_path / "x.gguf"), "--type", "bf16", *llama_cpp]) == 0
     assert not marker.exists()
     seen = json.loads((tmp_path / "x.gguf").read_text())["config.json"]
     assert seen["architectures"] == config["architectures"]
     assert seen["text_config"] == config["text_config"]
     assert "without the images" in capsys.readouterr().out
+
+
+def test_types_that_lose_the_always_on_neurons_are_refused(tmp_path, llama_cpp, capsys):
+    for always_on, code in ((32, 2), (0, 0)):
+        moe = write_wrapped_carve(tmp_path / str(always_on), "gemma4_text", "gemma4_image", always_on)
+        assert gguf.main([str(moe), str(tmp_path / f"{always_on}.gguf"), *llama_cpp]) == code
+    assert "q8_0 makes the always-on neurons 0" in capsys.readouterr().err
 
 
 def test_serve_check_runs_no_python_of_the_carve(tmp_path, carve, llama_cpp, marker, monkeypatch):

@@ -76,6 +76,14 @@ def test_too_little_memory_warns_with_settings_that_need_less(checked, free, sta
     assert list(memory_warnings(run, [])) == []
 
 
+def test_a_trained_router_needs_memory_for_every_pair_of_experts(checked):
+    pairs = 8 * 8192 * 400**2
+    many = ("experts=400", "n=8", "project.gradient_projection=false")
+    for stage, word in (("assemble", "assemble.router_steps=200"), ("project", "project.rounds=1")):
+        few = peak_bytes(stage, checked(*many, word.partition("=")[0] + "=0"))
+        assert few < pairs < peak_bytes(stage, checked(*many, word)) < few + pairs
+
+
 def test_the_memory_of_a_gpu_holds_the_tensors_alone(checked, monkeypatch):
     host = checked()
     gpu = replace(host, settings=replace(host.settings, model=ModelConfig(device="cuda")))

@@ -52,3 +52,10 @@ def test_nothing_is_written_on_request_or_where_weights_are_read_for_every_token
     assert write_samples(*models, data, 0) == []
     offloaded = torch.nn.Linear(1, 1, device="meta")
     assert write_samples({**models[0], "offloaded": offloaded}, models[1], data, 3) == []
+
+
+def test_a_damaged_record_behind_prompts_that_are_too_long_costs_no_evaluation(models, tmp_path):
+    asked = [{"role": "user", "content": 9 * LONG}, {"role": "assistant", "content": "x"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": asked}), "{"]))
+    data = DataConfig(kind="text", heldout_path=str(tmp_path / "chats.jsonl"), max_length=16, chat_template="plain")
+    assert write_samples(*models, data, 3) == []

@@ -69,6 +69,18 @@ def test_a_step_of_descent_has_at_most_64_operators_and_no_wait():
     assert not waits
 
 
+def test_a_step_of_descent_on_a_cpu_with_amx_copies_no_batches_and_is_the_same(monkeypatch):
+    loop, _, inputs, wanted = make_layer(experts=4)
+    expected = descend_experts(loop, inputs, wanted, DESCENT, 0)
+    monkeypatch.setattr(device, "HOSTS", {"cpu"})
+    monkeypatch.setattr("models.experts.prefers_large_products", lambda _device: True)
+    monkeypatch.setattr("stages.project.layer_pass.torch.cat", None)  # batches may be on the disk
+    found = descend_experts(loop, inputs, wanted, DESCENT, 0)
+    monkeypatch.undo()
+    for name, weight in vars(found).items():
+        torch.testing.assert_close(weight, getattr(expected, name))
+
+
 def batch_passes(loop, ffn, inputs, wanted):
     """Passes over `count` batches."""
     return {
