@@ -66,7 +66,7 @@ def separate_ffns(model: PreTrainedModel) -> None:
         for part in PROJECTIONS:
             linear = ffn.get_submodule(plan.rows(part).linear)
             setattr(separated, f"{part}_proj", _rows_of(linear, plan, part, index))
-        _set(layer, plan.path, separated)
+        layer.set_submodule(plan.path, separated)
 
 
 def _rows_of(linear: Any, plan: FFNPlan, part: str, layer: int) -> nn.Module:  # noqa: ANN401 - Linear, or quantised
@@ -87,22 +87,17 @@ def _rows_of(linear: Any, plan: FFNPlan, part: str, layer: int) -> nn.Module:  #
     return own
 
 
-def _set(layer: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(layer.get_submodule(parent), name, module)
-
-
 @contextmanager
 def replaced_ffns(layers: Sequence[nn.Module], path: str, ffns: Sequence[nn.Module]) -> Iterator[None]:
     """Put other modules into the place of the layers' FFNs, and the FFNs back at the end."""
     own = [layer.get_submodule(path) for layer in layers]
     try:
         for layer, ffn in zip(layers, ffns, strict=True):
-            _set(layer, path, ffn)
+            layer.set_submodule(path, ffn)
         yield
     finally:
         for layer, ffn in zip(layers, own, strict=True):
-            _set(layer, path, ffn)
+            layer.set_submodule(path, ffn)
 
 
 def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from instruments.errors import CheckpointError
+from instruments.tensors import find_tensors
 from models.checkpoint.shards import DenseReader
 from models.device import fetch_ahead, pinned, send
 from models.ffn import DenseFFN
@@ -320,8 +321,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         second = [call for call in self._calls if call]
         by_ids, mappings = False, dict[str, set[int]]()
         for one, other in zip(first, second, strict=True):
-            tensors = [*_other_tensors(one)], [*_other_tensors(other)]
-            by_ids |= len(tensors[0]) != len(tensors[1]) or not all(map(_same, *tensors))
+            tensors = [[*find_tensors(_without_hidden(call)).values()] for call in (one, other)]
+            by_ids |= len(tensors[0]) != len(tensors[1]) or not all(map(torch.equal, *tensors))
             for key, value in one[1].items():
                 if isinstance(value, MutableMapping):
                     mappings.setdefault(key, set()).add(id(value))
@@ -408,21 +409,6 @@ def _without_hidden(call: Call) -> Call:
     args, arguments = call
     others = {key: value for key, value in arguments.items() if key != "hidden_states"}
     return ((None, *args[1:]) if args else args), others
-
-
-def _other_tensors(value: Any, *, top: bool = True) -> Iterator[Tensor]:  # noqa: ANN401 - arguments of any layer
-    """The tensors of a call without its hidden states."""
-    if top:
-        value = _without_hidden(value)
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, MutableMapping | list | tuple):
-        for part in value.values() if isinstance(value, MutableMapping) else value:
-            yield from _other_tensors(part, top=False)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ from dataclasses import Field, make_dataclass
 from difflib import get_close_matches
 from os.path import abspath, exists, isdir  # unlike those of Path, they take names that are too long for a file system
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,18 +32,13 @@ WHERE = "command line"
 def expand_words(words: Iterable[str]) -> list[str]:
     """The words, with `model=/a/path` as `model=local model.path=/a/path ...`; other words stay as they are."""
     words = list(words)
+    typed = {key for word in words if "." in (key := word.partition("=")[0])}
     expanded = []
     for word in words:
         group, _equals, value = word.partition("=")
         found = find_words(group, value.strip("'\"")) if group in LOCAL else []
-        expanded += [new for new in found if not _is_typed(new, words)] or [word]
+        expanded += [new for new in found if new.partition("=")[0] not in typed] or [word]
     return expanded
-
-
-def _is_typed(word: str, words: Iterable[str]) -> bool:
-    """Whether a setting of this word has a word of its own."""
-    key = word.partition("=")[0]
-    return "." in key and any(other.partition("=")[0] == key for other in words)
 
 
 def find_words(group: str, value: str) -> list[str]:
@@ -84,17 +80,11 @@ def command_line(overrides: Sequence[str], **changes: object) -> str:
     return redact(" ".join(["python -m pipeline", *map(shlex.quote, [*kept, *changed])]))
 
 
-class _Options:
-    """The part of Hydra's config loader that `score=glob(*)` needs."""
-
-    def get_group_options(self, group: str, **_filter: object) -> list[str]:
-        """The options of a group."""
-        return groups().get(group, [])
-
-
 def parse_overrides(words: Sequence[str]) -> list[Override]:
     """The words as Hydra reads them. Raises HydraException or ValueError: a word cannot be read."""
-    return OverridesParser.create(cast(Any, _Options())).parse_overrides([*words])
+    # The part of Hydra's config loader that `score=glob(*)` needs.
+    loader = SimpleNamespace(get_group_options=lambda group, **_filter: groups().get(group, []))
+    return OverridesParser.create(cast(Any, loader)).parse_overrides([*words])
 
 
 def override_errors(words: Iterable[str], *, sweep: bool) -> dict[str, list[ConfigError]]:

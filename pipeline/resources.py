@@ -103,7 +103,8 @@ def peak_bytes(stage: str, checked: Checked) -> int:
     needed = {
         "scan": loaded + saved(batch, checkpointing=scan.gradient_checkpointing),
         "cluster": layer_pass + 20 * settings.cluster.sample_tokens * width,
-        "assemble": layer_pass + 12 * settings.assemble.router_tokens * width
+        "assemble": layer_pass
+        + 12 * settings.assemble.router_tokens * width
         + max(solve, overlaps(settings.assemble.router_steps)),
         "project": max(layer_pass + max(solve, copies, overlaps(refits)), gradients * project.gradient_projection),
         "train": training,

@@ -24,7 +24,7 @@ from pipeline.plan import Step, check_sources, describe_plan, find_checkpoint, i
 from pipeline.resources import measured_peak, memory_warnings, record_seconds, room_errors, start_measuring
 from pipeline.run_folder import RunFolder, logging_to, replace_link
 from pipeline.settings import ALL, AUTO_LAYERS, LAYERS, STAGES, Settings
-from pipeline.shape import log_shape, shape_text, weakness_text
+from pipeline.shape import shape_text, weakness_text
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 from stages.artifacts.rendering import in_mib, render
 from stages.layers.choice import choose_dense_layers
@@ -274,7 +274,9 @@ def run_steps(checked: Checked, folder: Path, overrides: Sequence[str], *, wait:
                 held.enter_context(logging_to(folder / "run.log"))
                 # A result that was removed since the plan was made is found missing when it is verified.
                 held.enter_context(artifacts.output_in_use(Path(settings.output_dir)))
-                log_shape(checked.request, checked.shape, settings.model.label)
+                log.info("%s\n", shape_text(checked.request, checked.shape, settings.model.label))
+                if weak := weakness_text(checked.request, checked.shape):
+                    log.warning("%s\n", weak)
                 if "=".join(AUTO_LAYERS) in overrides and checked.shape:
                     log.info("dense_layers=auto is %s\n", settings.dense_layers)
                 for warning in memory_warnings(checked, due):

@@ -1,6 +1,5 @@
 """Resolves the dials to the shape of a carve; its errors, costs and weaknesses, and better settings."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -159,8 +158,6 @@ def largest_power_of_two(bound: int) -> int:
     return 1 << (bound.bit_length() - 1) if bound > 0 else 0
 
 
-log = logging.getLogger(__name__)
-
 LEAST_ROUTED = 0.25  # smallest routed share of a token's active neurons without a warning
 MOST_GROWTH = 1.5  # largest number of parameters without a warning, relative to the dense model
 
@@ -224,13 +221,6 @@ def shape_warnings(request: ShapeRequest, shape: MoEShape) -> Iterator[str]:
     total, dense = request.count(shape).total, count_dense(request.source).total
     if total > MOST_GROWTH * dense:
         yield f"larger: {in_millions(total)} parameters, {total / dense:.1f} x the dense model's {in_millions(dense)}"
-
-
-def log_shape(request: ShapeRequest, shape: MoEShape | None, model: str) -> None:
-    """Log the source, the shape and its costs, and warn of the shape's weaknesses; `model` is the source's label."""
-    log.info("%s\n", shape_text(request, shape, model))
-    if weak := weakness_text(request, shape):
-        log.warning("%s\n", weak)
 
 
 def shape_text(request: ShapeRequest, shape: MoEShape | None, model: str) -> str:

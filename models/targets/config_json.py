@@ -49,7 +49,9 @@ def emit_config(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
-    config |= (_carried_keys(decoder) | config if target.carries else _shared_keys(dense)) | rope
+    text: Mapping[str, Any] = decoder.config_json.get("text_config") or decoder.config_json
+    carried = {key: value for key, value in text.items() if key not in _OF_FILES}  # as they are written
+    config |= (carried | config if target.carries else _shared_keys(dense)) | rope
     if not target.selection_bias:
         # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
         # present. The weight is 0, else TRL adds the loss: a carve's routers are not fitted to even load.
@@ -75,12 +77,6 @@ def emit_text_config(
 
 # Keys about the dense checkpoint's files and class, not about the model.
 _OF_FILES = frozenset({"_name_or_path", "architectures", "auto_map", "model_type", "quantization_config"})
-
-
-def _carried_keys(decoder: Decoder) -> dict[str, Any]:
-    """The keys of the dense text model, as they are written."""
-    text: Mapping[str, Any] = decoder.config_json.get("text_config") or decoder.config_json
-    return {key: value for key, value in text.items() if key not in _OF_FILES}
 
 
 def _wrapped(decoder: Decoder, target: MoETarget, text: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from models.targets.config import select_target
 from models.targets.config_json import count_carved, count_dense
 from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.rendering import in_millions
-from stages.artifacts.tensor_file import layer_file, load_contract, save_contract
+from stages.artifacts.tensor_file import layer_file, load_contract
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,6 @@ class ExtractedLayer:
     experts: ExpertWeights
     neurons: Tensor  # (E, N) int32
     always_on: Tensor  # (S,) int32
-
-    def save(self, folder: Path, layer: int) -> int:
-        """Write the file of a layer; returns its size in bytes."""
-        path = layer_file(folder, layer)
-        save_contract(self, path)
-        return path.stat().st_size
 
 
 def load_layer(folder: Path, layer: int) -> ExpertWeights:

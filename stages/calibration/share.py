@@ -1,6 +1,7 @@
 """The batches of a text, shared by workers: sums over them, subsets of their tokens, and the validation split."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def _spaced(batches: Sequence[int], share: float) -> list[int]:
     return [batches[round((index + 0.5) * len(batches) / count - 0.5)] for index in range(count)]
 
 
+@dataclass(frozen=True, eq=False)
 class Share(Sequence[Tensor]):
     """One worker's batches of a text, (T, D) each; all batches if there is one process.
 
@@ -44,22 +46,12 @@ class Share(Sequence[Tensor]):
     is the same to the last bit for any number of workers.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Tensor],
-        sizes: Sequence[int],
-        like: Tensor,
-        workers: Workers = ALONE,
-        keep: Keep = as_it_is,
-        sources: Sequence[str] | None = None,
-    ) -> None:
-        """`sizes` are the token counts of all batches, other workers' included; `like` is a tensor (0, D).
-
-        `keep` stores tensors that are computed from the batches. `sources` names the source of each batch of text,
-        which come first, the others are random tokens; None: all are text of one source.
-        """
-        self._parts, self.sizes, self.like, self.workers, self.keep = parts, sizes, like, workers, keep
-        self.sources = [""] * len(sizes) if sources is None else sources
+    parts: Sequence[Tensor]
+    sizes: Sequence[int]  # token counts of all batches, other workers' included
+    like: Tensor  # (0, D)
+    workers: Workers = ALONE
+    keep: Keep = as_it_is  # stores tensors that are computed from the batches
+    sources: Sequence[str] = field(kw_only=True)  # of each batch of text; the others, random tokens, come last
 
     @classmethod
     def of(cls, batches: Sequence[Tensor]) -> "Share":
@@ -67,13 +59,13 @@ class Share(Sequence[Tensor]):
         if isinstance(batches, Share):
             return batches
         like = batches[0][:0] if batches else torch.empty(0, 0)
-        return cls(batches, [len(batch_TD) for batch_TD in batches], like)
+        return cls(batches, [len(batch_TD) for batch_TD in batches], like, sources=[""] * len(batches))
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self.parts)
 
     def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 - as of any sequence
-        return self._parts[place]
+        return self.parts[place]
 
     @property
     def tokens(self) -> int:
@@ -95,19 +87,19 @@ class Share(Sequence[Tensor]):
 
     def holding(self, parts: Sequence[Tensor]) -> "Share":
         """The same share with other tensors for its batches, row by row of the same tokens."""
-        return Share(parts, self.sizes, self.like, self.workers, self.keep, self.sources)
+        return replace(self, parts=parts)
 
     def only_text(self) -> "Share":
         """Only the batches of text."""
         text = len(self.sources)
         mine = len(range(text)[self.workers.rank :: self.workers.world])
-        return Share(self._parts[:mine], self.sizes[:text], self.like, self.workers, self.keep, self.sources)
+        return replace(self, parts=self.parts[:mine], sizes=self.sizes[:text])
 
     def taken(self, share: float) -> "Share":
         """An evenly spaced `share` of the tokens of every batch, at least one token."""
         sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
         parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
-        return Share(parts, sizes, self.like, self.workers, self.keep, self.sources)
+        return replace(self, parts=parts, sizes=sizes)
 
     def total(
         self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None
@@ -125,12 +117,12 @@ class Share(Sequence[Tensor]):
     def gather(self, at: int = 0) -> list[Tensor]:
         """All batches in order at the worker `at`; an empty list at the others."""
         if self.workers.world == 1:
-            return list(self._parts)
+            return list(self.parts)
         gathered, mine = [], dict(self.places())
         for number, size in enumerate(self.sizes):
             batch_TD = self.like.new_zeros(size, self.like.shape[1])
             if number in mine:
-                batch_TD.copy_(self._parts[mine[number]])
+                batch_TD.copy_(self.parts[mine[number]])
             self.workers.reduce_(batch_TD, at=at)
             if self.workers.rank == at:
                 gathered.append(self.keep(batch_TD))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from instruments.errors import ConfigError
@@ -28,18 +28,8 @@ class LayerEvidence:
     statistics: NeuronStatistics  # of all layers, like the scores
     scores: Scores | None  # None: nothing is ranked by score
     seed: int
-    device: torch.device  # computes with the activation bits and the sample
+    device: torch.device  # computes with the activation bits and the activity
     activity: Activity | None = None  # on the calibration text; None: no pass was made
-
-    def sample(self) -> Activity:
-        """The activity."""
-        assert self.activity is not None, "no pass was made, which only router_aware makes"
-        return self.activity
-
-    @property
-    def active_bits_Fr(self) -> UInt8[Tensor, "F r"]:
-        """The neurons' activation bits over the scan's reservoir, packed, on the device."""
-        return self.statistics.active_bits[self.layer].to(self.device)
 
     @property
     def score_F(self) -> Float[Tensor, "F"]:
@@ -67,7 +57,7 @@ def view_neurons(evidence: LayerEvidence) -> Float[Tensor, "F C"]:
     if not tokens:
         what, where = "the scan kept no activation bitmaps to compare neurons by", "stage=cluster"
         raise ConfigError(what, where=where, do="scan.reservoir_tokens=4096")
-    bits_FR = methods.unpack_bits(evidence.active_bits_Fr, tokens)
+    bits_FR = methods.unpack_bits(evidence.statistics.active_bits[evidence.layer].to(evidence.device), tokens)
     # Up to the projection, the cosine of two rows is |i∩j| / √(|i|·|j|) of the tokens on which the neurons fire.
     return methods.project_on_top_directions(bits_FR, methods.FEATURE_DIMS, evidence.draw(FEATURES)).cpu()
 
@@ -173,13 +163,13 @@ def partition_layer(
     *,
     method: methods.Method,
     rng: np.random.Generator,
-    sample: Callable[[], tuple[DenseFFN, Tensor]] | None = None,
+    activity: Activity | None = None,
 ) -> LayerPartition:
     """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
     `scores_F` ranks neurons to be always on, dropped, or dealt out by method rank. `features` is called only by methods
-    that compare neurons, `sample` (the FFN and some of its inputs) by router_aware. `shape` has N ≤ F − S; in a pool it
-    comes from `layer_shapes`.
+    that compare neurons; only router_aware reads `activity`. `shape` has N ≤ F − S; in a pool it comes from
+    `layer_shapes`.
 
     Returns:
         Indices into the layer's F neurons, ascending within every expert.
@@ -190,8 +180,8 @@ def partition_layer(
         return LayerPartition(*roles, routed_U.clone(), routed_U.new_empty(0, shape.n))
 
     def energy() -> methods.TokenEnergy:
-        assert sample is not None, "router_aware needs a pass"
-        return methods.measure_energy(*sample(), routed_U, always_on_S, top_k=shape.top_k)
+        assert activity is not None, "no pass was made, which only router_aware makes"
+        return methods.measure_energy(*activity, routed_U, always_on_S, top_k=shape.top_k)
 
     labels_U, affinity_UE = methods.group_neurons(
         method, scores_F[routed_U], lambda: features()[routed_U], energy, shape.experts, shape.n, rng=rng

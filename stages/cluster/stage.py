@@ -164,7 +164,7 @@ def group_layer(
             shape,
             method=cluster.method,  # type: ignore[arg-type] # checked against the field's choices
             rng=evidence.draw(GROUPING),
-            sample=evidence.sample,
+            activity=evidence.activity,
         )
     pictures = {}
     if draw and shape.experts:

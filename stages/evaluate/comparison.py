@@ -72,7 +72,8 @@ def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]
 
     A pool's experts are active, and counted, once in every layer.
     """
-    sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
+    # Of 4-bit weights, two elements are stored per byte.
+    sizes = {name: (getattr(one, "quant_state", None) or one).shape.numel() for name, one in model.named_parameters()}
     text = (f"{decoder_layers(model)[0].rpartition('.')[0]}.", "lm_head.", "experts.")
     wrapped = model.config.get_text_config(decoder=True) is not model.config
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
@@ -88,12 +89,6 @@ def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]
         if id(parameter) in tables or (wrapped and not name.startswith(text))
     )
     return total, total - experts + experts * shape.top_k * times // shape.experts - unread
-
-
-def count_numbers(parameter: nn.Parameter) -> int:
-    """Elements of a parameter's matrix; 4-bit elements are stored two per byte."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()
 
 
 @dataclass

@@ -11,6 +11,7 @@ from models.source import resolve_folder
 from stages.artifacts.carve import Partition
 from stages.artifacts.experts import ExtractedLayer
 from stages.artifacts.job import Job, Table
+from stages.artifacts.tensor_file import layer_file, save_layer_checkpoint
 
 
 def run(job: Job, *, model: ModelConfig) -> Table:
@@ -22,7 +23,8 @@ def run(job: Job, *, model: ModelConfig) -> Table:
         for layer in tqdm(partition.carved_layers, desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
             experts = slice_experts(reader.projections(layer), neurons_EN, always_on_S)
-            size += ExtractedLayer(experts, neurons_EN, always_on_S).save(job.out, layer)
+            save_layer_checkpoint(job.out, layer, ExtractedLayer(experts, neurons_EN, always_on_S))
+            size += layer_file(job.out, layer).stat().st_size
     return summarise(partition, size, perf_counter() - started)
 
 

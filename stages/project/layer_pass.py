@@ -1,7 +1,7 @@
 """Project layer by layer: each is fitted on the outputs of the carved layers before it, each step validated."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -289,7 +289,8 @@ def project_all(
     tokens = TokenStream(stream, context.batches, workers, context.memory)
     carved_layers = [index for index in range(stream.depth) if index not in checkpoint.shape.dense_layers]
     cut = fetch_ahead(partial(load_layer, job.parents["extract"]), carved_layers, stream.device)
-    disk, saving = ThreadPoolExecutor(1), list[Future[None]]()
+    disk = ThreadPoolExecutor(1)
+    saving = disk.submit(lambda: None)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         carved: Callable[[Tensor], Tensor] = layer.ffn
@@ -311,22 +312,16 @@ def project_all(
                 del wanted  # free it before the next layer's is computed
                 done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
                 if workers.leads:  # the disk works while the next layer is fitted
-                    wait_for(saving)
-                    saving.append(disk.submit(save_layer_checkpoint, scratch, index, done))
+                    saving.result()
+                    saving = disk.submit(save_layer_checkpoint, scratch, index, done)
             del experts
             # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
             carved = make_loop(done.experts, done.router)
             found[index] = (done.router, done.outcome)
         if index < stream.depth - 1:  # nothing reads the last layer's outputs
             tokens.leave(map(carved, tokens.inputs))
-    wait_for(saving)
+    saving.result()
     return found
-
-
-def wait_for(saving: list[Future[None]]) -> None:
-    """Wait for what is being saved, and raise its error."""
-    while saving:
-        saving.pop().result()
 
 
 def find_done(scratch: Path, layer: int) -> ProjectedLayer:

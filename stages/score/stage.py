@@ -18,17 +18,13 @@ def ranks(values_LF: Shaped[Tensor, "L F"]) -> Float[Tensor, "L F"]:
     Returns:
         ``(L, F)`` fp64; 0 in a layer whose values differ by rounding alone.
     """
-    values_LF = values_LF.double()
+    values_LF = values_LF.double().contiguous()
     low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
     varies_L1 = high_L1 - low_L1 > 1e-12 * torch.maximum(low_L1.abs(), high_L1.abs())
-    ranks_LF = torch.stack([_ranks(values_F) for values_F in values_LF])
+    sorted_LF = values_LF.sort(dim=1).values
+    below_LF, upto_LF = (torch.searchsorted(sorted_LF, values_LF, right=right) for right in (False, True))
+    ranks_LF = (below_LF + upto_LF - 1).double() / 2
     return torch.where(varies_L1, ranks_LF / (values_LF.shape[1] - 1), 0.0)
-
-
-def _ranks(values_F: Float[Tensor, "F"]) -> Float[Tensor, "F"]:
-    """Ranks from 0, the lowest; ties share the mean of their ranks."""
-    _values, group_F, size_G = np.unique(values_F.numpy(), return_inverse=True, return_counts=True)
-    return torch.from_numpy((size_G.cumsum() - (size_G + 1) / 2)[group_F])
 
 
 def score_synergy(

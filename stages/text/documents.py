@@ -72,7 +72,8 @@ def read_record(record: object, where: str, source: Source) -> Document | None:
     conversation, text = (found.get(column) for column in columns)
     if conversation:
         place = f"{where}, column {columns[0]}" if columns[0] in fields else where
-        messages = _read_messages(conversation, place, source)
+        given = conversation if isinstance(conversation, list) else [conversation]
+        messages = tuple(_read_message(one, f"{place}, message {n}", source) for n, one in enumerate(given, 1))
         system = _read_column(fields, ("system", "system_prompt"), where, source)
         if system and messages[0]["role"] == "system" and not messages[0]["content"].strip():
             messages = messages[1:]
@@ -145,12 +146,6 @@ def _read_column(record: Mapping[str, Any], names: Sequence[str], where: str, so
 
 def _leave_out(fields: str, source: Source) -> str:
     return f"remove it, or leave it out: '{source.place}.ignored_fields=[{fields}]'"
-
-
-def _read_messages(conversation: object, where: str, source: Source) -> tuple[Message, ...]:
-    messages = conversation if isinstance(conversation, list) else [conversation]
-    places = (f"{where}, message {number}" for number in range(1, len(messages) + 1))
-    return tuple(_read_message(message, place, source) for message, place in zip(messages, places, strict=True))
 
 
 # Roles of ShareGPT → those that chat templates know.

@@ -11,7 +11,7 @@ from instruments.errors import ContractError
 from instruments.safetensors_files import load_tensors, save_tensors
 from models.experts import ExpertWeights
 from stages.artifacts.experts import ExtractedLayer, load_layer
-from stages.artifacts.tensor_file import layer_file
+from stages.artifacts.tensor_file import layer_file, save_layer_checkpoint
 
 E, N, D, S = 3, 4, 6, 5
 
@@ -26,14 +26,15 @@ def random_layer(always_on: int = S) -> ExtractedLayer:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    random_layer().save(tmp_path, 7)
+    save_layer_checkpoint(tmp_path, 7, random_layer())
     return layer_file(tmp_path, 7)
 
 
 def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
     whole = random_layer()
     none = {name: getattr(whole.experts, name)[:0] for name in ("gate_END", "up_END", "down_EDN")}
-    ExtractedLayer(replace(whole.experts, **none), whole.neurons[:0], whole.always_on).save(tmp_path, 0)
+    empty = ExtractedLayer(replace(whole.experts, **none), whole.neurons[:0], whole.always_on)
+    save_layer_checkpoint(tmp_path, 0, empty)
     read = load_layer(tmp_path, 0)
     assert torch.equal(read.shared_down_DS, whole.experts.shared_down_DS)
     assert (read.gate_END.shape, read.up_END.shape, read.down_EDN.shape) == ((0, N, D), (0, N, D), (0, D, N))
@@ -42,7 +43,7 @@ def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("always_on", [S, 0])
 def test_layers_come_back_bit_for_bit(tmp_path: Path, always_on: int) -> None:
     layer = random_layer(always_on)
-    assert layer.save(tmp_path, 0) == layer_file(tmp_path, 0).stat().st_size
+    save_layer_checkpoint(tmp_path, 0, layer)
     read = load_layer(tmp_path, 0)
     for name, tensor in vars(layer.experts).items():
         assert getattr(read, name).dtype == tensor.dtype

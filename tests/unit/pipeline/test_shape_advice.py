@@ -1,6 +1,5 @@
 """Reports and warnings about a shape before anything starts; each advice has the promised effect."""
 
-import logging
 import re
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from models.source import EMBEDDED
 from models.targets.config import MOE_TARGETS
 from pipeline.check import InvalidSettingsError, square_errors, validate, width_errors
 from pipeline.settings import compose
-from pipeline.shape import ShapeRequest, describe_shape, find_remedy, log_shape, shape_warnings
+from pipeline.shape import ShapeRequest, describe_shape, find_remedy, shape_text, shape_warnings, weakness_text
 from stages.assemble.config import AssembleConfig
 
 POOL = "topology=global_pool"
@@ -27,21 +26,17 @@ def wide(tmp_path_factory):
 
 
 @pytest.fixture
-def said(tmp_path, caplog, wide):
+def said(tmp_path, wide):
     """Function that returns the lines that a command line logs before it starts, and its warning or None."""
-    caplog.set_level(logging.INFO)
 
     def say(*words):
         models = {"wide": ["model=local", f"model.path={wide}", "data=python_stdlib"], "embedded": ["model=embedded"]}
         model, *rest = words
-        caplog.clear()
         settings, _folder = compose([*models[model], *rest, "data.max_length=256", f"output_dir={tmp_path}"])
         checked = validate(settings)
-        log_shape(checked.request, checked.shape, settings.model.label)
-        lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert len(warnings) <= 1
-        return "\n".join(lines), warnings[0] if warnings else None
+        carve = checked.request, checked.shape
+        weak = weakness_text(*carve)
+        return f"{shape_text(*carve, settings.model.label)}\n", f"{weak}\n" if weak else None
 
     return say
 

@@ -96,7 +96,7 @@ def test_every_shape_is_grouped(activity, experts, size):
         MoEShape(experts=experts, n=size, top_k=1, always_on=len(ALWAYS_S)),
         method="router_aware",
         rng=np.random.default_rng(0),
-        sample=lambda: (ffn, torch.cat(inputs)),
+        activity=(ffn, torch.cat(inputs)),
     )
     assert found.neurons_EN.shape == (experts, size)
     assert (found.neurons_EN.diff(dim=1) > 0).all()
