@@ -192,7 +192,9 @@ def _blocks(width: int) -> str:
 
 def _nf4(target: MoETarget) -> str:
     """Settings for bitsandbytes, which must skip routers (they choose by small differences) and one-row matrices."""
-    modules = [target.router.split(".")[-2], *([target.shared_router.split(".")[-2]] if target.shared_router else [])]
+    # transformers 5 takes a name as the end of others: "proj", Gemma 4's router, would leave all projections unquantised.
+    router = target.router.split(".")[-2] if target.transformers_4 else target.router_module
+    modules = [router, *([target.shared_router.split(".")[-2]] if target.shared_router else [])]
     names = ", ".join(f'"{name}"' for name in [*modules, "lm_head"])
     return (
         f"bitsandbytes: `BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[{names}])`; transformers 5 keeps "

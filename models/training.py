@@ -234,8 +234,13 @@ ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_IMPLEMENTATION, compute_grouped)
 
 
 def exempt_routers(model: nn.Module) -> None:
-    """Exempt the routers from autocast, which would also round those that ask for float32: they choose otherwise."""
+    """Exempt the routers from autocast, which would also round those that ask for float32: they choose otherwise.
+
+    Routers loaded in half precision stay as they are.
+    """
     for router in find_routers(model):
+        if next(without_adapters(router).parameters()).dtype.itemsize < 4:
+            continue
         router.forward = partial(_run_in_float32, router.forward)
         vars(router)["_replicate_for_data_parallel"] = partial(_replicate, router)
 

@@ -92,6 +92,7 @@ def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
         ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
         ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),
         ("granitemoe", MoEShape(64, 304, 8, 0), 'llm_int8_skip_modules=["layer", "lm_head"]'),
+        ("gemma4_text", SHAPE, 'llm_int8_skip_modules=["router.proj", "lm_head"]'),
     ],
 )
 def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
