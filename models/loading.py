@@ -359,7 +359,9 @@ def explained_memory(where: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+        # Pinned memory, and libraries on a full GPU, have errors of other classes.
+        signs = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+        of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in signs)
         if not of_memory:
             raise
         raise UserError(f"out of memory: {first_line(error)}", where=where, do=remedy) from error

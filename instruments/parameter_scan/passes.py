@@ -183,7 +183,8 @@ class ScanPass:
         pooled = source.ndim == 2 and x_BTI.shape[1] == 1  # one row per sample
         mask_BT = None if pooled else self.facts.mask_BT
         if mask_BT is not None:  # the output embedding may get only the last positions
-            mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
+            # A copy to the host must be complete before it is read there.
+            mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=device.type != "cpu")
         return InputSquares(source, x_BTI, mask_BT, width)
 
     def take(self) -> Squares:

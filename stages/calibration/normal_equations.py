@@ -184,7 +184,8 @@ def _factor_in_place(system_aa: Tensor, *, upper: bool) -> bool:
     """
     failed = torch.empty((), dtype=torch.int32, device=system_aa.device)
     torch.linalg.cholesky_ex(system_aa, upper=upper, out=(system_aa, failed))
-    return not failed
+    # A GPU fails for no number that is not finite (pytorch/pytorch#64818); the factor's diagonal shows it.
+    return bool((failed == 0) & system_aa.diagonal().isfinite().all())
 
 
 def _by_columns(matrix: Tensor, dtype: torch.dtype) -> Tensor:

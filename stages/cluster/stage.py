@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.device import free_device_memory
+from instruments.device import free_device_memory, rounded_products
 from models.config import ModelConfig, MoEShape
 from models.device import in_order
 from models.loading import release_freed_memory, resolve_device
@@ -73,6 +73,9 @@ def run(
     mine = range(workers.rank, turns * workers.world, workers.world)
     dealt = zip(mine, tqdm(activities, total=turns, desc="cluster", unit="layer"), strict=True)
     threads = min(workers.gather(count_threads(device, width, cluster.sample_tokens)))
+    if threads > 1:
+        # At the first use torch loads its library of linear algebra for GPUs, which fails if two threads are in it.
+        torch.linalg.qr(torch.ones(1, 1, device=device))
     found: dict[int, GroupedLayer] = {}
     for result in run_ahead((partial(group, layer, activity) for layer, activity in dealt), threads):
         for grouped in filter(None, workers.gather(result)):
@@ -120,7 +123,9 @@ def run_ahead(calls: Iterable[Callable[[], Result]], threads: int) -> Iterator[R
     within_operators = torch.get_num_threads()
     torch.set_num_threads(1)  # else each call would use all cores for its operators
     try:
-        yield from in_order(calls, threads, ahead=threads)
+        # torch has one format of products for all threads: moments of one layer would round choices in another.
+        with rounded_products(use=False, on=["cuda"]):
+            yield from in_order(calls, threads, ahead=threads)
     finally:
         torch.set_num_threads(within_operators)
 

@@ -13,7 +13,14 @@ from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.ffn import DenseFFN
 from models.finding import find_decoder
-from models.loading import load_carved, load_dense, load_tokenizer, padding_id, resolve_dtype
+from models.loading import (
+    load_carved,
+    load_dense,
+    load_tokenizer,
+    padding_id,
+    release_freed_memory,
+    resolve_dtype,
+)
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Partition, Routers
@@ -55,6 +62,7 @@ def run(
 
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers, samples, states = compare_models(job, context, text, carved_facts, evaluate, shape, write)
+    release_freed_memory()  # `find_routers` makes cycles of the blocks, which would keep the MoE on the GPU
     dtype = resolve_dtype(context.model, context.device) or checkpoint_dtype(context.folder, "source")
     baselines: dict[str, MeanLoss] = {}
     if not shape.pooled:

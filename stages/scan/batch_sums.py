@@ -271,8 +271,8 @@ class RunningSums:
         largest_LF = torch.maximum(self._rows_L8F[:, largest], found.rows_L8F[:, largest])
         self._rows_L8F += found.rows_L8F
         self._rows_L8F[:, largest] = largest_LF
-        # Its sums are not kept.
-        self._waiting.append((number, batch, checked, replace(found, rows_L8F=largest_LF[:0])))
+        # Its sums are not kept, nor a view of them: a GPU would hold those of all batches until `drain`.
+        self._waiting.append((number, batch, checked, replace(found, rows_L8F=largest_LF.new_empty(0))))
 
     def drain(self, check: Check) -> None:
         """Copy everything to the host in one transfer, and to the host's sums if `check` accepts each batch."""

@@ -19,7 +19,7 @@ import torch
 from tabulate import tabulate
 
 from instruments.device import rounded_products
-from instruments.errors import INVALID, ConfigError
+from instruments.errors import INVALID, ConfigError, first_line
 from models.config import ModelConfig
 from models.loading import resolve_device
 
@@ -52,13 +52,21 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     rows: list[Cells] = []
     for part in options.parts or parts:
-        for cells in parts[part]():
+        for cells in reported(part, parts[part]):
             sys.stderr.write(f"{' | '.join(cells)}\n")
             rows.append(cells)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     table = tabulate(rows, ["what", "measured", "target", "as it should be"], "github", disable_numparse=True)
     sys.stdout.write(f"\n{name}, torch {torch.__version__}, {os.cpu_count()} CPU cores\n\n{table}\n")
     return int(any(cells[-1] == "no" for cells in rows))
+
+
+def reported(part: str, measure: Callable[[], Iterator[Cells]]) -> Iterator[Cells]:
+    """The rows of a part; an error is one of them, so that those before and behind it are shown."""
+    try:
+        yield from measure()
+    except Exception as error:  # noqa: BLE001 - whatever happens on a GPU
+        yield part, f"ended with {type(error).__name__}: {first_line(error)}", "", "no"
 
 
 def read_options(words: Sequence[str] | None) -> Namespace:

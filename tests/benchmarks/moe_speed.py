@@ -78,6 +78,7 @@ class Runner:
         self.choose()
         ids_B1 = self.ids_BT[:, :1].contiguous()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # for the ids
         with torch.no_grad(), torch.cuda.stream(stream):
             for _ in range(2):  # libraries allocate in the first pass
                 self.model(input_ids=ids_B1, use_cache=False)
