@@ -192,7 +192,7 @@ def _blocks(width: int) -> str:
 
 def _nf4(target: MoETarget) -> str:
     """Settings for bitsandbytes, which must skip routers (they choose by small differences) and one-row matrices."""
-    # transformers 5 takes a name as the end of others: "proj", Gemma 4's router, would leave all projections as they are.
+    # transformers 5 skips all names that end so: "proj", Gemma 4's router, would skip every projection.
     router = target.router.split(".")[-2] if target.transformers_4 else target.router_module
     modules = [router, *([target.shared_router.split(".")[-2]] if target.shared_router else [])]
     names = ", ".join(f'"{name}"' for name in [*modules, "lm_head"])
