@@ -13,14 +13,7 @@ from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.ffn import DenseFFN
 from models.finding import find_decoder
-from models.loading import (
-    load_carved,
-    load_dense,
-    load_tokenizer,
-    padding_id,
-    release_freed_memory,
-    resolve_dtype,
-)
+from models.loading import load_carved, load_dense, load_tokenizer, padding_id, release_freed_memory, resolve_dtype
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Partition, Routers
