@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from instruments.errors import ConfigError
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The text of a training: that of the carve's calibration, or the dense model's own answers to it."""
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,9 +11,10 @@ from models.config import ModelConfig
 from models.loading import input_device, load_dense, padding_id
 from stages.artifacts.job import Job
 from stages.text.batches import TokenBatch, batch_sequences
-from stages.text.config import DataConfig
+from stages.text.config import DataConfig, Source, list_sources
 from stages.text.generated import generate_text
-from stages.text.sequences import LoadedText, load_text
+from stages.text.sequences import LoadedText, load_text, mix
+from stages.text.sources import read_documents
 from stages.train.config import TrainConfig
 
 # Tokens that a CPU writes at a time; bytes of a GPU's cache of keys and values: there hundreds of answers take no more
@@ -41,21 +42,43 @@ def read_text(
 ) -> TrainingText:
     """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split.
 
-    With `train.own_answers` the dense model, `model` in `folder`, writes the answers of the calibration split.
+    With `train.own_answers` the dense model, `model` in `folder`, writes the answers of conversations; the sources of a
+    mixture without any stay as they are. Without conversations it continues plain text.
     """
     wanted, pad_id = replace(data, tokens=train.tokens), padding_id(tokenizer)
     if train.own_answers:
-        if data.labels != "generated":  # then the other settings of generated text are not read, nor in the fingerprint
-            plain = DataConfig()
-            wanted = replace(wanted, temperature=plain.temperature, prompt_tokens=plain.prompt_tokens)
-        text = generate_text(
-            lambda: load_dense(model, folder), tokenizer, replace(wanted, max_new_tokens=train.own_answers),
-            job.scratch, seed=seed, workers=job.workers, at_once=partial(_at_once, wanted=wanted),
-        )  # fmt: skip
+        text = _answer(job, model, folder, wanted, train.own_answers, tokenizer, seed)
     else:
         text = load_text(wanted, tokenizer, "calibration")
     heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
     return TrainingText(text, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
+
+
+def _answer(
+    job: Job,
+    model: ModelConfig,
+    folder: Path,
+    data: DataConfig,
+    longest: int,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> LoadedText:
+    if data.labels != "generated":  # then the other settings of generated text are not read, nor in the fingerprint
+        plain = DataConfig()
+        data = replace(data, temperature=plain.temperature, prompt_tokens=plain.prompt_tokens)
+    load = cache(lambda: load_dense(model, folder))
+    first = [next(read_documents(source), None) for source in list_sources(data, "calibration")]
+    talking = [document is not None and bool(document.messages) for document in first]
+    parts: list[tuple[Source, LoadedText]] = []
+    for source, talks in zip(list_sources(data, "calibration"), talking, strict=True):
+        alone = replace(source, heldout_path=data.heldout_path, max_new_tokens=longest)
+        if talks or not any(talking):
+            at_once, kept = partial(_at_once, wanted=alone), job.scratch / source.place
+            text = generate_text(load, tokenizer, alone, kept, seed=seed, at_once=at_once, workers=job.workers)
+        else:
+            text = load_text(alone, tokenizer, "calibration")
+        parts.append((source, text))
+    return parts[0][1] if len(parts) == 1 else mix(parts)
 
 
 def _at_once(dense: PreTrainedModel, wanted: DataConfig) -> int:
