@@ -153,7 +153,7 @@ def fit_all(
         task, router = fit_layer(layer, experts, neurons_EN, always_S, checkpoint.shape.top_k, settings)
         deviation = logit_std(assemble, checkpoint.gate)
         router = set_logit_std(router, layer.inputs[:text], deviation)
-        loop = replace(task.routed(router), gate=checkpoint.gate if deviation else GateKind.CONSTANT)
+        loop = replace(task.loop, router=router, gate=checkpoint.gate if deviation else GateKind.CONSTANT)
         pooled = checkpoint.shape.pooled  # `column_scales` then has all layers' moments
         scale_EN = torch.ones(loop.neurons_EN.shape) if pooled else column_scale(loop, layer.inputs)
         load_E, moments_2E = load_balance(router, task.inputs[:text], task.top_k), gate_moments(loop, task.inputs)

@@ -1,7 +1,7 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -58,7 +58,8 @@ def run(
     drawn = layers_to_draw(cluster, layers, shape.dense_layers)
     shapes = layer_shapes(shape, scores.chosen) if scores and shape.pooled else [shape] * layers
     turns = -(-layers // workers.world)
-    done = workers.lead(lambda: find_done(job, shape, layers))
+    carved = [layer for layer in range(layers) if layer not in shape.dense_layers]
+    done = workers.lead(lambda: {layer: load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in carved})
     device = resolve_device(replace(model, device=workers.pick_device(model.device)))
     activities: Iterable[Activity | None] = repeat(None, turns)
     if cluster.method == "router_aware" and None in done.values():
@@ -130,12 +131,6 @@ def run_ahead(calls: Iterable[Callable[[], Result]], threads: int) -> Iterator[R
         torch.set_num_threads(within_operators)
 
 
-def find_done(job: Job, shape: MoEShape, layers: int) -> Mapping[int, LayerPartition | None]:
-    """Layers to carve → their partitions, if a killed run finished them."""
-    carved = [layer for layer in range(layers) if layer not in shape.dense_layers]
-    return {layer: load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in carved}
-
-
 class GroupedLayer(NamedTuple):
     """The result for one layer."""
 
@@ -177,27 +172,17 @@ def group_layer(
             from stages.cluster.picture import plot_layer  # noqa: PLC0415 - its libraries take seconds to import
 
             pictures = plot_layer(partition, features(), evidence, cluster)
-    return GroupedLayer(evidence.layer, partition, measure_layer(partition, evidence), pictures)
+    shares = (share_of(evidence.contribution_F, chosen) for chosen in (partition.always_on_S, partition.dropped_X))
+    always_on, dropped = (f"{share:.1%}" for share in shares)
+    copies = int(partition.neurons_EN.flatten().bincount(minlength=1).max())
+    row = [evidence.layer, always_on, len(partition.dropped_X), dropped, copies]
+    return GroupedLayer(evidence.layer, partition, row, pictures)
 
 
 def share_of(contribution_F: Float[Tensor, "F"], neurons: Int[Tensor, "U"]) -> float:
     """These neurons' share of the layer's contribution; 0 if the layer contributes nothing."""
     total = float(contribution_F.sum())
     return float(contribution_F[neurons].sum()) / total if total else 0.0
-
-
-def measure_layer(partition: LayerPartition, evidence: LayerEvidence) -> list[object]:
-    """The layer's row of the table."""
-    return [
-        evidence.layer,
-        f"{share_of(evidence.contribution_F, partition.always_on_S):.1%}",
-        len(partition.dropped_X),
-        f"{share_of(evidence.contribution_F, partition.dropped_X):.1%}",
-        int(partition.neurons_EN.flatten().bincount(minlength=1).max()),
-    ]
-
-
-COLUMNS = ("layer", "always-on share", "dropped neurons", "dropped share", "most copies")
 
 
 def tabulate_layers(
@@ -210,7 +195,8 @@ def tabulate_layers(
         notes.append(f"experts that the layers give to the pool, by score: {given}")
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")
-    return Table("cluster", COLUMNS, rows, notes)
+    columns = ["layer", "always-on share", "dropped neurons", "dropped share", "most copies"]
+    return Table("cluster", columns, rows, notes)
 
 
 def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | None) -> str:

@@ -79,17 +79,8 @@ def summarise(evaluation: Evaluation) -> Table:
                 f"{cost.tokens_per_second:,.0f}" if cost and cost.tokens_per_second else "",
             ]
         )
-    columns = [
-        "model",
-        "perplexity",
-        "loss gap (nats)",
-        "±",
-        "KL",
-        "same token",
-        "active parameters",
-        "parameters",
-        "tokens/s",
-    ]
+    columns = ["model", "perplexity", "loss gap (nats)", "±", "KL", "same token"]
+    columns += ["active parameters", "parameters", "tokens/s"]
     return Table("evaluate", columns, rows, notes(evaluation))
 
 
@@ -139,8 +130,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
         "heldout_tokens": evaluation.heldout_tokens,
         "models": {
             name: {"loss": loss.nats, "perplexity": loss.perplexity, "gap": evaluation.gap(name)}
-            | {"gap_error": evaluation.gap_error(name), "kl": loss.divergence}
-            | {"same_token": loss.agreement}
+            | {"gap_error": evaluation.gap_error(name), "kl": loss.divergence, "same_token": loss.agreement}
             | (asdict(evaluation.costs[name]) if name in evaluation.costs else {})
             for name, loss in evaluation.losses.items()
         },

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from instruments.device import is_launch_bound, rounded_products
@@ -50,17 +50,12 @@ class OutputError:
     gate: GateKind = GateKind.CONSTANT
     logit_std: float = 1.0  # of the logits from which gates are computed
 
-    def loss(
-        self, tokens_t: Int[Tensor, "t"], logits_tE: Float[Tensor, "t E"], top_k: int, temperature: float
-    ) -> Float[Tensor, ""]:
-        """Relative error of a soft choice."""
-        return self._error(relaxed_mask(logits_tE, top_k, temperature), logits_tE, tokens_t)
-
     def cost(self, mask_TE: Float[Tensor, "T E"], logits_TE: Float[Tensor, "T E"]) -> float:
         """Relative error of a hard choice on all tokens; its gates are computed from the logits."""
-        return float(self._error(mask_TE, logits_TE, torch.arange(len(mask_TE), device=mask_TE.device)))
+        return float(self.error(mask_TE, logits_TE, torch.arange(len(mask_TE), device=mask_TE.device)))
 
-    def _error(self, mask_tE: Tensor, logits_tE: Tensor, tokens_t: Tensor) -> Tensor:
+    def error(self, mask_tE: Tensor, logits_tE: Tensor, tokens_t: Tensor) -> Tensor:
+        """Relative error of a soft or hard choice on these tokens."""
         weights_tE = weigh_choice(self.gate, mask_tE, logits_tE, self.logit_std)
         change_t: Tensor = _Change.apply(weights_tE, tokens_t, self.overlaps_TEE, self.gains_TE[tokens_t])  # type: ignore[no-untyped-call]
         wanted_t = self.wanted_T[tokens_t]
@@ -161,7 +156,7 @@ def descend(
         with torch.enable_grad(), rounded_products():
             logits_tE = LinearRouter.without_bias(white_ED).logits(inputs_TD[tokens_t])
             temperature = WARM * (COLD / WARM) ** (step / settings.steps)
-            loss = train.objective.loss(tokens_t, logits_tE, top_k, temperature)
+            loss = train.objective.error(relaxed_mask(logits_tE, top_k, temperature), logits_tE, tokens_t)
             if settings.balance:
                 loss = loss + settings.balance * load_variance(relaxed_mask(logits_tE, top_k, temperature))
             optimizer.zero_grad()

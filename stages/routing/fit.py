@@ -27,17 +27,6 @@ def regress(task: RouterTask, samples: Iterable[tuple[Tensor, Tensor]]) -> Norma
     return moments
 
 
-def regress_drops(task: RouterTask, batches: Sequence[int]) -> NormalEquations:
-    """Regress each expert's error drop on the FFN input, on the given batches."""
-    return regress(task, ((task.inputs[index], task.drops[index]) for index in batches))
-
-
-def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> NormalEquations:
-    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
-    inputs = (task.inputs[index] for index in batches)
-    return regress(task, ((x_TD, logs(output_norms(task.loop, x_TD))) for x_TD in inputs))
-
-
 def logs(norms_TE: Tensor) -> Tensor:
     """Use log norms: only ratios between a token's experts matter.
 
@@ -166,7 +155,9 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
     if settings.method == "random":
         return draw_random(task, settings.seed)
     fitted, _ = split(task, settings)
-    regressions = regress_drops(task, fitted), regress_log_norms(task, fitted)
+    drops = ((task.inputs[index], task.drops[index]) for index in fitted)
+    log_norms = ((x_TD, logs(output_norms(task.loop, x_TD))) for x_TD in (task.inputs[index] for index in fitted))
+    regressions = regress(task, drops), regress(task, log_norms)
     penalties = [settings.penalty * factor for factor in PENALTY_FACTORS]
     starts = [LinearRouter.without_bias(found.solve(penalty)) for found in regressions for penalty in penalties]
     return lower_error([*starts, *others], task, settings)

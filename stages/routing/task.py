@@ -1,7 +1,7 @@
 """The task of a layer's router (experts, inputs, target outputs), and measures of how well a router chooses."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -74,10 +74,6 @@ class RouterTask:
     def top_k(self) -> int:
         """K."""
         return self.loop.top_k
-
-    def routed(self, router: LinearRouter) -> ExpertLoop:
-        """The layer with this router."""
-        return replace(self.loop, router=router)
 
 
 def make_loop(

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -41,6 +40,7 @@ from stages.text.sequences import (
     select_usable,
 )
 from stages.text.sources import read_sources
+from stages.text.template import alike
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids
     A character that the prompt only begins belongs to the text.
     """
     whole, before = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in ([*prompt, *ids], [*prompt]))
-    return whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071 - of any two texts
+    return whole[alike(whole, before) :]
 
 
 def write_continuations(

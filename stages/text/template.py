@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -192,22 +193,13 @@ def _parts(message: Message, place: str) -> Iterator[tuple[str, bool]]:
 def _difference(text: str, other: str) -> str:
     """The part of a text between what begins and what ends another one, too."""
     first = alike(text, other)
-    last = _common(len(other), lambda n: text[len(text) - n :] == other[len(other) - n :])
+    last = alike(text[::-1], other[::-1])
     return text[first : max(first, len(text) - last)]
 
 
 def alike(text: str, other: str) -> int:
-    """The number of characters with which both texts begin."""
-    return _common(len(other), lambda n: text[:n] == other[:n])
-
-
-def _common(most: int, agree: Callable[[int], bool]) -> int:
-    """The largest number, at most `most`, up to which `agree` is true; by halving."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if agree(middle) else (low, middle - 1)
-    return low
+    """The number of characters with which both texts begin; by halving."""
+    return bisect_left(range(1, len(other) + 1), True, key=lambda n: text[:n] != other[:n])
 
 
 def _squeeze(text: str) -> str:

@@ -56,7 +56,7 @@ def test_loss_of_some_tokens_and_its_gradient(loop, numbers, monkeypatch):
     loop, ffn, x_TD = loop
     objective, some_t = output_error(loop, x_TD, ffn(x_TD)), torch.tensor([3, 5, 5, 28])
     logits_tE = (x_TD[some_t] @ loop.router.rows_ED.T).requires_grad_()
-    loss = objective.loss(some_t, logits_tE, K, 0.3)
+    loss = objective.error(relaxed_mask(logits_tE, K, 0.3), logits_tE, some_t)
     (gradient_tE,) = torch.autograd.grad(loss, logits_tE)
 
     mask_tE = relaxed_mask(logits_tE, K, 0.3)

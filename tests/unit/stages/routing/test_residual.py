@@ -13,15 +13,8 @@ from stages.calibration.alignment import align_down
 from stages.project.config import ProjectConfig
 from stages.routing import fit as residual
 from stages.routing.descent import RouterSettings
-from stages.routing.fit import (
-    Activations,
-    distinct_neurons,
-    fit_router,
-    regress_log_norms,
-    regress_on_always_on,
-    split,
-)
-from stages.routing.task import watch_experts
+from stages.routing.fit import Activations, distinct_neurons, fit_router, logs, regress, regress_on_always_on, split
+from stages.routing.task import output_norms, watch_experts
 
 D, S, E, N = 6, 2, 3, 4
 F = S + E * N
@@ -88,12 +81,13 @@ def test_what_is_always_there_is_not_routed_for():
     task = make_task(echo=True)
     x_TD = torch.cat(list(task.inputs))
     settings = ProjectConfig(penalties=[1e-4])
-    found = regress_log_norms(task, split(task, SETTINGS)[0])
+    fitted = [task.inputs[index] for index in split(task, SETTINGS)[0]]
+    found = regress(task, ((inputs_TD, logs(output_norms(task.loop, inputs_TD))) for inputs_TD in fitted))
     by_norm = LinearRouter.without_bias(found.solve(SETTINGS.penalty))
     routers = {"norm": by_norm, "residual": fit_router(task, SETTINGS)}
     shares = {name: float((router.choose(x_TD, 1) == 0).float().mean()) for name, router in routers.items()}
     errors = {
-        name: align_down(task.routed(router), task.inputs, task.wanted, settings).error
+        name: align_down(replace(task.loop, router=router), task.inputs, task.wanted, settings).error
         for name, router in routers.items()
     }
     assert shares["residual"] < 0.1

@@ -29,7 +29,7 @@ def make_task(*, shift=0.0, tokens=40):
 
 def error(router, task):
     """Of the layer's output, relative."""
-    return relative_error(task.routed(router), task.inputs, task.wanted, range(len(task.inputs)))
+    return relative_error(replace(task.loop, router=router), task.inputs, task.wanted, range(len(task.inputs)))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_refitting_starts_from_the_experts_as_they_are():
     task = make_task()
     down_EDN = task.loop.experts.down_EDN * torch.tensor([1.0, 1.0, 9.0])[:, None, None]
     louder = replace(task.loop.experts, down_EDN=down_EDN)
-    changed = replace(task, loop=replace(task.routed(fit_router(task, settings("error"))), experts=louder))
+    changed = replace(task, loop=replace(task.loop, router=fit_router(task, settings("error")), experts=louder))
     again = fit_router(changed, settings("error", steps=0))
     assert torch.equal(again.rows_ED, fit_router(changed, settings("error", steps=0)).rows_ED)
     assert not torch.equal(again.rows_ED, fit_router(task, settings("error", steps=0)).rows_ED)
