@@ -78,12 +78,7 @@ def measure(
 
 
 def survive(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    heldout: Sequence[Tensor],
-    *,
-    rate: float,
-    looks: Sequence[int],
+    model: PreTrainedModel, batches: Sequence[Tensor], heldout: Sequence[Tensor], *, rate: float, looks: Sequence[int]
 ) -> dict[int, Trained]:
     """Train one AdamW group of all parameters; return steps → measurements, with step 0 before training.
 

@@ -24,10 +24,7 @@ MEMORY_MIB = 512
 def measure_dump(bench: Workbench, repetitions: int) -> list[Row]:
     """Slowdown of training, largest memory, throughput of writing and reading."""
     with tempfile.TemporaryDirectory() as folder:
-        return [
-            *_measure_steps(bench, repetitions, Path(folder)),
-            *_measure_files(bench, repetitions, Path(folder)),
-        ]
+        return [*_measure_steps(bench, repetitions, Path(folder)), *_measure_files(bench, repetitions, Path(folder))]
 
 
 def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row]:
@@ -84,10 +81,7 @@ def _measure_files(bench: Workbench, repetitions: int, folder: Path) -> list[Row
         with torch.no_grad(), TensorDump(model, folder / f"dump{next(numbers)}", config, environment={}):
             model(tensors)
 
-    write = {
-        "dump": Task(dump),
-        "pt": Task(lambda: _write_pt(tensors, folder)),
-    }
+    write = {"dump": Task(dump), "pt": Task(lambda: _write_pt(tensors, folder))}
     written = take_turns(write, repetitions, torch.device("cpu"))
     read: dict[str, Callable[[], object]] = {
         "dump": lambda: _read_dump(folder / "dump0"),

@@ -25,10 +25,7 @@ def measure_redis(rounds: int) -> list[Row]:
     """Rows without and with an append-only file; flushes and redis-benchmark alternate, so both meet the same load."""
     rows = []
     for name in ("without", "with append-only file"):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            running(Path(folder) / "server", append_only=False) as server,
-        ):
+        with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "server", append_only=False) as server:
             server.client().config_set("appendonly", "no" if name == "without" else "yes")  # with fsync once a second
             found = [_one_round(server, number) for number in range(rounds)]
         ours, theirs, longest = (list(column) for column in zip(*found, strict=True))

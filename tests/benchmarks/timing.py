@@ -54,10 +54,7 @@ def compute_clock(device: torch.device) -> Callable[[], float]:
 
 
 def take_turns(
-    tasks: Mapping[str, Task],
-    repetitions: int,
-    device: torch.device,
-    clock: Callable[[], float] = time.perf_counter,
+    tasks: Mapping[str, Task], repetitions: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
     """Seconds of every task, in the order A B C A B C ...; the first round is a warm-up and does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in tasks}

@@ -36,14 +36,7 @@ EXACT = {
 SPARSE = {
     "embedded": (None, "stage=all", "project.penalties=[0.1]", "evaluate.baselines=[static_mask,random_router]"),
     "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", EVERY_BASELINE),
-    "llama-dropped": (
-        "llama",
-        "stage=project",
-        "experts=4",
-        "n=8",
-        "top_k=2",
-        "always_on=0",
-    ),
+    "llama-dropped": ("llama", "stage=project", "experts=4", "n=8", "top_k=2", "always_on=0"),
     "qwen3-hundred": ("qwen3", "stage=assemble", "experts=100", "n=3", "top_k=2", "always_on=0"),
 }
 CARVES = EXACT | SPARSE

@@ -75,11 +75,7 @@ def test_experts_that_are_not_used_come_into_use(carve):
 
 
 @pytest.mark.parametrize(
-    ("runtime", "n", "words"),
-    [
-        ("vLLM", 24, "take a slower path"),
-        ("llama.cpp: ", 24, "quantised formats want"),
-    ],
+    ("runtime", "n", "words"), [("vLLM", 24, "take a slower path"), ("llama.cpp: ", 24, "quantised formats want")]
 )
 def test_widths_that_a_runtime_wants(carve, runtime, n, words):
     shape = ["stage=assemble", "experts=4", f"n={n}", "top_k=2", "assemble=random"]

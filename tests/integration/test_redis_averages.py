@@ -46,9 +46,7 @@ def test_averages_beside_the_sums_change_no_sum(server, command):
 
 
 @pytest.mark.parametrize(
-    "held",
-    ['{"layout": 7, "sums": {"a": [[1], "x"]}}', "words", "[]", "[" * 99_999, '{"layout": 4}'],
-    ids=range(5),
+    "held", ['{"layout": 7, "sums": {"a": [[1], "x"]}}', "words", "[]", "[" * 99_999, '{"layout": 4}'], ids=range(5)
 )
 def test_another_layout_is_refused(server, command, held):
     server.client().set("t:scan:identity", held)

@@ -7,16 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from integration.redis_parts import (
-    LAYERS,
-    SHAPES,
-    WIDTH,
-    assert_equal,
-    flush,
-    make_part,
-    open_store,
-    scan_slowly,
-)
+from integration.redis_parts import LAYERS, SHAPES, WIDTH, assert_equal, flush, make_part, open_store, scan_slowly
 from integration.redis_proxy import LossyProxy
 from integration.redis_server import running
 

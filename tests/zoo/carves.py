@@ -33,10 +33,7 @@ TOLERANCE = 1e-5  # standard deviations of the dense model's logits, where its o
 PATIENCE = 120  # seconds to build and carve a type
 
 # 4 experts, all of them on; constant gates, and weights as they were cut.
-ALL_ON = (
-    *("stage=project", "project=align", "experts=4", "top_k=4"),
-    "assemble.logit_std=0",
-)
+ALL_ON = (*("stage=project", "project=align", "experts=4", "top_k=4"), "assemble.logit_std=0")
 # What does not depend on the source, at its cheapest.
 QUICK = (
     *("data=text", "data.tokens=600", "data.heldout_tokens=200", "data.max_length=48", "data.heldout_share=0.3"),

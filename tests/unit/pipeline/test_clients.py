@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 from pico import change_config
-from unit.pipeline.served_carves import (
-    make_hostile,
-    write_carve,
-    write_gguf_package,
-    write_wrapped_carve,
-)
+from unit.pipeline.served_carves import make_hostile, write_carve, write_gguf_package, write_wrapped_carve
 
 from instruments.errors import CheckpointError, UserError
 from models.source import read_config

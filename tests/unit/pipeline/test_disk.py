@@ -13,12 +13,7 @@ from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.finding import find_decoder
 from models.targets.config import MOE_TARGETS
-from pipeline.disk import (
-    expected_bytes,
-    explain_os_error,
-    free_bytes,
-    nearest_existing,
-)
+from pipeline.disk import expected_bytes, explain_os_error, free_bytes, nearest_existing
 from stages.assemble.config import AssembleConfig
 
 CONFIG = decoder_of("llama", intermediate_size=4864, num_key_value_heads=4, dtype="float32")

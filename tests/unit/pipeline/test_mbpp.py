@@ -220,12 +220,7 @@ def test_three_tasks_on_the_embedded_model(tmp_path, tasks, capsys, monkeypatch)
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [
-        ([], 2),
-        (["/nowhere"], 1),
-        (["--out", "/nowhere/x"], 2),
-        ([str(EMBEDDED), "--device", "cuda:77"], 2),
-    ],
+    [([], 2), (["/nowhere"], 1), (["--out", "/nowhere/x"], 2), ([str(EMBEDDED), "--device", "cuda:77"], 2)],
 )
 def test_wrong_command_lines(tasks, tmp_path, words, code, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -118,10 +118,7 @@ def test_what_is_missing_is_left_out(outputs):
         (folder_of(outputs, name) / "manifest.json").unlink()
     page = read(outputs.run(evaluation))
     assert "Neurons" not in page.sections
-    assert page.titles == {
-        "Reconstruction error",
-        "Router's agreement with the oracle",
-    }
+    assert page.titles == {"Reconstruction error", "Router's agreement with the oracle"}
     assert "scan" not in page.words
 
 

@@ -128,10 +128,7 @@ def test_the_run_of_a_small_model_says_nothing_of_a_large_one(checked, monkeypat
     assert estimate_seconds("project", run) == guess
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["{", "[]", '{"cpu scan": [[3, 1]]}', '{"cpu scan": NaN}', None],
-)
+@pytest.mark.parametrize("content", ["{", "[]", '{"cpu scan": [[3, 1]]}', '{"cpu scan": NaN}', None])
 def test_a_damaged_file_of_times_is_replaced(checked, tmp_path, content):
     run = checked()
     guess, path = estimate_seconds("scan", run), tmp_path / "rates.json"

@@ -1,13 +1,7 @@
 import numpy as np
 import pytest
 
-from instruments.parameter_scan.file_format import (
-    ELEMENTS_AT_ONCE,
-    LAST,
-    NOT_MEASURED,
-    decode_log16,
-    encode_log16,
-)
+from instruments.parameter_scan.file_format import ELEMENTS_AT_ONCE, LAST, NOT_MEASURED, decode_log16, encode_log16
 
 FP32_ROUNDING = 2.0**-24
 

@@ -165,10 +165,7 @@ def forget_block(_tensors, config):
         (turn_scale, "FP8 weight of [40, 24] with scales of [9, 1] in F32, blocks of 16 x 8"),
         (number, "FP8 weight of [] with scales of [3, 3] in F32, blocks of 16 x 8"),
         (scale_of_integers, "FP8 weight of [40, 24] with scales of [3, 3] in I32, blocks of 16 x 8"),
-        (
-            forget_block,
-            "FP8 weight of [16, 24] with scales of [1, 3] in F32, blocks of a size that config.json",
-        ),
+        (forget_block, "FP8 weight of [16, 24] with scales of [1, 3] in F32, blocks of a size that config.json"),
     ],
 )
 def test_scales_that_are_missing_or_odd(plain, tmp_path, damage, what):

@@ -6,11 +6,7 @@ from instruments.errors import ContractError
 from instruments.safetensors_files import save_tensors
 from stages.accumulators.sums import LocalStore, ScanSums
 
-SHAPES = {
-    "sum": ((2, 3), torch.float64),
-    "max_abs": ((2, 3), torch.float64),
-    "bits_LRf": ((2, 4, 1), torch.uint8),
-}
+SHAPES = {"sum": ((2, 3), torch.float64), "max_abs": ((2, 3), torch.float64), "bits_LRf": ((2, 4, 1), torch.uint8)}
 
 
 def open_store(folder, *, every=0.0, identity="one", **place):

@@ -13,11 +13,7 @@ from models.training import find_routers
 from stages.calibration.token_memory import TokenMemory
 from stages.evaluate import comparison
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.comparison import (
-    count_parameters,
-    follow_ffns,
-    watch_states,
-)
+from stages.evaluate.comparison import count_parameters, follow_ffns, watch_states
 from stages.losses import measure_loss
 from stages.text.batches import TokenBatch, TokenSequence, batch_sequences
 

@@ -59,13 +59,7 @@ def test_the_record(evaluation, tmp_path):
         "tokens_per_second": None,
     }
     assert record["models"]["static_mask"].keys() == {"loss", "perplexity", "gap", "gap_error", "kl", "same_token"}
-    assert record["layers"][1] == {
-        "error": 0.25,
-        "agreement": 0.5,
-        "imbalance": 2.5,
-        "unused_experts": 1,
-        "load": [],
-    }
+    assert record["layers"][1] == {"error": 0.25, "agreement": 0.5, "imbalance": 2.5, "unused_experts": 1, "load": []}
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,7 @@ from pico import write_pico
 from instruments.errors import CheckpointError
 from models.config import ModelConfig
 from models.loading import load_dense
-from stages.scan.passes import (
-    check_causal,
-    check_mean_loss,
-    draw_reservoir,
-    slots_of_batch,
-    token_to_neuron_major,
-)
+from stages.scan.passes import check_causal, check_mean_loss, draw_reservoir, slots_of_batch, token_to_neuron_major
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

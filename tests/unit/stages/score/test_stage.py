@@ -8,15 +8,7 @@ import torch
 from stages.artifacts.carve import NeuronStatistics, Scores
 from stages.artifacts.job import Job
 from stages.score.config import ScoreConfig
-from stages.score.stage import (
-    MEASURES,
-    gradient_rate,
-    ranks,
-    run,
-    score_neurons,
-    score_random,
-    score_synergy,
-)
+from stages.score.stage import MEASURES, gradient_rate, ranks, run, score_neurons, score_random, score_synergy
 
 VALUES_LF = torch.tensor([[4.0, 1.0, 1.0, 10.0, 2.0], [-3.0, 5.0, 0.0, 5.0, 1.0]])
 

@@ -59,9 +59,7 @@ def test_sources_that_contradict_each_other(path):
 def test_paths_and_first_documents_of_all_sources_are_checked_at_once(tmp_path, path, write_jsonl):
     wrong = write_jsonl("b.jsonl", [{"body": "one"}])
     first, second, heldout = mixture(
-        {"path": str(wrong), "share": 0.5},
-        {"path": "/nowhere", "share": 0.5},
-        heldout_path=str(tmp_path / "none"),
+        {"path": str(wrong), "share": 0.5}, {"path": "/nowhere", "share": 0.5}, heldout_path=str(tmp_path / "none")
     )
     assert "data.sources.0.text_column=" in first
     assert second.startswith("data.sources.1.path=")
