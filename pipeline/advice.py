@@ -1,7 +1,7 @@
 """What to type instead of words that other programs know."""
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator
 
 from pipeline.help import groups
 from pipeline.settings import STAGES
@@ -58,13 +58,6 @@ VALUES = {
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
 
 
-def other_words(key: str, value: str) -> Iterator[str]:
-    """What a word of another program may mean here: words, or a sentence."""
-    for name in (f"{key}={value}", key):
-        if advice := SYNONYMS.get(name.replace("-", "_")):
-            yield advice.format(value or "true")
-
-
 def other_values(value: object) -> Iterator[object]:
     """What a value may mean: 1M, 1e6, 50 %, another name, one item of a list."""
     text = str(value).lower()
@@ -82,15 +75,3 @@ def presets_like(group: str, value: str) -> str:
     like = [name for name in groups()[group] if name.startswith(value[:4])]
     place = {"model": "model=/FOLDER, model=OWNER/NAME", "data": "data=/FILE_OR_FOLDER, data=OWNER/DATASET"}[group]
     return f"{place} or a preset such as {group}={' or '.join(like[:3] or groups()[group][:3])}"
-
-
-def flag_words(words: Iterable[str], known: Container[str]) -> Iterator[tuple[str, str]]:
-    """Flags that are none, and the words that they would be without dashes."""
-    words = list(words)
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if not word.startswith("-") or name in known:
-            continue
-        following = words[place + 1] if place + 1 < len(words) else ""
-        value = value if equals or following.startswith("-") or "=" in following else following
-        yield word, f"{name.lstrip('-').replace('-', '_')}={value or 'true'}"

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
@@ -96,14 +96,16 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
 
 
 def as_word(value: object) -> str:
-    """A value as command-line text."""
-    if isinstance(value, list):
-        return f"[{','.join(map(as_word, value))}]"
-    if value is None:
-        return "null"
+    """A value as Hydra reads it on the command line, after the shell."""
     if is_dataclass(value):  # an item of a list
         return "{...}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{as_word(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_word, value))}]"
+    if isinstance(value, str | Path):
+        return shlex.split(setting_word("", str(value)))[0][1:]
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def default_text(spec: Field[Any]) -> str:
@@ -175,35 +177,28 @@ def find_errors(
     dials whose words could not be read, so that they keep their defaults. Checks that depend on them are left out:
     their errors would concern values that the user did not choose.
     """
-    errors: list[UserError] = []
+    errors: list[UserError] = [*field_errors(settings)]
     try:
-        _add_errors(errors, settings, words, unreadable_groups)
+        if "output_dir" not in unreadable_groups:
+            errors += _output_errors(settings.output_dir)
+        sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
+        errors += contradictions(settings, unreadable_groups)
+        errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
+        if not unreadable_groups & {"data", "output_dir"}:
+            errors += circle_errors(settings)
+        if "data" not in unreadable_groups:
+            errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in settings.stages))
+        if "store" not in unreadable_groups:
+            try:
+                check_store(settings.store)
+            except UserError as error:  # a server that is off matters only if the scan runs
+                errors += [error] * isinstance(error, ConfigError)
+        if "model" not in unreadable_groups:
+            errors += _source_errors(settings, unreadable_groups, sound=sound)
     except OSError as error:  # of a path that the system does not take: a name too long, a folder that is closed
         what = f"cannot open {str(error.filename)[:100]}: {error.strerror}"
         errors.append(ConfigError(what, where=PLACES, do="another path"))
     return errors
-
-
-def _add_errors(errors: list[UserError], settings: Settings, words: Sequence[str], unreadable_groups: Set[str]) -> None:
-    """Add the errors of `find_errors`. Raises OSError: the system does not take a path."""
-    errors += field_errors(settings)
-    if "output_dir" not in unreadable_groups:
-        errors += _output_errors(settings.output_dir)
-    sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
-    errors += contradictions(settings, unreadable_groups)
-    errors += [error for group, error in unread_errors(settings, words) if group not in unreadable_groups]
-    if not unreadable_groups & {"data", "output_dir"}:
-        errors += circle_errors(settings)
-    if "data" not in unreadable_groups:
-        stages = settings.stages
-        errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
-    if "store" not in unreadable_groups:
-        try:
-            check_store(settings.store)
-        except UserError as error:
-            errors += [error] * isinstance(error, ConfigError)  # a server that is off matters only if the scan runs
-    if "model" not in unreadable_groups:
-        errors += _source_errors(settings, unreadable_groups, sound=sound)
 
 
 def _source_errors(settings: Settings, unreadable_groups: Set[str], *, sound: bool) -> list[UserError]:

@@ -55,13 +55,11 @@ def explain_os_error(
 ) -> UserError | None:
     """The UserError for a full disk, denied access or a disk that fails; None for any other error.
 
-    `error` is an OSError, or an error of safetensors or torch.save, which give the cause only in their text; `expected`
-    are the bytes to write, 0 if unknown; `do` the remedy of a command without output_dir=.
+    `error` is an OSError, or one of safetensors, which gives the cause only in its text; `expected` are the bytes to
+    write, 0 if unknown; `do` the remedy of a command without output_dir=.
     """
     hidden = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else hidden and int(hidden[1])
-    if "inline_container.cc" in str(error):  # torch.save gives no number when the disk is full
-        number = errno.ENOSPC
     if number in FULL:
         wanted = f"about {in_mib(expected)} wanted, " if expected else ""
         what = f"no room left on the disk: {wanted}{in_mib(free_bytes(folder))} free now"

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, first_line, redact
 from models.checkpoint.folder import expand_user
 from models.config import setting_word
-from pipeline.advice import COMMANDS, flag_words, other_values, other_words
+from pipeline.advice import COMMANDS, SYNONYMS, other_values
 from pipeline.check import as_word, default_text, find_fields, folder_errors, unknown_choice, value_errors
 from pipeline.help import LOCAL, groups
 from pipeline.settings import AUTO_LAYERS, Settings, find_wrong_values
@@ -59,18 +59,7 @@ def find_words(group: str, value: str) -> list[str]:
 
 def quote(name: str, value: object) -> str:
     """A setting as a word that Hydra reads."""
-    return f"{name}={_value(value)}"
-
-
-def _value(value: object) -> str:
-    """A value as Hydra reads it."""
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_value(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_value, value))}]"
-    if isinstance(value, str | Path):
-        return shlex.split(setting_word("", str(value)))[0][1:]
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{name}={as_word(value)}"
 
 
 def command_line(overrides: Sequence[str], **changes: object) -> str:
@@ -188,7 +177,8 @@ def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
     last_words = {name.rpartition(".")[2]: name for name in [*options, *FIELDS]}
     close = get_close_matches(key, [*FIELDS, *options], n=2, cutoff=0.75)
     close += [last_words[name] for name in get_close_matches(key.rpartition(".")[2], last_words, n=2, cutoff=0.75)]
-    found = [*other_words(key, value)] or [f"{name}={value}" for name in close]
+    advice = filter(None, (SYNONYMS.get(name.replace("-", "_")) for name in (f"{key}={value}", key)))
+    found = [meant.format(value or "true") for meant in advice] or [f"{name}={value}" for name in close]
     remedies = {meant: _remedy(meant, options) for meant in found}
     sound = [meant for meant, do in remedies.items() if do == meant]
     do = [*sound, *remedies.values(), "python -m pipeline --cfg job lists the settings"][0]
@@ -210,9 +200,13 @@ def _remedy(meant: str, options: dict[str, list[str]]) -> str:
 def flag_errors(words: Sequence[str]) -> list[ConfigError]:
     """Errors, with the words to type: flags that are none, or that Hydra has and that run or read other files."""
     errors = []
-    for flag, word in flag_words(words, FLAGS):
-        what, do = f"there is no flag {flag}: settings have no dashes", _remedy(word, groups())
-        errors.append(ConfigError(what, where=WHERE, do=do))
+    for flag, following in zip(words, [*words[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if flag.startswith("-") and name not in FLAGS:
+            value = value if equals or following.startswith("-") or "=" in following else following
+            word = f"{name.lstrip('-').replace('-', '_')}={value or 'true'}"
+            what, do = f"there is no flag {flag}: settings have no dashes", _remedy(word, groups())
+            errors.append(ConfigError(what, where=WHERE, do=do))
     return errors
 
 

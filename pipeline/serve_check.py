@@ -119,11 +119,6 @@ class Check:
     ids: Sequence[int]
 
     @property
-    def own(self) -> bool:
-        """Whether the carve uses the project's own model class."""
-        return self.target.is_tiny_onn
-
-    @property
     def target(self) -> MoETarget:
         """Its architecture."""
         return target_of(self.config)[0]
@@ -133,10 +128,10 @@ class Check:
         (here, versions), *others = self.clients.found.items()
         name = f"transformers {versions['transformers']}"
         sys.stderr.write(f"running {name}, the reference\n")
-        reference = self._transformers(here, None if self.own else "eager")
-        first = compare(name if self.own else f"{name}, eager", "f32", reference, reference)
+        reference = self._transformers(here, None if self.target.is_tiny_onn else "eager")
+        first = compare(name if self.target.is_tiny_onn else f"{name}, eager", "f32", reference, reference)
         steps: list[tuple[str, str, Measure]] = []
-        if not self.own:
+        if not self.target.is_tiny_onn:
             # Not batched_mm: it copies the experts of every token of a prompt, and generation uses it on GPUs only.
             steps.append((f"{name}, grouped_mm", "f32", partial(self._transformers, here, "grouped_mm")))
         steps += [
@@ -171,7 +166,7 @@ class Check:
         return {"model": str(self.checkpoint), "ids": self.ids, "text": self.text}
 
     def _transformers(self, python: Path, experts: str | None) -> dict[str, Any]:
-        architecture = "AutoModelForCausalLM" if self.own else target_of(self.config)[1]
+        architecture = "AutoModelForCausalLM" if self.target.is_tiny_onn else target_of(self.config)[1]
         kernels = {"text_config": experts} if experts and "text_config" in self.config else experts
         request = {**self._request, "threads": THREADS, "experts": kernels, "architecture": architecture}
         return run_client(python, "transformers", request, OMP_NUM_THREADS=str(THREADS))
@@ -187,7 +182,7 @@ class Check:
     def _vllm(self, python: Path) -> dict[str, Any]:
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(THREADS)
-        return run_client(python, "vLLM", {**self._request, "remote": self.own}, **environment)
+        return run_client(python, "vLLM", {**self._request, "remote": self.target.is_tiny_onn}, **environment)
 
 
 def _measured(runtime: str, form: str, measure: Measure, reference: Mapping[str, Any]) -> Row:
