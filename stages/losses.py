@@ -23,8 +23,8 @@ from models.structure import decoder_layers
 from stages.artifacts.job import ALONE, Workers
 from stages.text.batches import IGNORED, TokenBatch
 
-# Logits per softmax chunk, 16 MiB in fp32; on a GPU up to 256 MiB, so that there are few chunks.
-CHUNK_VALUES, GPU_CHUNK_VALUES = 2**22, 2**26
+# Logits per softmax chunk, 4 MiB in fp32, which a cache holds; on a GPU up to 256 MiB, so that there are few chunks.
+CHUNK_VALUES, GPU_CHUNK_VALUES = 2**20, 2**26
 CHUNK_BYTES = 12  # for each of them at the same time
 
 
