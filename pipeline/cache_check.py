@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Int
 from tabulate import tabulate
 
-from instruments.errors import ConfigError, DataError, exit_code, say
+from instruments.errors import ConfigError, exit_code, say
 from instruments.safetensors_files import TensorEntry, read_header
 from models.checkpoint.folder import list_shards
 from models.source import read_config
 from models.targets.config import target_of, text_of
+from pipeline.compare import LENGTH, read_text
 from pipeline.generate import add_limits
 from pipeline.gguf import check_carve
 from stages.artifacts.rendering import in_mib
@@ -96,14 +97,8 @@ def trace_routing(checkpoint: Path, text: Path, tokens: int, device: str) -> Tra
     from models.loading import input_device, load_tokenizer  # noqa: PLC0415
     from models.training import RouterWatch  # noqa: PLC0415
     from pipeline.greedy import open_writer  # noqa: PLC0415
-    from stages.text.config import DataConfig  # noqa: PLC0415
-    from stages.text.sequences import load_text  # noqa: PLC0415
 
-    data = DataConfig(heldout_path=str(text), heldout_tokens=tokens, max_length=512)
-    try:
-        sequences = load_text(data, load_tokenizer(checkpoint, trust_remote_code=False), "heldout").sequences
-    except DataError as error:
-        raise DataError(error.what, where=f"--text {text}", do="name a file or a folder of text") from error
+    sequences = read_text(text, load_tokenizer(checkpoint, trust_remote_code=False), tokens, LENGTH)
     chosen = []
     with open_writer(checkpoint, device) as writer, torch.no_grad(), RouterWatch(writer.model).collect() as routings:
         for sequence in sequences:

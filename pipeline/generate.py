@@ -38,14 +38,15 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def add_limits(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Add these options, numbers from 1, and the device."""
-    told = {"tokens": "most new tokens", "batch": "answers at a time, on a GPU more", "limit": "only the first tasks"}
+    told = {"tokens": "most tokens", "batch": "answers at a time, on a GPU more", "limit": "only the first tasks"}
     for name, default in defaults.items():
         said = f"{told[name]}; default {default}"
-        parser.add_argument(f"--{name}", type=_count, default=default, metavar="N", help=said)
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=said)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...; default auto")
 
 
-def _count(word: str) -> int:
+def count(word: str) -> int:
+    """A number from 1 on a command line."""
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word} is no number from 1")
     return int(word)

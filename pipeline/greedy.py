@@ -76,11 +76,11 @@ class Writer:
 
 
 @contextmanager
-def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
+def open_writer(folder: Path, device: str = "auto", *, exact: bool = False) -> Iterator[Writer]:
     """Load a checkpoint with transformers. Raises UserError.
 
-    auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU without AMX, else as
-    stored.
+    auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU without AMX, or if
+    `exact`, else as stored.
     """
     model = ModelConfig(kind="local", path=str(folder), device=device)
     place = resolve_device(model)
@@ -90,7 +90,7 @@ def open_writer(folder: Path, device: str = "auto") -> Iterator[Writer]:
     with TemporaryDirectory() as offloaded:
         with explained_memory(f"loading {folder}", "--device cpu, or more memory"):
             where = placement(model, place) | {"offload_folder": offloaded}
-            dtype = None if has_amx() else resolve_dtype(model, place)
+            dtype = None if has_amx() and not exact else resolve_dtype(model, place)
             loaded = load_whole(folder, dtype=dtype or "auto", **where)
         with explained_memory(f"running {folder}", "--device cpu, or more memory"):
             yield Writer(loaded, tokenizer)

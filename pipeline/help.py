@@ -72,6 +72,7 @@ Other programs: python -m pipeline PROGRAM --help
 # Program → its module, which has a `main`, and what it does.
 PROGRAMS = {
     "cache_check": ("pipeline.cache_check", "count the bytes of experts that a carve reads from slow memory"),
+    "compare": ("pipeline.compare", "compare losses of checkpoints, trained anywhere, with the dense model's"),
     "dump": ("instruments.tensor_dump.command", "show, compare or export tensor dumps"),
     "generate": ("pipeline.generate", "print what a checkpoint writes after a prompt"),
     "gguf": ("pipeline.gguf", "convert a checkpoint for llama.cpp"),
