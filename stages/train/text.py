@@ -16,7 +16,7 @@ from stages.artifacts.job import Job
 from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig, Source, list_sources
 from stages.text.generated import generate_text
-from stages.text.sequences import LoadedText, load_text, mix
+from stages.text.sequences import LoadedText, find_begin, load_text, mix, pack_documents, select_usable
 from stages.text.sources import read_documents
 from stages.train.config import TrainConfig
 
@@ -45,8 +45,8 @@ def read_text(
 ) -> TrainingText:
     """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split.
 
-    With `train.own_answers` the dense model, `model` in `folder`, writes the answers of conversations; the sources of a
-    mixture without any stay as they are. Without conversations it continues plain text.
+    With `train.own_answers` the dense model, `model` in `folder`, writes the answers of conversations, packed as other
+    text is; the sources of a mixture without any stay as they are. Without conversations it continues plain text.
     """
     wanted, pad_id = replace(data, tokens=train.tokens), padding_id(tokenizer)
     if train.own_answers:
@@ -81,6 +81,9 @@ def _answer(
             at_once, kept = partial(_at_once, wanted=alone), job.scratch / source.place
             kept.mkdir(parents=True, exist_ok=True)
             text = generate_text(load, tokenizer, alone, kept, seed=seed, at_once=at_once, workers=job.workers)
+            if source.packing == "packed":
+                whole = pack_documents(text.sequences, source.max_length, find_begin(tokenizer))
+                text = replace(text, sequences=select_usable(whole, source.tokens).sequences)
         else:
             text = load_text(alone, tokenizer, "calibration")
         parts.append((source, text))
