@@ -176,6 +176,7 @@ def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(project
     monkeypatch.setattr(loop, "order_sequences", lambda found, *rest: seen.extend(found) or read(found, *rest))
     shares = [word for word in QUICK if "_share" not in word]
     words = [*projected, *shares, "stage=train", "train=heal", "train.own_answers=6", "train.tokens=200", "fresh=true"]
+    words.append("data.packing=single")
     assert run_command(words) == 0
     (dense,) = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
     model = AutoModelForCausalLM.from_pretrained(dense).eval()
