@@ -66,8 +66,8 @@ def measure(folders: Sequence[Path], text: Path, tokens: int, length: int, devic
                 if sizes[0] != sizes[1] or other.tokenizer.convert_tokens_to_ids(named) != ids:
                     what = f"its tokens are not those of {folders[0]}; embeddings: {sizes[1]:,}, there {sizes[0]:,}"
                     raise ConfigError(what, where=str(folder), do="a checkpoint with the dense model's vocabulary")
-                both = measure_losses({"dense": dense.model, str(folder): other.model}, batches)
-            found = [both["dense"], *found[1:], both[str(folder)]]
+                both = measure_losses({"dense": dense.model, "other": other.model}, batches)
+            found = [both["dense"], *found[1:], both["other"]]
     return found
 
 
