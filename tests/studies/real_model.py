@@ -1,6 +1,6 @@
 """Carves a real model as in the rows of stages/README, "A real model", and measures its loss on every text.
 
-PYTHONPATH=.:tests python -m studies.real_model half MODEL [--gradients] [--healed [--own-answers 256]]
+PYTHONPATH=.:tests python -m studies.real_model half MODEL [--gradients] [--healed [--own-answers 256] [--rates 0.25]]
 --instructions chats.jsonl --general web.jsonl --heldout wikitext2-valid.txt other_chats.jsonl code.jsonl
 
 Qwen2.5-Coder-0.5B: half takes 16 minutes of two cores with AMX or 80 seconds of an H200; --gradients ten minutes more
@@ -11,7 +11,10 @@ library.
 import argparse
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from pipeline.api import evaluate
+from pipeline.help import CONF
 
 # Row → dials, tokens, descent steps, and shares of instructions, general text and code.
 ROWS = {
@@ -23,6 +26,7 @@ ROWS = {
     "quarter": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 81_920, 128, (0.45, 0.35, 0.2)),
     "quarter_without_code": ({"experts": 71, "n": 64, "top_k": 9, "always_on": 320}, 32_768, 160, (0.5, 0.5, 0.0)),
 }
+PRESET = OmegaConf.load(CONF / "train" / "heal.yaml")
 HEALING = {"train.tokens": 200_000, "train.precision": "bfloat16", "evaluate.checkpoint": "train"}
 
 
@@ -64,10 +68,12 @@ def main():
     parser.add_argument("--gradients", action="store_true", help="with gradient projection")
     parser.add_argument("--healed", action="store_true", help="train the carve on 200,000 tokens")
     parser.add_argument("--own-answers", type=int, default=0, metavar="N", help="train.own_answers")
+    parser.add_argument("--rates", type=float, default=1.0, metavar="X", help="times the learning rates of train=heal")
     wanted = parser.parse_args()
     settings = row_settings(wanted.row, wanted.instructions, wanted.general, gradients=wanted.gradients)
     groups = {"train": "heal"} if wanted.healed else {}
-    healing = {**HEALING, "train.own_answers": wanted.own_answers} if wanted.healed else {}
+    rates = {f"train.{name}": wanted.rates * rate for name, rate in PRESET.items() if name.endswith("_rate")}
+    healing = {**HEALING, **rates, "train.own_answers": wanted.own_answers} if wanted.healed else {}
     measure(wanted.model, {**settings, **healing}, wanted.heldout, **groups)
 
 
