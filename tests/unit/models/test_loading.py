@@ -198,7 +198,8 @@ def test_freed_memory_is_used_again_without_asking_the_system():
 
 LARGE_PAGES = r"""
 import re
-import pipeline
+from instruments.cpu import prefer_large_pages
+prefer_large_pages()
 import torch
 block = torch.ones(2**24)  # 64 MiB
 print(re.search(r"AnonHugePages: *(\d+) kB", open("/proc/self/smaps_rollup").read())[1])
