@@ -1,20 +1,9 @@
 """What a CPU can do, without importing torch."""
 
-import os
 from functools import cache
 from pathlib import Path
 
 FACTS = Path("/proc/cpuinfo")  # tests have another file
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-
-
-def prefer_large_pages() -> None:
-    """Let torch ask Linux for pages of 2 MiB, before its first allocation, unless the environment says otherwise.
-
-    Results of an FFN, fetched from the system in small pages, take twice as long to write.
-    """
-    if LARGE_PAGES.exists():
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 @cache

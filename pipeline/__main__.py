@@ -9,7 +9,6 @@ from io import TextIOWrapper
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
-from instruments.cpu import prefer_large_pages
 from instruments.errors import INTERRUPTED, LastingStream
 from pipeline.help import PACKAGE, PROGRAMS, help_page
 from stages.artifacts.job import find_workers
@@ -18,7 +17,6 @@ from stages.artifacts.job import find_workers
 def main() -> int:
     """Show the help page or run the command; returns the exit code."""
     words = sys.argv[1:]
-    prefer_large_pages()
     for name in ("stdout", "stderr"):
         if isinstance(stream := getattr(sys, name), TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may be unable to encode every character

@@ -12,7 +12,6 @@ from time import sleep
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 
-from instruments.cpu import prefer_large_pages
 from instruments.errors import FAILED, ConfigError, UserError, exit_code, printable
 from pipeline.check import InvalidSettingsError, find_errors
 from pipeline.interrupts import answered_interrupts
@@ -68,7 +67,6 @@ def start(words: Sequence[str]) -> list[Step]:
 
     With a flag such as `--multirun` Hydra reads the words, and the list is empty.
     """
-    prefer_large_pages()
     words = expand_words(words)
     flags = {word for word in words if word.startswith("-")}
     if wrong := flag_errors(words):

@@ -9,7 +9,9 @@ from tabulate import tabulate
 
 from instruments.errors import ConfigError, DataError, exit_code, say
 from models.source import read_config
+from models.targets.config import text_of
 from pipeline.generate import add_limits, count
+from stages.artifacts.rendering import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,26 +51,27 @@ def measure(folders: Sequence[Path], text: Path, tokens: int, length: int, devic
 
     Raises UserError: one cannot be read, or has another vocabulary than the first.
     """
-    from models.loading import padding_id  # noqa: PLC0415 - slow, as are the others, and the help page needs none
+    from models.loading import load_tokenizer, padding_id  # noqa: PLC0415 - slow, as are the others
     from pipeline.greedy import open_writer  # noqa: PLC0415
     from stages.losses import measure_losses  # noqa: PLC0415
     from stages.text.batches import batch_sequences  # noqa: PLC0415
 
-    found: list[MeanLoss] = []
+    tokenizer, *others = (load_tokenizer(folder, trust_remote_code=False) for folder in folders)
+    size, *sizes = (text_of(read_config(folder)).get("vocab_size") for folder in folders)
+    sequences = read_text(text, tokenizer, tokens, length)
+    ids = sorted({id_ for sequence in sequences for id_ in sequence.ids})
+    named = tokenizer.convert_ids_to_tokens(ids)
+    for folder, other, embedded in zip(folders[1:], others, sizes, strict=True):
+        if embedded != size or other.convert_tokens_to_ids(named) != ids:
+            what = f"its tokens are not those of {folders[0]}; embeddings: {embedded}, there {size}"
+            raise ConfigError(what, where=str(folder), do="a checkpoint with the dense model's vocabulary")
+    batches, found = batch_sequences(sequences, max(2048, length), padding_id(tokenizer)), []
     with open_writer(folders[0], device, exact=True) as dense:
-        sequences = read_text(text, dense.tokenizer, tokens, length)
-        batches = batch_sequences(sequences, max(2048, length), padding_id(dense.tokenizer))
-        ids = sorted({id_ for sequence in sequences for id_ in sequence.ids})
-        named = dense.tokenizer.convert_ids_to_tokens(ids)
         for folder in folders[1:]:
             with open_writer(folder, device, exact=True) as other:
-                sizes = [one.model.config.get_text_config(decoder=True).vocab_size for one in (dense, other)]
-                if sizes[0] != sizes[1] or other.tokenizer.convert_tokens_to_ids(named) != ids:
-                    what = f"its tokens are not those of {folders[0]}; embeddings: {sizes[1]:,}, there {sizes[0]:,}"
-                    raise ConfigError(what, where=str(folder), do="a checkpoint with the dense model's vocabulary")
                 both = measure_losses({"dense": dense.model, "other": other.model}, batches)
-            found = [both["dense"], *found[1:], both["other"]]
-    return found
+            found.append(both["other"])
+    return [both["dense"], *found]
 
 
 def read_text(text: Path, tokenizer: "PreTrainedTokenizerBase", tokens: int, length: int) -> list["TokenSequence"]:
@@ -88,10 +91,8 @@ def render(folders: Sequence[Path], losses: Sequence["MeanLoss"]) -> str:
     dense, rows = losses[0], []
     for folder, loss in zip(folders, losses, strict=True):
         error = None if loss is dense else loss.gap_error(dense)
-        cells = [f"{value:{form}}" if value is not None else "–" for value, form in (
-            (error, ".4f"), (loss.divergence, ".4f"), (loss.agreement, ".1%")
-        )]  # fmt: skip
-        rows.append([folder, f"{loss.perplexity:.3f}", f"{loss.nats - dense.nats:+.4f}", *cells])
+        figures = [show(error, ".4f"), show(loss.divergence, ".4f"), show(loss.agreement, ".1%")]
+        rows.append([folder, f"{loss.perplexity:.3f}", f"{loss.nats - dense.nats:+.4f}", *figures])
     return (
         f"{tabulate(rows, COLUMNS, tablefmt='github', disable_numparse=True)}\n\n"
         f"{dense.tokens:,} tokens in {len(dense.sequences)} sequences; ±: standard error of the gap over sequences; "

@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -194,27 +193,3 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_freed_memory_is_used_again_without_asking_the_system():
     fresh = subprocess.run([sys.executable, "-c", REUSE], capture_output=True, text=True, check=True)
     assert int(fresh.stdout) < 4 * 4096
-
-
-LARGE_PAGES = r"""
-import re
-from instruments.cpu import prefer_large_pages
-prefer_large_pages()
-import torch
-block = torch.ones(2**24)  # 64 MiB
-print(re.search(r"AnonHugePages: *(\d+) kB", open("/proc/self/smaps_rollup").read())[1])
-"""
-WILLING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(not WILLING.exists() or "[never]" in WILLING.read_text(), reason="this system has none")
-def test_large_blocks_are_of_large_pages_unless_the_environment_says_otherwise():
-    fetched = []
-    for asked in ({}, {"THP_MEM_ALLOC_ENABLE": "0"}):
-        environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | asked
-        command = [sys.executable, "-c", LARGE_PAGES]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-        fetched.append(int(said))
-    assert fetched[0] > 32 * 1024
-    if "[always]" not in WILLING.read_text():
-        assert fetched[1] < 32 * 1024
