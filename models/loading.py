@@ -90,9 +90,9 @@ def resolve_device(model: ModelConfig) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(model.device)
+        found = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
     except RuntimeError as error:
         raise ConfigError(f"unknown device {model.device!r}", where="model.device", do="model.device=auto") from error
-    found = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
     if (device.index or 0) >= found:
         what = f"device {model.device} is not here: {found} GPUs found"
         raise ConfigError(what, where="model.device", do="model.device=auto, or model.device=cpu")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 from tabulate import tabulate
 
-from instruments.errors import ConfigError, exit_code, say
+from instruments.errors import CheckpointError, ConfigError, exit_code, say
 from instruments.safetensors_files import TensorEntry, read_header
 from models.checkpoint.folder import list_shards
 from models.source import read_config
@@ -117,7 +117,7 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
     """Bytes of all experts in a carve's files, of its other FFN weights, of the dense model's FFNs, and the format.
 
     The dense model's (0: not named) are counted in the experts' number format; a carve may hold copies of neurons.
-    Raises CheckpointError: the dense model cannot be read; ConfigError: it has another size.
+    Raises CheckpointError: no layer is carved, or the dense model cannot be read; ConfigError: it has another size.
     """
     target = target_of(read_config(checkpoint))[0]
 
@@ -130,6 +130,8 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
     shards = [path for path in list_shards(checkpoint) if path.suffix == ".safetensors"]
     found = {name: entry for shard in shards for name, entry in read_header(shard).items()}
     routed = find(target.experts, *(target.packed or ()), *(target.packed_pool or ()))
+    if not routed:
+        raise CheckpointError("no layer has experts", where=str(checkpoint), do="name a carve")
     others = find(target.dense, *filter(None, [target.shared, *(target.packed_shared or ())]))
     numbers = 0
     if dense:
@@ -142,7 +144,8 @@ def ffn_bytes(checkpoint: Path, dense: Path | None) -> tuple[int, int, int, str]
                 raise ConfigError(what, where=f"--dense {dense}", do="name the model that was carved")
         with DenseReader(dense) as reader:
             decoder = reader.decoder
-            numbers = round(3 * (decoder.depth - decoder.lacking) * decoder.hidden * decoder.width)
+            layers, matrices = decoder.depth - decoder.lacking, 2 + decoder.ffn.is_gated
+            numbers = round(layers * matrices * decoder.hidden * decoder.width)
     whole = numbers * routed[0].nbytes // math.prod(routed[0].shape)
     return sum(entry.nbytes for entry in routed), sum(entry.nbytes for entry in others), whole, routed[0].dtype
 

@@ -55,7 +55,12 @@ def measure(folders: Sequence[Path], text: Path, tokens: int, length: int, devic
     from pipeline.greedy import open_writer  # noqa: PLC0415
     from stages.losses import measure_losses  # noqa: PLC0415
     from stages.text.batches import batch_sequences  # noqa: PLC0415
+    from stages.text.check import longest_sequence  # noqa: PLC0415
 
+    longest = longest_sequence(text_of(read_config(folders[0])))
+    if longest is not None and length > longest:
+        what = f"sequences of {length} tokens are longer than the dense model's longest, {longest}"
+        raise ConfigError(what, where="--length", do=f"--length {longest}")
     tokenizer, *others = (load_tokenizer(folder, trust_remote_code=False) for folder in folders)
     size, *sizes = (text_of(read_config(folder)).get("vocab_size") for folder in folders)
     sequences = read_text(text, tokenizer, tokens, length)
@@ -83,7 +88,8 @@ def read_text(text: Path, tokenizer: "PreTrainedTokenizerBase", tokens: int, len
     try:
         return load_text(data, tokenizer, "heldout").sequences
     except DataError as error:
-        raise DataError(error.what, where=f"--text {text}", do="name a file or a folder of text") from error
+        where = f"--text {text}; {error.where}"  # the file and the line
+        raise DataError(error.what, where=where, do="correct it, or name a file or a folder of text") from error
 
 
 def render(folders: Sequence[Path], losses: Sequence["MeanLoss"]) -> str:

@@ -82,7 +82,7 @@ def open_writer(folder: Path, device: str = "auto", *, exact: bool = False) -> I
     auto: on GPUs one after the other, then in memory, as far as the weights need; in fp32 on a CPU without AMX, or if
     `exact`, else as stored.
     """
-    model = ModelConfig(kind="local", path=str(folder), device=device)
+    model = ModelConfig(kind="local", path=str(folder), device=device, dtype="float32" if exact else "auto")
     place = resolve_device(model)
     if device == "auto" and place.type != "cpu":
         model.device_map = "sequential"

@@ -53,6 +53,11 @@ class Task:
         """The task and its asserts, as the model reads them."""
         return TASK.format(self.text, "\n".join(self.test_list))
 
+    @property
+    def mark(self) -> str:
+        """Hash of the prompt."""
+        return sha256(self.prompt.encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -88,7 +93,7 @@ def _work(wanted: argparse.Namespace) -> None:
     try:
         _answer_and_judge(wanted)
     except OSError as error:
-        do = "free some space there, then the same command again"
+        do = "free some space there, or --out FILE in another folder, then the same command again"
         raise explain_os_error(error, where="mbpp", folder=wanted.out.absolute().parent, do=do) or error from error
 
 
@@ -154,7 +159,7 @@ def answer_keys(folder: Path, tasks: Iterable[Task], *settings: int | str) -> di
     read_config(folder)
     stated = json.dumps([source_cache_key(ModelConfig(kind="local", path=str(folder))), settings], sort_keys=True)
     mark = sha256(stated.encode()).hexdigest()[:16]
-    return {f"{mark}-{sha256(task.prompt.encode()).hexdigest()[:16]}": task for task in tasks}
+    return {f"{mark}-{task.mark}": task for task in tasks}
 
 
 def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespace) -> Iterator[list[Answer]]:
@@ -186,13 +191,14 @@ def extract_code(answer: str) -> str:
 
 def judge_answers(answers: list[Answer], tasks: Iterable[Task], file: Path) -> None:
     """Give answers to `tasks` their missing verdicts, and write all to the file: now and then, and if interrupted."""
-    tests = {task.task_id: "\n".join([task.test_setup_code, *task.test_list]) for task in tasks}
-    missing = [place for place, one in enumerate(answers) if not one.verdict and one.task_id in tests]
+    tests = {task.mark: "\n".join([task.test_setup_code, *task.test_list]) for task in tasks}
+    marks = [answer.key.rpartition("-")[2] for answer in answers]  # a task of another file may have the same number
+    missing = [place for place, one in enumerate(answers) if not one.verdict and marks[place] in tests]
     try:
         for number, place in enumerate(tqdm(missing, desc="judge", unit="answer"), start=1):
             answer = answers[place]
             code = extract_code(answer.answer)
-            answers[place] = replace(answer, verdict=judge(code, tests[answer.task_id]) if code else NO_CODE)
+            answers[place] = replace(answer, verdict=judge(code, tests[marks[place]]) if code else NO_CODE)
             if number % 50 == 0:
                 write_text(file, _as_lines(answers))
     finally:

@@ -74,7 +74,8 @@ def _run(code: str, tests: str) -> tuple[str, str]:
     # Root becomes nobody; another user becomes root of a namespace of users, without rights in it.
     outside = [*_NAMESPACES, *([] if root else ["--map-root-user"]), "sh", "-c", _BUILD, "sh"]
     # `timeout` keeps its rights, so that the answer cannot trace it and outlive it.
-    inside = ["timeout", "-s", "KILL", str(SECONDS), *_WITHOUT_RIGHTS, *(_NOBODY if root else []), "env", "-i"]
+    inside = ["timeout", "-s", "KILL", str(SECONDS), *_WITHOUT_RIGHTS, *(_NOBODY if root else [])]
+    inside += ["env", "-i", "OPENBLAS_NUM_THREADS=1"]  # numpy, if it is there, would start threads when it is imported
     program = f"import ctypes, json, os, resource, sys\n{inspect.getsource(_run_answer)}_run_answer()"
     python = [str(Path(sys.executable).resolve()), "-I", "-c", program]
     request = json.dumps({"token": token, "code": code, "tests": tests, "limits": LIMITS})

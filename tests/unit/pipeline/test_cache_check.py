@@ -80,6 +80,11 @@ def test_bytes_are_those_of_the_targets_tensors(carve):
     assert ffn_bytes(carve, None)[2] == 0
 
 
+def test_a_dense_ffn_without_a_gate_has_two_matrices(tmp_path):
+    routed, others, whole, _ = ffn_bytes(write_carve(tmp_path, "tiny_onn", "arcee", 64), tmp_path / "dense")
+    assert 3 * whole == 2 * (routed + others)
+
+
 def run(capsys, *words):
     code = cache_check.main([str(word) for word in (*words, "--device", "cpu")])
     return code, *capsys.readouterr()

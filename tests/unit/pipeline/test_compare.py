@@ -60,6 +60,7 @@ def test_figures_are_those_of_the_models_own_logits(carve, tmp_path, capsys):
 def test_wrong_inputs(carve, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "latin.txt").write_bytes(b"A text.\ncaf\xe9")
     dense = carve.parent / "dense"
     renamed = write_pico(tmp_path / "renamed", "qwen3", tokenizer=True)
     fast = json.loads((renamed / "tokenizer.json").read_text())
@@ -70,8 +71,11 @@ def test_wrong_inputs(carve, tmp_path, capsys, monkeypatch):
         ((dense, renamed), "text.txt", 2, str(renamed)),
         ((dense, "none"), "text.txt", 1, "none"),
         ((dense, carve), "none.txt", 1, "--text none.txt"),
+        ((dense, carve), "latin.txt", 1, "--text latin.txt; latin.txt:2"),
     ):
         found, _, said = run(capsys, *checkpoints, "--text", text)
         assert (found, f"  where: {where}" in said) == (code, True), said
+    found, _, said = run(capsys, dense, carve, "--text", "text.txt", "--length", "513")
+    assert (found, "  do:    --length 512" in said) == (2, True), said
     with pytest.raises(SystemExit):
         run(capsys, dense, carve, "--text", "text.txt", "--length", "0")

@@ -1,6 +1,7 @@
 """`generate`: what checkpoints write after a prompt, dense and carved."""
 
 import pytest
+import torch
 from unit.pipeline.served_carves import write_carve
 
 from models.source import EMBEDDED
@@ -35,6 +36,17 @@ def test_a_continuation_ends_at_a_stop_string(carve):
         assert cut == (whole[: whole.index(stop) + 1], cut[1], True)
         assert cut[1] < tokens
         assert rest[0] == (other.partition(stop)[0] + stop if stop in other else other)
+
+
+def test_exact_is_fp32_on_a_gpu_too(monkeypatch):
+    asked = []
+    monkeypatch.setattr("pipeline.greedy.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("pipeline.greedy.placement", lambda *_: {})
+    monkeypatch.setattr("pipeline.greedy.load_whole", lambda *_, dtype, **__: asked.append(dtype))
+    for exact in (False, True):
+        with open_writer(EMBEDDED, exact=exact):
+            pass
+    assert asked == ["auto", torch.float32]
 
 
 def test_an_opened_answer_stands_behind_the_thought(carve):

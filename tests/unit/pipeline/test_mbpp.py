@@ -12,7 +12,7 @@ from instruments.errors import ConfigError, DataError
 from models.source import EMBEDDED
 from pipeline import mbpp, sandbox
 from pipeline.artifacts import hold_lock
-from pipeline.mbpp import Answer, extract_code, judge_answers, read_answers, read_tasks, render
+from pipeline.mbpp import Answer, Task, extract_code, judge_answers, read_answers, read_tasks, render
 
 FENCED = "def f(x):\n    return x\n"
 TASKS = [
@@ -31,6 +31,9 @@ TASKS = [
         "test_list": ["assert add(1, 2)"],
     },
 ]  # fmt: skip
+
+FIELDS = ("task_id", "text", "test_setup_code", "test_list")
+MARKS = {task["task_id"]: Task(*map(task.get, FIELDS)).mark for task in TASKS}
 
 
 @pytest.fixture
@@ -82,8 +85,8 @@ def test_files_that_are_not_mbpp(tmp_path, content, place):
 
 
 def answer(text, task_id, verdict="", **fields):
-    return Answer(**{"key": f"k{task_id}", "model": "m", "tokens": 5, "ended": True, "seconds": 1.0, **fields},
-                  answer=text, task_id=task_id, verdict=verdict)  # fmt: skip
+    given = {"key": f"k-{MARKS.get(task_id)}", "model": "m", "tokens": 5, "ended": True, "seconds": 1.0, **fields}
+    return Answer(**given, answer=text, task_id=task_id, verdict=verdict)
 
 
 def test_right_answers_are_solved_and_no_others(tasks):
@@ -99,10 +102,11 @@ def test_right_answers_are_solved_and_no_others(tasks):
         answer("def add(a, b):\n    return a + b", 510),
         answer("def add(a, b):\n    return a + b", 510, "kept"),
         answer("def add(a, b):\n    return a + b", 9),
+        answer("def add(a, b):\n    return a + b", 510, key="k-of another prompt"),
     ]
     judge_answers(given, read_tasks(tasks), tasks.with_name("answers.jsonl"))
     assert [answer.verdict for answer in given] == [
-        "solved", "raised AssertionError", "solved", "no code", "solved", "kept", "",
+        "solved", "raised AssertionError", "solved", "no code", "solved", "kept", "", "",
     ]  # fmt: skip
     assert read_answers(tasks.with_name("answers.jsonl")) == given
 
@@ -172,7 +176,7 @@ def test_answers_that_another_process_is_still_writing_are_left_alone(tmp_path, 
 
 def test_checkpoints_of_one_name_have_a_row_each(tmp_path, tasks, monkeypatch, capsys):
     out, latest = tmp_path / "answers.jsonl", tmp_path / "latest"
-    earlier = [answer("def right(): ...", task, model=str(latest), key="0" * 16) for task in (11, 12)]  # no parts
+    earlier = [answer("def right(): ...", task, model=str(latest)) for task in (11, 12)]
     out.write_text("".join(json.dumps(vars(each)) + "\n" for each in earlier))
     for name, limit in (("right", 3), ("wrong", 1)):
         (shutil.copytree(EMBEDDED, tmp_path / name) / "generation_config.json").write_text(f'{{"name": "{name}"}}')
@@ -220,7 +224,13 @@ def test_three_tasks_on_the_embedded_model(tmp_path, tasks, capsys, monkeypatch)
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [([], 2), (["/nowhere"], 1), (["--out", "/nowhere/x"], 2), ([str(EMBEDDED), "--device", "cuda:77"], 2)],
+    [
+        ([], 2),
+        (["/nowhere"], 1),
+        (["--out", "/nowhere/x"], 2),
+        ([str(EMBEDDED), "--device", "cuda:77"], 2),
+        ([str(EMBEDDED), "--device", "meta"], 2),
+    ],
 )
 def test_wrong_command_lines(tasks, tmp_path, words, code, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

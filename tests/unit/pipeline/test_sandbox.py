@@ -40,6 +40,10 @@ def test_an_answer_is_solved_if_all_asserts_hold(code, verdict):
     assert judge(code, TESTS) == verdict
 
 
+def test_an_answer_may_import_numpy():
+    assert judge(f"import numpy\n{RIGHT}", TESTS) in {SOLVED, "raised ModuleNotFoundError"}
+
+
 ENDING = {
     "exit": ("raise SystemExit(0)", "raised SystemExit"),
     "exit in the function": ("def double(x):\n    raise SystemExit", "raised SystemExit"),
@@ -91,7 +95,7 @@ LIMITED = {
     "files of the system": (f"open({str(Path(sys.base_prefix) / 'evil')!r}, 'w')", "raised OSError"),
     "processes": ("open('/proc/1/environ')", "raised FileNotFoundError"),
     "open files": ("import os; [os.fstat(fd) for fd in range(4)]\nos.fstat(4)", "raised OSError"),
-    "environment": ("import os; assert set(os.environ) <= {'LC_CTYPE'}\n" + RIGHT, SOLVED),
+    "environment": ("import os; assert set(os.environ) <= {'LC_CTYPE', 'OPENBLAS_NUM_THREADS'}\n" + RIGHT, SOLVED),
 }
 
 
