@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from instruments.errors import ConfigError
+
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, including the recomputed forward pass of a checkpoint."""
@@ -86,6 +88,13 @@ def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | Non
         yield
     while running:  # Ctrl-C skips the hooks
         after(module, (), None)
+
+
+def refuse_replica(model: nn.Module | None, where: str) -> None:
+    """Raise ConfigError if nn.DataParallel runs it, as transformers' Trainer does with several GPUs."""
+    if getattr(model, "_is_replica", False):
+        what = "nn.DataParallel runs copies of the model in threads, whose calls cannot be told apart"
+        raise ConfigError(what, where=where, do="torchrun, or one GPU: CUDA_VISIBLE_DEVICES=0")
 
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

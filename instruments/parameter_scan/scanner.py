@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, NumericsError, some
-from instruments.hooks import EagerHook, in_transform
+from instruments.hooks import EagerHook, in_transform, refuse_replica
 from instruments.parameter_scan.file_format import ScannedSequence, WatchedParameter
 from instruments.parameter_scan.module_hooks import TargetHooks, WeightUses
 from instruments.parameter_scan.passes import CallFacts, Passes, ScanPass, Squares, bind_arguments, read_call
@@ -141,6 +141,7 @@ class ParameterTensorScanner:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the model's forward."""
+        refuse_replica(model, "ParameterTensorScanner")
         if self._passes.recomputed():
             return  # recomputation: its modules use the pass of the backward pass
         self._passes.begin(None)

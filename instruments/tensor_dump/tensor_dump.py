@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.hooks import OwnHook, plain_name, unwrap
+from instruments.hooks import OwnHook, plain_name, refuse_replica, unwrap
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_coordinates, find_known, find_parallel
@@ -154,7 +154,7 @@ class TensorDump:
         recorder = Recorder(config, writer, rank_info, self.metadata)
         self._running, self._memory = (recorder, writer), writer.memory
         _DUMPED.update(modules)
-        begin, end = OwnHook(lambda *_: self.begin_pass()), OwnHook(lambda *_: recorder.end_microbatch())
+        begin, end = OwnHook(lambda root, *_: self.begin_pass(root)), OwnHook(lambda *_: recorder.end_microbatch())
         self._hooks.enter_context(self.root.register_forward_pre_hook(begin))
         self._hooks.enter_context(self.root.register_forward_hook(end, always_call=True))
         for one in self.watched:
@@ -162,10 +162,11 @@ class TensorDump:
                 self._hooks.enter_context(hook)
         return self
 
-    def begin_pass(self) -> None:
-        """Count a forward pass: by a hook, or by the caller if the pass began before the dump."""
+    def begin_pass(self, root: nn.Module | None = None) -> None:
+        """Count a forward pass: by a hook of `root`, or by the caller if the pass began before the dump."""
         if self._running is not None:
             refuse_compiled(self._given)
+            refuse_replica(root, "TensorDump")
             self._running[0].begin_microbatch()
 
     @property

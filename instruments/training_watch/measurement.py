@@ -126,8 +126,9 @@ class Measurement:
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         real = (parameter.device for parameter in [*trained, *model.parameters()] if not parameter.is_meta)
         self.device = next(real, torch.device("cpu"))
-        # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
-        self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, format and device: the
+        # replicas of nn.DataParallel, which Trainer makes for several GPUs, share the hooks.
+        self.peaks: dict[tuple[str, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
         self.calls: Counter[str] = Counter()  # in this forward pass
         self._modules = _find_hooked(model)
         self._hooked = frozenset(name for name, _module in self._modules)
@@ -175,9 +176,10 @@ class Measurement:
             for part in (as_real(part.to_local() if is_sharded(part) else part) for part in parts):
                 if _has_range(part):
                     low, high = torch.aminmax(part)  # one pass, no copy
-                    if (before := self.peaks.get((name, call, part.dtype))) is not None:
+                    key = name, call, part.dtype, part.device
+                    if (before := self.peaks.get(key)) is not None:
                         low, high = torch.minimum(low, before[0]), torch.maximum(high, before[1])
-                    self.peaks[name, call, part.dtype] = low, high
+                    self.peaks[key] = low, high
 
         return look
 
@@ -329,7 +331,7 @@ class Measurement:
         norms = {name: next(numbers) for name in self.parameters}
         known_loss, known_scale, still, intact = (None if one is None else next(numbers) for one in facts)
         self._still = self._intact = None  # of this step alone
-        outputs = [Output(name, dtype, next(numbers), next(numbers)) for name, _call, dtype in self.peaks]
+        outputs = [Output(name, dtype, next(numbers), next(numbers)) for name, _call, dtype, _ in self.peaks]
         return norms, known_loss, known_scale, outputs, still, intact
 
     def _by_layer(

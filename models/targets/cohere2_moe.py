@@ -11,6 +11,9 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     return {
         "head_dim": given.decoder.hidden // int(dense["num_attention_heads"]),
         "layer_types": dense["layer_types"],
+        # Its class does not read the older spelling, which the dense one does.
+        "rope_parameters": dense["rope_parameters"],
+        "rope_scaling": None,
         "mlp_layer_types": ["dense" if layer in kept else "sparse" for layer in range(given.decoder.depth)],
         "prefix_dense_intermediate_size": given.decoder.width,
         # Dense layers have the windows and rotation of all others.

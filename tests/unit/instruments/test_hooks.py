@@ -4,9 +4,11 @@ import copy
 import io
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from instruments.errors import ConfigError
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.writer import MscanWriter
@@ -93,3 +95,10 @@ def test_a_dump(tmp_path):
     found = [record.source for record in DumpReader(tmp_path / "dump").records if not record.source.evaluation]
     assert {(one.microbatch, one.call) for one in found} == {(0, 0)}
     assert dump.manifest.nonfinite == []
+
+
+def test_replicas_of_data_parallel_are_refused(tmp_path):
+    model = Net()
+    for instrument in (TensorDump(model, tmp_path, environment={}), ParameterTensorScanner(model)):
+        with instrument, pytest.raises(ConfigError, match=r"nn\.DataParallel"):
+            run(model._replicate_for_data_parallel())

@@ -42,6 +42,15 @@ def test_outputs_split_over_processes(mesh):
     assert outputs[0] == outputs[1]
 
 
+def test_replicas_on_several_devices():
+    model, (x, _y) = Net(), batch()
+    with watch_model(model) as watch:
+        model(x)
+        functional_call(model, {name: one.to("meta") for name, one in model.named_parameters()}, x.to("meta"))
+        found = {(name, low.device.type) for (name, *_), (low, _high) in watch.measurement.peaks.items()}
+    assert found == {(name, kind) for name in ("first", "norm", "middle", "head") for kind in ("cpu", "meta")}
+
+
 class Side(Net):
     """A module on the side, with a weight of its own, has outputs of another kind."""
 

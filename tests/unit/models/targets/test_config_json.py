@@ -57,6 +57,13 @@ def test_position_encoding_in_both_spellings(tmp_path, source, target):
     assert read_by_transformers(tmp_path, config).rope_parameters == expected
 
 
+@pytest.mark.parametrize("source", [OLD_STYLE, NEW_STYLE], ids=["transformers 4", "transformers 5"])
+def test_a_target_that_knows_one_spelling_gets_it(tmp_path, source):
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = read_by_transformers(tmp_path, emitted("cohere2", "cohere2_moe", **source, **kinds))
+    assert config.rope_parameters.items() >= NEW_STYLE["rope_parameters"].items()
+
+
 def test_keys_that_a_source_leaves_out_mean_its_own_defaults():
     left_out = {"rms_norm_eps", "num_key_value_heads", "hidden_act", "eos_token_id"}
     bare = {key: SIZES[key] for key in SIZES.keys() - left_out}
@@ -108,6 +115,12 @@ def test_the_length_of_any_scaling_is_the_one_that_transformers_reads(tmp_path, 
     for config in (wanted, found):
         config.standardize_rope_params()  # as the model does before it reads them
     assert found.rope_parameters == wanted.rope_parameters
+
+
+@pytest.mark.parametrize(("source", "share"), [("llama", 1.0), ("qwen3", 1.0), ("phi3", 0.5)])
+def test_only_families_that_read_it_rotate_a_part_of_each_head(source, share):
+    config = emitted(source, "glm4_moe", partial_rotary_factor=0.5)
+    assert config["partial_rotary_factor"] == config["rope_parameters"]["partial_rotary_factor"] == share
 
 
 def test_keys_that_are_kept():
