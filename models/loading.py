@@ -35,6 +35,7 @@ from models.source import read_config
 from models.structure import model_class
 from models.targets.config import text_of
 from models.targets.config_json import source_dtype
+from models.training import LARGE_PRODUCTS
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
     not read them later from the checkpoint's files.
     """
     placed = placement(model, resolve_device(model)) | {"offload_folder": offload_folder}
-    return load_whole(folder, dtype=dtype, experts_implementation="grouped_mm", **placed)
+    return load_whole(folder, dtype=dtype, experts_implementation=LARGE_PRODUCTS, **placed)
 
 
 @dataclass(frozen=True)

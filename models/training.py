@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from instruments.cpu import has_amx
 from instruments.errors import CheckpointError, ConfigError
 from instruments.tensors import is_sharded
 from models.targets.config import MOE_TARGETS
@@ -288,21 +289,51 @@ def compute_all(self: nn.Module, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tens
 
     Cost: E·N neurons per token; without copies of neurons, the dense FFN's cost.
     """
-    gate_up_EMD: Tensor = self.gate_up_proj  # type: ignore[assignment]
-    down_EDN: Tensor = self.down_proj  # type: ignore[assignment]
-    gate_up_TEM = nn.functional.linear(x_TD, gate_up_EMD.flatten(0, 1)).view(-1, *gate_up_EMD.shape[:2])
-    h_TEN = self._apply_gate(gate_up_TEM)  # type: ignore[operator]
-    scores_TE: Tensor = self.router_scores  # type: ignore[assignment]
-    gates_TE = torch.zeros_like(scores_TE, dtype=gates_TK.dtype).scatter(1, chosen_TK, gates_TK)
+    gates_TE = _spread(self, chosen_TK, gates_TK)
     if torch.is_grad_enabled():
-        soft_TE = soft_choice(scores_TE, chosen_TK)
+        soft_TE = soft_choice(self.router_scores, chosen_TK)  # type: ignore[arg-type]
         gates_TE = gates_TE + gates_TK.detach().mean(1, keepdim=True) * (soft_TE - soft_TE.detach())
+    return _sum_all(self, x_TD, gates_TE)
+
+
+def _spread(experts: nn.Module, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+    """Gates (T, E), 0 for experts that are not chosen."""
+    return gates_TK.new_zeros(len(gates_TK), len(experts.down_proj)).scatter(1, chosen_TK, gates_TK)  # type: ignore[arg-type]
+
+
+def _sum_all(experts: nn.Module, x_TD: Tensor, gates_TE: Tensor) -> Tensor:
+    """Σ over all experts of gate · expert(x), as one product with gate and up, and one with down."""
+    gate_up_EMD: Tensor = experts.gate_up_proj  # type: ignore[assignment]
+    down_EDN: Tensor = experts.down_proj  # type: ignore[assignment]
+    gate_up_TEM = nn.functional.linear(x_TD, gate_up_EMD.flatten(0, 1)).view(-1, *gate_up_EMD.shape[:2])
+    h_TEN = experts._apply_gate(gate_up_TEM)  # type: ignore[operator]
     gated_TEN = h_TEN * gates_TE[:, :, None].to(h_TEN.dtype)
     output_TD: Tensor = gated_TEN.flatten(1) @ down_EDN.transpose(1, 2).flatten(0, 1)
     return output_TD.to(x_TD.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(STRAIGHT_THROUGH, compute_all)
+
+LARGE_PRODUCTS = "large_products"  # as `from_pretrained` takes it for experts_implementation
+# Neurons that a CPU computes in fp32 while grouped_mm copies a token for one of its experts and adds its output; with
+# AMX in bfloat16 so many times as many.
+COPY, AMX_GAIN = 100, 6
+
+
+def compute_on_cpu(self: nn.Module, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+    """As transformers' grouped_mm; on a CPU from all experts at once, where that is faster.
+
+    Small experts cost less than the copies of a token for each of those that it chose. For a few tokens it is the
+    weights that take time, of the chosen experts alone.
+    """
+    (experts, _, n), k = self.down_proj.shape, chosen_TK.shape[1]  # type: ignore[misc]
+    copy = COPY * (AMX_GAIN if x_TD.dtype == torch.bfloat16 and has_amx() else 1)
+    if x_TD.device.type != "cpu" or chosen_TK.numel() < experts or (experts - k) * n > copy * k:
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, x_TD, chosen_TK, gates_TK)  # type: ignore[no-any-return]
+    return _sum_all(self, x_TD, _spread(self, chosen_TK, gates_TK))
+
+
+ALL_EXPERTS_FUNCTIONS.register(LARGE_PRODUCTS, compute_on_cpu)
 
 
 def show_scores(model: nn.Module) -> list[RemovableHandle]:

@@ -23,6 +23,7 @@ from models.loading import (
     resolve_device,
     resolve_dtype,
 )
+from models.training import LARGE_PRODUCTS
 from stages.text.config import DataConfig, Source
 from stages.text.documents import Document
 from stages.text.generated import decode_behind, encode_start, find_ends, write_continuations
@@ -91,6 +92,6 @@ def open_writer(folder: Path, device: str = "auto", *, exact: bool = False) -> I
         with explained_memory(f"loading {folder}", "--device cpu, or more memory"):
             where = placement(model, place) | {"offload_folder": offloaded}
             dtype = None if has_amx() and not exact else resolve_dtype(model, place)
-            loaded = load_whole(folder, dtype=dtype or "auto", **where)
+            loaded = load_whole(folder, dtype=dtype or "auto", experts_implementation=LARGE_PRODUCTS, **where)
         with explained_memory(f"running {folder}", "--device cpu, or more memory"):
             yield Writer(loaded, tokenizer)

@@ -102,6 +102,7 @@ def compare_models(
         losses, layers = follow_ffns(dense, carved, text.heldout, facts_of, shape, workers)
     # One worker measures while the others wait, since they would take memory bandwidth.
     timed = evaluate.speed_tokens
+    carved.set_experts_implementation("grouped_mm")  # transformers' default
     speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
     return losses, costs, layers, workers.lead(lambda: write(models)), states

@@ -20,10 +20,12 @@ from models.config import MoEShape
 from models.finding import find_decoder
 from models.targets.config import select_target
 from models.targets.config_json import emit_config
+from models.training import STRAIGHT_THROUGH
 from pipeline.shape import ShapeRequest, resolve_shape
 
-# batched_mm gathers the experts of each token: made for decoding, it would fill the memory in a prompt.
-PROMPT, DECODE = ("grouped_mm", "eager"), ("grouped_mm", "batched_mm", "eager")
+# batched_mm gathers the experts of each token: made for decoding, it would fill the memory in a prompt. For a prompt also
+# all experts at once.
+PROMPT, DECODE = ("grouped_mm", "eager", STRAIGHT_THROUGH), ("grouped_mm", "batched_mm", "eager")
 SEQUENCES = (1, 32)
 DENSE = "dense"
 

@@ -1,4 +1,4 @@
-"""Training with all experts computed: the checkpoint's outputs and expert gradients, plus a gradient for the choice."""
+"""All experts computed at once: the checkpoint's outputs and expert gradients, plus a gradient for the choice."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +10,10 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from instruments.errors import ConfigError
-from models import tiny_onn
+from models import tiny_onn, training
 from models.tiny_onn.sparse_ffn import TinyONNRouter
 from models.training import (
+    LARGE_PRODUCTS,
     STRAIGHT_THROUGH,
     RouterWatch,
     find_routers,
@@ -60,6 +61,19 @@ def test_values_and_the_experts_gradients_are_those_of_the_checkpoint(moe):
     assert last
     for name in last:
         torch.testing.assert_close(gradients[name], plain[name], msg=name)
+
+
+@pytest.mark.parametrize("tokens", [1, 14])
+def test_large_products_have_the_checkpoints_values(moe, tokens, monkeypatch):
+    used, sum_all = [], training._sum_all
+    monkeypatch.setattr(training, "_sum_all", lambda *given: used.append(given) or sum_all(*given))
+    found = []
+    for implementation in ("eager", LARGE_PRODUCTS):
+        moe.set_experts_implementation(implementation)
+        with torch.no_grad():
+            found.append(moe(IDS.view(1, 14)[:, :tokens], use_cache=False).logits)
+    torch.testing.assert_close(*found)
+    assert bool(used) == (tokens > 1)  # one token reads the chosen experts alone
 
 
 def test_recomputation_changes_no_gradient(moe):

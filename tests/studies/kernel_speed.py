@@ -10,6 +10,8 @@ from time import perf_counter
 import torch
 from transformers import AutoModelForCausalLM
 
+from models.training import LARGE_PRODUCTS
+
 ROUNDS, GENERATED = 3, 24
 
 
@@ -33,8 +35,9 @@ def main():
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192], help="lengths in tokens")
     wanted = parser.parse_args()
     models = {}
-    for name, folder in (("dense", wanted.dense), ("grouped_mm", wanted.carve), ("eager", wanted.carve)):
-        kernels = {} if name == "dense" else {"experts_implementation": name}
+    for name in ("dense", "grouped_mm", "eager", LARGE_PRODUCTS):
+        dense = name == "dense"
+        folder, kernels = (wanted.dense, {}) if dense else (wanted.carve, {"experts_implementation": name})
         models[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, wanted.dtype), **kernels)
     vocabulary = models["dense"].config.vocab_size
     ids = torch.randint(vocabulary, (1, max(wanted.prompts)), generator=torch.Generator().manual_seed(0))
@@ -49,7 +52,7 @@ def main():
                     times[name].append((whole - first) / GENERATED)
         dense = median(times["dense"])
         for name, each in times.items():
-            print(f"{length:6} {name:12}{median(each):8.3f} s{median(each) / dense:8.2f} of the dense model's")  # noqa: T201
+            print(f"{length:6} {name:16}{median(each):8.3f} s{median(each) / dense:8.2f} of the dense model's")  # noqa: T201
 
 
 if __name__ == "__main__":
