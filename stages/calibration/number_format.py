@@ -12,6 +12,7 @@ from instruments.device import free_device_memory
 from instruments.errors import NumericsError
 from models.config import ModelConfig
 from models.loading import load_whole, placement, release_freed_memory, resolve_device
+from models.training import LARGE_PRODUCTS
 from stages.calibration.batches import text_sources
 from stages.calibration.share import split_validation
 from stages.calibration.token_memory import free_memory
@@ -43,7 +44,7 @@ def check_number_format(
     offloaded = scratch / "offloaded"
     for kind in (torch.float32, dtype):
         arguments = placed(model, size * kind.itemsize // dtype.itemsize) | {"offload_folder": offloaded}
-        loaded = load_whole(checkpoint, dtype=kind, experts_implementation="grouped_mm", **arguments)
+        loaded = load_whole(checkpoint, dtype=kind, experts_implementation=LARGE_PRODUCTS, **arguments)
         losses.append(measure_loss(loaded, [batch]).nats)
         del loaded
         release_freed_memory()
