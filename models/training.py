@@ -315,20 +315,17 @@ def _sum_all(experts: nn.Module, x_TD: Tensor, gates_TE: Tensor) -> Tensor:
 ALL_EXPERTS_FUNCTIONS.register(STRAIGHT_THROUGH, compute_all)
 
 LARGE_PRODUCTS = "large_products"  # as `from_pretrained` takes it for experts_implementation
-# Neurons that a CPU computes in fp32 while grouped_mm copies a token for one of its experts and adds its output; with
-# AMX in bfloat16 so many times as many.
-COPY, AMX_GAIN = 100, 6
+# grouped_mm copies a token for each of its experts, and their outputs, in the time of so many neurons of an expert: on
+# a CPU in fp32, and with AMX in bfloat16 (`tests/studies/expert_products.py`). Below FEW tokens per expert the weights
+# decide, of which all experts have more.
+COPIES, AMX_COPIES, FEW = 100, 400, 16
 
 
 def compute_on_cpu(self: nn.Module, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-    """As transformers' grouped_mm; on a CPU from all experts at once, where that is faster.
-
-    Small experts cost less than the copies of a token for each of those that it chose. For a few tokens it is the
-    weights that take time, of the chosen experts alone.
-    """
+    """As transformers' grouped_mm; on a CPU from all experts at once, where that is faster."""
     (experts, _, n), k = self.down_proj.shape, chosen_TK.shape[1]  # type: ignore[misc]
-    copy = COPY * (AMX_GAIN if x_TD.dtype == torch.bfloat16 and has_amx() else 1)
-    if x_TD.device.type != "cpu" or chosen_TK.numel() < experts or (experts - k) * n > copy * k:
+    copies = AMX_COPIES if x_TD.dtype == torch.bfloat16 and has_amx() else COPIES
+    if x_TD.device.type != "cpu" or chosen_TK.numel() < FEW * experts or (experts - k) * n > copies * k:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, x_TD, chosen_TK, gates_TK)  # type: ignore[no-any-return]
     return _sum_all(self, x_TD, _spread(self, chosen_TK, gates_TK))
 

@@ -63,17 +63,17 @@ def test_values_and_the_experts_gradients_are_those_of_the_checkpoint(moe):
         torch.testing.assert_close(gradients[name], plain[name], msg=name)
 
 
-@pytest.mark.parametrize("tokens", [1, 14])
-def test_large_products_have_the_checkpoints_values(moe, tokens, monkeypatch):
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_large_products_have_the_checkpoints_values(moe, sequences, monkeypatch):
     used, sum_all = [], training._sum_all
     monkeypatch.setattr(training, "_sum_all", lambda *given: used.append(given) or sum_all(*given))
     found = []
     for implementation in ("eager", LARGE_PRODUCTS):
         moe.set_experts_implementation(implementation)
         with torch.no_grad():
-            found.append(moe(IDS.view(1, 14)[:, :tokens], use_cache=False).logits)
+            found.append(moe(IDS[:1].repeat(sequences, 1), use_cache=False).logits)
     torch.testing.assert_close(*found)
-    assert bool(used) == (tokens > 1)  # one token reads the chosen experts alone
+    assert bool(used) == (sequences > 1)  # a few tokens read the chosen experts alone
 
 
 def test_recomputation_changes_no_gradient(moe):
