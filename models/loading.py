@@ -178,6 +178,11 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def experts_argument(config: PreTrainedConfig, implementation: str) -> str | dict[str, str]:
+    """As transformers takes it; a wrapper's class may refuse what its text part takes."""
+    return {"text_config": implementation} if "text_config" in config.sub_configs else implementation
+
+
 def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained
     """Load the model in this folder, frozen and in evaluation mode.
 
@@ -189,8 +194,7 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
         kind = _class_of(config, remote=remote)
         if kernels := arguments.get("experts_implementation"):
-            inner = "text_config" in config.sub_configs  # a wrapper's class may refuse what its text part takes
-            arguments["experts_implementation"] = {"text_config": kernels} if inner else kernels
+            arguments["experts_implementation"] = experts_argument(config, kernels)
         if stored_quantization(read_config(folder)) == "fp8":
             loaded, found = _load_decoded(kind, folder, config, arguments)
         else:

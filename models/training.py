@@ -315,22 +315,31 @@ def _sum_all(experts: nn.Module, x_TD: Tensor, gates_TE: Tensor) -> Tensor:
 ALL_EXPERTS_FUNCTIONS.register(STRAIGHT_THROUGH, compute_all)
 
 LARGE_PRODUCTS = "large_products"  # as `from_pretrained` takes it for experts_implementation
-# grouped_mm copies a token for each of its experts, and their outputs, in the time of so many neurons of an expert: on
-# a CPU in fp32, and with AMX in bfloat16 (`tests/studies/expert_products.py`). Below FEW tokens per expert the weights
-# decide, of which all experts have more.
+# For each expert of a token, grouped_mm copies the token and the expert's output. On a CPU this takes as long as
+# computing COPIES neurons, in bfloat16 with AMX AMX_COPIES (`tests/studies/expert_products.py`). With fewer than FEW
+# tokens per expert, reading the weights takes longest, so only the chosen experts are read.
 COPIES, AMX_COPIES, FEW = 100, 400, 16
 
 
-def compute_on_cpu(self: nn.Module, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+def compute_grouped_or_all(self: nn.Module, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
     """As transformers' grouped_mm; on a CPU from all experts at once, where that is faster."""
-    (experts, _, n), k = self.down_proj.shape, chosen_TK.shape[1]  # type: ignore[misc]
-    copies = AMX_COPIES if x_TD.dtype == torch.bfloat16 and has_amx() else COPIES
-    if x_TD.device.type != "cpu" or chosen_TK.numel() < FEW * experts or (experts - k) * n > copies * k:
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, x_TD, chosen_TK, gates_TK)  # type: ignore[no-any-return]
-    return _sum_all(self, x_TD, _spread(self, chosen_TK, gates_TK))
+    if x_TD.device.type == "cpu" and _all_are_faster(self, x_TD.dtype, chosen_TK):
+        return _sum_all(self, x_TD, _spread(self, chosen_TK, gates_TK))
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, x_TD, chosen_TK, gates_TK)  # type: ignore[no-any-return]
 
 
-ALL_EXPERTS_FUNCTIONS.register(LARGE_PRODUCTS, compute_on_cpu)
+def _all_are_faster(experts: nn.Module, dtype: torch.dtype, chosen_TK: Tensor) -> bool:
+    others = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")  # no target has such experts
+    if not getattr(experts, "has_gate", True) or any(getattr(experts, name, False) for name in others):
+        return False
+    if dtype == torch.float16:  # an expert that was not chosen may overflow, and 0 · inf is NaN
+        return False
+    (count, _, n), k = experts.down_proj.shape, chosen_TK.shape[1]  # type: ignore[misc]
+    copies = AMX_COPIES if dtype == torch.bfloat16 and has_amx() else COPIES
+    return chosen_TK.numel() >= FEW * count and (count - k) * n <= copies * k
+
+
+ALL_EXPERTS_FUNCTIONS.register(LARGE_PRODUCTS, compute_grouped_or_all)
 
 
 def show_scores(model: nn.Module) -> list[RemovableHandle]:

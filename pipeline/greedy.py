@@ -92,6 +92,8 @@ def open_writer(folder: Path, device: str = "auto", *, exact: bool = False) -> I
         with explained_memory(f"loading {folder}", "--device cpu, or more memory"):
             where = placement(model, place) | {"offload_folder": offloaded}
             dtype = None if has_amx() and not exact else resolve_dtype(model, place)
-            loaded = load_whole(folder, dtype=dtype or "auto", experts_implementation=LARGE_PRODUCTS, **where)
+            # On a GPU transformers' own: it decodes with batched_mm, but only in place of its default.
+            kernels = {"experts_implementation": LARGE_PRODUCTS} if place.type == "cpu" else {}
+            loaded = load_whole(folder, dtype=dtype or "auto", **kernels, **where)
         with explained_memory(f"running {folder}", "--device cpu, or more memory"):
             yield Writer(loaded, tokenizer)

@@ -117,8 +117,8 @@ def _answer_and_judge(wanted: argparse.Namespace) -> None:
                     write_text(wanted.out, _as_lines(answers))
         if wanted.run_code:
             judge_answers(answers, tasks, wanted.out)
-        shown = {key for asked in keys.values() for key in asked}
-        say(render([answer for answer in answers if answer.key in shown or not keys]))
+        shown, marks = {key for asked in keys.values() for key in asked}, {task.mark for task in tasks}
+        say(render([one for one in answers if (one.key in shown if keys else one.key.rpartition("-")[2] in marks)]))
         say(f"\nanswers in {wanted.out}{'' if wanted.run_code else '; --run-code judges them'}\n")
 
 
@@ -207,9 +207,9 @@ def judge_answers(answers: list[Answer], tasks: Iterable[Task], file: Path) -> N
 
 def render(answers: Iterable[Answer]) -> str:
     """One row a checkpoint and settings: solved tasks with the standard deviation of their share, uniform prior."""
-    groups: dict[tuple[str, str], dict[int, Answer]] = defaultdict(dict)
+    groups: dict[tuple[str, str], dict[str, Answer]] = defaultdict(dict)
     for answer in answers:  # a path such as outputs/latest/checkpoint may have named several checkpoints
-        groups[answer.model, answer.key.rpartition("-")[0]][answer.task_id] = answer
+        groups[answer.model, answer.key.rpartition("-")[0]][answer.key] = answer
     names, rows = [model for model, _ in groups], []
     for (model, mark), given in ((group, found.values()) for group, found in groups.items()):
         solved, count = sum(answer.verdict == SOLVED for answer in given), len(given)

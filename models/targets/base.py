@@ -231,8 +231,14 @@ def rope_type_of(config: Mapping[str, Any]) -> str:
     return "longrope" if kind == "su" else kind  # the name in early Phi-3 checkpoints
 
 
+# Dense families of the targets that rotate a part of each head; the others rotate whole heads, whatever the key says.
+_PARTIAL = {"glm", "phi3"}
+
+
 def rotated_share(config: Mapping[str, Any]) -> float:
     """The share of each head that the position encoding rotates."""
+    if config.get("model_type") not in _PARTIAL:
+        return 1.0
     return float(rope_of(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
 
 

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
     ends = {name.split(".self_attn.")[-1] for name in given.decoder.shapes}
-    # The other families rotate whole heads, whatever the key says.
-    partial = given.decoder.model_type in {"glm", "phi3"}
-    rotated = {"partial_rotary_factor": rotated_share(given.decoder.config) if partial else 1.0}
+    rotated = {"partial_rotary_factor": rotated_share(given.decoder.config)}
     return {
         "n_routed_experts": given.shape.experts,
         "moe_intermediate_size": given.width,

@@ -13,7 +13,15 @@ from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.ffn import DenseFFN
 from models.finding import find_decoder
-from models.loading import load_carved, load_dense, load_tokenizer, padding_id, release_freed_memory, resolve_dtype
+from models.loading import (
+    experts_argument,
+    load_carved,
+    load_dense,
+    load_tokenizer,
+    padding_id,
+    release_freed_memory,
+    resolve_dtype,
+)
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import NeuronStatistics, Partition, Routers
@@ -102,7 +110,8 @@ def compare_models(
         losses, layers = follow_ffns(dense, carved, text.heldout, facts_of, shape, workers)
     # One worker measures while the others wait, since they would take memory bandwidth.
     timed = evaluate.speed_tokens
-    carved.set_experts_implementation("grouped_mm")  # transformers' default
+    # transformers' default: so users get the speed, and a GPU decodes with batched_mm.
+    carved.set_experts_implementation(experts_argument(carved.config, "grouped_mm"))
     speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
     return losses, costs, layers, workers.lead(lambda: write(models)), states

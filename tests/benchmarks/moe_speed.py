@@ -23,8 +23,8 @@ from models.targets.config_json import emit_config
 from models.training import STRAIGHT_THROUGH
 from pipeline.shape import ShapeRequest, resolve_shape
 
-# batched_mm gathers the experts of each token: made for decoding, it would fill the memory in a prompt. For prompts
-# also all experts at once.
+# batched_mm gathers the experts of each token: it is made for decoding, and would fill the memory in a prompt.
+# STRAIGHT_THROUGH without gradients computes all experts at once.
 PROMPT, DECODE = ("grouped_mm", "eager", STRAIGHT_THROUGH), ("grouped_mm", "batched_mm", "eager")
 SEQUENCES = (1, 32)
 DENSE = "dense"

@@ -8,13 +8,24 @@ import torch
 from pico import change_config, write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
+from unit.pipeline.served_carves import write_wrapped_carve
 
 import models.tiny_onn.register  # noqa: F401
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.config import ModelConfig
 from models.emit import copy_tokenizer_files
-from models.loading import explained_memory, load_dense, load_tokenizer, padding_id, resolve_device, resolve_dtype
+from models.loading import (
+    experts_argument,
+    explained_memory,
+    load_carved,
+    load_dense,
+    load_tokenizer,
+    padding_id,
+    resolve_device,
+    resolve_dtype,
+)
 from models.source import EMBEDDED
+from models.training import LARGE_PRODUCTS
 
 CPU = torch.device("cpu")
 
@@ -31,6 +42,15 @@ def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder):
     assert dense.config._attn_implementation == "sdpa"
     assert dense.dtype == torch.float32
     assert load_dense(ModelConfig(device="cpu", dtype="bfloat16"), folder).dtype == torch.bfloat16
+
+
+def test_a_wrapper_that_computes_no_experts_leaves_the_choice_to_its_text_part(tmp_path):
+    """Mistral 3: its class would refuse what the experts take."""
+    moe = write_wrapped_carve(tmp_path, "mixtral", "mistral3_image", 0)
+    carved = load_carved(moe, ModelConfig(device="cpu"), torch.float32, tmp_path / "offloaded")
+    assert carved.config.text_config._experts_implementation == LARGE_PRODUCTS
+    carved.set_experts_implementation(experts_argument(carved.config, "grouped_mm"))
+    assert carved.config.text_config._experts_implementation == "grouped_mm"
 
 
 def test_keys_of_a_familys_first_checkpoints_are_read(tmp_path):
