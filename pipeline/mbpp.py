@@ -72,6 +72,11 @@ class Answer:
     seconds: float  # of its batch, per answer
     verdict: str = ""  # see `sandbox.judge`
 
+    @property
+    def mark(self) -> str:
+        """Hash of the prompt; tasks of two files may have the same number."""
+        return self.key.rpartition("-")[2]
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a checkpoint or a file cannot be read, 2 wrong command line or no jail."""
@@ -118,7 +123,7 @@ def _answer_and_judge(wanted: argparse.Namespace) -> None:
         if wanted.run_code:
             judge_answers(answers, tasks, wanted.out)
         shown, marks = {key for asked in keys.values() for key in asked}, {task.mark for task in tasks}
-        say(render([one for one in answers if (one.key in shown if keys else one.key.rpartition("-")[2] in marks)]))
+        say(render([one for one in answers if (one.key in shown if keys else one.mark in marks)]))
         say(f"\nanswers in {wanted.out}{'' if wanted.run_code else '; --run-code judges them'}\n")
 
 
@@ -192,13 +197,12 @@ def extract_code(answer: str) -> str:
 def judge_answers(answers: list[Answer], tasks: Iterable[Task], file: Path) -> None:
     """Give answers to `tasks` their missing verdicts, and write all to the file: now and then, and if interrupted."""
     tests = {task.mark: "\n".join([task.test_setup_code, *task.test_list]) for task in tasks}
-    marks = [answer.key.rpartition("-")[2] for answer in answers]  # a task of another file may have the same number
-    missing = [place for place, one in enumerate(answers) if not one.verdict and marks[place] in tests]
+    missing = [place for place, one in enumerate(answers) if not one.verdict and one.mark in tests]
     try:
         for number, place in enumerate(tqdm(missing, desc="judge", unit="answer"), start=1):
             answer = answers[place]
             code = extract_code(answer.answer)
-            answers[place] = replace(answer, verdict=judge(code, tests[marks[place]]) if code else NO_CODE)
+            answers[place] = replace(answer, verdict=judge(code, tests[answer.mark]) if code else NO_CODE)
             if number % 50 == 0:
                 write_text(file, _as_lines(answers))
     finally:

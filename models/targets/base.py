@@ -231,8 +231,8 @@ def rope_type_of(config: Mapping[str, Any]) -> str:
     return "longrope" if kind == "su" else kind  # the name in early Phi-3 checkpoints
 
 
-# Dense families of the targets that rotate a part of each head; the others rotate whole heads, whatever the key says.
-_PARTIAL = {"glm", "phi3"}
+# Dense families that read partial_rotary_factor. Others rotate whole heads, even if config.json has it.
+_PARTIAL = {"glm", "phi3", "qwen3_5_text"}
 
 
 def rotated_share(config: Mapping[str, Any]) -> float:

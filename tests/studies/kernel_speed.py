@@ -36,8 +36,9 @@ def main():
     wanted = parser.parse_args()
     models = {}
     for name in ("dense", "grouped_mm", "eager", LARGE_PRODUCTS):
-        dense = name == "dense"
-        folder, kernels = (wanted.dense, {}) if dense else (wanted.carve, {"experts_implementation": name})
+        folder, kernels = wanted.carve, {"experts_implementation": name}
+        if name == "dense":
+            folder, kernels = wanted.dense, {}
         models[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, wanted.dtype), **kernels)
     vocabulary = models["dense"].config.vocab_size
     ids = torch.randint(vocabulary, (1, max(wanted.prompts)), generator=torch.Generator().manual_seed(0))
