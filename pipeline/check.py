@@ -470,11 +470,6 @@ def contradictions(settings: Settings, unreadable_groups: Set[str] = frozenset()
         if settings.assemble.logit_std == 0:
             what = "assemble.logit_std=0 makes all routers 0, whose learning rate is 0, too"
             yield ConfigError(what, where="setting assemble.logit_std", do="assemble.logit_std=null")
-        own, room = settings.train.own_answers, settings.data.max_length - settings.data.prompt_tokens
-        if own > max(0, room):
-            what = f"train.own_answers={own} leaves a prompt no room in data.max_length={settings.data.max_length}"
-            do = f"train.own_answers={max(0, room)}, or a larger data.max_length"
-            yield ConfigError(what, where="settings train.own_answers and data.max_length", do=do)
         if settings.train.straight_through and settings.topology == GLOBAL_POOL:
             what = "train.straight_through=true computes all experts for every token, in a pool those of all layers"
             where = "settings train.straight_through and topology=global_pool"

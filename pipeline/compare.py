@@ -1,7 +1,8 @@
 """`python -m pipeline compare DENSE CHECKPOINT ... --text FILE`: losses of checkpoints, wherever they were trained."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,8 +86,15 @@ def read_text(text: Path, tokenizer: "PreTrainedTokenizerBase", tokens: int, len
     from stages.text.sequences import load_text  # noqa: PLC0415
 
     data = DataConfig(heldout_path=str(text), heldout_tokens=tokens, max_length=length)
-    try:
+    with explained_text(text):
         return load_text(data, tokenizer, "heldout").sequences
+
+
+@contextmanager
+def explained_text(text: Path) -> Iterator[None]:
+    """DataErrors name the option, not settings."""
+    try:
+        yield
     except DataError as error:
         where = f"--text {text}; {error.where}"  # the file and the line
         raise DataError(error.what, where=where, do="correct it, or name a file or a folder of text") from error

@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def add_limits(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Add these options, numbers from 1, and the device."""
-    told = {"tokens": "most tokens", "batch": "answers at a time, on a GPU more", "limit": "only the first tasks"}
+    told = {"tokens": "most tokens", "limit": "only so many, from the first"}
     for name, default in defaults.items():
         said = f"{told[name]}; default {default}"
         parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=said)

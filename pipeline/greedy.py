@@ -12,10 +12,12 @@ from transformers.generation import StopStringCriteria
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.cpu import has_amx
-from instruments.errors import CheckpointError, ConfigError
+from instruments.device import is_launch_bound
+from instruments.errors import CheckpointError, ConfigError, DataError
 from models.config import ModelConfig
 from models.loading import (
     explained_memory,
+    input_device,
     load_tokenizer,
     load_whole,
     padding_id,
@@ -24,9 +26,18 @@ from models.loading import (
     resolve_dtype,
 )
 from models.training import LARGE_PRODUCTS
+from stages.text.batches import group_lengths
+from stages.text.chat import encode_conversation, encode_prompt
+from stages.text.check import longest_sequence
 from stages.text.config import DataConfig, Source
 from stages.text.documents import Document
 from stages.text.generated import decode_behind, encode_start, find_ends, write_continuations
+
+# Tokens that a CPU writes at a time (a quarter of them: half as fast); bytes of a GPU's cache of keys and values: there
+# hundreds of answers take no more time than one.
+AT_ONCE, CACHE = 16384, 2**32
+# Text, its tokens, and whether it ended before the limit.
+Written = tuple[str, int, bool]
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,39 @@ class Writer:
         document = Document("prompt", messages=({"role": "user", "content": prompt},)) if chat else Document("", prompt)
         return encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize), opened)
 
-    def write(self, prompts: Sequence[Sequence[int]], tokens: int, stop: str = "") -> list[tuple[str, int, bool]]:
+    def encode_question(self, conversation: Document) -> list[int]:
+        """Token ids of a conversation, and of the beginning of its next answer. Raises DataError."""
+        return encode_prompt(conversation, self.tokenizer, Source())
+
+    def reads(self, conversation: Document) -> bool:
+        """Whether the chat template renders a conversation as text for a carve."""
+        try:
+            return bool(encode_conversation(conversation, self.tokenizer, Source()))
+        except DataError:
+            return False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that the model reads."""
+        return longest_sequence(self.model.config.get_text_config(decoder=True).to_dict()) or sys.maxsize
+
+    def write_all(
+        self, prompts: Sequence[Sequence[int]], tokens: int, stop: str = ""
+    ) -> Iterator[tuple[range, list[Written]]]:
+        """Continue prompts in batches that suit the device; yields the numbers of a batch's prompts, and `write`'s."""
+        lengths = [len(prompt) + tokens for prompt in prompts]
+        for batch in group_lengths(lengths, self._tokens_at_once()):
+            yield batch, self.write(prompts[batch.start : batch.stop], tokens, stop)
+
+    def _tokens_at_once(self) -> int:
+        if not is_launch_bound(input_device(self.model)):
+            return AT_ONCE
+        config = self.model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(CACHE // (2 * config.num_hidden_layers * heads * width * self.model.dtype.itemsize))
+
+    def write(self, prompts: Sequence[Sequence[int]], tokens: int, stop: str = "") -> list[Written]:
         """Continue a batch of prompts greedily, without the checkpoint's penalties, by at most `tokens` each.
 
         Returns:
@@ -62,13 +105,11 @@ class Writer:
         """
         ends, data = find_ends(self.model, self.tokenizer), DataConfig(max_new_tokens=tokens)
         pad_id, criteria = padding_id(self.tokenizer), [StopStringCriteria(self.tokenizer, [stop])] if stop else []
-        with explained_memory("generation", "smaller batches, fewer tokens, or --device cpu"):
+        with explained_memory("generation", "fewer tokens, or --device cpu"):
             rows = write_continuations(self.model, prompts, data, ends, pad_id, seed=0, criteria=criteria)
         return [self._read(prompt, row, ends, stop) for prompt, row in zip(prompts, rows, strict=True)]
 
-    def _read(
-        self, prompt: Sequence[int], row: Sequence[int], ends: Collection[int], stop: str
-    ) -> tuple[str, int, bool]:
+    def _read(self, prompt: Sequence[int], row: Sequence[int], ends: Collection[int], stop: str) -> Written:
         text = decode_behind(self.tokenizer, prompt, row)
         if stop and stop in text:  # padding follows
             text = text.partition(stop)[0] + stop

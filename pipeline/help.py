@@ -71,6 +71,7 @@ Other programs: python -m pipeline PROGRAM --help
 """
 # Program → its module, which has a `main`, and what it does.
 PROGRAMS = {
+    "answer": ("pipeline.answer", "let a model answer conversations: text for its carve"),
     "cache_check": ("pipeline.cache_check", "count the bytes of experts that a carve reads from slow memory"),
     "compare": ("pipeline.compare", "compare losses of checkpoints, trained anywhere, with the dense model's"),
     "dump": ("instruments.tensor_dump.command", "show, compare or export tensor dumps"),

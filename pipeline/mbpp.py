@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="mbpp.jsonl as published")
     parser.add_argument("--out", type=Path, default=Path("mbpp_answers.jsonl"), metavar="FILE", help="answers; kept")
     parser.add_argument("--run-code", action="store_true", help="run the answers, shut in, and count the solved tasks")
-    add_limits(parser, limit=len(TEST_PART), tokens=320, batch=8)
+    add_limits(parser, limit=len(TEST_PART), tokens=320)
     wanted = parser.parse_args(words)
     return exit_code(lambda: _work(wanted))
 
@@ -177,13 +177,12 @@ def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespac
     ):
         prompts = {key: writer.encode(task.prompt, chat=True, opened=OPENED) for key, task in asked.items()}
         ordered = sorted(prompts, key=lambda key: len(prompts[key]))  # so that batches need little padding
-        for first in range(0, len(ordered), wanted.batch):
-            batch, begin = ordered[first : first + wanted.batch], perf_counter()
-            found = writer.write([prompts[key] for key in batch], wanted.tokens, stop=CLOSED)
-            seconds = (perf_counter() - begin) / len(batch)
+        begin = perf_counter()
+        for batch, found in writer.write_all([prompts[key] for key in ordered], wanted.tokens, stop=CLOSED):
+            seconds, begin = (perf_counter() - begin) / len(batch), perf_counter()
             yield [
                 Answer(key, str(folder), asked[key].task_id, OPENED + text, tokens, ended, seconds)
-                for key, (text, tokens, ended) in zip(batch, found, strict=True)
+                for key, (text, tokens, ended) in zip(ordered[batch.start : batch.stop], found, strict=True)
             ]
             progress.update(len(batch))
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import DataError
 from stages.text.config import Source
-from stages.text.documents import Document
+from stages.text.documents import Document, Message
 from stages.text.template import Chat, alike, find_chat
 
 Span = tuple[int, int]
@@ -61,9 +61,7 @@ def encode_prompt(
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the conversation or leaves out a part.
     """
-    messages = document.messages
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
+    messages = without_answer(document.messages)
     if not messages:
         return []
     chat = find_chat(tokenizer, source, tools=bool(document.tools))
@@ -73,6 +71,13 @@ def encode_prompt(
         before, said, _ = answered.rpartition(opening.strip())
         text = (before if said else text) + opening
     return _tokenize(text, None, tokenizer)[0]
+
+
+def without_answer(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages before the last answer."""
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return messages
 
 
 def find_assistant_spans(document: Document, text: str, chat: Chat) -> list[Span] | None:

@@ -13,7 +13,6 @@ class TrainConfig:
     """Settings of continued pretraining; explained in conf/train."""
 
     tokens: int = field(default=2_000_000, metadata={"minimum": 1})
-    own_answers: int = field(default=0, metadata={"minimum": 0})
     router_share: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     router_rate: float = field(default=1e-3, metadata={"above": 0})

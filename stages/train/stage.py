@@ -50,7 +50,7 @@ def run(
     source, routers = resolve_folder(model), Routers.load(job.parents["project"])
     form = CheckpointFormat.of(model, source, assemble, shape)
     tokenizer = loading.load_tokenizer(source, trust_remote_code=model.trust_remote_code)
-    text = read_text(job, model, source, data, train, tokenizer, seed)
+    text = read_text(data, train, tokenizer)
     phases = make_phases(train, train.batch * (text.train.tokens / len(text.train.sequences)))
     total, (done, saved) = phases[-1].last, steps_done(job, phases)
     # Without distillation the dense model is needed only for the first line of the record.

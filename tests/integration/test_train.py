@@ -17,12 +17,10 @@ from integration.forked import run_workers, start
 from pico import tensors_in, write_pico
 from transformers import AutoModelForCausalLM
 
-from instruments import device
 from instruments.errors import FAILED, ConfigError
 from pipeline.artifacts import verify
 from pipeline.cli import run_command
 from stages.artifacts.carve import Routers
-from stages.train import loop
 
 QUICK = (
     "train.tokens=4000", "train.batch=4", "train.micro_batch=2", "train.log_steps=2", "train.heldout_steps=4",
@@ -161,32 +159,12 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
 
 def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(projected, tmp_path):
     shares = [word for word in QUICK if "_share" not in word]
-    words = [*projected, *shares, "stage=train", "train=heal", "train.own_answers=9", "train.expert_rate=3e-3"]
+    words = [*projected, *shares, "stage=train", "train=heal", "train.expert_rate=3e-3"]
     assert run_command(words) == 0
     healed = published(words)
     distances = [line["logits"] for line in lines_of(healed) if "logits" in line]
     assert distances[-1] < 0.9 * distances[0]
     kill_in_every_phase(words, healed, ("all",), tmp_path)
-
-
-@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["as on a CPU", "as on a GPU"])
-def test_own_answers_are_what_the_dense_model_writes_and_only_they_count(projected, hosts, monkeypatch):
-    monkeypatch.setattr(device, "HOSTS", hosts)
-    read, seen = loop.order_sequences, []
-    monkeypatch.setattr(loop, "order_sequences", lambda found, *rest: seen.extend(found) or read(found, *rest))
-    shares = [word for word in QUICK if "_share" not in word]
-    words = [*projected, *shares, "stage=train", "train=heal", "train.own_answers=6", "train.tokens=200", "fresh=true"]
-    words.append("data.packing=single")
-    assert run_command(words) == 0
-    (dense,) = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
-    model = AutoModelForCausalLM.from_pretrained(dense).eval()
-    assert 200 - 64 < sum(len(each.ids) for each in seen) <= 200
-    for sequence in seen[:3]:
-        counted = [place for place, label in enumerate(sequence.labels) if label != -100]
-        assert 1 <= len(counted) <= 6
-        with torch.no_grad():
-            written = model(torch.tensor([sequence.ids])).logits[0].argmax(-1)
-        assert [int(written[place - 1]) for place in counted] == [sequence.ids[place] for place in counted]
 
 
 def test_two_processes_train_like_one(projected, tmp_path):

@@ -1,6 +1,6 @@
 """Carves a real model as in the rows of stages/README, "A real model", and measures its loss on every text.
 
-PYTHONPATH=.:tests python -m studies.real_model half MODEL [--gradients] [--healed [--own-answers 256] [--rates 0.25]]
+PYTHONPATH=.:tests python -m studies.real_model half MODEL [--gradients] [--healed [--rates 0.25]]
 --instructions chats.jsonl --general web.jsonl --heldout wikitext2-valid.txt other_chats.jsonl code.jsonl
 
 Qwen2.5-Coder-0.5B: half takes 16 minutes of two cores with AMX or 80 seconds of an H200; --gradients ten minutes more
@@ -67,13 +67,12 @@ def main():
     parser.add_argument("--heldout", nargs="+", required=True, help="texts to measure")
     parser.add_argument("--gradients", action="store_true", help="with gradient projection")
     parser.add_argument("--healed", action="store_true", help="train the carve on 200,000 tokens")
-    parser.add_argument("--own-answers", type=int, default=0, metavar="N", help="train.own_answers")
     parser.add_argument("--rates", type=float, default=1.0, metavar="X", help="times the learning rates of train=heal")
     wanted = parser.parse_args()
     settings = row_settings(wanted.row, wanted.instructions, wanted.general, gradients=wanted.gradients)
     groups = {"train": "heal"} if wanted.healed else {}
     rates = {f"train.{name}": wanted.rates * rate for name, rate in PRESET.items() if name.endswith("_rate")}
-    healing = {**HEALING, **rates, "train.own_answers": wanted.own_answers} if wanted.healed else {}
+    healing = {**HEALING, **rates} if wanted.healed else {}
     measure(wanted.model, {**settings, **healing}, wanted.heldout, **groups)
 
 

@@ -1,7 +1,7 @@
 """Write the 132 of MBPP's tasks 11 to 260 whose prompts have the fewest tokens: those of the README's first table.
 
 PYTHONPATH=.:tests python -m studies.short_tasks MODEL mbpp.jsonl SHORT.jsonl
-python -m pipeline mbpp MODEL CARVE --tasks SHORT.jsonl --batch 33 --tokens 256 --run-code
+python -m pipeline mbpp MODEL CARVE --tasks SHORT.jsonl --tokens 256 --run-code
 """
 
 import json

@@ -149,7 +149,10 @@ def write_as(monkeypatch, text, during=lambda: None):
     @contextmanager
     def open_writer(*_):
         writer = Mock(encode=lambda *_, **__: [1])
-        writer.write = lambda prompts, *_, **__: during() or [(text, 5, True) for _ in prompts]
+        answer = (text, 5, True)
+        writer.write_all = lambda prompts, *_, **__: (
+            (range(number, number + 1), during() or [answer]) for number, _ in enumerate(prompts)
+        )
         yield writer
 
     monkeypatch.setattr("pipeline.greedy.open_writer", open_writer)
@@ -159,14 +162,14 @@ def write_as(monkeypatch, text, during=lambda: None):
 
 def test_a_batch_is_kept_when_the_next_is_interrupted(tmp_path, tasks, monkeypatch):
     write_as(monkeypatch, "x\u2028y", Mock(side_effect=[None, KeyboardInterrupt]))
-    assert run(tasks, EMBEDDED, "--out", tmp_path / "answers.jsonl", "--batch", 1) != 0
+    assert run(tasks, EMBEDDED, "--out", tmp_path / "answers.jsonl") != 0
     assert [each.answer for each in read_answers(tmp_path / "answers.jsonl")] == ["```python\nx\u2028y"]
 
 
 def test_answers_that_another_process_is_still_writing_are_left_alone(tmp_path, tasks, monkeypatch, capsys):
     out, codes = tmp_path / "answers.jsonl", []
     write_as(monkeypatch, "def right(): ...", lambda: codes.append(run(tasks, "--out", out, "--run-code")))
-    assert run(tasks, EMBEDDED, "--out", out, "--batch", 1) == 0
+    assert run(tasks, EMBEDDED, "--out", out) == 0
     assert codes == [1, 1, 1]
     with hold_lock(out.with_name(f".{out.name}.lock"), task="writing"):
         assert run(tasks, "--out", out) == 0  # only shows them
@@ -198,7 +201,7 @@ def run(tasks, *words):
 
 def test_three_tasks_on_the_embedded_model(tmp_path, tasks, capsys, monkeypatch):
     out, shown = tmp_path / "answers.jsonl", []
-    words = [EMBEDDED, "--out", out, "--tokens", 12, "--batch", 2, "--device", "cpu"]
+    words = [EMBEDDED, "--out", out, "--tokens", 12, "--device", "cpu"]
     assert run(tasks, *words, "--limit", 2) == 0
     shown.append(capsys.readouterr().out)
     assert "| – of 2 " in shown[0]

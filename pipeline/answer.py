@@ -1,0 +1,139 @@
+"""`python -m pipeline answer MODEL --text FILE --out FILE.jsonl`: a chat model's own answers, as text for its carve.
+
+A carve whose text its dense model has written keeps more of what that model writes than one with other people's text.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from instruments.errors import ConfigError, DataError, check_output, exit_code, say
+from instruments.files import write_text
+from models.config import ModelConfig
+from models.source import read_config, source_cache_key
+from pipeline.artifacts import hold_lock
+from pipeline.compare import explained_text
+from pipeline.disk import explain_os_error
+from pipeline.generate import add_limits
+
+if TYPE_CHECKING:
+    from stages.text.documents import Document
+
+MODEL, QUESTION = "model", "question"  # hashes, beside the messages
+NO_QUESTION, COPY, NO_ROOM = "no conversation with a question", "the same question again", "too long for the model"
+NO_END, EMPTY, REFUSED = "no end within --tokens", "empty", "refused by the chat template as text"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 the model or the text cannot be read, 2 wrong command line."""
+    told = "Let a chat model answer conversations, greedily, and write both as text to carve it and to train the carve."
+    parser = argparse.ArgumentParser(prog="python -m pipeline answer", description=told)
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the dense model")
+    told = "conversations, or a folder of them; their last answers are not read"
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help=told)
+    told = "JSON lines, kept: only questions without an answer here are asked"
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=told)
+    add_limits(parser, limit=10_000, tokens=256)
+    wanted = parser.parse_args(words)
+    return exit_code(lambda: _work(wanted))
+
+
+def _work(wanted: argparse.Namespace) -> None:
+    read_config(wanted.model)
+    check_output(wanted.out)
+    try:
+        with hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers"):
+            _answer(wanted)
+    except OSError as error:
+        do = "free some space there, or --out FILE in another folder, then the same command again"
+        raise explain_os_error(error, where="answer", folder=wanted.out.absolute().parent, do=do) or error from error
+
+
+def _answer(wanted: argparse.Namespace) -> None:
+    stated = json.dumps(source_cache_key(ModelConfig(kind="local", path=str(wanted.model))), sort_keys=True)
+    mark, left_out = sha256(stated.encode()).hexdigest()[:16], Counter[str]()
+    lines = read_lines(wanted.out, mark)
+    with explained_text(wanted.text):
+        questions = read_questions(wanted.text, wanted.limit, left_out)
+    if asked := {key: question for key, question in questions.items() if key not in lines}:
+        for batch in _write(asked, wanted, left_out):
+            for key, answered in batch.items():
+                record = {"messages": answered.messages, "tools": answered.tools, MODEL: mark, QUESTION: key}
+                lines[key] = json.dumps(record) + "\n"
+            write_text(wanted.out, "".join(lines.values()))
+    faults = "; ".join(f"{count:,} {fault}" for fault, count in left_out.items() if count)
+    say(f"{len(lines):,} answers in {wanted.out}; left out: {faults or 'none'}\n")
+
+
+def _write(
+    asked: Mapping[str, "Document"], wanted: argparse.Namespace, left_out: Counter[str]
+) -> Iterator[dict[str, "Document"]]:
+    """The conversations of a batch with their answers, without those that are no text for a carve."""
+    from pipeline.greedy import open_writer  # noqa: PLC0415 - slow, and the help page does not need it
+
+    with open_writer(wanted.model, wanted.device) as writer:
+        with explained_text(wanted.text):
+            prompts = {key: writer.encode_question(question) for key, question in asked.items()}
+        fitting = [key for key, prompt in prompts.items() if len(prompt) + wanted.tokens <= writer.longest]
+        left_out[NO_ROOM] = len(prompts) - len(fitting)
+        progress = tqdm(total=len(fitting), unit="answer")
+        for batch, found in writer.write_all([prompts[key] for key in fitting], wanted.tokens):
+            kept = {}
+            for key, (said, _, ended) in zip(fitting[batch.start : batch.stop], found, strict=True):
+                answer = {"role": "assistant", "content": said}
+                answered = replace(asked[key], messages=(*asked[key].messages, answer))
+                if not ended:
+                    left_out[NO_END] += 1
+                elif not (said.strip() and writer.reads(answered)):
+                    left_out[REFUSED if said.strip() else EMPTY] += 1
+                else:
+                    kept[key] = answered
+            yield kept
+            progress.update(len(batch))
+
+
+def read_lines(file: Path, mark: str) -> dict[str, str]:
+    """The lines of an earlier run, by the hashes of their questions.
+
+    Raises UserError: the file holds something else, or another model's answers.
+    """
+    lines: dict[str, str] = {}
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), start=1):
+        try:
+            record = json.loads(line)
+            written_by, key = str(record[MODEL]), str(record[QUESTION])
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            what = "not a file of answers"
+            raise DataError(what, where=f"{file}:{number}", do="name another file: --out FILE") from error
+        if written_by != mark:
+            do = "name another file, or remove it to write it anew"
+            raise ConfigError("the answers are another model's", where=f"--out {file}", do=do)
+        lines[key] = f"{line.decode()}\n"
+    return lines
+
+
+def read_questions(text: Path, limit: int, left_out: Counter[str]) -> dict[str, "Document"]:
+    """The first conversations, without their last answers, by their hashes. Raises DataError: there is none."""
+    from stages.text.chat import without_answer  # noqa: PLC0415 - slow, as are the others
+    from stages.text.config import Source  # noqa: PLC0415
+    from stages.text.sources import read_documents  # noqa: PLC0415
+
+    questions: dict[str, Document] = {}
+    for document in islice(read_documents(Source(kind="text", path=str(text), heldout_share=0.0)), limit):
+        if not (messages := without_answer(document.messages)):
+            left_out[NO_QUESTION] += 1
+            continue
+        question = replace(document, messages=messages)
+        left_out[COPY] += question.digest.hex() in questions
+        questions[question.digest.hex()] = question
+    if not questions:
+        raise DataError("no conversation with a question", where=str(text), do="records with messages")
+    return questions
