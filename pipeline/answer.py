@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MODEL, QUESTION = "model", "question"  # hashes, beside the messages
 NO_QUESTION, COPY, NO_ROOM = "no conversation with a question", "the same question again", "too long for the model"
-NO_END, EMPTY, REFUSED = "no end within --tokens", "empty", "refused by the chat template as text"
+NO_END, EMPTY, REFUSED = "no end within --tokens", "empty", "refused by the chat template"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -80,10 +80,11 @@ def _write(
     from pipeline.greedy import open_writer  # noqa: PLC0415 - slow, and the help page does not need it
 
     with open_writer(wanted.model, wanted.device) as writer:
-        with explained_text(wanted.text):
-            prompts = {key: writer.encode_question(question) for key, question in asked.items()}
-        fitting = [key for key, prompt in prompts.items() if len(prompt) + wanted.tokens <= writer.longest]
-        left_out[NO_ROOM] = len(prompts) - len(fitting)
+        writer.require_template()
+        encoded = {key: writer.encode_question(question) for key, question in asked.items()}
+        prompts = {key: ids for key, ids in encoded.items() if ids}
+        fitting = [key for key, ids in prompts.items() if len(ids) + wanted.tokens <= writer.longest]
+        left_out[REFUSED], left_out[NO_ROOM] = len(asked) - len(prompts), len(prompts) - len(fitting)
         progress = tqdm(total=len(fitting), unit="answer")
         for batch, found in writer.write_all([prompts[key] for key in fitting], wanted.tokens):
             kept = {}

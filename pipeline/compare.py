@@ -92,9 +92,14 @@ def read_text(text: Path, tokenizer: "PreTrainedTokenizerBase", tokens: int, len
 
 @contextmanager
 def explained_text(text: Path) -> Iterator[None]:
-    """DataErrors name the option, not settings."""
+    """Errors of reading a text name the option, not a setting; at the end, files of a folder that are not read."""
+    from stages.text.config import Source  # noqa: PLC0415
+    from stages.text.files import describe_files  # noqa: PLC0415
+
     try:
         yield
+        if files := describe_files(Source(kind="text", path=str(text))):
+            say(f"{text}{files}\n")
     except DataError as error:
         where = f"--text {text}; {error.where}"  # the file and the line
         raise DataError(error.what, where=where, do="correct it, or name a file or a folder of text") from error

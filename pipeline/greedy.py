@@ -59,15 +59,23 @@ class Writer:
             fault = f"the prompt is not UTF-8: {error}"
         if fault:
             raise ConfigError(fault, where="command line", do='a prompt such as "def carve("')
-        if chat and not self.tokenizer.chat_template:
-            do = "an instruction-tuned model, or generate without --chat"
-            raise CheckpointError("the tokenizer has no chat template", where=self.tokenizer.name_or_path, do=do)
+        if chat:
+            self.require_template()
         document = Document("prompt", messages=({"role": "user", "content": prompt},)) if chat else Document("", prompt)
         return encode_start(document, self.tokenizer, Source(prompt_tokens=sys.maxsize), opened)
 
+    def require_template(self) -> None:
+        """Raise CheckpointError if the tokenizer has no chat template."""
+        if not self.tokenizer.chat_template:
+            do = "an instruction-tuned model, or generate without --chat"
+            raise CheckpointError("the tokenizer has no chat template", where=self.tokenizer.name_or_path, do=do)
+
     def encode_question(self, conversation: Document) -> list[int]:
-        """Token ids of a conversation, and of the beginning of its next answer. Raises DataError."""
-        return encode_prompt(conversation, self.tokenizer, Source())
+        """Token ids of a conversation, and of the beginning of its next answer; [] if the template refuses it."""
+        try:
+            return encode_prompt(conversation, self.tokenizer, Source())
+        except DataError:
+            return []
 
     def reads(self, conversation: Document) -> bool:
         """Whether the chat template renders a conversation as text for a carve."""

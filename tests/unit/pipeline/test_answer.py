@@ -114,10 +114,14 @@ def test_text_without_questions(tmp_path, capsys):
     assert f"--text {path}" in capsys.readouterr().err
 
 
-def test_answers_that_a_carve_cannot_read_are_left_out(tmp_path, text, ended, monkeypatch, capsys):
+def test_what_the_template_refuses_and_what_is_too_long_is_left_out(tmp_path, text, ended, monkeypatch, capsys):
     monkeypatch.setattr(Writer, "reads", lambda *_: False)
     assert run(text, tmp_path / "own.jsonl", "--tokens", "9") == 0
-    assert "3 refused by the chat template as text" in capsys.readouterr().out
+    assert "3 refused by the chat template" in capsys.readouterr().out
+    monkeypatch.setattr(Writer, "encode_question", lambda *_: [])
+    assert run(text, tmp_path / "own.jsonl", "--tokens", "9") == 0
+    assert "3 refused by the chat template" in capsys.readouterr().out
+    monkeypatch.undo()
     monkeypatch.setattr(Writer, "longest", 20)
     assert run(text, tmp_path / "own.jsonl", "--tokens", "19") == 0
     assert "3 too long for the model" in capsys.readouterr().out

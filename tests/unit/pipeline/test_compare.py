@@ -32,8 +32,10 @@ def logits_of(folder, ids):
 def test_figures_are_those_of_the_models_own_logits(carve, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     dense = carve.parent / "dense"
-    code, out, _ = run(capsys, dense, carve, dense, "--text", tmp_path / "text.txt", "--length", 64)
+    (tmp_path / "LICENSE.txt").write_text("Not read.")
+    code, out, _ = run(capsys, dense, carve, dense, "--text", tmp_path, "--length", 64)
     assert code == 0
+    assert out.startswith(f"{tmp_path} (1 .txt, without LICENSE.txt)\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line[:1] == "|"][2:]
     assert [row[0] for row in rows] == [str(dense), str(carve), str(dense)]
     tokenizer = AutoTokenizer.from_pretrained(dense)
