@@ -5,6 +5,7 @@ A carve whose text its dense model has written keeps more of what that model wri
 
 import argparse
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 MODEL, QUESTION = "model", "question"  # hashes, beside the messages
 NO_QUESTION, COPY, NO_ROOM = "no conversation with a question", "the same question again", "too long for the model"
-NO_END, EMPTY, REFUSED = "no end within --tokens", "empty", "refused by the chat template"
+NO_END, EMPTY, REFUSED = "no end within --tokens", "empty", "changed by the chat template, or without an embedding"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -49,6 +50,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _work(wanted: argparse.Namespace) -> None:
     read_config(wanted.model)
     check_output(wanted.out)
+    if wanted.out.suffix != ".jsonl":  # by which the lines are read as records
+        do = f"--out {shlex.quote(str(wanted.out.with_suffix('.jsonl')))}"
+        raise ConfigError("the answers are JSON lines", where=f"--out {wanted.out}", do=do)
     try:
         with hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers"):
             _answer(wanted)
@@ -68,8 +72,12 @@ def _answer(wanted: argparse.Namespace) -> None:
             for key, answered in batch.items():
                 record = {"messages": answered.messages, "tools": answered.tools, MODEL: mark, QUESTION: key}
                 lines[key] = json.dumps(record) + "\n"
-            write_text(wanted.out, "".join(lines.values()))
+            if batch:
+                write_text(wanted.out, "".join(lines.values()))
     faults = "; ".join(f"{count:,} {fault}" for fault, count in left_out.items() if count)
+    if not lines:
+        do = "a larger --tokens, other questions, or a model whose chat template keeps its answers whole"
+        raise DataError("no answer is text for a carve", where=f"--text {wanted.text}: {faults}", do=do)
     say(f"{len(lines):,} answers in {wanted.out}; left out: {faults or 'none'}\n")
 
 
@@ -79,7 +87,8 @@ def _write(
     """The conversations of a batch with their answers, without those that are no text for a carve."""
     from pipeline.greedy import open_writer  # noqa: PLC0415 - slow, and the help page does not need it
 
-    with open_writer(wanted.model, wanted.device) as writer:
+    with open_writer(wanted.model, wanted.device) as opened:
+        writer = replace(opened, special=True)
         writer.require_template()
         encoded = {key: writer.encode_question(question) for key, question in asked.items()}
         prompts = {key: ids for key, ids in encoded.items() if ids}
@@ -89,14 +98,14 @@ def _write(
         for batch, found in writer.write_all([prompts[key] for key in fitting], wanted.tokens):
             kept = {}
             for key, (said, _, ended) in zip(fitting[batch.start : batch.stop], found, strict=True):
-                answer = {"role": "assistant", "content": said}
-                answered = replace(asked[key], messages=(*asked[key].messages, answer))
                 if not ended:
                     left_out[NO_END] += 1
-                elif not (said.strip() and writer.reads(answered)):
-                    left_out[REFUSED if said.strip() else EMPTY] += 1
-                else:
+                elif not said.strip():
+                    left_out[EMPTY] += 1
+                elif answered := writer.join(asked[key], said):
                     kept[key] = answered
+                else:
+                    left_out[REFUSED] += 1
             yield kept
             progress.update(len(batch))
 

@@ -102,7 +102,8 @@ def explained_text(text: Path) -> Iterator[None]:
             say(f"{text}{files}\n")
     except DataError as error:
         where = f"--text {text}; {error.where}"  # the file and the line
-        raise DataError(error.what, where=where, do="correct it, or name a file or a folder of text") from error
+        do = "correct it, or name a file or a folder of text" if "data." in error.do else error.do
+        raise DataError(error.what, where=where, do=do) from error
 
 
 def render(folders: Sequence[Path], losses: Sequence["MeanLoss"]) -> str:

@@ -208,12 +208,15 @@ def load_generated(scratch: Path) -> LoadedText | None:
     return LoadedText([TokenSequence(**sequence) for sequence in found["sequences"]], found["skipped"])
 
 
-def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
+def decode_behind(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int], *, special: bool = False
+) -> str:
     """The text of `ids` behind a prompt; a decoder such as Llama 2's drops the space before the first token of all.
 
-    A character that the prompt only begins belongs to the text.
+    A character that the prompt only begins belongs to the text; so do special tokens, if asked for.
     """
-    whole, before = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in ([*prompt, *ids], [*prompt]))
+    parts = ([*prompt, *ids], [*prompt])
+    whole, before = (str(tokenizer.decode(part, skip_special_tokens=not special)) for part in parts)
     return whole[alike(whole, before) :]
 
 

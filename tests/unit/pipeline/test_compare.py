@@ -77,6 +77,7 @@ def test_wrong_inputs(carve, tmp_path, capsys, monkeypatch):
     ):
         found, _, said = run(capsys, *checkpoints, "--text", text)
         assert (found, f"  where: {where}" in said) == (code, True), said
+        assert ("iconv" in said) == (text == "latin.txt")
     found, _, said = run(capsys, dense, carve, "--text", "text.txt", "--length", "513")
     assert (found, "  do:    --length 512" in said) == (2, True), said
     with pytest.raises(SystemExit):

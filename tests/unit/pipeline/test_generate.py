@@ -49,6 +49,16 @@ def test_exact_is_fp32_on_a_gpu_too(monkeypatch):
     assert asked == ["auto", torch.float32]
 
 
+def test_a_full_gpu_gets_smaller_batches(carve, monkeypatch):
+    monkeypatch.setattr("pipeline.greedy.is_launch_bound", lambda _: True)
+    found = []
+    with open_writer(carve, "cpu") as writer:
+        for free in (None, 2**40, 2**33, 2**32):
+            monkeypatch.setattr("pipeline.greedy.free_device_memory", lambda _, free=free: free)
+            found.append(writer._tokens_at_once())
+    assert found[0] == found[1] == 4 * found[2] == 8 * found[3] > 0
+
+
 def test_an_opened_answer_stands_behind_the_thought(carve):
     """Like Qwen3.5: the generation prompt opens a thought, which an answer closes."""
     with open_writer(carve, "cpu") as writer:
@@ -98,4 +108,6 @@ def test_a_message_is_answered_without_being_repeated(capsys):
 def test_wrong_command_lines(tmp_path, words, code, capsys):
     given = [word.format(tmp_path=tmp_path, embedded=EMBEDDED) for word in words]
     assert generate.main(given) == code
-    assert "  do:    " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "  do:    " in said
+    assert ("  do:    --device auto" in said) == ("--device" in words)
