@@ -22,7 +22,7 @@ from models.decoder import PROJECTIONS
 from models.experts import ExpertWeights
 from models.loading import load_tokenizer
 from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
-from models.targets.config import targets_of
+from models.targets.config import targets_of, text_of
 from models.targets.config_json import emit_config, source_dtype
 from models.targets.tiny_onn import copy_code
 
@@ -150,8 +150,8 @@ def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
 
 
 def _main_dtype(reader: DenseReader, asked: str) -> torch.dtype:
-    decoder = reader.decoder
-    name = (source_dtype(decoder.config_json) or source_dtype(decoder.config)) if asked == "source" else asked
+    decoder, said = reader.decoder, reader.decoder.config_json  # `config` has the format of a model without weights
+    name = (source_dtype(said) or source_dtype(text_of(said))) if asked == "source" else asked
     if name is None:
         return reader.dtype(decoder.weight(0, "down"))
     dtype: torch.dtype = getattr(torch, name)

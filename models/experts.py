@@ -306,7 +306,7 @@ class ExpertLoop:
         held, experts = slice(index, None, parts), self.experts
         weights = {name: weight[held] for name, weight in vars(experts).items()}
         weights["shared_down_DS"] = experts.shared_down_DS[:, held]
-        copied = ExpertWeights(**{name: weight.contiguous() for name, weight in weights.items()})
+        copied = ExpertWeights(**weights).to(experts.down_EDN.device, experts.down_EDN.dtype)
         return replace(self, experts=copied, neurons_EN=self.neurons_EN[held], always_S=self.always_S[held], held=held)
 
     def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:

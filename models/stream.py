@@ -30,6 +30,7 @@ from models.structure import model_class
 from models.tiny_onn.sparse_ffn import find_activation
 
 Keep = Callable[[Tensor], Tensor]  # moves a tensor to where it is kept
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a layer
 
 _LAZY_ROWS = 4096  # of an embedding of more rows, only those in use are in memory
 _SHAPES_KEPT = 64  # shapes of batches whose masks and rotations are kept, since every layer and stream needs them
@@ -47,6 +48,7 @@ class Passage:
     hidden_BTD: Float[Tensor, "B T D"]  # before a layer; between `attend` and `add` of a plain layer, after attention
     handed: dict[str, Any] = field(default_factory=dict)  # what layers give to later ones, such as shared keys
     computed: dict[str, list[Any]] = field(default_factory=dict)  # module → outputs before the FFN of this layer
+    call: Call | None = None  # this layer's arguments, if they depend on token ids: computing them takes a pass
 
 
 class StreamLayer:
@@ -113,12 +115,13 @@ class StreamLayer:
         rows_PD = passage.hidden_BTD.flatten(0, 1)
         if self._plain:
             rows_PD[real_t] = rows_PD[real_t] + output_tD
+            passage.call = None
             return
         output_PD = torch.zeros_like(rows_PD)
         output_PD[real_t] = output_tD
         with self._replaying(passage.computed):
             passage.hidden_BTD.copy_(self._run(passage, output_PD.view_as(passage.hidden_BTD)))
-        passage.computed = {}
+        passage.computed, passage.call = {}, None
 
     def _is_plain(self, passage: Passage) -> bool:
         """Whether the layer's output is a residual plus its FFN's output, by the layer's own numbers.
@@ -168,7 +171,6 @@ class StreamLayer:
                 del self._parts[name].forward
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 # What a decoder layer of some family returns.
 _RETURNED: tuple[Callable[[Tensor], Any], ...] = (
     lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None), lambda hidden: (hidden, None, None),
@@ -340,10 +342,13 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         """A layer's arguments for this batch; hidden states among them are to be replaced."""
         shape = tuple(passage.ids_BT.shape)
         if self._by_ids:
-            self._pass(passage.ids_BT)
-            call = self._calls[index]
-            assert call is not None, "`_learn` has checked it"
-            return call[0], {**call[1], **passage.handed}
+            if passage.call is None:
+                self._pass(passage.ids_BT)
+                call = self._calls[index]
+                assert call is not None, "`_learn` has checked it"
+                args, arguments = _without_hidden(call)
+                passage.call = tuple(map(_own, args)), {key: _own(value) for key, value in arguments.items()}
+            return passage.call[0], {**passage.call[1], **passage.handed}
         if shape not in self._arguments:
             self._pass(passage.ids_BT)
             self._arguments[shape] = [_without_hidden(call) for call in self._calls if call]
@@ -364,6 +369,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             del weights, ffn
             # Only the caller holds the FFN, and may delete it from the layer.
             yield StreamLayer(self, index, module, made.pop())
+            del module.get_submodule(decoder.ffn.path).forward  # it holds the StreamLayer, and so the FFN
             for name, parameter in [*module.named_parameters()]:
                 # The FFN outlives this layer, and its activation may have weights.
                 if not name.startswith(f"{decoder.ffn.path}."):
@@ -409,6 +415,12 @@ def _without_hidden(call: Call) -> Call:
     args, arguments = call
     others = {key: value for key, value in arguments.items() if key != "hidden_states"}
     return ((None, *args[1:]) if args else args), others
+
+
+def _own(value: Any) -> Any:  # noqa: ANN401 - an argument of any kind
+    """A copy of a tensor that is a part of another, such as that of all layers, which it would keep in memory."""
+    is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_part else value
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

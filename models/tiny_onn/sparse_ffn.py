@@ -100,13 +100,17 @@ class TinyONNExperts(nn.Module):
         This is experts_implementation="eager", the only one in transformers 4.
         """
         output_TD = torch.zeros_like(x_TD, dtype=gates_TK.dtype)
+        # One sort for all experts, so that the CPU waits for a GPU only once.
+        expert_P, place_P = chosen_TK.flatten().sort(stable=True)
+        counts = expert_P.new_zeros(self.num_experts).scatter_add_(0, expert_P, torch.ones_like(expert_P)).tolist()
         # `unbind`, because indexing in the loop would make the backward pass quadratic in E.
-        for e, (gate_up, down) in enumerate(zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)):
-            tokens, slots = torch.where(chosen_TK == e)
-            if len(tokens):
+        weights = self.gate_up_proj.unbind(), self.down_proj.unbind()
+        for gate_up, down, places in zip(*weights, torch.split(place_P, counts), strict=True):
+            if len(places):
+                tokens = places // chosen_TK.shape[1]
                 gate_tN, up_tN = linear(x_TD[tokens], gate_up).chunk(2, dim=-1)
                 expert_tD = linear(self.act_fn(gate_tN) * up_tN, down)
-                output_TD = output_TD.index_add(0, tokens, expert_tD * gates_TK[tokens, slots, None])
+                output_TD = output_TD.index_add(0, tokens, expert_tD * gates_TK.flatten()[places, None])
         return output_TD.to(x_TD.dtype)
 
 

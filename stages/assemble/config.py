@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from models.targets.config import MOE_TARGETS
 
-VERSION = 19
+VERSION = 20
 
 TARGETS = ("auto", *MOE_TARGETS)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 27
+VERSION = 28
 
 
 @dataclass

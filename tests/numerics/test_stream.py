@@ -1,5 +1,6 @@
 """The layer stream against the whole model in transformers."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def test_the_dense_stream_is_the_model(case, tie, tmp_path: Path, monkeypatch):
     assert streamed.nats == pytest.approx(expected.nats, abs=1e-6)
 
 
+def test_a_layers_arguments_that_depend_on_the_tokens_take_one_pass_a_batch(tmp_path: Path, monkeypatch):
+    folder, batches = write_pico(tmp_path, "gemma4_text", layers=3, **INPUTS), draw_batches()
+    with LayerStream(folder, device=CPU) as stream, torch.no_grad():
+        tokens, passes = TokenStream(stream, batches), []
+        monkeypatch.setattr(stream, "_pass", lambda ids_BT: passes.append(ids_BT) or LayerStream._pass(stream, ids_BT))
+        for layer in stream.layers():
+            tokens.enter(layer)
+            tokens.leave(map(layer.ffn, tokens.inputs))
+    assert len(passes) == 3 * (len(batches) + 1)  # one shows whether the layer is plain
+
+
 def test_an_activation_that_learns_serves_whoever_keeps_the_ffn(tmp_path: Path):
     with LayerStream(write_checkpoint("apertus", tmp_path), device=torch.device("cpu")) as stream:
         ffns = [layer.ffn for layer in stream.layers()]
@@ -108,11 +120,13 @@ def test_an_activation_that_learns_serves_whoever_keeps_the_ffn(tmp_path: Path):
 def test_only_one_layer_is_in_memory(tmp_path: Path):
     folder = write_pico(tmp_path, "llama", layers=3)
     with LayerStream(folder, device=CPU) as stream:
-        modules = []
+        modules, ffns = [], []
         for layer in stream.layers():
             modules.append(layer._module)
-            held = [any(not p.is_meta for p in module.parameters()) for module in modules]
-            assert held == [False] * (len(modules) - 1) + [True]
+            ffns.append(weakref.ref(layer.ffn))
+            only_the_last = [False] * (len(modules) - 1) + [True]
+            assert [any(not p.is_meta for p in module.parameters()) for module in modules] == only_the_last
+            assert [ffn() is not None for ffn in ffns] == only_the_last
 
 
 @pytest.mark.parametrize("target", ["tiny_onn", "glm4_moe"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operator_counts import count_operators
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers.activations import ACT2FN
@@ -79,6 +80,14 @@ def test_the_loop_leaves_experts_alone_that_no_token_chose() -> None:
     layer.gate.e_score_correction_bias.copy_(torch.tensor([0.0, 0.0, 99.0, 98.0, 0.0]))
     layer(torch.randn(T, D)).sum().backward()
     assert layer.experts.down_proj.grad.flatten(1).any(1).tolist() == [False, False, True, True, False]
+
+
+def test_the_loop_waits_for_no_expert() -> None:
+    """On a GPU, generation with E experts waited E times in every layer for every token."""
+    config = make_config()
+    layer = make_layer(config)
+    with torch.no_grad():
+        assert not count_operators(layer, torch.randn(T, D)).waits
 
 
 def test_the_bias_selects_and_weighs_nothing() -> None:

@@ -72,6 +72,13 @@ def test_blocks_slices_and_outputs_of_experts_are_those_of_the_loop(neurons_EN, 
         torch.testing.assert_close(one, other, **CLOSE)
 
 
+def test_the_down_columns_of_a_workers_part_are_one_matrix_without_a_copy(monkeypatch):
+    monkeypatch.setattr(device, "HOSTS", set())
+    down_EDN = make_loop().part(0, 2).experts.down_EDN
+    assert len(down_EDN) == 2
+    assert down_EDN.mT.flatten(0, 1).data_ptr() == down_EDN.data_ptr()
+
+
 def distinct_rows(loop):
     routed = distinct_neurons(loop)
     return routed.gate_RD, routed.up_RD

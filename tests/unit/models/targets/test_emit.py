@@ -14,7 +14,7 @@ from zoo.checkpoints import write_checkpoint
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.shards import ShardReader
 from models.config import MoEShape
-from models.emit import emit_checkpoint
+from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertWeights
 from models.targets.config import MOE_TARGETS
 from models.training import RouterWatch, parameter_groups
@@ -100,6 +100,23 @@ def test_another_number_format(dense, tmp_path, dtype):
     with ShardReader(emit(dense, tmp_path / "glm4", "glm4_moe", dtype=dtype)) as reader:
         bias = reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias")
     assert (bias.dtype, bias.tolist()) == (torch.float32, [0, 0, 0])
+
+
+def test_the_weights_have_the_format_that_config_json_does_not_name(tmp_path):
+    folder = write_pico(tmp_path, "qwen2", dtype=torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert checkpoint_dtype(folder, "source") == torch.bfloat16
+
+
+def test_a_wrapper_may_name_the_format_of_its_text_part_alone(tmp_path):
+    folder = write_checkpoint("mistral3_image", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"], config["text_config"]["dtype"]
+    config["text_config"]["torch_dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert checkpoint_dtype(folder, "source") == torch.bfloat16
 
 
 def test_the_counter_of_a_batch_norm_stays_an_integer(tmp_path):
