@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -10,9 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models.decoder import Decoder
 from models.finding import find_decoder
@@ -87,6 +88,11 @@ def write_pico(
     return folder
 
 
+def load_frozen(folder: Path) -> PreTrainedModel:
+    """The model in fp32, which asks for no gradients."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+
+
 # As in Gemma 4 E2B, FFNs of the last layers, which take keys of earlier ones, are twice as wide.
 TWO_WIDTHS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -122,6 +128,16 @@ def change_config(folder: Path, name: str = "config.json", /, **changes: Any) ->
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, read with safetensors alone."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@contextmanager
+def edited_tensors(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """All tensors of a checkpoint, to edit; they are written back as one shard."""
+    tensors = tensors_in(folder)
+    yield tensors
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @cache

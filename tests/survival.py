@@ -52,10 +52,9 @@ def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count
     return list(torch.tensor(rows).split(ROWS))
 
 
-@torch.no_grad()
-def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor], autocast: torch.dtype | None = None) -> float:
+def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor]) -> float:
     """Mean loss, in nats per token."""
-    return measure(model, batches, autocast)[0]
+    return measure(model, batches)[0]
 
 
 @torch.no_grad()

@@ -170,12 +170,9 @@ def count_carved(
     layer = router + 3 * dense.hidden * shared_width(target, shape, pad_to)
     layer += sum(prod(constant.shape) for constant in target.more(dense, shape).values())
     carved = dense.depth - len(shape.dense_layers)
-    others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer
-    embedding, tied = dense.vocabulary * dense.hidden, dense.tied and tied
-    if dense.tied and not tied:
-        others += embedding
+    copied = dense.vocabulary * dense.hidden if dense.tied and not tied else 0  # an input embedding of its own
+    others = dense.count(name for name in dense.shapes if name not in dense.ffn_names) + carved * layer + copied
     others += dense.count({dense.weight(layer, part) for layer in shape.dense_layers for part in PROJECTIONS})
     experts = shape.experts * expert * (1 if shape.pooled else carved)
-    copied = embedding if dense.tied and not tied else 0  # an input embedding of its own
     active = others + shape.top_k * expert * carved - dense.count(dense.unread) - copied
     return ParameterCount(others + experts, active)

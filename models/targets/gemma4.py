@@ -51,7 +51,6 @@ TARGETS = (
         shared=LAYER + "mlp.{part}.weight",
         more=_constants,
         router_module="router.proj",
-        expert_modules=("experts",),
         # The FFN's own output is added, which is too small to count.
         ffn_modules=("mlp", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
         # An optimizer's step is larger than these numbers.

@@ -95,7 +95,6 @@ def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]
 class LayerFidelity:
     """Sums over the tokens seen so far, on the carved model's own inputs."""
 
-    top_k: int
     load_E: Tensor
     grams_ENN: Tensor | None  # None in a global pool, whose experts are not those of one layer's neurons
     sums_3: Tensor  # missed and wanted energy, and choices that agree with the oracle's; nothing waits for them
@@ -105,7 +104,7 @@ class LayerFidelity:
         """Nothing seen yet."""
         load_E = torch.zeros(len(facts.neurons_EN), device=facts.router.rows_ED.device)
         grams_ENN = None if facts.shape.pooled else expert_grams(facts.ffn, facts.neurons_EN)
-        return cls(facts.shape.top_k, load_E, grams_ENN, load_E.new_zeros(3, dtype=torch.float64))
+        return cls(load_E, grams_ENN, load_E.new_zeros(3, dtype=torch.float64))
 
     def add(
         self,
@@ -129,7 +128,7 @@ class LayerFidelity:
         chosen_TK = chosen_SK[rows_N]
         self.load_E += count_choices(chosen_TK, len(self.load_E))
         if self.grams_ENN is not None:
-            best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.neurons_EN), self.top_k)
+            best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.neurons_EN), facts.shape.top_k)
             self.sums_3[2] += (chosen_TK[:, :, None] == best_TK[:, None, :]).sum()
 
     def result(self, workers: Workers = ALONE) -> LayerResult:
@@ -180,7 +179,7 @@ def follow_ffns(
     results = [LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)] * len(ffns)  # as of layers that stay dense
     for layer in range(len(ffns)):
         if layer not in shape.dense_layers:
-            unread = LayerFidelity(shape.top_k, torch.zeros(shape.experts), None, torch.zeros(3))
+            unread = LayerFidelity(torch.zeros(shape.experts), None, torch.zeros(3))
             results[layer] = fidelities.get(layer, unread).result(workers)
     return losses, results
 

@@ -24,12 +24,6 @@ def random_layer(always_on: int = S) -> ExtractedLayer:
     return ExtractedLayer(experts, order[: E * N].view(E, N), order[E * N :])
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    save_layer_checkpoint(tmp_path, 7, random_layer())
-    return layer_file(tmp_path, 7)
-
-
 def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
     whole = random_layer()
     none = {name: getattr(whole.experts, name)[:0] for name in ("gate_END", "up_END", "down_EDN")}
@@ -62,11 +56,13 @@ def test_layers_come_back_bit_for_bit(tmp_path: Path, always_on: int) -> None:
     ],
 )
 def test_a_layer_of_other_fields_another_version_or_another_contract(
-    path: Path, missing: str, facts: dict[str, Any], what: str
+    tmp_path: Path, missing: str, facts: dict[str, Any], what: str
 ) -> None:
+    save_layer_checkpoint(tmp_path, 7, random_layer())
+    path = layer_file(tmp_path, 7)
     tensors, old = load_tensors(path)
     tensors.pop(missing, None)
     save_tensors(path, tensors, **old | facts)
     with pytest.raises(ContractError, match=what) as caught:
-        load_layer(path.parent, 7)
+        load_layer(tmp_path, 7)
     assert caught.value.where == str(path)

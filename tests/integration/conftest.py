@@ -62,8 +62,7 @@ def carves(text, shared) -> Carves:
     for source in ("qwen3", "qwen2", "llama", "olmo2", "granite"):
         with FileLock(shared / f"{source}.lock"):
             if not (shared / source).exists():
-                sizes = {"layers": 2, "hidden": 24, "intermediate": 40}
-                write_pico(shared / source, source, **sizes, tie=source == "qwen3", tokenizer=True)
+                write_pico(shared / source, source, tie=source == "qwen3", tokenizer=True)
     return Carves(shared, text)
 
 

@@ -49,7 +49,7 @@ def fork(run, *args):
     return child
 
 
-def run_workers(count, command, folder, *, work=run_command):
+def run_workers(count, command, folder):
     """Run the command in `count` workers as torchrun does: if one fails, the others get SIGTERM.
 
     Returns each worker's exit code and output.
@@ -57,8 +57,7 @@ def run_workers(count, command, folder, *, work=run_command):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
     folder.mkdir(exist_ok=True)
     children = [
-        start(command, folder / f"said{rank}", work=work, **place, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(count)
+        start(command, folder / f"said{rank}", **place, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
     ]
     latest = time.monotonic() + LIMIT
     while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):

@@ -56,9 +56,9 @@ def words_for(source, text=None):
     return words
 
 
-def change_ffn(folder, part, change, layer=1):
-    """Edit one FFN matrix in its shard."""
-    name = f"model.layers.{layer}.mlp.{part}_proj.weight"
+def change_ffn(folder, part, change):
+    """Edit one FFN matrix of the last layer in its shard."""
+    name = f"model.layers.1.mlp.{part}_proj.weight"
     path = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
     tensors = load_file(path)
     change(tensors[name])

@@ -4,13 +4,8 @@ import pytest
 from benchmarks import check_gpu
 
 
-@pytest.fixture
-def without_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-
-
-@pytest.mark.usefixtures("without_gpu")
 def test_without_a_gpu_it_says_so_and_does_nothing(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(check_gpu, "run_tests", lambda: pytest.fail("tests ran"))
     assert check_gpu.main([]) == 2
     said = capsys.readouterr()

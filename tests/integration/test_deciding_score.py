@@ -20,26 +20,14 @@ SCORES = {
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    return tmp_path_factory.mktemp("outputs")
-
-
-@pytest.fixture(scope="module")
-def carve(outputs, text):
-    """Run the command; returns the published folder of assemble."""
+def carved(tmp_path_factory, text):
+    """The published folders of assemble, by the score that ranked the neurons."""
+    outputs, found = tmp_path_factory.mktemp("outputs"), {}
     source = write_pico(outputs / "pico", "qwen3", tokenizer=True)
-
-    def run(*words):
+    for name, words in SCORES.items():
         assert run_command([*words_of_pico(source, text), *WORDS, f"output_dir={outputs}", *words]) == 0
-        return (outputs / "latest" / "checkpoint").resolve().parent
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def carved(carve):
-    """Carves by the score that ranked the neurons."""
-    return {name: carve(*words) for name, words in SCORES.items()}
+        found[name] = (outputs / "latest" / "checkpoint").resolve().parent
+    return found
 
 
 def weights(folder: Path) -> dict[str, str]:

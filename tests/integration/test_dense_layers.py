@@ -3,8 +3,8 @@
 import torch
 from integration.carving import published, words_of_pico
 from omegaconf import OmegaConf
-from pico import write_pico
-from safetensors.torch import load_file, save_file
+from pico import edited_tensors, write_pico
+from safetensors.torch import load_file
 
 from pipeline.artifacts import Manifest
 from pipeline.cli import run_command
@@ -41,10 +41,9 @@ def test_tables_leave_it_out(carves):
 
 def test_auto_keeps_the_layers_that_cost_most(text, tmp_path, capsys):
     source = write_pico(tmp_path / "llama", "llama", layers=4, tokenizer=True)
-    weights = load_file(source / "model.safetensors")
-    for layer, size in enumerate((0.1, 0.1, 8.0, 0.1)):
-        weights[f"model.layers.{layer}.mlp.down_proj.weight"] *= size
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with edited_tensors(source) as weights:
+        for layer, size in enumerate((0.1, 0.1, 8.0, 0.1)):
+            weights[f"model.layers.{layer}.mlp.down_proj.weight"] *= size
     words = [*words_of_pico(source, text), f"output_dir={tmp_path}/outputs", "stage=extract", "cluster.map=none"]
     words += ["n=8", "assemble.target=tiny_onn", "dense_layers=auto"]
     assert run_command([*words, "plan=true"]) == 0

@@ -80,10 +80,6 @@ def local(folder, **settings):
     return ModelConfig(kind="local", path=str(folder), **settings)
 
 
-def test_stored_checkpoints_have_no_faults(stored):
-    assert check_source(local(stored)) == []
-
-
 def test_a_config_that_says_nothing_of_quantisation(plain, tmp_path):
     folder = store_quantised(plain, tmp_path, "fp4")
     change_config(folder, quantization_config=None)

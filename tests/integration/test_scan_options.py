@@ -11,8 +11,8 @@ import torch
 from integration.carving import published, write_source
 from integration.forked import start
 from integration.redis_server import running
-from pico import TWO_WIDTHS, write_pico
-from safetensors.torch import load_file, save_file
+from pico import TWO_WIDTHS, edited_tensors, write_pico
+from safetensors.torch import load_file
 
 from instruments.parameter_scan.reader import read_mscan
 from pipeline.artifacts import Manifest
@@ -110,9 +110,8 @@ def test_float16_overflow_lowers_the_loss_scale_of_both_records(source, tmp_path
     monkeypatch.setattr(Scanner, "_measure", watched)
     monkeypatch.setattr("stages.scan.passes.WORSE_THAN_CHANCE", math.inf)  # the logits are 1,000 times as large
     model = shutil.copytree(source / "pico", tmp_path / "steep")
-    weights = load_file(model / "model.safetensors")
-    weights["lm_head.weight"] *= 1000
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with edited_tensors(model) as weights:
+        weights["lm_head.weight"] *= 1000
     found = {}
     for dtype in ("float32", "float16"):
         words = [*command(source), f"model.path={model}", f"model.dtype={dtype}", "scan=parameters"]

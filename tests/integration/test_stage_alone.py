@@ -13,7 +13,7 @@ from pipeline.cli import run_command
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
-    write_pico(folder / "pico", "qwen3", layers=2, hidden=24, intermediate=40, tokenizer=True)
+    write_pico(folder / "pico", "qwen3", tokenizer=True)
     (folder / "one.jsonl").write_text(f'{{"text": "{" ".join(similar_lines(310))}"}}\n')
     return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from integration.carving import TARGETS
 from survival import excess, heldout_loss, load_fp32, read_batches, read_text_batches, survive
-from transformers import Trainer, TrainingArguments
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 README = Path(__file__).parents[2] / "README.md"
 # Learning rate of AdamW → steps after which to look; the slow tests look later.
@@ -93,13 +93,8 @@ def train_with_trl(model, batches, output):
         str(output), max_steps=20, per_device_train_batch_size=4, report_to=[], save_strategy="no", use_cpu=True,
         bf16=True,
     )  # fmt: skip
-    trl.SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer_of(model)).train()
-
-
-def tokenizer_of(model):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model.name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    trl.SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer).train()
 
 
 WAYS = {"trainer": train_with_trainer, "trl": train_with_trl}

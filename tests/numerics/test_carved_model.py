@@ -4,9 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from pico import write_pico
+from pico import load_frozen, write_pico
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.config import MoEShape
@@ -31,10 +30,6 @@ def read_batches():
     return batch_sequences([TokenSequence(f"sample {index}", row, row) for index, row in enumerate(ids)], 18, 0)
 
 
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-
-
 def cut_loops(dense, shape, gate):
     generator, order = torch.Generator().manual_seed(0), torch.randperm(F, generator=torch.Generator().manual_seed(4))
     neurons_EN, always_S = (
@@ -57,7 +52,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def dense(folder):
-    return load(folder)
+    return load_frozen(folder)
 
 
 @pytest.fixture
@@ -76,7 +71,7 @@ def find_gradients(carved, batch):
 def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target, always_on, monkeypatch):
     monkeypatch.setattr(carved_model, "clip_tokens", lambda gradient_TD: gradient_TD)
     folder = write_pico(tmp_path / "dense", source, layers=L, hidden=D, intermediate=F)
-    dense, shape, moe = load(folder), MoEShape(E, N, K, always_on), MOE_TARGETS[target]
+    dense, shape, moe = load_frozen(folder), MoEShape(E, N, K, always_on), MOE_TARGETS[target]
     loops = cut_loops(dense, shape, GateKind(gate_kind(moe, shape)))
     emit_checkpoint(
         folder,
@@ -93,7 +88,7 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
     found = [sum(each) / sum(LENGTHS) for each in zip(*parts, strict=True)]
     weights = carved.weights()
 
-    emitted, teacher = load(tmp_path / "moe").requires_grad_(True), load(folder)
+    emitted, teacher = load_frozen(tmp_path / "moe").requires_grad_(True), load_frozen(folder)
     losses = []
     for batch in batches:
         mask_BT = batch.attention_mask.bool()
@@ -115,7 +110,8 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
 
 def test_the_head_of_a_class_that_also_has_experts_gives_logits(tmp_path):
     keys = {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["attention"] * L, "mamba_n_heads": 4}
-    dense = load(write_pico(tmp_path, "granitemoehybrid", layers=L, hidden=D, shared_intermediate_size=F, **keys))
+    write_pico(tmp_path, "granitemoehybrid", layers=L, hidden=D, shared_intermediate_size=F, **keys)
+    dense = load_frozen(tmp_path)
     separate_ffns(dense)
     carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
     assert 1e-4 < carved.divergence(carved.teach(read_batches())) < 1e4

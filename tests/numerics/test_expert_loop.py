@@ -33,12 +33,11 @@ def ffn():
     )
 
 
-def make_loop(ffn, neurons_EN, always_S, top_k, rows_ED=None, scale_F=None):
+def make_loop(ffn, neurons_EN, always_S, top_k, scale_F=None):
     experts = slice_experts(ffn.projections, neurons_EN, always_S)
     if scale_F is not None:
         experts = replace(experts, down_EDN=experts.down_EDN * scale_F[neurons_EN.long()][:, None])
-    if rows_ED is None:
-        rows_ED = torch.randn(len(neurons_EN), D, generator=torch.Generator().manual_seed(7))
+    rows_ED = torch.randn(len(neurons_EN), D, generator=torch.Generator().manual_seed(7))
     return ExpertLoop(experts, neurons_EN, always_S, LinearRouter.without_bias(rows_ED), top_k, ffn.width, ffn.act)
 
 

@@ -64,7 +64,7 @@ def blocks(matrices_BOI, width, dim):
     return torch.stack([part.flatten(1).norm(dim=1) for part in matrices_BOI.split(width, dim)], dim=1)
 
 
-def assert_exact(scanner, record, gradients, *, bound=2e-5):
+def assert_exact(scanner, record, gradients):
     inputs = outputs = 0
     for column, parameter in enumerate(scanner.parameters):
         own = (
@@ -78,13 +78,11 @@ def assert_exact(scanner, record, gradients, *, bound=2e-5):
         if parameter.kind == "embedding" or ".h." in parameter.name:  # a Conv1D of gpt2
             truth = truth.mT
         expected = truth.flatten(1).norm(dim=1), blocks(truth, parameter.out_width, 1)
-        torch.testing.assert_close(
-            record.gradient_BP[:, column], expected[0], rtol=bound, atol=1e-9, msg=parameter.name
-        )
-        torch.testing.assert_close(record.out_gradient_BO[:, own[1]], expected[1], rtol=bound, atol=1e-9)
+        torch.testing.assert_close(record.gradient_BP[:, column], expected[0], rtol=2e-5, atol=1e-9, msg=parameter.name)
+        torch.testing.assert_close(record.out_gradient_BO[:, own[1]], expected[1], rtol=2e-5, atol=1e-9)
         if parameter.kind == "linear":
             found = record.in_gradient_BI[:, own[0]]
-            torch.testing.assert_close(found, blocks(truth, parameter.in_width, 2), rtol=bound, atol=1e-9)
+            torch.testing.assert_close(found, blocks(truth, parameter.in_width, 2), rtol=2e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -50,26 +50,26 @@ def gradients(record, scanner):
     return {name: norms for name, norms in found.items() if not norms.isnan().any()}
 
 
-def true_gradients(model, names, ids=IDS, run=backward):
+def true_gradients(model, names, ids):
     model.requires_grad_(True)
     weights, found = dict(model.named_parameters()), {name: [] for name in names}
     for sample in ids.split(1):
         model.zero_grad()
-        run(model, sample)
+        backward(model, sample)
         for name in names:
             found[name].append(weights[name].grad.norm())
     model.zero_grad()
     return {name: torch.stack(norms) for name, norms in found.items()}
 
 
-def assert_true(model, expected, ids=IDS, run=backward, **settings):
+def assert_true(model, expected, ids=IDS):
     """Exactly the expected weights have norms, the true ones, and all others are left out; returns the reasons."""
-    found = gradients(*(both := scan(model, ids, run, **settings)))
+    found = gradients(*(both := scan(model, ids)))
     scanner = both[1]
     assert set(found) == set(expected)
     assert set(scanner.left_out) >= {one.name for one in scanner.parameters} - set(expected)
     assert not set(scanner.left_out) & set(expected)
-    truth = true_gradients(model, expected, ids, run)
+    truth = true_gradients(model, expected, ids)
     for name in expected:
         torch.testing.assert_close(found[name].double(), truth[name].double(), rtol=2e-5, atol=0, msg=name)
     return scanner.left_out

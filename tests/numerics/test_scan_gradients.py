@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from operator_counts import Operators, count_operators
-from pico import write_pico
-from transformers import AutoModelForCausalLM
+from pico import load_frozen, write_pico
 
 from instruments import device
 from instruments.errors import NumericsError
@@ -29,10 +28,6 @@ def folder(request, tmp_path_factory):
     return write_pico(
         tmp_path_factory.mktemp("dense"), request.param, layers=LAYERS, hidden=HIDDEN, intermediate=WIDTH, tie=True
     )
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def draw_sequences(vocab=61):
@@ -69,7 +64,7 @@ def scan_model(model, batches, *, gradients=True, store=None):
 
 
 def scan(folder, batch_tokens, *, prepare=None, **options):
-    model = load(folder)
+    model = load_frozen(folder)
     if prepare:
         prepare(model)
     hooks = count_hooks(model)  # transformers adds its own hook for gradient checkpointing
@@ -82,7 +77,7 @@ def scan(folder, batch_tokens, *, prepare=None, **options):
 @pytest.fixture(scope="module")
 def truth(folder):
     """Per-sample weight gradients by plain autograd, one unpadded sample at a time."""
-    model = load(folder).requires_grad_(True)
+    model = load_frozen(folder).requires_grad_(True)
     totals = {name: torch.zeros(LAYERS, WIDTH, dtype=torch.float64) for name in ("gate", "up", "down")}
     for sequence in draw_sequences():
         model.zero_grad()
@@ -124,7 +119,7 @@ def test_a_padded_batch_equals_batches_of_one(folder):
 
 def test_activation_sums_are_those_of_plain_hooks_without_padding(folder):
     found, _ = scan(folder, batch_tokens=64)
-    model = load(folder)
+    model = load_frozen(folder)
     hidden = {layer: [] for layer in range(LAYERS)}
     for layer, mlp in enumerate(ffn_modules(model)):
         mlp.down_proj.register_forward_pre_hook(lambda _m, args, layer=layer: hidden[layer].append(args[0][0]))
@@ -140,7 +135,7 @@ def test_activation_sums_are_those_of_plain_hooks_without_padding(folder):
 
 def test_taylor_sums_are_activation_times_gradient(folder):
     found, _ = scan(folder, batch_tokens=64)
-    model = load(folder)
+    model = load_frozen(folder)
     total = torch.zeros(LAYERS, WIDTH, dtype=torch.float64)
     for sequence in draw_sequences():
         kept = {}
@@ -178,7 +173,7 @@ def moment(request, monkeypatch):
 
 @pytest.mark.usefixtures("moment")
 def test_an_interrupted_scan_goes_on_to_the_same_bits(folder, tmp_path):
-    model, batches = load(folder), batch_sequences(draw_sequences(), 1, 0)
+    model, batches = load_frozen(folder), batch_sequences(draw_sequences(), 1, 0)
     whole = scan_model(model, batches)
     scan_model(model, batches[:2], store=LocalStore(tmp_path, SHAPES, identity={}, every=0.0))
     second = LocalStore(tmp_path, SHAPES, identity={}, every=0.0)
@@ -194,13 +189,13 @@ def test_a_sample_without_a_usable_label_is_named(folder):
     sequences = draw_sequences()
     sequences[2] = TokenSequence("sample 2", sequences[2].ids, [sequences[2].ids[0]] + [-100] * (LENGTHS[2] - 1))
     with pytest.raises(NumericsError, match=r"^no token counts in the loss in 1 of 3 samples") as caught:
-        scan_model(load(folder), batch_sequences(sequences, 64, 0))
+        scan_model(load_frozen(folder), batch_sequences(sequences, 64, 0))
     assert caught.value.where == "sample 2"
 
 
 @pytest.mark.usefixtures("moment")
 def test_gradients_that_are_all_zero_are_an_error_and_add_nothing(folder):
-    model = load(folder)
+    model = load_frozen(folder)
     # With zero up and down weights, no gradient of the loss reaches a neuron.
     for mlp in ffn_modules(model):
         mlp.down_proj.weight.zero_()
@@ -214,7 +209,7 @@ def test_gradients_that_are_all_zero_are_an_error_and_add_nothing(folder):
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
 def test_half_precision_is_close_to_single(folder, truth, dtype, bound):
-    model = load(folder).to(dtype)
+    model = load_frozen(folder).to(dtype)
     found = scan_model(model, batch_sequences(draw_sequences(), 64, 0)).tensors
     for name, expected in truth.items():
         error = (found[f"grad_norm_{name}"] - expected).norm() / expected.norm()
@@ -223,7 +218,7 @@ def test_half_precision_is_close_to_single(folder, truth, dtype, bound):
 
 @pytest.mark.parametrize(("factor", "bound"), [(2e-4, 0.02), (30, 0.05)])  # would vanish; would overflow
 def test_float16_gradients_are_scaled(folder, factor, bound):
-    model, batches = load(folder), batch_sequences(draw_sequences(), 64, 0)
+    model, batches = load_frozen(folder), batch_sequences(draw_sequences(), 64, 0)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * factor, requires_grad=False)
     single = scan_model(model, batches).tensors["grad_norm_gate"]
     half = scan_model(model.to(torch.float16), batches).tensors["grad_norm_gate"]
@@ -239,7 +234,7 @@ def test_a_batch_waits_for_nothing_and_one_flush_fetches_all(folder, monkeypatch
         return tensors
 
     monkeypatch.setattr("stages.scan.batch_sums.to_host", to_host)
-    model, batches = load(folder), batch_sequences(draw_sequences(), 1, 0)
+    model, batches = load_frozen(folder), batch_sequences(draw_sequences(), 1, 0)
     scanner, store = Scanner(model, ffn_modules(model), ScanConfig()), MemoryStore(Path(), SHAPES, identity={}, every=1)
     for number, batch in enumerate(batches):
         slots_BT = torch.arange(LENGTHS[number])[None]  # all go to the reservoir
@@ -263,7 +258,7 @@ def test_operators_of_a_scan_hardly_grow_with_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "HOSTS", set())
     counts = []
     for layers in (2, 4):
-        model = load(write_pico(tmp_path / str(layers), "qwen3", layers=layers))
+        model = load_frozen(write_pico(tmp_path / str(layers), "qwen3", layers=layers))
         (batch,), mlps = batch_sequences(draw_sequences(), 64, 0), ffn_modules(model)
         sums = empty_sums(sum_shapes(layers, WIDTH, 64))
         scanner, slots_BT = Scanner(model, mlps, ScanConfig()), torch.full(batch.input_ids.shape, -1)

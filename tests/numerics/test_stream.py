@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico import write_pico
-from safetensors.torch import load_file, save_file
+from numerics.emission_cases import GEMMA, GEMMA3, LONGROPE, MULTIPLIERS
+from pico import edited_tensors, write_pico
 from transformers import AutoModelForCausalLM
 from zoo.checkpoints import write_checkpoint
 
@@ -23,35 +23,22 @@ from stages.text.batches import TokenSequence, batch_sequences
 CPU = torch.device("cpu")
 
 
-def draw_batches(lengths=(9, 5, 7, 9, 5, 7), batch_tokens=18):
+def draw_batches(lengths=(9, 5, 7, 9, 5, 7)):
     generator = torch.Generator().manual_seed(1)
     sequences = []
     for index, length in enumerate(lengths):
         ids = torch.randint(1, 61, (length,), generator=generator).tolist()
         sequences.append(TokenSequence(f"sample {index}", ids, [-100, -100, *ids[2:]] if index else ids))
-    return batch_sequences(sequences, batch_tokens, 0)
+    return batch_sequences(sequences, 18, 0)
 
 
-# Features of single families: windows shorter than the text, layers of two kinds, scales, caps.
+# A window shorter than the text, and layers of two kinds.
 KINDS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-GEMMA = KINDS | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}
-TWO_ROTATIONS = {
-    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e3},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-}
-MULTIPLIERS = {
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 0.5,
-    "residual_multiplier": 0.7,
-    "attention_multiplier": 0.3,
-}
 # Arguments of a layer that depend on the tokens.
 INPUTS = {
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "num_kv_shared_layers": 0,
     "global_head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
 }  # fmt: skip
-LONG = [1.0, 1.5, 2.5]
-LONGROPE = {"rope_type": "longrope", "rope_theta": 3e3, "short_factor": LONG, "long_factor": [2 * f for f in LONG]}
 CASES = {
     "qwen3": ("qwen3", {}),
     "qwen3-window-in-some-layers": ("qwen3", KINDS | {"use_sliding_window": True}),
@@ -61,9 +48,9 @@ CASES = {
     "olmo2": ("olmo2", {}),
     "granite": ("granite", MULTIPLIERS),
     "phi3": ("phi3", {"sliding_window": 4}),
-    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
-    "gemma2": ("gemma2", GEMMA),
-    "gemma3_text": ("gemma3_text", GEMMA | {"rope_parameters": TWO_ROTATIONS}),
+    "phi3-longrope": ("phi3", LONGROPE),
+    "gemma2": ("gemma2", GEMMA | KINDS),
+    "gemma3_text": ("gemma3_text", GEMMA3 | KINDS),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "nemotron": ("nemotron", {}),
     "gemma4_text-inputs-of-each-layer": ("gemma4_text", INPUTS),
@@ -133,9 +120,8 @@ def test_only_one_layer_is_in_memory(tmp_path: Path):
 def test_an_own_head_of_a_tied_model_is_used_as_transformers_does(target, tmp_path: Path):
     """A fine-tuning of the head alone leaves such files."""
     folder = write_pico(tmp_path / "dense", "qwen3", layers=1, tie=True)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited_tensors(folder) as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
     with DenseReader(folder) as reader:
         emit_checkpoint(
             folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=MoEShape(5, 8, 5, 0),

@@ -212,12 +212,6 @@ class Layer(nn.Module):
         return self.proj(inp=self.attention(query, key, value_layer=value))[0]
 
 
-@pytest.fixture
-def transformer_engine(monkeypatch):
-    for kind in (Linear, LayerNormLinear, DotProductAttention):
-        monkeypatch.setattr(kind, "__module__", "transformer_engine.pytorch.module")
-
-
 def run_layer(folder):
     torch.manual_seed(0)
     model, x = nn.Sequential(Layer(), Layer()), torch.randn(T, B, D)
@@ -234,7 +228,9 @@ def run_layer(folder):
     return x, dump.manifest
 
 
-def test_transformer_engine_is_known_by_name(tmp_path, transformer_engine):
+def test_transformer_engine_is_known_by_name(tmp_path, monkeypatch):
+    for kind in (Linear, LayerNormLinear, DotProductAttention):
+        monkeypatch.setattr(kind, "__module__", "transformer_engine.pytorch.module")
     x, manifest = run_layer(tmp_path / "dump")
     assert list(manifest.complaints()) == []
     with DumpReader(tmp_path / "dump") as reader:

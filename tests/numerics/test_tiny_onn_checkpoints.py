@@ -1,7 +1,5 @@
 """All experts on, zero routers: in a fresh process, TinyONN gives the dense logits with and without the project."""
 
-from pathlib import Path
-
 import pytest
 from numerics.emission_cases import PLAIN_ROPE, TOLERANCE
 from numerics.tiny_onn_carves import reload, write_carve
@@ -23,16 +21,11 @@ REMOTE = ("gemma3", "phi3")
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, object]]]:
     folder = tmp_path_factory.mktemp("tiny_onn")
     for name, case in CASES.items():
         write_carve(folder / name, **case)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reloaded(cases: Path) -> dict[str, dict[str, dict[str, object]]]:
-    return reload(cases, registered=[*CASES], remote=[*REMOTE])
+    return reload(folder, registered=[*CASES], remote=[*REMOTE])
 
 
 @pytest.mark.parametrize("name", CASES)

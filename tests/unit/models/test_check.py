@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico import change_config, write_pico
-from safetensors.torch import load_file, save_file
+from pico import change_config, edited_tensors, write_pico
 from zoo.checkpoints import write_checkpoint
 
 from instruments.errors import CheckpointError, ConfigError
@@ -38,24 +37,14 @@ def faults(folder, **settings):
     return check_source(ModelConfig(kind="local", path=str(folder), **settings))
 
 
-def change_tensors(folder, change):
-    """Edit a checkpoint's tensors and write them as one shard."""
-    tensors = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-        path.unlink()
-    (folder / INDEX).unlink()
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 def test_whole_checkpoints_have_no_faults(folder):
     assert len(list(folder.glob("*.safetensors"))) > 2
     others = {"self_attn.rotary_emb.inv_freq": torch.ones(3)}  # in old checkpoints
     # Scales of a cache in FP8.
     others |= dict.fromkeys(("self_attn.kv_scale", "self_attn.k_scale", "self_attn.v_proj.v_scale"), torch.ones(1))
     buffers = {f"model.layers.0.{name}": tensor.clone() for name, tensor in others.items()}
-    change_tensors(folder, lambda tensors: tensors.update(buffers))
+    with edited_tensors(folder) as tensors:
+        tensors.update(buffers)
     assert faults(folder) == check_source(ModelConfig()) == []
 
 
@@ -232,12 +221,10 @@ def test_settings_and_source_are_checked_together(folder):
     ],
 )
 def test_tensors_that_config_does_not_describe(folder, name, change, what):
-    def edit(tensors):
+    with edited_tensors(folder) as tensors:
         old = tensors.pop(name, None)
         if change is not None:
             tensors[name] = change(old)
-
-    change_tensors(folder, edit)
     (error,) = faults(folder)
     assert error.what == what
     assert error.where.startswith(name)
@@ -294,9 +281,8 @@ def embedded(tmp_path):
 
 
 def test_weights_in_fp8_without_scales_are_one_error(embedded):
-    tensors = load_file(embedded / "model.safetensors")
-    odd = {name: t.to(torch.float8_e4m3fn) if "proj" in name else t for name, t in tensors.items()}
-    save_file(odd, embedded / "model.safetensors")
+    with edited_tensors(embedded) as tensors:
+        tensors.update({name: t.to(torch.float8_e4m3fn) for name, t in tensors.items() if "proj" in name})
     assert faults(embedded)[0].what.startswith("FP8 weight without a scale")
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico import change_config, write_pico
-from safetensors.torch import load_file, save_file
+from pico import change_config, edited_tensors, write_pico
 from transformers import AutoTokenizer, LlamaForCausalLM
 from unit.pipeline.served_carves import write_wrapped_carve
 
@@ -30,12 +29,8 @@ from models.training import LARGE_PRODUCTS
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_pico(tmp_path_factory.mktemp("pico"), "llama", dtype=torch.bfloat16)
-
-
-def test_the_dense_model_is_frozen_and_in_evaluation_mode(folder):
+def test_the_dense_model_is_frozen_and_in_evaluation_mode(tmp_path):
+    folder = write_pico(tmp_path, "llama", dtype=torch.bfloat16)
     dense = load_dense(ModelConfig(device="cpu"), folder)
     assert not dense.training
     assert not any(parameter.requires_grad for parameter in dense.parameters())
@@ -122,9 +117,9 @@ def test_a_config_of_another_model(tmp_path, changes, what):
     folder = write_pico(tmp_path, "qwen2")
     change_config(folder, **(changes or {}))
     if changes is None:
-        tensors = load_file(folder / "model.safetensors")
-        del tensors["model.layers.0.mlp.up_proj.weight"]
-        save_file({**tensors, "spare": torch.zeros(5000)}, folder / "model.safetensors", metadata={"format": "pt"})
+        with edited_tensors(folder) as tensors:
+            del tensors["model.layers.0.mlp.up_proj.weight"]
+            tensors["spare"] = torch.zeros(5000)
     with pytest.raises(CheckpointError) as caught:
         load_dense(ModelConfig(kind="local", path=str(folder), device="cpu"), folder)
     assert caught.value.what.startswith(what)

@@ -65,18 +65,12 @@ def test_no_name_and_a_name_the_hub_does_not_allow():
     assert error.do.endswith("for a gated model: hf auth login")
 
 
-@pytest.fixture
-def fetched(tmp_path, monkeypatch):
-    """A hub that returns config.json of commit 0123abc; return its path."""
+def test_pickle_repositories_are_refused_before_they_are_downloaded(tmp_path, monkeypatch):
     config = tmp_path / "0123abc" / "config.json"
     config.parent.mkdir()
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"), 8)
     config.write_text(json.dumps({"model_type": "qwen2", "vocab_size": 61, **sizes}))
     monkeypatch.setattr("models.source.hf_hub_download", lambda *_args, **_more: str(config))
-    return config
-
-
-def test_pickle_repositories_are_refused_before_they_are_downloaded(fetched, monkeypatch):
     files = [SimpleNamespace(filename=name) for name in ("config.json", "pytorch_model.bin")]
     monkeypatch.setattr("models.source.hub_answers", lambda: True)
     monkeypatch.setattr("models.source.snapshot_download", lambda *_args, dry_run, **_more: files)

@@ -13,12 +13,12 @@ L, T, E, K = 3, 90, 7, 2
 N, D, EXPERTS, LAYERS = 32, 64, 5, 2
 
 
-def draw(layers=L, tokens=T, seed=0):
+def draw():
     """Experts of skewed frequency, often those of the token before."""
-    rng = np.random.default_rng(seed)
-    chosen = np.empty((layers, tokens, K), dtype=np.int64)
-    for layer in range(layers):
-        for token in range(tokens):
+    rng = np.random.default_rng(0)
+    chosen = np.empty((L, T, K), dtype=np.int64)
+    for layer in range(L):
+        for token in range(T):
             again = token and rng.random() < 0.4
             drawn = rng.choice(E, K, replace=False, p=np.arange(1, E + 1) / (E * (E + 1) / 2))
             chosen[layer, token] = chosen[layer, token - 1][::-1] if again else drawn

@@ -36,13 +36,6 @@ def warnings(tmp_path, caplog):
     return find
 
 
-@pytest.fixture
-def torchrun(monkeypatch):
-    """The environment of the second of three workers under torchrun."""
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, value)
-
-
 NOTHING = "score.activation_weight=0 score.frequency_weight=0 score.gradient_weight=0"
 # Words → the settings that each of their errors names, in order.
 CONTRADICTIONS = {
@@ -102,8 +95,10 @@ def test_groups_that_could_not_be_read_are_not_checked(errors):
     assert errors(words, unreadable_groups={"model"}) == []
 
 
-@pytest.mark.usefixtures("torchrun")
-def test_several_workers_need_a_model_each_and_share_a_batch(errors):
+def test_several_workers_need_a_model_each_and_share_a_batch(errors, monkeypatch):
+    """As the second of three workers under torchrun."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
     assert [error.do for error in errors("model.device_map=auto")] == [
         "model.device_map=none, or python -m pipeline without torchrun"
     ]

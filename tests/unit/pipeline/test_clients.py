@@ -41,11 +41,6 @@ SEEN = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def carve(tmp_path_factory):
-    return write_carve(tmp_path_factory.mktemp("carve"), "qwen2_moe", "qwen2", 64)
-
-
 @pytest.fixture
 def llama_cpp(tmp_path):
     """Folders of llama.cpp and of Python packages that clients need."""

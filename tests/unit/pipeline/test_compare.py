@@ -7,7 +7,6 @@ import pytest
 import torch
 from pico import write_pico
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from unit.pipeline.served_carves import write_carve
 
 from pipeline import compare
 
@@ -17,11 +16,6 @@ TEXT = "A model is compared with the dense one on a text. " * 12
 def run(capsys, *words):
     code = compare.main([str(word) for word in (*words, "--device", "cpu")])
     return code, *capsys.readouterr()
-
-
-@pytest.fixture(scope="module")
-def carve(tmp_path_factory):
-    return write_carve(tmp_path_factory.mktemp("carve"), "qwen2_moe", "qwen2", 64)
 
 
 def logits_of(folder, ids):

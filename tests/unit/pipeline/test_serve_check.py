@@ -19,11 +19,6 @@ SERVED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def carve(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_carve(tmp_path_factory.mktemp("carve"), "qwen2_moe", "qwen2", 64)
-
-
 @pytest.mark.parametrize(
     ("changes", "right"),
     [

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from numerics.quantised_models import STORED, decoded_weights, store_quantised, write_plain
-from safetensors.torch import load_file, save_file
+from pico import edited_tensors
 from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
@@ -82,16 +82,10 @@ def test_bytes_under_the_name_of_another_format(store):
     folder = store("nf4")
     with ShardReader(folder) as reader:
         expected = reader.tensor(UP)
-    edit(folder, lambda tensors: tensors.update({UP: tensors[UP].flatten().view(torch.bfloat16)[:, None]}))
+    with edited_tensors(folder) as tensors:
+        tensors[UP] = tensors[UP].flatten().view(torch.bfloat16)[:, None]
     with ShardReader(folder) as reader:
         assert torch.equal(reader.tensor(UP), expected)
-
-
-def edit(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 STATE = f"{UP}.quant_state.bitsandbytes__nf4"
@@ -114,13 +108,11 @@ SCALES, LAYOUT = UP.replace("weight", "SCB"), UP.replace("weight", "weight_forma
     ],
 )
 def test_packed_weights_that_cannot_be_decoded(store, kind, name, change, what):
-    def edited(tensors):
+    folder = store(kind)
+    with edited_tensors(folder) as tensors:
         old = tensors.pop(name, None)
         if change is not None:
             tensors[name] = change(old)
-
-    folder = store(kind)
-    edit(folder, edited)
     with pytest.raises(CheckpointError) as caught:
         ShardReader(folder)
     assert caught.value.what.startswith(what)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from pico import change_config, write_pico
+from pico import change_config, edited_tensors, write_pico
 from safetensors.torch import load_file, save_file
 
 from instruments.errors import CheckpointError
@@ -170,12 +170,9 @@ def forget_block(_tensors, config):
 )
 def test_scales_that_are_missing_or_odd(plain, tmp_path, damage, what):
     store_fp8(plain, tmp_path / "fp8", "blocks")
-    tensors, config = (
-        load_file(tmp_path / "fp8/model.safetensors"),
-        json.loads((tmp_path / "fp8/config.json").read_text()),
-    )
-    damage(tensors, config)
-    save_file(tensors, tmp_path / "fp8/model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    with edited_tensors(tmp_path / "fp8") as tensors:
+        damage(tensors, config)
     (tmp_path / "fp8/config.json").write_text(json.dumps(config))
     _entries, errors = check_shards(tmp_path / "fp8")
     found = {error.what: error for error in errors}
@@ -188,9 +185,8 @@ def test_scales_that_are_missing_or_odd(plain, tmp_path, damage, what):
 @pytest.mark.parametrize("place", ["top", "text_config"])
 def test_other_formats_are_refused_by_name(tmp_path, plain, method, place):
     folder = shutil.copytree(plain, tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[GATE.replace("weight", "qweight")] = tensors.pop(GATE).view(torch.int32)
-    save_file(tensors, folder / "model.safetensors")
+    with edited_tensors(folder) as tensors:
+        tensors[GATE.replace("weight", "qweight")] = tensors.pop(GATE).view(torch.int32)
     stored = {"quantization_config": {"quant_method": method, "bits": 4}}
     change_config(folder, **(stored if place == "top" else {"text_config": stored}))
     (error,) = check_source(ModelConfig(kind="local", path=str(folder)))

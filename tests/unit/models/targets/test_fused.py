@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from pico import write_pico
-from transformers import AutoModelForCausalLM
+from pico import load_frozen, write_pico
 
 from instruments.errors import CheckpointError, ConfigError
 from instruments.ffn_probe import probe_gradients
@@ -19,12 +18,8 @@ def folder(tmp_path_factory):
     return write_pico(tmp_path_factory.mktemp("phi3"), "phi3", hidden=D, intermediate=F)
 
 
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-
-
 def test_parts_are_the_rows_that_the_model_takes_them_to_be(folder):
-    layer = load(folder).model.layers[1]
+    layer = load_frozen(folder).model.layers[1]
     width = D // HEADS
     q, k, v = layer.self_attn.qkv_proj.weight.split([HEADS * width, KEY_HEADS * width, KEY_HEADS * width])
     gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
@@ -40,7 +35,7 @@ def test_parts_are_the_rows_that_the_model_takes_them_to_be(folder):
 
 
 def test_separate_ffns_are_views_that_compute_the_same(folder):
-    model = load(folder)
+    model = load_frozen(folder)
     ids = torch.arange(14).view(2, 7)
     before = model(ids).logits
     fused = [layer.mlp.gate_up_proj.weight for layer in model.model.layers]
@@ -57,9 +52,9 @@ def test_separate_ffns_are_views_that_compute_the_same(folder):
 def test_probes_see_separate_ffns(folder):
     """Gradients of gate and up against autograd's gradient of the fused weight."""
     ids = torch.arange(7)[None]
-    whole = load(folder).requires_grad_(True)
+    whole = load_frozen(folder).requires_grad_(True)
     whole(ids, labels=ids).loss.backward()
-    model, found = load(folder), {}
+    model, found = load_frozen(folder), {}
     separate_ffns(model)
     model.get_input_embeddings().weight.requires_grad_(True)
 
@@ -76,7 +71,7 @@ def test_probes_see_separate_ffns(folder):
 
 
 def test_offloaded_weights_have_no_views(folder):
-    model = load(folder).to("meta")
+    model = load_frozen(folder).to("meta")
     with pytest.raises(ConfigError, match="gate and up are one weight") as caught:
         separate_ffns(model)
     assert caught.value.where == "layer 0, gate_up_proj"

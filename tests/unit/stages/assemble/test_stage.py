@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from unit.stages.calibration.test_alignment import APART, COPIED, INPUTS, E, N, make_loop
+from unit.stages.calibration.test_alignment import APART, E, N, make_loop
 
 from models.config import MoEShape
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from stages.artifacts.carve import Partition
 from stages.assemble.config import AssembleConfig
 from stages.assemble.stage import RouterReport, column_scales, logit_std, scaled, summarise
-from stages.calibration.alignment import column_scale
 
 
 @pytest.mark.parametrize("gate", GateKind)
@@ -19,13 +18,6 @@ def test_logits_are_as_large_as_asked(gate):
     assert logit_std(AssembleConfig(), gate) == LOGIT_STD[gate]
     assert logit_std(AssembleConfig(logit_std=0.7), gate) == 0.7
     assert logit_std(AssembleConfig(logit_std=0.0), gate) == 0.0
-
-
-def test_constant_gates_leave_columns_alone_but_for_copies():
-    copies_EN = (COPIED[:, :, None] == COPIED.flatten()).sum(2)
-    all_on = make_loop(GateKind.CONSTANT, COPIED, top_k=E)
-    torch.testing.assert_close(column_scale(all_on, INPUTS), 1 / copies_EN)
-    assert (column_scale(make_loop(GateKind.CONSTANT, APART), INPUTS) == 1).all()
 
 
 def test_every_column_gets_its_own_scale():

@@ -28,9 +28,9 @@ def activity():
     return DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu), inputs
 
 
-def energy_of(activity, tokens=T):
+def energy_of(activity):
     ffn, inputs = activity
-    return measure_energy(ffn, sample_rows(inputs, tokens), ROUTED_U, ALWAYS_S, top_k=K)
+    return measure_energy(ffn, sample_rows(inputs, T), ROUTED_U, ALWAYS_S, top_k=K)
 
 
 def test_a_bad_start_ends_at_the_groups_that_belong_together(activity):

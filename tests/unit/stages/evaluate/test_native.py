@@ -94,16 +94,10 @@ def test_a_quantised_weight_counts_its_numbers_not_its_bytes(folder, dense, quan
     assert count_parameters(quantised, MoEShape(E, N, K, S)) == count_parameters(dense, MoEShape(E, N, K, S))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(moe, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("moe")
-    moe.save_pretrained(folder)
-    return folder
-
-
-def test_a_carved_model_larger_than_its_device_gives_the_same(checkpoint, moe, batches, tmp_path):
+def test_a_carved_model_larger_than_its_device_gives_the_same(moe, batches, tmp_path):
+    moe.save_pretrained(tmp_path / "moe")
     logit_std = ModelConfig(device="cpu", device_map="auto", cpu_memory="1KB")
-    carved = load_carved(checkpoint, logit_std, torch.float32, tmp_path)
+    carved = load_carved(tmp_path / "moe", logit_std, torch.float32, tmp_path)
     assert is_offloaded(carved)
     seen = []
     with watch_ffns(carved, lambda layer, _x, output_BTD: seen.append((layer, output_BTD.device.type))):

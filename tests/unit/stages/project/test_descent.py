@@ -37,8 +37,8 @@ def loop_of(neurons_EN=None):
     return scale_columns(loop, column_scale(loop, INPUTS))
 
 
-def train(loop, inputs=INPUTS, settings=DESCENT, seed=5):
-    return train_experts(loop, inputs, [FFN(x_TD) for x_TD in inputs], settings, seed)
+def train(loop):
+    return train_experts(loop, INPUTS, [FFN(x_TD) for x_TD in INPUTS], DESCENT, 5)
 
 
 def matrices(loop):

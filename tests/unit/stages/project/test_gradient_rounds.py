@@ -6,8 +6,7 @@ from math import nan
 import pytest
 import torch
 from integration.forked import as_workers
-from pico import write_pico
-from transformers import AutoModelForCausalLM
+from pico import load_frozen, write_pico
 
 from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.ffn import DenseFFN, ffn_modules
@@ -37,7 +36,7 @@ def text():
 
 @pytest.fixture
 def carved(folder):
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    dense = load_frozen(folder)
     # With weights of initial size, the FFNs hardly change the predictions.
     with torch.no_grad():
         for parameter in (p for mlp in ffn_modules(dense) for p in mlp.parameters()):

@@ -34,9 +34,9 @@ def _no_host(monkeypatch):
     monkeypatch.setattr(device, "HOSTS", set())
 
 
-def cut_loop(ffn, experts, seed=4):
+def cut_loop(ffn, experts):
     neurons_EN, always_S = torch.arange(S, ffn.width).view(experts, N), torch.arange(S)
-    router = LinearRouter.without_bias(draw(experts, ffn.gate_FD.shape[1], seed=seed))
+    router = LinearRouter.without_bias(draw(experts, ffn.gate_FD.shape[1], seed=4))
     kept = slice_experts(ffn.projections, neurons_EN, always_S)
     return ExpertLoop(kept, neurons_EN, always_S, router, K, ffn.width, ffn.act, GateKind.SOFTMAX_OF_CHOSEN)
 

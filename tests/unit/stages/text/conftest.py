@@ -1,10 +1,9 @@
 import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-EMBEDDED = Path(__file__).parents[4] / "models" / "embedded"
+from models.source import EMBEDDED
 
 
 @pytest.fixture

@@ -270,21 +270,17 @@ def test_a_batch_that_processes_can_share_stays_as_it_is():
     assert error.do == "train.micro_batch=1 train.batch=8, or train.batch=32"
 
 
-def make(count):
-    return [TokenSequence(str(number), [number] * (number + 2), [number] * (number + 2)) for number in range(count)]
-
-
 def names(ordered):
     return [sequence.name for sequence in ordered]
 
 
 def test_every_pass_reads_everything_once_in_an_order_of_its_own():
-    read = names(order_sequences(make(7), 0, 21, seed=4))
+    read = names(order_sequences(draw(7), 0, 21, seed=4))
     passes = [read[start : start + 7] for start in (0, 7, 14)]
     assert all(sorted(one) == sorted(passes[0]) for one in passes)
     assert len({tuple(one) for one in passes}) == 3
     for first, count in ((9, 12), (12, 1)):  # a later phase goes on where the earlier one stopped
-        assert names(order_sequences(make(7), first, count, seed=4)) == read[first : first + count]
+        assert names(order_sequences(draw(7), first, count, seed=4)) == read[first : first + count]
 
 
 def test_figures_are_saved_with_whole_log_lines():
