@@ -89,16 +89,13 @@ def test_links_lead_somewhere(page):
 
 
 def test_contributing_names_the_file_for_what_is_added():
-    rows = {words[0]: words[1:] for words in table_rows() if words[0].startswith("a ")}
+    lines = (REPOSITORY / "CONTRIBUTING.md").read_text().splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    rows = {words[0]: words[1:] for words in table if words[0].startswith("a ")}
     assert set(ADDED) <= rows.keys()
     for places in rows.values():
         for name in re.findall(r"`([^`]+/[^`]*)`", " ".join(places)):
             assert (REPOSITORY / name).exists(), name
-
-
-def table_rows():
-    lines = (REPOSITORY / "CONTRIBUTING.md").read_text().splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
 
 
 COMMANDS = sorted(

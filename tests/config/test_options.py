@@ -24,8 +24,6 @@ from pipeline.settings import Settings, compose
 from pipeline.shape import resolve_shape
 from stages.train.loop import is_due
 
-HALF_BILLION = ("qwen2_5_0_5b", "qwen2_5_coder_0_5b")
-
 
 @cache
 def composed(*words):
@@ -78,7 +76,7 @@ def test_the_plain_command_carves_the_embedded_model():
     assert settings.output_dir == str(CONF.parent / "outputs")
 
 
-@pytest.mark.parametrize("preset", HALF_BILLION)
+@pytest.mark.parametrize("preset", ["qwen2_5_0_5b", "qwen2_5_coder_0_5b"])
 def test_a_preset_of_half_a_billion_has_the_settings_of_the_measured_half(preset):
     dials, tokens, steps, shares = ROWS["half"]
     row, settings = row_settings("half", "a.jsonl", "b.jsonl"), composed(f"model={preset}")

@@ -23,13 +23,12 @@ ALL_ON = ("stage=assemble", "always_on=0", "assemble.logit_std=0")
 PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
 COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no multiple of 8
 EVERY_BASELINE = f"evaluate.baselines=[{','.join(BASELINES)}]"
-GLM4 = "assemble.target=glm4_moe"
 
 # All experts on: equal to the dense model.
 EXACT = {
     "qwen3": ("qwen3", *ALL_ON, *PARTITION),
     "qwen2-always-on": ("qwen2", *ALL_ON, "experts=4", "n=8", "top_k=4", "always_on=8"),
-    "qwen2-glm4-copies": ("qwen2", *ALL_ON, *COPIES, GLM4),
+    "qwen2-glm4-copies": ("qwen2", *ALL_ON, *COPIES, "assemble.target=glm4_moe"),
     "llama-copies": ("llama", *ALL_ON, *COPIES, "stage=project"),
 }
 # Some experts on. None is the embedded model.

@@ -26,7 +26,6 @@ NAMES = {
     "glm4_moe": ("mlp.experts.{}.{}_proj.weight", "mlp.shared_experts.{}_proj.weight"),
     "mixtral": ("block_sparse_moe.experts.{}.{}.weight", None),
 }
-PARTS = ("gate", "up", "down")
 MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -95,7 +94,7 @@ def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
     neurons_LEN = partition["neurons"].unflatten(0, (len(partition["always_on"]), -1))
     for layer, (neurons_EN, always_S) in enumerate(zip(neurons_LEN, partition["always_on"], strict=True)):
         prefix = f"model.layers.{layer}."
-        for part in PARTS:
+        for part in ("gate", "up", "down"):
             weight = dense[f"{prefix}mlp.{part}_proj.weight"]
             for index, neurons_N in enumerate(neurons_EN):
                 written = moe[prefix + expert.format(index, part_name(expert, part))]

@@ -8,11 +8,9 @@ from pico import change_config, write_pico
 from instruments.errors import FAILED, INVALID
 from pipeline.cli import run_command
 
-WORDS = ("stage=diagnose", "diagnose.tokens=24")
-
 
 def diagnose(tmp_path, *words):
-    code = run_command([*WORDS, f"output_dir={tmp_path}", *words])
+    code = run_command(["stage=diagnose", "diagnose.tokens=24", f"output_dir={tmp_path}", *words])
     folders = sorted(tmp_path.glob("artifacts/*/diagnose/*"))
     return code, folders
 

@@ -62,12 +62,6 @@ def lengthen(path, size):
         file.truncate(size)
 
 
-def set_vocabulary(source, tokens):
-    """Change the size of the vocabulary, in config.json and in the weights."""
-    change_config(source, vocab_size=tokens)
-    stretch(source / "model.safetensors", lambda name, shape: [tokens, shape[1]] if name in EMBEDDINGS else shape)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.model", "chat_template.jinja"])
 def test_giant_files_beside_the_weights(source, name):
     lengthen(source / name, GIANT)
@@ -87,7 +81,9 @@ def test_giant_tensors_of_which_config_says_less(source):
 
 
 def test_lack_of_memory(source):
-    set_vocabulary(source, 5_000_000)
+    tokens = 5_000_000
+    change_config(source, vocab_size=tokens)
+    stretch(source / "model.safetensors", lambda name, shape: [tokens, shape[1]] if name in EMBEDDINGS else shape)
     code, text, _seconds = refusal(source, memory=8 * 2**30)
     what, where, do = text.splitlines()[-3:]
     assert code == 1

@@ -22,11 +22,7 @@ def losses_of(checkpoint, heldout):
     exact, wanted = measure(plain, heldout)
     lows = {"bfloat16 autocast": measure(plain, heldout, torch.bfloat16)}
     lows |= {name: measure(load(checkpoint, dtype), heldout) for name, dtype in HALF.items()}
-    return exact, {way: (loss, share_alike(wanted, kept)) for way, (loss, kept) in lows.items()}
-
-
-def share_alike(wanted_LTK, found_LTK):
-    return float((wanted_LTK == found_LTK).all(-1).float().mean())
+    return exact, {way: (loss, float((wanted == kept).all(-1).float().mean())) for way, (loss, kept) in lows.items()}
 
 
 @pytest.mark.parametrize("name", TARGETS)

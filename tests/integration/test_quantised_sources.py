@@ -15,15 +15,13 @@ from models.config import ModelConfig
 from models.stream import LayerStream
 from pipeline.cli import run_command
 
-KINDS = ["nf4-nested", "int8"]
-
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return write_plain(tmp_path_factory.mktemp("plain") / "plain", "qwen3", tokenizer=True)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["nf4-nested", "int8"])
 def stored(request, plain, tmp_path_factory):
     """Shards so small that a weight and its scales are in different files."""
     return store_quantised(

@@ -22,7 +22,6 @@ from pipeline.cli import run_command
 from pipeline.settings import asked_stages
 from stages.calibration import token_memory
 
-REPOSITORY = Path(__file__).parents[2]
 WHOLE = [stage.name for stage in asked_stages("all")]
 LAYERS = 2  # of the model below
 
@@ -349,7 +348,7 @@ def test_an_interrupt_says_what_is_kept(outputs, words):
     code = f"{listen}; from pipeline.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, *words, "stage=cluster", f"output_dir={outputs}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) as process:
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes) as process:
         while "score     running" not in (line := process.stdout.readline()):
             assert line, process.communicate()
         process.send_signal(signal.SIGINT)

@@ -143,11 +143,6 @@ def emit_routed(source, target, always_on, top_k, logit_std, tmp_path):
     return loop, model.model.layers[0].mlp
 
 
-def native_output(mlp, x_TD):
-    output = mlp(x_TD[None])
-    return (output[0] if isinstance(output, tuple) else output)[0]
-
-
 @pytest.mark.parametrize("logit_std", [1e-4, 0.1])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
@@ -158,7 +153,8 @@ def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k
     """
     loop, mlp = emit_routed(source, target, always_on, top_k, logit_std, tmp_path)
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
-    native_TD = native_output(mlp, x_TD)
+    output = mlp(x_TD[None])
+    native_TD = (output[0] if isinstance(output, tuple) else output)[0]
     torch.testing.assert_close(native_TD.detach(), loop(x_TD), rtol=1e-4, atol=1e-5)
     if logit_std == 0.1:
         native_TD.square().sum().backward()

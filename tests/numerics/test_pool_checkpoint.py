@@ -23,7 +23,6 @@ from stages.artifacts.experts import join_pool
 
 L, D, F, E, N, K, S = 3, 24, 40, 5, 7, 2, 3
 SHAPE = MoEShape(E, N, K, S, "global_pool")
-SILU = torch.nn.functional.silu
 IDS = torch.arange(39).view(3, 13)
 
 
@@ -52,7 +51,7 @@ def case(tmp_path_factory):
     loops = [
         ExpertLoop(
             experts, partition.neurons, partition.always_on[layer], LinearRouter.without_bias(rows_LED[layer]), K, F,
-            SILU, GateKind.SIGMOID_OF_CHOSEN,
+            torch.nn.functional.silu, GateKind.SIGMOID_OF_CHOSEN,
         )
         for layer, experts in enumerate(join_pool(parts))
     ]  # fmt: skip

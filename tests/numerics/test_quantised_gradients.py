@@ -35,14 +35,11 @@ def load(folder, quantization="none", dtype="float32"):
     return load_dense(ModelConfig(device="cpu", quantization=quantization, dtype=dtype), folder)
 
 
-def loss_of(logits_BTV):
-    return cross_entropy(logits_BTV[:, :-1].float().flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum")
-
-
 def backward(model, on_layer):
     inputs_BTD = model.get_input_embeddings()(IDS).detach().requires_grad_(True)
     with probe_gradients(ffn_modules(model), on_layer):
-        loss_of(model(inputs_embeds=inputs_BTD, use_cache=False).logits).backward()
+        logits_BTV = model(inputs_embeds=inputs_BTD, use_cache=False).logits
+        cross_entropy(logits_BTV[:, :-1].float().flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum").backward()
 
 
 def scanned_norms(model):

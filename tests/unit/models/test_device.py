@@ -16,7 +16,6 @@ from models.routing import GateKind, LinearRouter
 from stages.routing.fit import distinct_neurons
 
 T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Neurons 3 and 8 are in two experts.
 PLAIN, COPIED = torch.arange(12).view(E, N), torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]])
 
@@ -61,7 +60,8 @@ def test_blocks_slices_and_outputs_of_experts_are_those_of_the_loop(neurons_EN, 
         monkeypatch.setattr(device, "HOSTS", hosts)
         loop = make_loop(neurons_EN)
         blocks, output_TD = loop.run(x_TD)
-        norms_TE = distinct_neurons(loop).expert_norms(loop.hidden(x_TD, *distinct_rows(loop)))
+        routed = distinct_neurons(loop)
+        norms_TE = routed.expert_norms(loop.hidden(x_TD, routed.gate_RD, routed.up_RD))
         found[name] = [sum_blocks(blocks, T, F), output_TD, loop.expert_outputs(x_TD), norms_TE]
         for spec in fields(loop.experts):
             tensor = getattr(loop.experts.to("cpu", torch.float32), spec.name)
@@ -69,7 +69,7 @@ def test_blocks_slices_and_outputs_of_experts_are_those_of_the_loop(neurons_EN, 
             found[name].append(tensor)
     assert len(blocks) == (E + 1 if neurons_EN is COPIED else 2)
     for one, other in zip(*found.values(), strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_the_down_columns_of_a_workers_part_are_one_matrix_without_a_copy(monkeypatch):
@@ -77,11 +77,6 @@ def test_the_down_columns_of_a_workers_part_are_one_matrix_without_a_copy(monkey
     down_EDN = make_loop().part(0, 2).experts.down_EDN
     assert len(down_EDN) == 2
     assert down_EDN.mT.flatten(0, 1).data_ptr() == down_EDN.data_ptr()
-
-
-def distinct_rows(loop):
-    routed = distinct_neurons(loop)
-    return routed.gate_RD, routed.up_RD
 
 
 def test_a_wide_layer_keeps_the_loop(monkeypatch):

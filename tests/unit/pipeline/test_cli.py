@@ -192,18 +192,12 @@ def test_a_process_alone_shuts_down_as_usual():
     assert leave(0).returncode == -6
 
 
-def run_under(words, stdout=subprocess.PIPE, **environment):
-    command = [sys.executable, "-m", "pipeline", *words]
-    return subprocess.run(
-        command, env=os.environ | environment, cwd=REPOSITORY, stdout=stdout, stderr=subprocess.PIPE, check=False
-    )
-
-
 def test_nobody_reads_the_help_page():
     """As behind `| head -1`."""
     read, write = os.pipe()
     os.close(read)
-    done = run_under(["--help"], stdout=write)
+    command = [sys.executable, "-m", "pipeline", "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 

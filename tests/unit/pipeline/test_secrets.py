@@ -1,7 +1,6 @@
 """Passwords are used but never written."""
 
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,13 +68,8 @@ def test_nothing_that_a_run_leaves(tmp_path, capsys):
 REDIS = ("store=redis", "store.url=redis://me:s3sam@127.0.0.1:1/0", "stage=scan")
 
 
-def command(*words):
-    started = [sys.executable, "-m", "pipeline", *words]
-    root = Path(__file__).parents[3]
-    return subprocess.run(started, capture_output=True, text=True, cwd=root, env=os.environ, check=False)
-
-
 def test_printed_settings():
-    done = command("--cfg", "job", *REDIS)
+    command = [sys.executable, "-m", "pipeline", "--cfg", "job", *REDIS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
     assert "url: redis://me@127.0.0.1:1/0" in done.stdout
     assert "s3sam" not in done.stdout + done.stderr

@@ -51,11 +51,6 @@ WRONG = [
 ]
 
 
-def stage_of(word):
-    group = first_word(word)
-    return f"stage={group if group in STAGES else 'project'}"
-
-
 @cache
 def composed(*words):
     return compose(words)[0]
@@ -73,7 +68,8 @@ def find_faults(words):
 def test_wrong_settings_are_refused_and_the_remedy_helps(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("stages.accumulators.redis_connection.OPENING_TRIES", 0)
-    base = [stage_of(typed), "output_dir=outputs"]
+    group = first_word(typed)
+    base = [f"stage={group if group in STAGES else 'project'}", "output_dir=outputs"]
     words = shlex.split(typed)
     wrong = {error.what: error for error in find_faults([*base, *words])}
     assert wrong, typed

@@ -70,16 +70,6 @@ def test_segments_are_limited_in_bytes(tmp_path, monkeypatch):
     assert 3 < len(sizes[0]) < 23
 
 
-@pytest.fixture
-def parts(tmp_path):
-    renamed = [replace(PARAMETERS[0], name="x"), *PARAMETERS[1:]]
-    return {
-        "a": write(tmp_path / "a.part", [[0, 2]]),
-        "log16": write(tmp_path / "b.part", [[1]], encoding="log16"),
-        "other": write(tmp_path / "c.part", [[1]], model="other", parameters=renamed),
-    }
-
-
 @pytest.mark.parametrize(
     ("names", "numbers", "what"),
     [
@@ -88,7 +78,13 @@ def parts(tmp_path):
         ([], None, "no .mscan file to merge"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(tmp_path, parts, names, numbers, what):
+def test_what_cannot_be_merged_is_refused(tmp_path, names, numbers, what):
+    renamed = [replace(PARAMETERS[0], name="x"), *PARAMETERS[1:]]
+    parts = {
+        "a": write(tmp_path / "a.part", [[0, 2]]),
+        "log16": write(tmp_path / "b.part", [[1]], encoding="log16"),
+        "other": write(tmp_path / "c.part", [[1]], model="other", parameters=renamed),
+    }
     out = tmp_path / "out"
     with pytest.raises(ContractError) as error:
         merge_mscan([parts[name] for name in names], out, created=CREATED, numbers=numbers)

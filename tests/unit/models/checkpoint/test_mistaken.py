@@ -20,18 +20,14 @@ def only_error(path):
     return error
 
 
-def without_model(folder, name):
-    for file in ("config.json", "model.safetensors"):
-        (folder / file).unlink()
-    (folder / name).write_text("{}")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("name", "named"), [("adapter_config.json", "merge_and_unload"), ("m.Q4_K_M.gguf", 'gguf_file="m.Q4_K_M.gguf"')]
 )
 def test_an_adapter_and_a_gguf_are_no_model(folder, name, named):
-    assert named in only_error(without_model(folder, name)).do
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).unlink()
+    (folder / name).write_text("{}")
+    assert named in only_error(folder).do
 
 
 def test_the_path_of_a_gguf_itself(folder):

@@ -35,10 +35,6 @@ def emit(dense, out, target="qwen2_moe", *, experts=random_experts, router=None,
     return out
 
 
-def half_experts(_layer):
-    return ExpertWeights(**{name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()})
-
-
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = write_pico(tmp_path_factory.mktemp("dense"), "qwen2", tokenizer=True)
@@ -132,7 +128,8 @@ def test_the_counter_of_a_batch_norm_stays_an_integer(tmp_path):
 @pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])
 def test_down_is_multiplied_in_float32_and_rounded_once(dense, tmp_path, dtype):
     """The scale 3 is no power of two; down is given in float32 and written in the gate's bfloat16."""
-    experts = replace(half_experts(0), down_EDN=random_experts(0).down_EDN)
+    given = vars(random_experts(0))
+    experts = ExpertWeights(**{name: given[name] if name == "down_EDN" else given[name].bfloat16() for name in given})
     emit(dense, tmp_path, experts=lambda _layer: experts, shape=replace(SHAPE, top_k=3), dtype=dtype)
     with ShardReader(tmp_path) as reader:
         written = reader.tensor("model.layers.0.mlp.experts.0.down_proj.weight")

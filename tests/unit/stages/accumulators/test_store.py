@@ -66,7 +66,10 @@ def test_what_was_read_again_is_not_taken_over(tmp_path):
     flushed(tmp_path, 1, worker=0, workers=3)
     store = open_store(tmp_path)
     assert store.done() == {0, 1, 2}
-    assert_found(store.collect(), part(0, 1, 2))
+    found, expected = store.collect(), part(0, 1, 2)
+    assert (found.done, found.counters) == (expected.done, expected.counters)
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
 
 
 def test_a_fresh_worker_forgets_what_it_left(tmp_path):
@@ -74,12 +77,6 @@ def test_a_fresh_worker_forgets_what_it_left(tmp_path):
     store = open_store(tmp_path, worker=1, workers=2, fresh=True)
     assert store.done() == set()
     assert not store.path.exists()
-
-
-def assert_found(found, expected):
-    assert (found.done, found.counters) == (expected.done, expected.counters)
-    for name, tensor in expected.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
 
 
 def test_sums_of_other_code_are_refused(tmp_path):

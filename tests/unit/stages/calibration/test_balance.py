@@ -16,10 +16,6 @@ def best_total(affinity_UE, sizes_E):
     return slots_US[rows, columns].sum()
 
 
-def total_of(affinity_UE, labels_U):
-    return float(affinity_UE.double()[torch.arange(len(labels_U)), labels_U].sum())
-
-
 def draw_problem(kind, rng):
     """Affinities of few neurons to few experts, and sizes, some of which are zero."""
     neurons, experts = int(rng.integers(1, 120)), int(rng.integers(1, 12))
@@ -48,7 +44,7 @@ def test_the_total_is_the_optimum_from_any_prices(kind):
         for prices_E in (None, 3 * torch.from_numpy(rng.standard_normal(len(sizes_E)))):
             labels_U = assign_balanced(affinity_UE, sizes_E, prices_E)
             assert torch.equal(labels_U.bincount(minlength=len(sizes_E)), sizes_E)
-            assert total_of(affinity_UE, labels_U) == optimum
+            assert float(affinity_UE.double()[torch.arange(len(labels_U)), labels_U].sum()) == optimum
         assert torch.equal(assign_balanced(affinity_UE, sizes_E), assign_balanced(affinity_UE.clone(), sizes_E))
 
 
@@ -73,16 +69,12 @@ def planted(seed=0):
     return centres_EC[group_U] + 0.2 * torch.randn(NEURONS, C, generator=generator), group_U
 
 
-def same_partition(first_U, second_U):
-    return torch.equal(first_U[:, None] == first_U, second_U[:, None] == second_U)
-
-
 @pytest.mark.parametrize("decades", [0, 3])
 def test_planted_groups_are_found_whatever_the_length_of_the_features(decades):
     features_UC, group_U = planted()
     lengths_U1 = torch.logspace(-decades, decades, NEURONS)[:, None]
     labels_U = fit_balanced_kmeans(features_UC * lengths_U1, torch.full((E,), 15), rng=np.random.default_rng(0))
-    assert same_partition(labels_U, group_U)
+    assert torch.equal(labels_U[:, None] == labels_U, group_U[:, None] == group_U)  # the same groups
 
 
 def test_more_rounds_never_fit_worse():

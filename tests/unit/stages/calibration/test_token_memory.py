@@ -28,18 +28,14 @@ from stages.text.batches import TokenSequence, batch_sequences
 from stages.text.config import DataConfig
 
 
-def mapped_files():
-    """Paths of the files that this process has mapped; an unlinked file's path no longer exists."""
-    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
-    return [line[5] for line in lines if len(line) > 5]
-
-
 def open_files():
     return len([*Path("/proc/self/fd").iterdir()])
 
 
 def spilled_under(folder):
-    return [path for path in mapped_files() if path.startswith(str(folder))]
+    """Paths of the files below it that this process has mapped; an unlinked file's path no longer exists."""
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return [line[5] for line in lines if len(line) > 5 and line[5].startswith(str(folder))]
 
 
 def test_a_spilled_tensor_is_a_tensor(tmp_path):

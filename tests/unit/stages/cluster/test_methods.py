@@ -75,10 +75,6 @@ def bits_FR():
     return bits_FR
 
 
-def packed(bits_FR):
-    return torch.from_numpy(np.packbits(bits_FR, axis=1))
-
-
 def rng():
     return np.random.default_rng(1)
 
@@ -89,7 +85,8 @@ def cosines(rows):
 
 
 def test_bits_come_back(bits_FR):
-    assert torch.equal(unpack_bits(packed(bits_FR), R), torch.from_numpy(bits_FR).float())
+    packed_FR = torch.from_numpy(np.packbits(bits_FR, axis=1))
+    assert torch.equal(unpack_bits(packed_FR, R), torch.from_numpy(bits_FR).float())
 
 
 def test_with_all_directions_the_cosine_is_the_share_of_tokens_where_both_fire(bits_FR):

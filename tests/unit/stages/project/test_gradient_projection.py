@@ -13,16 +13,11 @@ D, F, E, N = 6, 12, 3, 2
 NEURONS_EN, ALWAYS_S = torch.tensor([[0, 5], [5, 7], [2, 3]]), torch.tensor([11])
 
 
-def cut_experts(seed=1):
-    ffn = DenseFFN(
-        draw(F, D, seed=seed), draw(F, D, seed=seed + 1), draw(D, F, seed=seed + 2), torch.nn.functional.silu
-    )
-    return slice_experts(ffn.projections, NEURONS_EN, ALWAYS_S)
-
-
 def test_every_neuron_moves_by_the_asked_length_along_its_own_gradient():
+    ffn = DenseFFN(draw(F, D, seed=1), draw(F, D, seed=2), draw(D, F, seed=3), torch.nn.functional.silu)
+    experts = slice_experts(ffn.projections, NEURONS_EN, ALWAYS_S)
     for name in ("gate_END", "down_EDN", "shared_up_SD", "shared_down_DS"):
-        weight, dim = getattr(cut_experts(), name), neuron_dim(name)
+        weight, dim = getattr(experts, name), neuron_dim(name)
         gradient = draw(*weight.shape, seed=9) * 1e3
         moved = weight.clone()
         project_neurons([moved], [gradient], [-0.24], [dim], epsilon=1e-8)

@@ -10,7 +10,6 @@ from stages.routing.fit import RouterSettings, fit_router
 from stages.routing.task import load_balance, set_logit_std, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
-NO_NEURONS = torch.empty(0, dtype=torch.long)
 
 
 def settings(method, **changes):
@@ -24,7 +23,7 @@ def make_task(*, shift=0.0, tokens=40):
     down_DF = torch.randn(D, F, generator=generator)
     ffn = DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu)
     inputs = [shift + torch.randn(tokens + index, D, generator=generator) for index in range(8)]
-    return watch_experts(ffn, torch.arange(F).view(E, N), NO_NEURONS, inputs, K)
+    return watch_experts(ffn, torch.arange(F).view(E, N), torch.empty(0, dtype=torch.long), inputs, K)
 
 
 def error(router, task):
