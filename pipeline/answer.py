@@ -9,21 +9,17 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from instruments.errors import ConfigError, DataError, check_output, exit_code, say
+from instruments.errors import ConfigError, DataError, exit_code, say
 from instruments.files import write_text
-from models.config import ModelConfig
-from models.source import read_config, source_cache_key
-from pipeline.artifacts import hold_lock
 from pipeline.compare import explained_text
-from pipeline.disk import explain_os_error
 from pipeline.generate import add_limits
+from pipeline.mbpp import checkpoint_mark, writing_answers
 
 if TYPE_CHECKING:
     from stages.text.documents import Document
@@ -48,23 +44,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _work(wanted: argparse.Namespace) -> None:
-    read_config(wanted.model)
-    check_output(wanted.out)
+    mark = checkpoint_mark(wanted.model)
     if wanted.out.suffix != ".jsonl":  # by which the lines are read as records
         do = f"--out {shlex.quote(str(wanted.out.with_suffix('.jsonl')))}"
         raise ConfigError("the answers are JSON lines", where=f"--out {wanted.out}", do=do)
-    try:
-        with hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers"):
-            _answer(wanted)
-    except OSError as error:
-        do = "free some space there, or --out FILE in another folder, then the same command again"
-        raise explain_os_error(error, where="answer", folder=wanted.out.absolute().parent, do=do) or error from error
+    with writing_answers(wanted.out, "answer"):
+        _answer(wanted, mark)
 
 
-def _answer(wanted: argparse.Namespace) -> None:
-    stated = json.dumps(source_cache_key(ModelConfig(kind="local", path=str(wanted.model))), sort_keys=True)
-    mark, left_out = sha256(stated.encode()).hexdigest()[:16], Counter[str]()
-    lines = read_lines(wanted.out, mark)
+def _answer(wanted: argparse.Namespace, mark: str) -> None:
+    lines, left_out = read_lines(wanted.out, mark), Counter[str]()
     with explained_text(wanted.text):
         questions = read_questions(wanted.text, wanted.limit, left_out)
     if asked := {key: question for key, question in questions.items() if key not in lines}:
@@ -124,7 +113,7 @@ def read_lines(file: Path, mark: str) -> dict[str, str]:
             what = "not a file of answers"
             raise DataError(what, where=f"{file}:{number}", do="name another file: --out FILE") from error
         if written_by != mark:
-            do = "name another file, or remove it to write it anew"
+            do = "name another file, or remove it"
             raise ConfigError("the answers are another model's", where=f"--out {file}", do=do)
         lines[key] = f"{line.decode()}\n"
     return lines

@@ -34,9 +34,9 @@ from stages.text.generated import decode_behind, encode_start, find_ends, write_
 from stages.text.sequences import require_embeddings
 from stages.text.template import find_chat
 
-# Tokens that a CPU writes at a time (4,096: half as fast); bytes of a GPU's cache of keys and values: there
+# Tokens that a CPU writes at a time (a quarter of them: half as fast); bytes of a GPU's cache of keys and values: there
 # hundreds of answers take no more time than one. At most this part of the free bytes: reading the prompts takes more.
-AT_ONCE, CACHE, CACHE_PART = 32768, 2**32, 8
+AT_ONCE, CACHE, CACHE_PART = 16384, 2**32, 8
 # Text, its tokens, and whether it ended before the limit.
 Written = tuple[str, int, bool]
 
@@ -76,7 +76,7 @@ class Writer:
     def require_template(self) -> None:
         """Raise CheckpointError if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
-            do = "an instruction-tuned model, or generate without --chat"
+            do = "an instruction-tuned model; generate without --chat continues plain text"
             raise CheckpointError("the tokenizer has no chat template", where=self.tokenizer.name_or_path, do=do)
 
     def encode_question(self, conversation: Document) -> list[int]:

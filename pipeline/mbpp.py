@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from math import sqrt
@@ -94,20 +94,20 @@ def main(words: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _work(wanted))
 
 
-def _work(wanted: argparse.Namespace) -> None:
+@contextmanager
+def writing_answers(out: Path, program: str) -> Iterator[None]:
+    """While a file of answers is written: no other process writes it; a full disk is explained. Raises UserError."""
+    check_output(out)
     try:
-        _answer_and_judge(wanted)
+        with hold_lock(out.with_name(f".{out.name}.lock"), task="writing these answers"):
+            yield
     except OSError as error:
         do = "free some space there, or --out FILE in another folder, then the same command again"
-        raise explain_os_error(error, where="mbpp", folder=wanted.out.absolute().parent, do=do) or error from error
+        raise explain_os_error(error, where=program, folder=out.absolute().parent, do=do) or error from error
 
 
-def _answer_and_judge(wanted: argparse.Namespace) -> None:
-    locked: AbstractContextManager[None] = nullcontext()
-    if wanted.checkpoints or wanted.run_code:
-        check_output(wanted.out)
-        locked = hold_lock(wanted.out.with_name(f".{wanted.out.name}.lock"), task="writing these answers")
-    with locked:
+def _work(wanted: argparse.Namespace) -> None:
+    with writing_answers(wanted.out, "mbpp") if wanted.checkpoints or wanted.run_code else nullcontext():
         tasks, answers = read_tasks(wanted.tasks)[: wanted.limit], read_answers(wanted.out)
         if not (wanted.checkpoints or answers):
             raise ConfigError("no checkpoint and no answers", where=str(wanted.out), do="name a checkpoint's folder")
@@ -161,10 +161,15 @@ def _as_lines(answers: Iterable[Answer]) -> str:
 
 def answer_keys(folder: Path, tasks: Iterable[Task], *settings: int | str) -> dict[str, Task]:
     """Key of an answer, of checkpoint, settings and prompt → task. Raises CheckpointError: no checkpoint."""
+    mark = checkpoint_mark(folder, *settings)
+    return {f"{mark}-{task.mark}": task for task in tasks}
+
+
+def checkpoint_mark(folder: Path, *settings: int | str) -> str:
+    """Hash of a checkpoint and settings. Raises CheckpointError: no checkpoint."""
     read_config(folder)
     stated = json.dumps([source_cache_key(ModelConfig(kind="local", path=str(folder))), settings], sort_keys=True)
-    mark = sha256(stated.encode()).hexdigest()[:16]
-    return {f"{mark}-{task.mark}": task for task in tasks}
+    return sha256(stated.encode()).hexdigest()[:16]
 
 
 def _generate(folder: Path, asked: Mapping[str, Task], wanted: argparse.Namespace) -> Iterator[list[Answer]]:
