@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Int64
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.random import fork_rng
 from tqdm import tqdm
@@ -249,7 +249,8 @@ def write_continuations(
     # `generate` fills open settings from the model's own, so that they are replaced.
     model.generation_config = settings
     try:
-        with torch.no_grad(), fork_rng(range(torch.cuda.device_count())):
+        head = model.get_output_embeddings()
+        with torch.no_grad(), fork_rng(range(torch.cuda.device_count())), head.register_forward_pre_hook(_contiguous):
             torch.manual_seed(seed)
             rows_BT = model.generate(
                 input_ids=ids_BT.to(device),
@@ -260,6 +261,11 @@ def write_continuations(
     finally:
         model.generation_config = own
     return [_cut_at_end(row, ends) for row in rows_BT[:, ids_BT.shape[1] :].tolist()]
+
+
+def _contiguous(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """The last hidden states of the prompts are a slice: for each of them torch would copy the weight of the head."""
+    return (args[0].contiguous(),)
 
 
 def _pad_left(rows: Sequence[Sequence[int]], value: int) -> Int64[Tensor, "B T"]:
