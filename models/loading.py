@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from transformers import (
 from instruments.errors import CheckpointError, ConfigError, UserError, first_line, printable, some
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.shards import ShardReader
-from models.config import ModelConfig
+from models.config import ModelConfig, memory_bytes
 from models.ffn import separate_ffns
 from models.quantization import import_bitsandbytes, stored_quantization
 from models.source import read_config
@@ -59,9 +59,11 @@ def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     if model.device_map == "none":
         return {"device_map": {"": device}}
     free = get_max_memory()
-    limits: dict[int | str, int | str] = {"cpu": model.cpu_memory or free["cpu"]}
+    # In bytes: accelerate reads 20gb as bits, and no TB.
+    limits: dict[int | str, int] = {"cpu": memory_bytes(model.cpu_memory) if model.cpu_memory else free["cpu"]}
     if device.type != "cpu":
-        limits |= {place: model.gpu_memory or free[place] for place in free if place != "cpu"}
+        most = memory_bytes(model.gpu_memory) if model.gpu_memory else None
+        limits |= {place: free[place] if most is None else most for place in free if place != "cpu"}
     return {"device_map": model.device_map, "max_memory": limits}
 
 
@@ -146,6 +148,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0 if pad_id is None or (known is not None and pad_id >= known) else int(pad_id)
 
 
+@lru_cache(maxsize=2)  # asked for every question, and checking the folder reads its large JSON files
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Number of tokens of the model in the tokenizer's folder; None: its config.json does not state it."""
     return _stated_vocabulary(Path(tokenizer.name_or_path))

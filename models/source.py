@@ -6,11 +6,10 @@ from pathlib import Path
 from threading import Thread
 from time import monotonic
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils import get_session
 
 from instruments.errors import CheckpointError, ConfigError, first_line
 from instruments.files import hash_file
@@ -37,6 +36,7 @@ def hub_answers() -> bool:
         return False
     until = _SILENT_UNTIL.get(constants.ENDPOINT)
     if until is None or 0 < until < monotonic():
+        constants.HF_HUB_OFFLINE = False  # or its client would not ask
         _SILENT_UNTIL[constants.ENDPOINT] = 0.0 if _answers(constants.ENDPOINT) else monotonic() + 30
     constants.HF_HUB_OFFLINE = bool(_SILENT_UNTIL[constants.ENDPOINT])  # its client would try by itself and wait 5 s
     return not constants.HF_HUB_OFFLINE
@@ -52,15 +52,11 @@ def _answers(address: str) -> bool:
 
 
 def _ask(address: str) -> bool:
-    """Whether a server answers; an error of a gateway (5xx) is no answer."""
+    """Whether a server answers the hub's client, which has proxies and certificates of its own; a 5xx is no answer."""
     try:
-        urlopen(Request(address, method="HEAD"), timeout=HUB_TIMEOUT).close()
-    except HTTPError as answer:
-        answer.close()
-        return answer.code < 500
-    except (OSError, ValueError):
+        return bool(get_session().head(address, timeout=HUB_TIMEOUT).status_code < 500)
+    except Exception:  # noqa: BLE001 - of httpx, which has no class for all of them
         return False
-    return True
 
 
 def offline_by_choice() -> bool:
@@ -94,8 +90,12 @@ def _explained(model: ModelConfig) -> Iterator[None]:
     except (HfHubHTTPError, HFValidationError) as error:
         do = "check model.name and model.revision; for a gated model: hf auth login"
         raise CheckpointError(f"the hub refused: {first_line(error)}", where=_place(model), do=do) from error
-    except OSError as error:
+    except LocalEntryNotFoundError as error:
         raise _missing_from_cache(model, "the model is") from error
+    except (HTTPError, OSError, RuntimeError) as error:  # a lost connection, a full disk; RuntimeError: of hf_xet
+        what = f"the model cannot be downloaded to {constants.HF_HUB_CACHE}: {first_line(error)}"
+        do = "the same command again; if that disk is full, with HF_HUB_CACHE=<folder on another> before it"
+        raise CheckpointError(what, where=_place(model), do=do) from error
 
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -135,7 +135,7 @@ def check_hub_weights(model: ModelConfig) -> list[CheckpointError]:
     """Errors if a repository of the hub, or the cache without the hub, has no safetensors weights."""
     weights = {checkpoint.SINGLE, checkpoint.INDEX}
     if hub_answers():
-        with suppress(OSError):
+        with suppress(HTTPError, OSError):
             files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
             names = [file.filename for file in files]
             return [] if weights & {*names} else [checkpoint.missing_weights(_repository(model), names)]

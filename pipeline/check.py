@@ -34,6 +34,7 @@ from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
 from stages.text.check import check_data, check_length
 from stages.text.config import DataConfig, list_sources
+from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -447,7 +448,13 @@ def _carve_warnings(settings: Settings, shape: MoEShape, target: MoETarget, sour
         yield f"evaluate.baselines=[{','.join(left_out)}] is ignored: topology=global_pool"
     if settings.involves("assemble") and (difference := long_texts(target, source.config)):
         yield difference
-    if not settings.involves("train") or settings.train.straight_through:
+    if not settings.involves("train"):
+        return
+    method, other = ("selection biases", "balance_weight") if target.selection_bias else ("a loss", "bias_rate")
+    if settings.train.balance == "auto" and getattr(settings.train, other) != getattr(TrainConfig, other):
+        value = as_word(getattr(settings.train, other))
+        yield f"train.{other}={value} is ignored: train.balance=auto balances {target.model_type} by {method}"
+    if settings.train.straight_through:
         return
     if shape.top_k == 1 < shape.experts and target.normalised(shape):
         yield (

@@ -52,7 +52,7 @@ def measure(folders: Sequence[Path], text: Path, tokens: int, length: int, devic
 
     Raises UserError: one cannot be read, or has another vocabulary than the first.
     """
-    from models.loading import load_tokenizer, padding_id  # noqa: PLC0415 - slow, as are the others
+    from models.loading import load_tokenizer, padding_id, vocabulary_size  # noqa: PLC0415 - slow, as are the others
     from pipeline.greedy import open_writer  # noqa: PLC0415
     from stages.losses import measure_losses  # noqa: PLC0415
     from stages.text.batches import batch_sequences  # noqa: PLC0415
@@ -63,12 +63,12 @@ def measure(folders: Sequence[Path], text: Path, tokens: int, length: int, devic
         what = f"sequences of {length} tokens are longer than the dense model's longest, {longest}"
         raise ConfigError(what, where="--length", do=f"--length {longest}")
     tokenizer, *others = (load_tokenizer(folder, trust_remote_code=False) for folder in folders)
-    size, *sizes = (text_of(read_config(folder)).get("vocab_size") for folder in folders)
+    size, *sizes = map(vocabulary_size, (tokenizer, *others))  # None: config.json does not state it, as that of Gemma 3
     sequences = read_text(text, tokenizer, tokens, length)
     ids = sorted({id_ for sequence in sequences for id_ in sequence.ids})
     named = tokenizer.convert_ids_to_tokens(ids)
     for folder, other, embedded in zip(folders[1:], others, sizes, strict=True):
-        if embedded != size or other.convert_tokens_to_ids(named) != ids:
+        if len({embedded, size} - {None}) > 1 or other.convert_tokens_to_ids(named) != ids:
             what = f"its tokens are not those of {folders[0]}; embeddings: {embedded}, there {size}"
             raise ConfigError(what, where=str(folder), do="a checkpoint with the dense model's vocabulary")
     batches, found = batch_sequences(sequences, max(2048, length), padding_id(tokenizer)), []

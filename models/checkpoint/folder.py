@@ -75,13 +75,12 @@ def require_folder(folder: Path) -> Path:
 
 def _check_links(folder: Path) -> None:
     """Refuse files to copy that are links to elsewhere, but for those of the hub's cache. Raises CheckpointError."""
-    inside = {
-        (own := folder.resolve()),
-        own / "additional_chat_templates",
-        own.parents[1] / "blobs" if own.parent.name == "snapshots" else own,
-    }
+    own = folder.resolve()
+    inside = {own, own / "additional_chat_templates"}
+    if own.parent.name == "snapshots":  # the repository's own files, and those that huggingface_hub 2.4 shares, by hash
+        inside |= {own.parents[1] / "blobs", own.parents[1].parent / "blobs"}
     for path in (path for pattern in COPIED for path in folder.glob(pattern)):
-        if path.is_symlink() and path.resolve().parent not in inside:
+        if path.is_symlink() and inside.isdisjoint({(place := path.resolve().parent), place.parent}):
             what = f"{path.name} is a link to a file outside of the checkpoint, and a carve would copy that"
             raise CheckpointError(what, where=str(path), do="replace the link by the file, if it belongs to the model")
 
@@ -368,7 +367,8 @@ def _shared_block(
 def _fp8_blocks(folder: Path) -> tuple[int, int] | None:
     """Rows and columns of a block of FP8 weights that share a scale; None: config.json does not say."""
     try:
-        stored = read_json(folder / "config.json")["quantization_config"]
+        config = read_json(folder / "config.json")
+        stored = config.get("quantization_config") or config["text_config"]["quantization_config"]
         if groups := stored.get("config_groups"):  # of compressed-tensors
             settings = [group["weights"] for group in groups.values()]
             sizes = {tuple(one.get("block_structure") or (1, one["group_size"])) for one in settings}

@@ -113,7 +113,9 @@ def source_dtype(source: Mapping[str, Any]) -> str | None:
 def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     """The position encoding in the spellings of transformers 4 and 5."""
     stored = dict(rope_of(dense))
-    theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or _DEFAULT_THETA
+    # Without any, the default of the dense model's class, which transformers has put into rope_parameters.
+    own = (dense.get("rope_parameters") or {}).get("rope_theta")
+    theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or own or _DEFAULT_THETA
     # A target that rotates part of each head writes the share itself. The others are Ministral 3's: its scale of the
     # queries, which no target has (see `long_texts`), and a length that is also outside.
     for key in ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from zlib import error as zlib_error
 
 from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.file_download import repo_folder_name
 
 from instruments.errors import DataError, some
@@ -17,8 +17,8 @@ from stages.text.documents import Document, read_record
 
 # Remedy when the hub does not answer.
 WITHOUT_HUB = "text of local files, or of Python's standard library: data=python_stdlib"
-# What `datasets` raises for damaged and hostile files, and for a folder that requires its own code.
-UNREADABLE = (OSError, ValueError, TypeError, EOFError, RuntimeError, ImportError, zlib_error)
+# What `datasets` raises for damaged and hostile files, a lost connection, and a folder that requires its own code.
+UNREADABLE = (HTTPError, OSError, ValueError, TypeError, EOFError, RuntimeError, ImportError, zlib_error)
 
 
 def read_hub(source: Source) -> Iterator[Document]:
@@ -73,7 +73,7 @@ def require_hub(sources: Iterable[Source]) -> None:
 def find_commit(source: Source) -> str | None:
     """Current commit of the dataset's revision, from the cache if the hub does not answer; None: unknown."""
     name, offline = str(source.name), not hub_answers()
-    with suppress(HfHubHTTPError, HFValidationError, OSError):
+    with suppress(HTTPError, HFValidationError, OSError):
         # Any file does, also a missing one: with the hub's answer, the cache stores the commit.
         hf_hub_download(name, ".gitattributes", repo_type="dataset", revision=source.revision, local_files_only=offline)
     folder = repo_folder_name(repo_id=name, repo_type="dataset")

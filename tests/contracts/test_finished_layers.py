@@ -15,16 +15,6 @@ class Found:
     facts: dict[str, Any]
 
 
-def test_a_layer_comes_back_bit_for_bit(tmp_path):
-    rows_ED = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    save_layer_checkpoint(tmp_path, 7, Found(rows_ED, torch.empty(0, 4), {"error": 0.1 + 0.2, "penalty": None}))
-    found = load_layer_checkpoint(tmp_path, 7, Found)
-    assert torch.equal(found.rows_ED, rows_ED)
-    assert found.rows_ED.dtype == torch.bfloat16
-    assert found.nothing_N.shape == (0, 4)
-    assert found.facts == {"error": 0.1 + 0.2, "penalty": None}
-
-
 def test_a_layer_half_written_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("instruments.files.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):

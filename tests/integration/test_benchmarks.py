@@ -6,23 +6,33 @@ import sys
 
 import pytest
 from benchmarks.__main__ import main
+from benchmarks.moe_speed import shape_of
 from pico import write_pico
 
-GROUPS = ["scan", "forward", "scanner", "memory", "mscan", "dump", "watch"]
+from models.config import MoEShape
+
+GROUPS = ["scan", "forward", "scanner", "memory", "mscan", "moe", "dump", "watch"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_every_row_is_measured(tmp_path, capsys):
-    folder, found = write_pico(tmp_path / "pico", "qwen3", hidden=40, intermediate=72), tmp_path / "found.json"
+    folder, found = write_pico(tmp_path / "pico", "qwen3", hidden=40, intermediate=80), tmp_path / "found.json"
     sizes = ["--tokens", "24", "--length", "8", "--repetitions", "1", "--device", "cpu"]
-    assert main(["--model", str(folder), *sizes, "--json", str(found), "--only", *GROUPS]) == 0
+    moe = ["--experts", "5", "--active", "0.5", "0.3", "--steps", "2"]
+    assert main(["--model", str(folder), *sizes, *moe, "--json", str(found), "--only", *GROUPS]) == 0
     record = json.loads(found.read_text())
-    assert len({row["what"] for row in record["rows"]}) == 27
+    # 28 of the MoE: for 1 and 32 sequences, dense and two shares by three ways, in prompts and while decoding.
+    assert len({row["what"] for row in record["rows"]}) == 25 + 28
     assert all(len(row["values"]) == 1 and math.isfinite(row["measured"]) for row in record["rows"])
     assert record["facts"]["batch"] == "3 × 8"
     table = capsys.readouterr().out
     assert all(row["what"] in table for row in record["rows"])
+
+
+def test_shapes_are_those_of_a_carve():
+    assert shape_of(1024, 16, 0.5) == MoEShape(16, 64, 4, 256)
+    assert shape_of(1024, 16, 0.25) == MoEShape(16, 64, 2, 128)
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path, capsys):

@@ -90,18 +90,6 @@ def test_the_loop_equals_the_carve_in_neuron_space(ffn):
     )
 
 
-def test_the_form_for_autograd_gives_the_same_and_the_same_gradients(ffn):
-    loop = make_loop(ffn, torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([15, 16]), K)
-    found = {}
-    for name in ("__call__", "differentiable"):
-        weights = {field: tensor.clone().requires_grad_() for field, tensor in vars(loop.experts).items()}
-        output_TD = getattr(replace(loop, experts=replace(loop.experts, **weights)), name)(draw_x())
-        output_TD.square().sum().backward()
-        found[name] = [output_TD.detach(), *(tensor.grad for tensor in weights.values())]
-    for one, other in zip(*found.values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
 def test_renaming_neurons_changes_nothing(ffn):
     neurons_EN, always_S = torch.arange(12).view(E, N), torch.tensor([15, 16])
     order_F = torch.randperm(F, generator=torch.Generator().manual_seed(6))

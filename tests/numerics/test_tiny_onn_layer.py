@@ -90,31 +90,11 @@ def test_the_loop_waits_for_no_expert() -> None:
         assert not count_operators(layer, torch.randn(T, D)).waits
 
 
-def test_the_bias_selects_and_weighs_nothing() -> None:
-    router = TinyONNRouter(make_config())
-    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(4))
-    x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(5))
-    logits_TE, gates_TK, chosen_TK = router(x_TD)
-    router.e_score_correction_bias.copy_(torch.tensor([0.0, 50.0, 0.0, 0.0, 60.0]))
-    biased_TE, biased_TK, moved_TK = router(x_TD)
-    assert torch.equal(biased_TE, logits_TE)
-    assert set(moved_TK.flatten().tolist()) == {1, 4}
-    assert set(chosen_TK.flatten().tolist()) == set(range(E))
-    scores_TK = logits_TE.gather(1, moved_TK).sigmoid()
-    torch.testing.assert_close(biased_TK, scores_TK / scores_TK.sum(-1, keepdim=True))
-    torch.testing.assert_close(gates_TK.sum(-1), torch.ones(T))
-
-
-def test_all_experts_on_and_a_router_of_zeros_weigh_one_each() -> None:
-    router = TinyONNRouter(make_config(num_experts_per_tok=E, routed_scaling_factor=float(E)))
-    torch.nn.init.zeros_(router.weight)
-    assert torch.equal(router(torch.randn(T, D))[1], torch.ones(T, E))
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_routing_is_computed_in_fp32(autocast) -> None:
     router = TinyONNRouter(make_config())
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(6))
+    router.e_score_correction_bias.copy_(torch.linspace(-2, 2, E))  # of the choice alone
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(7)).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logits_TE, gates_TK, _ = router(x_TD)
@@ -133,10 +113,3 @@ def test_half_precision_in_half_precision_out(implementation) -> None:
 
 def test_no_tokens_no_output() -> None:
     assert make_layer(make_config())(torch.empty(0, D)).shape == (0, D)
-
-
-def test_an_expert_parameter_counts_once_in_a_pool() -> None:
-    config = make_config()
-    pool = TinyONNExperts(config, ACT2FN["silu"])
-    layer = make_layer(config, pool)
-    assert not [name for name, _ in layer.named_parameters() if name.startswith("experts")]

@@ -36,8 +36,8 @@ def test_limits_of_memory(monkeypatch):
     balanced = ModelConfig(device_map="balanced")
     assert placement(balanced, CPU) == {"device_map": "balanced", "max_memory": {"cpu": 900}}
     assert placement(balanced, CUDA) == {"device_map": "balanced", "max_memory": {0: 70, 1: 80, "cpu": 900}}
-    limited = ModelConfig(device_map="auto", gpu_memory="20GiB", cpu_memory="6GiB")
-    expected = {0: "20GiB", 1: "20GiB", "cpu": "6GiB"}
+    limited = ModelConfig(device_map="auto", gpu_memory="20gb", cpu_memory="1TiB")
+    expected = {0: 20 * 10**9, 1: 20 * 10**9, "cpu": 2**40}
     assert placement(limited, CUDA) == {"device_map": "auto", "max_memory": expected}
 
 

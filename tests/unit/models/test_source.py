@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.errors import HTTPError
 from pico import write_pico
 
 from instruments.errors import UserError
@@ -77,6 +78,18 @@ def test_pickle_repositories_are_refused_before_they_are_downloaded(tmp_path, mo
     (error,) = check_source(hub())
     assert error.what == "pickle checkpoint refused: pytorch_model.bin can run any code when opened"
     assert error.where == "nobody/nothing"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), HTTPError("reset"), RuntimeError("xet")])
+def test_a_download_that_breaks_off_says_why(monkeypatch, error):
+    def fail(*_args, **_more):
+        raise error
+
+    monkeypatch.setattr("models.source.hub_answers", lambda: True)
+    monkeypatch.setattr("models.source.hf_hub_download", fail)
+    (found,) = check_source(hub())
+    assert found.what.startswith("the model cannot be downloaded to ")
+    assert found.what.endswith(str(error))
 
 
 def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch):

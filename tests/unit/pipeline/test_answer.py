@@ -95,6 +95,14 @@ def test_a_killed_run_goes_on_and_asks_again_what_had_no_end(tmp_path, text, end
     assert run(text, out, "--tokens", "9") == 0
 
 
+def test_questions_do_not_read_the_model_s_folder_again(monkeypatch):
+    writer, read = Writer(None, load_tokenizer(EMBEDDED, trust_remote_code=False)), []
+    monkeypatch.setattr("models.loading.read_config", lambda folder: read.append(folder) or {})
+    for messages in ASKED:
+        assert writer.encode_question(Document("", messages=tuple(messages)))
+    assert len(read) == 1
+
+
 def test_special_tokens_of_an_answer_are_kept():
     """Like Mistral: a special token begins a call of a tool."""
     writer = Writer(None, load_tokenizer(EMBEDDED, trust_remote_code=False))

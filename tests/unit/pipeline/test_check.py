@@ -185,6 +185,9 @@ WARNINGS = {
     "stage=scan data.tokens=70000 data.sample_tokens=null": None,
     "stage=train experts=5 n=320 always_on=0 top_k=1": "top_k=1: qwen3_moe gives the chosen expert a gate of 1",
     "stage=train experts=5 n=320 always_on=64 top_k=1": None,
+    "stage=train train.balance_weight=0.1": "train.balance_weight=0.1 is ignored: train.balance=auto",
+    "stage=train train.balance=loss train.balance_weight=0.1": None,
+    "stage=train experts=5 n=320 always_on=0 top_k=2 train.bias_rate=0.1": "train.bias_rate=0.1 is ignored",
     "stage=train experts=5 n=320 always_on=0 top_k=1 train.straight_through=true": None,
 }
 

@@ -57,6 +57,11 @@ def test_position_encoding_in_both_spellings(tmp_path, source, target):
     assert read_by_transformers(tmp_path, config).rope_parameters == expected
 
 
+def test_a_scaling_without_a_base_has_that_of_the_dense_class():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    assert emitted("ernie4_5", "ernie4_5_moe", rope_scaling=scaling)["rope_theta"] == 5e5
+
+
 @pytest.mark.parametrize("source", [OLD_STYLE, NEW_STYLE], ids=["transformers 4", "transformers 5"])
 def test_a_target_that_knows_one_spelling_gets_it(tmp_path, source):
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}

@@ -82,13 +82,6 @@ def test_records_whose_text_is_in_another_column(write_jsonl):
     assert first.do == "name one of them: data.text_column= or data.messages_column="
 
 
-def test_labels_of_answers_need_conversations(path, write_jsonl, conversation):
-    assert "data.labels=full_sequence" in remedies(labels="completion")[0]
-    assert "data.labels=full_sequence" in remedies(kind="text", path=path, labels="completion")[0]
-    chats = str(write_jsonl("b.jsonl", [{"messages": conversation}]))
-    assert remedies(kind="text", path=chats, heldout_path=path, labels="completion") == []
-
-
 def test_the_optional_package_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert {*remedies(kind="hub", name="a/b")} == {"pip install datasets"}

@@ -140,7 +140,7 @@ def test_the_head_reads_contiguous_states(model):
     read = []
     with model.get_output_embeddings().register_forward_hook(lambda _, args, __: read.append(args[0].is_contiguous())):
         write_continuations(model, PROMPTS, GREEDY, {0}, 0, seed=0)
-    assert len(read) > 1 and all(read)
+    assert read == [True] * GREEDY.max_new_tokens
 
 
 def test_draws_depend_on_the_seed_alone_and_leave_torch_as_it_was(model):
