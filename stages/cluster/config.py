@@ -16,9 +16,9 @@ class ClusterConfig:
         metadata={"choices": ("router_aware", "balanced_kmeans", "rank", "random", "contiguous")},
     )
     sample_tokens: int = field(default=8192, metadata={"minimum": 1})
-    map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none"), "fingerprint": False})
+    map: str = field(default="tsne", metadata={"choices": ("tsne", "umap", "none"), "fingerprint": False})
     map_layers: list[int] = field(
-        default_factory=list, metadata={"needs": {"map": ("umap", "tsne")}, "fingerprint": False}
+        default_factory=list, metadata={"needs": {"map": ("tsne", "umap")}, "fingerprint": False}
     )
 
     def reads_score(self, shape: MoEShape, width: int) -> bool:

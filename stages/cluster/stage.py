@@ -148,7 +148,7 @@ def layers_to_draw(cluster: ClusterConfig, layers: int, dense: Sequence[int] = (
     if cluster.map == "none":
         return []
     carved = [layer for layer in range(layers) if layer not in dense]
-    wanted = cluster.map_layers or [carved[0], carved[len(carved) // 2], carved[-1]]
+    wanted = cluster.map_layers or [carved[len(carved) // 2]]
     return sorted({layer % layers for layer in wanted}.difference(dense))
 
 

@@ -103,7 +103,7 @@ def test_controls_find_no_structure(job, planted, method):
 
 @pytest.mark.parametrize("dense_layer", range(L))
 def test_a_layer_that_stays_dense_is_not_grouped(job, planted, dense_layer):
-    config = grouped(map="tsne")
+    config = grouped(map="tsne", map_layers=[*range(L)])
     table, plain = cluster(job, config)
     pictures = {path.name for path in job.out.glob("*.png")}
     assert len(pictures) == len(table.rows) == L
