@@ -28,6 +28,8 @@ MODEL, QUESTION = "model", "question"  # hashes, beside the messages
 NO_QUESTION, COPY, NO_ROOM = "no conversation with a question", "the same question again", "too long for the model"
 NO_END, EMPTY, REFUSED = "no end within --tokens", "empty", "changed by the chat template, or without an embedding"
 
+IN_VAIN = 32  # answers after which the others are not asked for, if none of them is text
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the model or the text cannot be read, 2 wrong command line."""
@@ -63,6 +65,8 @@ def _answer(wanted: argparse.Namespace, mark: str) -> None:
                 lines[key] = json.dumps(record) + "\n"
             if batch:
                 write_text(wanted.out, "".join(lines.values()))
+            if not lines and sum(left_out[fault] for fault in (NO_END, EMPTY, REFUSED)) >= IN_VAIN:
+                break  # such as a model whose template drops its thoughts
     faults = "; ".join(f"{count:,} {fault}" for fault, count in left_out.items() if count)
     if not lines:
         do = "a larger --tokens, other questions, or a model whose chat template keeps its answers whole"

@@ -95,6 +95,14 @@ def test_a_killed_run_goes_on_and_asks_again_what_had_no_end(tmp_path, text, end
     assert run(text, out, "--tokens", "9") == 0
 
 
+def test_a_model_none_of_whose_answers_are_text_is_not_asked_on(tmp_path, text, ended, monkeypatch, capsys):
+    ended.append("What")
+    monkeypatch.setattr("pipeline.greedy.AT_ONCE", 1)
+    monkeypatch.setattr(answer, "IN_VAIN", 2)
+    assert run(text, tmp_path / "own.jsonl", "--tokens", "9") == 1
+    assert "2 no end within --tokens" in capsys.readouterr().err
+
+
 def test_questions_do_not_read_the_model_s_folder_again(monkeypatch):
     writer, read = Writer(None, load_tokenizer(EMBEDDED, trust_remote_code=False)), []
     monkeypatch.setattr("models.loading.read_config", lambda folder: read.append(folder) or {})
