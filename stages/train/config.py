@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from instruments.errors import ConfigError
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass
