@@ -15,6 +15,11 @@ _GROUPED = {
 }
 
 
+def _is_grouped(func: Callable[..., Any]) -> bool:
+    """Whether it is a grouped product; for GPUs before Ampere, transformers has one of its own."""
+    return func in _GROUPED or getattr(func, "__name__", "") == "grouped_mm_fallback"
+
+
 def fused_parameters(module: nn.Module) -> list[str]:
     """Names of the module's fused expert parameters in the order of their use; [] for other modules."""
     if not (hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")):
@@ -38,7 +43,7 @@ class ProductFinder:
             rows, weight = args[:2]
             expert = (weight.storage_offset() - self.weight.storage_offset()) // self.weight.stride(0)
             return {"input": rows, "weight": weight, "expert": torch.full((len(rows),), expert, device=rows.device)}
-        if func in _GROUPED and self._holds(args[1]):
+        if _is_grouped(func) and self._holds(args[1]):
             rows = torch.arange(len(args[0]), device=args[0].device)
             expert = torch.bucketize(rows, kwargs["offs"].long(), right=True)
             return {"input": args[0], "weight": self.weight, "expert": expert}
@@ -54,7 +59,7 @@ class ProductFinder:
         top_k = self._chosen_TK.shape[-1]
         if func is linear:
             return torch.where((self._chosen_TK == expert_R[0]).mT)[1] if len(expert_R) else expert_R
-        if func in _GROUPED:
+        if _is_grouped(func):
             return self._chosen_TK.reshape(-1).argsort() // top_k
         return torch.arange(len(expert_R), device=expert_R.device) // top_k
 

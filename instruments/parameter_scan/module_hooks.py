@@ -214,8 +214,9 @@ class TargetHooks:
         if grad_RO is not None:
             grad_RO = grad_RO.flatten(1)
             found |= {"in_gradient": zeros_Gi, "out_gradient": zeros_Gi.new_zeros(len(zeros_Gi), parameter.out_blocks)}
-            for group in group_R.unique().tolist():
-                rows = group_R == group
+            groups, counts = group_R.unique(return_counts=True)
+            places = group_R.argsort(stable=True).split(counts.tolist())  # masks would make a GPU's host wait for each
+            for group, rows in zip(groups.tolist(), places, strict=True):
                 x, grad = x_RI[rows].unsqueeze(0), grad_RO[rows].unsqueeze(0)
                 gram = prefer_gram(self.passes.product, x.shape[1], x.shape[2], grad.shape[2])
                 columns_1I, rows_1O = weight_squares(x, grad, gram=gram)

@@ -199,7 +199,8 @@ class Measurement:
             return
         now_N, self._sizes = self._sample(self._sampled)
         pairs = [(one, one.grad) for one in self._sampled]
-        dense = [torch.zeros_like(one) if grad is None or grad.is_sparse else grad for one, grad in pairs]
+        # Zeros that take no memory.
+        dense = [one.new_zeros(()).expand_as(one) if grad is None or grad.is_sparse else grad for one, grad in pairs]
         live_N = self._sample(dense)[0] != 0
         self._still, self._intact = None, now_N.isfinite().all()
         before_N, was_live_N = self._before or (now_N[:0], live_N[:0])

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from torch import nn
 
-from instruments.errors import ConfigError, NumericsError
+from instruments.errors import ConfigError, ContractError, NumericsError
 from instruments.parameter_scan.reader import read_mscan
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.targets import ScanRecord
 from instruments.parameter_scan.writer import MscanWriter, merge_mscan
+from stages.accumulators.config import START_OVER
 from stages.artifacts.job import Workers
 from stages.scan.config import ScanConfig
 
@@ -63,13 +64,22 @@ class PartsPlace:
 
 
 @contextmanager
+def _readable_parts() -> Iterator[None]:
+    """Every resume reads the same parts, so that only a scan from the start replaces one that cannot be used."""
+    try:
+        yield
+    except ContractError as error:
+        raise ContractError(error.what, where=error.where, do=START_OVER) from error
+
+
+@contextmanager
 def record_parameters(
     model: nn.Module, scan: ScanConfig, place: PartsPlace, workers: Workers, *, source: str, label: str, fresh: bool
 ) -> Iterator[ParameterRecorder | None]:
     """Watch the model and append to this worker's part file; yields None if `scan.parameters` is false.
 
     Raises:
-        ConfigError: no weight matches the patterns.
+        ConfigError: no weight matches the patterns, or a worker writes its part to another disk.
         ContractError: the part of an earlier run is damaged or has other parameters.
     """
     if not scan.parameters:
@@ -85,10 +95,15 @@ def record_parameters(
     except ConfigError as error:  # its message names the scanner's arguments, not the settings
         what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))
         raise ConfigError(what, where="setting scan.parameter_patterns", do=do) from error
-    writer = MscanWriter(
-        path, scanner.parameters, model=label, block_width=scan.block_width, encoding="f32", append=True
-    )  # fmt: skip
+    with _readable_parts():
+        writer = MscanWriter(
+            path, scanner.parameters, model=label, block_width=scan.block_width, encoding="f32", append=True
+        )  # fmt: skip
     with writer, scanner:
+        if lost := [str(part) for part in workers.gather(path) if not part.exists()]:
+            what = "the leading worker joins the workers' parts of parameters.mscan, and some are on another disk"
+            do = "output_dir= on a disk that all workers share, or scan.parameters=false"
+            raise ConfigError(what, where=", ".join(lost), do=do)
         yield ParameterRecorder(scanner, writer, source)
 
 
@@ -100,8 +115,9 @@ def publish_parameters(place: PartsPlace, out: Path, samples: int) -> None:
     """
     parts = place.parts()
     # When the scan began.
-    created = min((read_mscan(path, verify=False).header.created for path in parts), default="")
-    merge_mscan(parts, out / FILE, created=created, numbers=range(samples))
+    with _readable_parts():
+        created = min((read_mscan(path, verify=False).header.created for path in parts), default="")
+        merge_mscan(parts, out / FILE, created=created, numbers=range(samples))
 
 
 def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:
