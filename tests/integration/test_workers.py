@@ -175,7 +175,7 @@ def chain(text, tmp_path_factory):
     """The command line of a whole run, and its outputs from one process with one thread."""
     folder = tmp_path_factory.mktemp("chain")
     given = words_of_pico(write_pico(folder / "pico", "qwen3", layers=3, tokenizer=True), text)
-    dials = ("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map_layers=[1]")
+    dials = ("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map_layers=[1]", "model.rounded_products=false")
     random = ("vocabulary.tokens=300", "vocabulary.layers=2")
     baselines = ("evaluate.baselines=[static_mask_aligned,oracle,cmoe]", "evaluate.speed_tokens=100")
     words = [*given, *dials, *random, *baselines]
