@@ -39,7 +39,7 @@ def main():
             layer = TinyONNExperts(SimpleNamespace(**sizes, _experts_implementation="eager"), nn.SiLU()).to(dtype)
             for parameter in layer.parameters():
                 nn.init.normal_(parameter, std=0.02)
-            for tokens in (1, 4, 33, 64, 512, 2048):
+            for tokens in (1, 2, 4, 16, 33, 64, 512, 2048):
                 chosen, gates = torch.rand(tokens, experts).topk(k).indices, torch.rand(tokens, k, dtype=dtype)
                 given = layer, torch.randn(tokens, hidden, dtype=dtype), chosen, gates
                 grouped, whole = (milliseconds(name, *given) for name in ("grouped_mm", STRAIGHT_THROUGH))
