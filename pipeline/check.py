@@ -32,8 +32,8 @@ from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import find_workers
 from stages.diagnose.config import CHECKS
 from stages.evaluate.config import POOL_BASELINES, EvaluateConfig
-from stages.text.check import check_data, check_length
-from stages.text.config import DataConfig, list_sources
+from stages.text.check import check_data, check_length, check_training
+from stages.text.config import DataConfig, TrainingData, list_sources
 from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -189,6 +189,8 @@ def find_errors(
             errors += circle_errors(settings)
         if "data" not in unreadable_groups:
             errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in settings.stages))
+            if training := training_text(settings):
+                errors += check_training(training)
         if "store" not in unreadable_groups:
             try:
                 check_store(settings.store)
@@ -391,10 +393,16 @@ def unread_errors(settings: Settings, words: Sequence[str]) -> Iterator[tuple[st
             yield name.partition(".")[0], ConfigError(what, where=f"setting {name}", do=do)
 
 
+def training_text(settings: Settings) -> TrainingData | None:
+    """The settings of the text that is read by train alone; None: there is none, or train does not run."""
+    return settings.train.own_text(settings.data) if settings.involves(TRAINED) else None
+
+
 def circle_errors(settings: Settings) -> Iterator[ConfigError]:
     """An error for each folder of text in which the runs write their own files."""
     outputs = Path(os.path.realpath(expand_user(settings.output_dir)))
-    sources = [source for source in list_sources(settings.data, "calibration") if source.kind == "text"]
+    texts = filter(None, (settings.data, training_text(settings)))
+    sources = [source for text in texts for source in list_sources(text, "calibration") if source.kind == "text"]
     paths = [path for source in sources for path in (*source.paths, source.path)]
     for path in filter(None, (*paths, settings.data.heldout_path)):
         if outputs.is_relative_to(os.path.realpath(expand_user(path))):

@@ -25,6 +25,7 @@ from pipeline.check import as_word, default_text, find_fields, folder_errors, un
 from pipeline.help import LOCAL, groups
 from pipeline.settings import AUTO_LAYERS, Settings, find_wrong_values
 from stages.text.config import DataConfig, SourceConfig
+from stages.train.config import TrainConfig
 
 WHERE = "command line"
 
@@ -214,13 +215,17 @@ def flag_errors(words: Sequence[str]) -> list[ConfigError]:
 FLAGS = {"--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--info", "-i"}
 FLAGS |= {"--multirun", "-m"}
 # One source, so that settings of an item of the list can be tried.
-_TRIED = OmegaConf.structured(Settings(data=DataConfig(sources=[SourceConfig()])))
+_TRIED = OmegaConf.structured(
+    Settings(data=DataConfig(sources=[SourceConfig()]), train=TrainConfig(sources=[SourceConfig()]))
+)
 _ITEM = re.compile(r"\.\d+\.")  # data.sources.0.share: a setting of an item of a list
 FIELDS: Mapping[str, Field[Any]] = {name: spec for name, _value, spec in find_fields(Settings())}
 _DIALS = OmegaConf.structured(
     make_dataclass("Dials", [(name, spec.type, spec) for name, spec in FIELDS.items() if "." not in name])
 )
-_ITEM_FIELDS = {name: spec for name, _value, spec in find_fields(SourceConfig(), "data.sources.0.")}
+_ITEM_FIELDS = {
+    name: spec for node in ("data", "train") for name, _value, spec in find_fields(SourceConfig(), f"{node}.sources.0.")
+}
 
 
 def find_field(key: str) -> Field[Any] | None:

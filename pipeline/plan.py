@@ -24,17 +24,18 @@ from pipeline.artifacts import (
     is_complete,
     tensors_hash,
 )
-from pipeline.check import Checked
+from pipeline.check import Checked, training_text
 from pipeline.disk import expected_bytes
 from pipeline.resources import estimate_seconds, peak_bytes, room_errors, temporary_bytes
-from pipeline.settings import CHAIN, Stage, asked_stages, unneeded
+from pipeline.settings import CHAIN, TRAINED, Stage, asked_stages, unneeded
 from stages.accumulators.redis_connection import check_store
 from stages.artifacts.job import Table
 from stages.artifacts.rendering import in_mib, in_time
 from stages.calibration.config import VocabularyConfig
-from stages.text.config import DataConfig, calibration_only, list_sources, sampled
+from stages.text.config import DataConfig, TrainingData, calibration_only, list_sources, sampled
 from stages.text.hub import require_hub
 from stages.text.sources import calibration_cache_key, data_cache_key
+from stages.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 STALE = "a result that it reads has changed"
 CHANGED = "changed settings or inputs"  # `describe_change` says which
 # Nodes that name files or datasets, whose content enters the recipe as well.
-NODES_WITH_CONTENT = {"model": "the dense model", "data": "the text"}
+NODES_WITH_CONTENT = {"model": "the dense model", "data": "the text", "train": "the text to train on"}
 
 
 def plain_settings(node: object) -> object:
@@ -179,18 +180,23 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     given = {**nodes, "model": replace(settings.model, revision=source_key.get("commit", settings.model.revision))}
     text = pin_text(settings.data, text_key["sources"])
     texts = {True: sampled(text), False: text}  # one object for all stages, so that its text is tokenized once
+    training = training_text(settings)
+    training_key = {} if training is None else training_cache_key(training, hash_of)
+    if training is not None:
+        pinned = pin_text(training, training_key["sources"])
+        given["train"] = replace(settings.train, sources=pinned.sources)
     steps: dict[str, Step] = {}
     for stage in settings.stages:
         parents = {name: steps[name].fingerprint for name in stage.parents}
         data = sampled(settings.data) if stage.samples else settings.data
         read = data if stage.fixed_heldout else calibration_only(data)
-        cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout]}
+        cache_keys = {"model": source_key, "data": text_keys[stage.fixed_heldout], "train": training_key}
         stated = counted | {"data": read}
         recipe = {  # all inputs that affect the result
             "stage": stage.name,
             "version": stage.version,
             "settings": {name: plain_settings(stated[name]) for name in stage.nodes},
-            "identity": {name: cache_keys[name] for name in stage.nodes if name in NODES_WITH_CONTENT},
+            "identity": {name: cache_keys[name] for name in stage.nodes if cache_keys.get(name)},
             "parents": parents,
         }
         address = fingerprint(recipe)
@@ -205,6 +211,11 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         )
     hash_of.save()
     return steps
+
+
+def training_cache_key(training: TrainingData, hash_of: FileHashes) -> dict[str, object]:
+    """`data_cache_key` of a training's own text; what the held-out text excludes from it, the key of `data` covers."""
+    return data_cache_key(replace(training, heldout_path=None), hash_of)
 
 
 def pin_text(data: DataConfig, keys: Any) -> DataConfig:  # noqa: ANN401 - of `data_cache_key`, one per source
@@ -236,7 +247,7 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
     Raises CheckpointError: the dense model's files are not those of the plan; DataError: nor those of the text.
     """
     planned, do = step.recipe["identity"], "the same command again, which starts with the files as they are now"
-    model, data = (step.inputs.get(name) for name in NODES_WITH_CONTENT)
+    model, data, train = (step.inputs.get(name) for name in NODES_WITH_CONTENT)
     # A commit of the hub does not change.
     if isinstance(model, ModelConfig) and model.kind != "hub":
         now, then = source_cache_key(model, hash_of)["files"], planned["model"]["files"]
@@ -244,15 +255,21 @@ def check_sources(step: Step, hash_of: FileHashes, *, done: bool) -> None:
             what = "the files of the dense model were changed during this run: its stages would read two models"
             where = f"stage={step.stage.name}, {model.path or EMBEDDED}: {some(changed)}"
             raise CheckpointError(what, where=where, do=do)
-    if not isinstance(data, DataConfig) or any(source.kind == "hub" for source in list_sources(data, "calibration")):
+    if not isinstance(data, DataConfig):
         return
-    try:
-        found = data_cache_key(data, hash_of)
-        if not step.stage.fixed_heldout:
-            found = calibration_cache_key(data, found, hash_of.recall)
-    except DataError:  # removed
-        found = {}
-    if found != planned["data"]:
+    texts = [data, train.own_text(data) if isinstance(train, TrainConfig) else None]
+    for text in filter(None, texts):
+        if any(source.kind == "hub" for source in list_sources(text, "calibration")):
+            continue
+        try:
+            own = isinstance(text, TrainingData)
+            found = training_cache_key(text, hash_of) if own else data_cache_key(text, hash_of)
+            if not own and not step.stage.fixed_heldout:
+                found = calibration_cache_key(text, found, hash_of.recall)
+        except DataError:  # removed
+            found = {}
+        if found == planned[text.node]:
+            continue
         what = "files of the text were changed during this run: its stages would read two texts"
         if not done:
             raise DataError(what, where=f"stage={step.stage.name}", do=do)
@@ -307,4 +324,5 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
     if "scan" in due:
         check_store(settings.store)
     if any("data" in stage.nodes for stage in stages):
-        require_hub(list_sources(settings.data, "calibration"))
+        texts = [settings.data, training_text(settings) if TRAINED in due else None]
+        require_hub(source for text in filter(None, texts) for source in list_sources(text, "calibration"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instruments.errors import ConfigError, DataError, UserError
-from stages.text.config import KINDS, DataConfig, Split, list_sources
+from stages.text.config import KINDS, DataConfig, Split, TrainingData, list_sources
 from stages.text.sources import describe_emptiness, find_template_file, read_documents
 
 # Kind of text → the setting that it needs, and an example.
@@ -24,6 +24,11 @@ def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
     if data.kind not in KINDS or data.max_length < 2 or not 0 <= data.heldout_share < 1:
         return []  # the fields' own checks report these
     return [*_check_settings(data)] or [*_check_first_documents(data, heldout=heldout)]
+
+
+def check_training(data: TrainingData) -> list[UserError]:
+    """Faults of the sources of a training's own text."""
+    return [*_check_sources(data)] or [*_check_first_documents(data, heldout=False)]
 
 
 def _check_settings(data: DataConfig) -> Iterator[ConfigError]:
@@ -64,10 +69,10 @@ def _check_sources(data: DataConfig) -> Iterator[ConfigError]:
             yield ConfigError(what, where=where, do=do)
     total = sum(source.share for source in data.sources)
     if data.mixed and abs(total - 1) > 1e-6:
-        what = f"the shares of data.sources add up to {total:.6g}, not 1"
+        what = f"the shares of {data.node}.sources add up to {total:.6g}, not 1"
         shares = {place: source.share / (total or 1) for place, source in data.mixed.items()}
         do = " ".join(f"{place}.share={share:.6g}" for place, share in shares.items())
-        yield ConfigError(what, where="setting data.sources", do=do)
+        yield ConfigError(what, where=f"setting {data.node}.sources", do=do)
 
 
 def _check_first_documents(data: DataConfig, *, heldout: bool) -> Iterator[DataError]:

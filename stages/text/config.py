@@ -1,7 +1,7 @@
 """Settings of the text."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 KINDS = ("python_stdlib", "text", "hub", "mixture")
 # Value of `chat_template`: roles and contents in plain text.
@@ -46,6 +46,8 @@ class SourceConfig:
 class DataConfig:
     """Sources of the text, and its tokenization; explained in conf/data."""
 
+    node: ClassVar[str] = "data"  # has the setting `sources`, for errors
+
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
     # Of files, the content is in a result's fingerprint, wherever they are.
     path: str | None = field(default=None, metadata={"needs": {"kind": "text"}, "fingerprint": False})
@@ -76,8 +78,15 @@ class DataConfig:
     @property
     def mixed(self) -> dict[str, SourceConfig]:
         """The sources of a mixture by the names of their settings; {} for other kinds."""
-        named = {f"data.sources.{number}": source for number, source in enumerate(self.sources)}
+        named = {f"{self.node}.sources.{number}": source for number, source in enumerate(self.sources)}
         return named if self.kind == "mixture" else {}
+
+
+@dataclass
+class TrainingData(DataConfig):
+    """Text that only stage train reads."""
+
+    node: ClassVar[str] = "train"
 
 
 @dataclass

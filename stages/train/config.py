@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from instruments.errors import ConfigError
+from stages.text.config import DataConfig, SourceConfig, TrainingData
 
 VERSION = 8
 
@@ -13,6 +14,7 @@ class TrainConfig:
     """Settings of continued pretraining; explained in conf/train."""
 
     tokens: int = field(default=2_000_000, metadata={"minimum": 1})
+    sources: list[SourceConfig] = field(default_factory=list)
     router_share: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     router_rate: float = field(default=1e-3, metadata={"above": 0})
@@ -42,6 +44,11 @@ class TrainConfig:
     save_steps: int = field(default=100, metadata={"minimum": 1, "fingerprint": False})
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
+
+    def own_text(self, data: DataConfig) -> TrainingData | None:
+        """`sources`, with all other settings as in `data`; None: there are none."""
+        own = vars(data) | {"kind": "mixture", "sources": self.sources}
+        return TrainingData(**own) if self.sources else None
 
     @property
     def experts_share(self) -> float:

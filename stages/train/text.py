@@ -21,8 +21,8 @@ class TrainingText:
 
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingText:
-    """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
+    """Read up to `train.tokens` of the text to train on, and the first sequences of the held-out split."""
     pad_id = padding_id(tokenizer)
-    text = load_text(replace(data, tokens=train.tokens), tokenizer, "calibration")
+    text = load_text(replace(train.own_text(data) or data, tokens=train.tokens), tokenizer, "calibration")
     heldout = load_text(data, tokenizer, "heldout").sequences[: train.heldout_sequences]
     return TrainingText(text, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)

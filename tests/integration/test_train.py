@@ -157,6 +157,20 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
     assert weights_of(again) == weights_of(undisturbed)
 
 
+def test_training_reads_its_own_sources_and_judges_by_the_held_out_text_of_the_carve(
+    projected, trained, tmp_path, capsys
+):
+    own = tmp_path / "own.txt"
+    own.write_text("".join(f"line {number} of another text\n\n" for number in range(400)))
+    words = [*projected, *QUICK, "stage=train", f"train.sources=[{{path:{own}}}]"]
+    assert run_command([*words, "plan=true"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if " runs: " in line] == ["train"]
+    assert run_command(words) == 0
+    first, others = lines_of(published(words))[0], lines_of(trained)[0]
+    assert first == others  # of the carve and the dense model, on held-out text
+    assert lines_of(published(words))[1:] != lines_of(trained)[1:]
+
+
 def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(projected, tmp_path):
     shares = [word for word in QUICK if "_share" not in word]
     words = [*projected, *shares, "stage=train", "train=heal", "train.expert_rate=3e-3"]

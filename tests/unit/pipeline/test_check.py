@@ -134,6 +134,9 @@ IGNORED = {
     f"stage=train train.rest_rate=1 {ONN}": {"train.rest_rate": "train.all_share=0.0"},
     f"stage=train train=full train.rest_rate=1 {ONN}": {},
     "data.sources=[{python_stdlib:true,share:1}]": {"data.sources": "data.kind=python_stdlib"},
+    "stage=train train.sources=[{python_stdlib:true,share:1,split:a}]": {
+        "train.sources.0.split": "train.sources.0.name=null"
+    },
     "data=mixture data.sources=[{python_stdlib:true,share:1,split:a}]": {
         "data.sources.0.split": "data.sources.0.name=null"
     },

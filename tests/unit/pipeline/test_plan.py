@@ -13,10 +13,18 @@ import pytest
 from instruments.errors import ConfigError, DataError
 from instruments.files import hash_code
 from models.source import EMBEDDED
-from pipeline.artifacts import open_staging, publish
+from pipeline.artifacts import FileHashes, open_staging, publish
 from pipeline.check import validate
 from pipeline.help import REPOSITORY
-from pipeline.plan import STALE, describe_change, make_plan, plain_settings, published_recipe, select_stages
+from pipeline.plan import (
+    STALE,
+    check_sources,
+    describe_change,
+    make_plan,
+    plain_settings,
+    published_recipe,
+    select_stages,
+)
 from pipeline.run import SOURCE_PACKAGES, agree_on_plan, require_parents, run_pipeline
 from pipeline.settings import CHAIN, STAGES, asked_stages, compose, with_ancestors
 from stages.artifacts.job import Table, Workers
@@ -257,6 +265,24 @@ def test_other_heldout_text_carves_again_only_if_it_excludes_documents(steps, tm
     assert {name for name in before if before[name] == excluding[name]} == set()
 
 
+def test_text_to_train_on_changes_the_training_alone(steps, tmp_path):
+    def planned(*words):
+        return addresses(steps, "stage=evaluate", "evaluate.checkpoint=train", *words)
+
+    own = f"train.sources=[{{path:{tmp_path / 'own.jsonl'},share:0.5}},{{python_stdlib:true,share:0.5}}]"
+    found = [planned()]
+    for text in ("one", "two"):
+        (tmp_path / "own.jsonl").write_text(json.dumps({"text": f"{text} of many"}) + "\n")
+        found += [planned(own), planned(own.replace("true,", "true,packing:single,"))]
+    for name in found[0]:
+        prints = {plan[name] for plan in found}
+        assert len(prints) == (5 if name in {"train", "evaluate"} else 1), name
+    given = steps("stage=train", own)["train"]
+    (tmp_path / "own.jsonl").write_text(json.dumps({"text": "three of many"}) + "\n")
+    with pytest.raises(DataError, match="changed during this run"):
+        check_sources(given, FileHashes(tmp_path), done=False)
+
+
 def addresses(steps, *words):
     return {name: step.fingerprint for name, step in steps(*words).items()}
 
@@ -332,6 +358,8 @@ def test_every_stage_of_a_run_reads_the_commit_that_was_planned(steps, tmp_path,
         for data in (step.inputs["data"] for step in planned.values() if "data" in step.inputs):
             assert list_sources(data, "calibration")[0].revision == "c" * 40
         assert planned["scan"].recipe["settings"]["model"]["revision"] is None
+    own = steps(*words, "stage=train", "train.sources=[{name:o/t}]")["train"]
+    assert own.inputs["train"].sources[0].revision == "c" * 40
 
 
 class Pair(Workers):

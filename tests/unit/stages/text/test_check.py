@@ -2,8 +2,9 @@ import importlib.util
 
 import pytest
 
-from stages.text.check import check_data, check_length
+from stages.text.check import check_data, check_length, check_training
 from stages.text.config import DataConfig, SourceConfig
+from stages.train.config import TrainConfig
 
 
 @pytest.fixture
@@ -54,6 +55,18 @@ def test_sources_that_contradict_each_other(path):
     assert shares == ["data.sources.0.share=0.5 data.sources.1.share=0.5"]
     same = {"name": "a/b", "heldout_split": "train"}
     assert mixture(same) == ["data.sources.0.heldout_split=null"]
+
+
+def test_faults_of_a_trainings_own_text_name_its_settings(path):
+    def faults(*sources):
+        training = TrainConfig(sources=[SourceConfig(**source) for source in sources]).own_text(DataConfig())
+        return [(error.where, error.do) for error in check_training(training)]
+
+    assert faults({"path": path}) == []
+    halved = "train.sources.0.share=0.5 train.sources.1.share=0.5"
+    assert faults({"path": path}, {"name": "a/b"}) == [("setting train.sources", halved)]
+    ((_where, do),) = faults({"path": "/nowhere"})
+    assert do.startswith("train.sources.0.path=")
 
 
 def test_paths_and_first_documents_of_all_sources_are_checked_at_once(tmp_path, path, write_jsonl):
