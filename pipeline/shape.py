@@ -294,13 +294,23 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         lines.append(f"            {head} of these are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
     tied = request.source.tied and request.assemble.tied_embeddings
-    pad_to = request.assemble.pad_to
-    served, could = (
-        target.served_by(emit_text_config(request.source, target, shape, pad_to, tied=one)) for one in (tied, False)
-    )
+    served, could = (_served(request, shape, tied=one) for one in (tied, False))
     untied = [name for name in could if name not in served]
-    not_served = [name for name in RUNTIMES if name not in could]
+    fewer = replace(resolve_shape(replace(request, always_on=0), request.width), dense_layers=shape.dense_layers)
+    routed_alone = [name for name in _served(request, fewer, tied=tied) if name not in could]
+    not_served = [name for name in RUNTIMES if name not in {*could, *routed_alone}]
     serving = f"{target.architecture}: {', '.join(['transformers', *served])}"
     serving += f"; {', '.join(untied)} with assemble.tied_embeddings=false" if untied else ""
+    serving += f"; {', '.join(routed_alone)} with always_on=0" if routed_alone else ""
     serving += f"; not {', '.join(not_served)}" if not_served else ""
     return [*lines, f"checkpoint  about {in_mib(size)} on disk", f"serving     {serving}"]
+
+
+def _served(request: ShapeRequest, shape: MoEShape, *, tied: bool) -> tuple[str, ...]:
+    """The serving runtimes that compute a carve of this shape; () if its target cannot hold the shape."""
+    if shape_faults(shape, request.width):
+        return ()
+    target, pad_to = request.target(shape), request.assemble.pad_to
+    if check_target(request.source, target, shape):
+        return ()
+    return target.served_by(emit_text_config(request.source, target, shape, pad_to, tied=tied))

@@ -181,6 +181,8 @@ class Odd(nn.Module):
                 return x + self.down_proj(gate * self.up_proj(x))
             case "sum":
                 return self.down_proj(gate + self.up_proj(x))
+            case "limited":  # as in DeepSeek 4, GLM 5, MiniMax M3 and Step 3.7
+                return self.down_proj(gate.clamp(max=7.0) * self.up_proj(x).clamp(-7.0, 7.0))
             case "twice":
                 return self.down_proj(gate * self.up_proj(self.down_proj(gate)))
             case "learns":
@@ -203,6 +205,7 @@ def describe_with(ffns):
         (["largest", "largest"], "what its last matrix reads is not act"),
         (["residual", "residual"], "changes its output after the last matrix"),
         (["sum", "sum"], "what its last matrix reads is not act"),
+        (["limited", "limited"], "its gate or up is limited"),
         (["twice", "twice"], "does not use each of its matrices once"),
         ([40, "scaled", 48], "the layers' FFNs differ, and not by their width alone"),
         ([40, "sum", 40], "what its last matrix reads is not act"),

@@ -153,6 +153,13 @@ def test_runtimes_that_a_carve_gives_up_are_named(target, dense, said):
     assert describe_shape(request, shape)[-1] == f"serving     {said}"
 
 
+def test_runtimes_that_always_on_neurons_give_up_are_named():
+    request = ShapeRequest(None, None, None, None, 0.5, source=decoder_of("mistral"))
+    with_them, without = (describe_shape(request, shape)[-1] for shape in (MoEShape(3, 8, 1, 8), MoEShape(4, 8, 2, 0)))
+    assert with_them.endswith("TinyONNForCausalLM: transformers, vLLM; SGLang, llama.cpp with always_on=0")
+    assert without.endswith("MixtralForCausalLM: transformers, vLLM, SGLang, llama.cpp")
+
+
 def test_experts_that_grouped_mm_cannot_run_are_refused():
     """transformers would write and load such a checkpoint, and stop in its first pass."""
     shape = MoEShape(experts=4, n=12, top_k=2, always_on=64)
